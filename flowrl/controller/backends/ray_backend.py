@@ -207,6 +207,8 @@ class RayBackend:
             tuple[str, int, bool], Any
         ] = {}  # Any: as above; cached because creating a method handle costs as much as a call
         self._names: dict[tuple[str, int], str] = {}
+        self._all_names: set[str] = set()
+        """Names of all processes that this backend has started, including those that it has ended."""
         self._uses_fork_server = False
         self._nodes = RayNodes(address, notify=notify)
         self._liveness = Liveness()
@@ -244,6 +246,7 @@ class RayBackend:
     def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
         key = slot.pool, slot.rank
         self._names[key] = f"flowrl-{uuid.uuid4().hex}"
+        self._all_names.add(self._names[key])
         # Calls that are submitted while a replacement starts wait for it. Without retries as the actor's default, Ray
         # fails these calls immediately and retries them after 1, 2, 4, 8 and 16 seconds.
         retries = -1 if restarts else 0
@@ -368,6 +371,8 @@ class RayBackend:
             for name in {pool for pool, _ in self._hosts}:
                 self.end_pool(name)
         self._nodes.close()
+        if self._nodes.is_local:
+            kill_processes(self._all_names)  # a stopped process (SIGSTOP) has not noticed that Ray has ended
         ray_worker.print_to_stdstream = _PRINT_RAY_MESSAGE
 
 

@@ -1,6 +1,10 @@
 """A host of the Ray backend handles retried calls after a loss of its process, in any order."""
 
 import logging
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +51,30 @@ def test_messages_of_ray_are_logged_and_not_printed(
     assert "print_to_stdstream" in ray_worker.listen_error_messages.__code__.co_names  # Ray calls the replaced function
     backend.close()
     assert ray_worker.print_to_stdstream is original
+
+
+STOPPED = """
+import os
+import signal
+import time
+from flowrl import Cluster, Placement
+from flowrl.controller.host.process_probe import read_start_time
+from tests.controller.faulty_workers import Scorer
+
+with Cluster(Placement(device="cpu", pools={"main": [1]}, roles={"judge": "main"}), num_threads=1) as cluster:
+    (process_id,) = cluster.group("judge", Scorer, 1).run(lambda worker: os.getpid())
+    os.kill(process_id, signal.SIGSTOP)
+deadline = time.monotonic() + 5
+while read_start_time(process_id) is not None:
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_with_the_cluster() -> None:
+    with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        command = [sys.executable, "-c", STOPPED]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
