@@ -355,7 +355,9 @@ class RayBackend:
         self._ends.record_oom_kills(count_oom_kills(), time.monotonic())
         names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
         local = {name: slot for name, slot in names.items() if self._is_local(slot)}
-        return [local[name] for name in self._liveness.find_ended(local)]
+        # The fork server also knows processes that ended before the first check.
+        find_ended = fork_server().find_ended if self._uses_fork_server else self._liveness.find_ended
+        return [local[name] for name in find_ended(local)]
 
     def lost_nodes(self) -> Mapping[int, str]:
         return self._nodes.lost()

@@ -22,7 +22,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class ForkServer:
         name = secrets.token_hex(4)
         self._path, self._exits = private_folder() / f"fork-{name}", private_folder() / f"exits-{name}"
         self._exits.touch(mode=0o600)
+        self._num_ended: Counter[str] = Counter()
+        """Name -> number of ended processes that `find_ended` has returned."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self._path))
             listener.listen(_BACKLOG)  # clients wait in the backlog while the server imports
@@ -83,7 +86,7 @@ class ForkServer:
         """
         started_s = time.monotonic()
         while True:
-            exits = _read_exits(self._exits, name)
+            exits = _read_exits(self._exits)[name]
             if not exits or exits[-1][1] is not None:
                 break
             limit_s = timeout_s if read_start_time(exits[-1][0]) is None else min(timeout_s, 0.5)
@@ -92,6 +95,17 @@ class ForkServer:
             time.sleep(0.02)
         ended = [(process_id, status) for process_id, status in exits if status is not None]
         return ended[-1] if ended else None
+
+    def find_ended(self, names: Collection[str]) -> list[str]:
+        """Returns the names of processes that have ended since the previous call."""
+        exits = _read_exits(self._exits)
+        ended = []
+        for name in names:
+            num_ended = sum(status is not None for _, status in exits[name])
+            if num_ended > self._num_ended[name]:
+                ended.append(name)
+            self._num_ended[name] = num_ended
+        return ended
 
     def end(self) -> None:
         """Kills the server, and all forked processes that have not called `survive_fork_server`."""
@@ -135,15 +149,18 @@ def _log_exit(line: str) -> None:
             file.write(f"{line}\n")
 
 
-def _read_exits(path: Path, name: str) -> list[tuple[int, int | None]]:
-    """Returns (process id, wait status) of the processes with this name, oldest first. A running process has None."""
-    exits: list[tuple[int, int | None]] = []
+def _read_exits(path: Path) -> defaultdict[str, list[tuple[int, int | None]]]:
+    """Returns name -> (process id, wait status) of its processes, oldest first. A running process has None."""
+    exits: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    names: dict[int, str] = {}
     for line in path.read_text().splitlines():
-        event, process_id, value = line.split()
-        if event == "started" and value == name:
-            exits.append((int(process_id), None))
-        elif event == "ended" and exits and exits[-1] == (int(process_id), None):
-            exits[-1] = int(process_id), int(value)
+        event, number, value = line.split()
+        process_id = int(number)
+        if event == "started":
+            names[process_id] = value
+            exits[value].append((process_id, None))
+        elif (name := names.pop(process_id, None)) is not None:
+            exits[name][exits[name].index((process_id, None))] = process_id, int(value)
     return exits
 
 

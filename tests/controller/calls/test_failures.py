@@ -401,6 +401,18 @@ def test_a_stopped_stateless_process_is_replaced_once(scorers: tuple[Cluster, li
 
 
 @pytest.mark.slow
+def test_a_process_that_is_lost_in_its_constructor_is_reported_and_replaced(
+    scorers: tuple[Cluster, list[str]], tmp_path: Path
+):
+    cluster, messages = scorers
+    messages.clear()
+    scorer = cluster.group("scorer", Scorer, 10, "kill", tmp_path / "once")
+    assert scorer.score(BATCH).get("score").tolist() == [10, 20]
+    facts = ("scorer", "rank 0", "__init__", "SIGKILL")
+    assert len([message for message in messages if all(fact in message for fact in facts)]) == 1, messages
+
+
+@pytest.mark.slow
 def test_a_replacement_has_the_time_limit_of_a_constructor_and_makes_its_worker_once(
     scorers: tuple[Cluster, list[str]], tmp_path: Path
 ):

@@ -102,6 +102,8 @@ def test_the_exit_code_of_the_newest_process_with_a_name_is_known(server: ForkSe
         facts, _, _ = start(server.py_executable, program, tmp_path / f"facts{attempt}")
         end = server.find_exit("named", timeout_s=60.0)
         assert end is not None and (end[0], os.waitstatus_to_exitcode(end[1])) == (facts["pid"], 5)
+        assert server.find_ended(["named", "unknown"]) == ["named"]
+        assert server.find_ended(["named", "unknown"]) == []
     assert server.find_exit("unknown") is None
 
 
