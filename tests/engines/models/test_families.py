@@ -40,11 +40,17 @@ SAME = {"split norms": "tp"}
 """Kinds of parallelism that reject the same families as another kind."""
 
 
+SPLIT_ADAPTERS = ("LLaMA", "GLM 4", "OPT")
+"""Families whose adapters train with sequence-parallel norms in default CI: few norms, many norms, rejected."""
+
+
 @pytest.fixture(scope="module")
-def two_rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def two_rank_results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict]:
     """Runs two processes; returns one mapping from (family, kind) to results per process."""
     folder: Path = tmp_path_factory.mktemp("families")
-    run_ranks(main, (folder,), 2)
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    requested = {test.callspec.params.get("split_adapter") for test in tests}
+    run_ranks(main, (folder, [name for name in FAMILIES if name in requested]), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -130,14 +136,28 @@ def test_two_ranks_train_the_weights_of_one_or_reject_the_model(
             assert_norm_close(results[name, kind], alone[name])
 
 
-def test_tensor_parallel_ranks_train_the_adapter_of_one_or_reject_the_model(two_rank_results: list[dict], name: str):
+def check_adapter(results_by_rank: list[dict], name: str, case: str) -> None:
+    """Asserts that two ranks train the adapter of one process, or reject a model without tensor parallelism."""
     expected = train(adapted(name))
-    for results in two_rank_results:
-        for case in ("tp of an adapter", "split norms of an adapter"):
-            if (name, "tp") in REJECTED:
-                assert REJECTED[name, "tp"] in results[name, case]
-            else:
-                assert_norm_close(results[name, case], expected)
+    for results in results_by_rank:
+        if (name, "tp") in REJECTED:
+            assert REJECTED[name, "tp"] in results[name, case]
+        else:
+            assert_norm_close(results[name, case], expected)
+
+
+def test_tensor_parallel_ranks_train_the_adapter_of_one_or_reject_the_model(two_rank_results: list[dict], name: str):
+    check_adapter(two_rank_results, name, "tp of an adapter")
+
+
+@pytest.mark.parametrize(
+    "split_adapter",
+    [family if family in SPLIT_ADAPTERS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+)
+def test_ranks_with_split_norms_train_the_adapter_of_one_or_reject_the_model(
+    two_rank_results: list[dict], split_adapter: str
+):
+    check_adapter(two_rank_results, split_adapter, "split norms of an adapter")
 
 
 def test_the_documented_table_equals_the_measured_support(two_rank_results: list[dict]):
