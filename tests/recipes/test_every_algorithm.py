@@ -138,7 +138,7 @@ def test_step_has_finite_metrics(name: str, grpo_config: Callable[..., GRPOConfi
     assert ("reward_shaping" in metrics) == ("shaping" in CASES[name][0])
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_kl_below_target_lowers_the_coefficient(
     backend: str, request: pytest.FixtureRequest, ppo_config: Callable[..., PPOConfig]
 ) -> None:

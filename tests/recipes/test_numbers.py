@@ -96,7 +96,7 @@ def inline_ppo(results: dict[str, list[dict[str, float]]], name: str, config: PP
 
 
 @pytest.mark.parametrize(
-    "name", as_parameters(PLACEMENTS, "one rank", "colocated on 3", "partly colocated with the actor")
+    "name", as_parameters(PLACEMENTS, "one rank", "colocated on 3", "split", "partly colocated with the actor")
 )
 def test_ppo_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict

@@ -36,7 +36,9 @@ def in_order(config: SleepingConfig) -> list[list[int]]:
     return [list(range(step * rows, (step + 1) * rows)) for step in range(config.steps)]
 
 
-@pytest.mark.parametrize("schedule", [{"kind": "sync"}, {"kind": "one_step_off"}, ASYNC])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param({"kind": "sync"}, marks=pytest.mark.slow), {"kind": "one_step_off"}, ASYNC]
+)
 def test_prompts_are_trained_in_order_and_no_token_is_too_old(
     task: Path, tmp_path: Path, ray_session: None, schedule: dict[str, Any]
 ) -> None:

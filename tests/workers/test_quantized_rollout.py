@@ -98,7 +98,7 @@ def test_set_version_quantizes_the_actors_weights_again(
         check_updates(cluster, ModelConfig(path=model.path, dtype=dtype), 1, lora=lora)
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_a_sharded_actor_is_quantized(lora: LoraConfig | None, model: ModelConfig, ray_session: None) -> None:
     placement = Placement(device="cpu", pools={"main": [2]}, roles=TOGETHER)
     with Cluster(placement, num_threads=1) as cluster:

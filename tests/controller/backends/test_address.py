@@ -85,15 +85,21 @@ def outsider(code: str, run: LocalRun, home: Path, **variables: str) -> "subproc
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize("code", [ENTER, NODE], ids=["a driver", "a node"])
+NO_TOKEN: dict[str, str] = {}
+OFF = {"RAY_AUTH_MODE": "disabled"}
+ANOTHER_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": WRONG_TOKEN}
+
+
 @pytest.mark.parametrize(
-    "variables",
+    ("code", "variables"),
     [
-        {},
-        pytest.param({"RAY_AUTH_MODE": "disabled"}, marks=pytest.mark.slow),
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": WRONG_TOKEN},
+        pytest.param(ENTER, NO_TOKEN, id="a driver-no token"),
+        pytest.param(NODE, NO_TOKEN, marks=pytest.mark.slow, id="a node-no token"),
+        pytest.param(ENTER, OFF, marks=pytest.mark.slow, id="a driver-authentication off"),
+        pytest.param(NODE, OFF, marks=pytest.mark.slow, id="a node-authentication off"),
+        pytest.param(ENTER, ANOTHER_TOKEN, marks=pytest.mark.slow, id="a driver-wrong token"),
+        pytest.param(NODE, ANOTHER_TOKEN, id="a node-wrong token"),
     ],
-    ids=["no token", "authentication off", "wrong token"],
 )
 def test_a_process_without_the_token_cannot_join_a_local_run(
     code: str, variables: dict[str, str], local_run: LocalRun, tmp_path: Path

@@ -89,7 +89,7 @@ def test_a_rank_that_fails_in_a_method(pair: Cluster, fault: str):
     fail_call(pair, fault, "compute")
 
 
-@pytest.mark.parametrize("fault", [slow("raise"), "kill", slow("spin"), "spin_in_c"])
+@pytest.mark.parametrize("fault", [slow("raise"), "kill", slow("spin"), slow("spin_in_c")])
 def test_a_rank_that_fails_while_its_peer_waits_in_a_collective(pair: Cluster, fault: str):
     error = fail_call(pair, fault, "gather")
     if isinstance(error, DeadlineError):
