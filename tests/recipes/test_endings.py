@@ -218,7 +218,14 @@ def test_a_killed_recipe_leaves_complete_lines_and_no_process(
     program.process.kill()
     assert program.code() == -signal.SIGKILL and program.leaves_nothing()
     (abandoned,) = ray_folder.iterdir()
-    assert {path.name.split("-")[0] for path in abandoned.iterdir()} == {"exits", "fork", "process.json", "r", "token"}
+    assert {path.name.split("-")[0] for path in abandoned.iterdir()} == {
+        "exits",
+        "fork",
+        "process.json",
+        "r",
+        "t",
+        "token",
+    }
     next_program = "from flowrl.controller.host.private_folder import private_folder; private_folder()"
     assert Program(next_program, folder=tmp_path, RAY_TMPDIR=str(ray_folder)).code() == 0
     assert not list(ray_folder.iterdir())

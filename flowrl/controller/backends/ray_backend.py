@@ -31,6 +31,7 @@ from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Host
+from flowrl.controller.host.private_folder import set_temporary_folder, temporary_folder
 from flowrl.controller.host.process_end import ProcessEnds, count_oom_kills
 from flowrl.controller.host.process_probe import (
     StackDump,
@@ -53,8 +54,11 @@ _STACKS_TIMEOUT_S = 10.0
 class _RayHost(Host):
     """A host (process with workers) as a Ray actor."""
 
-    def __init__(self, name: str, loopback: bool) -> None:
+    def __init__(self, name: str, folder: str | None) -> None:
+        """`folder` is the folder for temporary files on a local Ray. It is None on a cluster."""
         super().__init__()
+        if folder is not None:
+            set_temporary_folder(folder)
         # On Ctrl-C, a terminal sends SIGINT to all processes. Only the driver handles the signal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Ray's handler of SIGTERM would cancel queued calls without a retry. The default handler only ends the process.
@@ -63,7 +67,7 @@ class _RayHost(Host):
         # Inputs are in read-only shared memory. `Host` rejects methods that write to an input.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         enable_stack_dumps(name)
-        self.address = _LOOPBACK if loopback else ray.util.get_node_ip_address()
+        self.address = _LOOPBACK if folder is not None else ray.util.get_node_ip_address()
         # By default, gloo uses the network interface of the host name, which other nodes may not reach.
         if device := interface_of(self.address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
@@ -251,7 +255,8 @@ class RayBackend:
         # fails these calls immediately and retries them after 1, 2, 4, 8 and 16 seconds.
         retries = -1 if restarts else 0
         actor = ray.remote(_RayHost).options(max_restarts=restarts, max_task_retries=retries, **options)
-        self._hosts[key] = host = actor.remote(self._names[key], self._nodes.address is None)
+        folder = str(temporary_folder()) if self._nodes.address is None else None
+        self._hosts[key] = host = actor.remote(self._names[key], folder)
         # With task retries, Ray sends a call again to the replacement process.
         for is_resent in (False, True):
             retries = {"num_returns": 2, "max_task_retries": -1 if is_resent else 0}

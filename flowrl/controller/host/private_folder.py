@@ -9,9 +9,11 @@ hosts that share the folder, so the marker also contains the host name and the b
 
 import atexit
 import fcntl
+import getpass
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import stat
@@ -60,6 +62,24 @@ def private_folder() -> Path:
         path.mkdir(mode=0o700)
         _folder = _PrivateFolder(path, os.getpid(), _write_marker(path))
     return _folder.path
+
+
+def temporary_folder() -> Path:
+    """Returns the folder for temporary files of worker processes. It is deleted with the private folder."""
+    path = private_folder() / "t"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def set_temporary_folder(folder: str) -> None:
+    """Makes this process and its child processes write temporary files to `folder`. Torch's cache stays where it is."""
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):  # a user without a name
+        user = f"uid_{os.getuid()}"
+    # The default of torch.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{user}")))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 def _find_parent() -> Path:

@@ -14,10 +14,12 @@ from ray._private import worker as ray_worker
 
 from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.backends.ray_backend import RayBackend, _RayHost
+from flowrl.controller.host.private_folder import private_folder, temporary_folder
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.wire import Construction, RecoveryPlan, Request, encode
 from flowrl.controller.worker import Contract, Dispatch
-from tests.controller.faulty_workers import SlowRestart
+from tests.conftest import ClusterMaker
+from tests.controller.faulty_workers import Scorer, SlowRestart
 
 SCORED = Request(5, "judge", 0, 0, "process_id", {}, Contract(Dispatch.ONE_TO_ALL), returns_batch=False)
 LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_TO_ALL, replay=True), False)
@@ -27,7 +29,7 @@ LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_
 def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: Path, first: str) -> None:
     lines = tmp_path / "lines"
     construction = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
-    host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", True)
+    host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", str(temporary_folder()))
     called = encode((SCORED, RecoveryPlan((construction,), ((LOADED, ()),))))
     call, construct = host.call_encoded.options(num_returns=2), host.construct.options(num_returns=2)
     if first == "the call":
@@ -51,6 +53,21 @@ def test_messages_of_ray_are_logged_and_not_printed(
     assert "print_to_stdstream" in ray_worker.listen_error_messages.__code__.co_names  # Ray calls the replaced function
     backend.close()
     assert ray_worker.print_to_stdstream is original
+
+
+def temporary_folders(worker: Any) -> tuple[str, str, str, str]:
+    """Returns the folder of this process, that of a child process, the folder of a new file, and torch's cache."""
+    command = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
+    child = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    _, file = tempfile.mkstemp()
+    return tempfile.gettempdir(), child, str(Path(file).parent), os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def test_temporary_files_of_workers_are_in_the_private_folder(open_cluster: ClusterMaker, ray_session: None) -> None:
+    cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1)
+    ((*folders, cache),) = cluster.group("judge", Scorer, 1).run(temporary_folders)
+    assert folders == [str(private_folder() / "t")] * 3
+    assert Path(cache).parent == Path(tempfile.gettempdir())
 
 
 STOPPED = """
