@@ -80,6 +80,11 @@ class Faulty(Worker):
         distributed.all_reduce(total, group=self.context.process_group)
         return float(total)
 
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def gather_to_one(self, fault: str) -> float:
+        """`gather`, with the result of rank 0."""
+        return self.gather(fault)
+
     @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=600)
     def linger(self, seconds: float) -> None:
         """One rank sleeps."""

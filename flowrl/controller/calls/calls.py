@@ -132,8 +132,8 @@ class Calls:
     _in_flight: dict[int, CallRecord] = field(default_factory=dict)
     _stored_rows: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
     _num_replacements: Counter[Slot] = field(default_factory=Counter)
-    _missing_states: dict[tuple[Slot, str], FlowError] = field(default_factory=dict)
-    """(slot, role) -> error of the last call that sets state of the worker."""
+    _missing_states: dict[tuple[Slot, str], CallRecord] = field(default_factory=dict)
+    """(slot, role) -> the last call that sets state of the worker, if it failed."""
     _idle_callbacks: IdleCallbacks = field(default_factory=IdleCallbacks)
 
     def __post_init__(self) -> None:
@@ -359,11 +359,11 @@ class Calls:
     def _resolve(self, record: CallRecord, report: Report | FlowError) -> None:
         """Resolves a call with a report or an error, unless the error is a lost connection with unknown cause."""
         if isinstance(report, FlowError):
+            if record.gives_state:
+                self._missing_states[record.slot, record.role] = record
             record.error = self._find_cause(record, report)
             if record.error is None:
                 return
-            if record.gives_state:
-                self._missing_states[record.slot, record.role] = record.error
         else:
             if record.gives_state:
                 self._missing_states.pop((record.slot, record.role), None)
@@ -383,14 +383,15 @@ class Calls:
 
     def _find_cause(self, record: CallRecord, error: FlowError) -> FlowError | None:
         """Returns the root cause of a failed call; None while the cause is unknown."""
+        state = self._missing_states.get((record.slot, record.role))
+        if state is not None and state is not record:
+            record.inputs = (*record.inputs, state)
         for source in record.inputs:
             if source.error is not None:
                 return source.error
             if source.symptom is not None and isinstance(error, WorkerError):
                 record.symptom = error
                 return None
-        if (state_error := self._missing_states.get((record.slot, record.role))) is not None:
-            return state_error
         if isinstance(error, WorkerError) and _failed_in_own_process(record, error):
             return self.failures.classify(record, error)
         return error
