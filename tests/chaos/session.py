@@ -235,6 +235,7 @@ class Session:
         target = min(step + PROGRESS_STEPS, self.steps)
         has_progressed = self._wait(lambda: last_step(self.output) >= target, LIMIT_S)
         progress_s: float | None = time.monotonic() - event_s
+        self._wait_for_report(case, event_s)
         program, code = self.program, self.program.code
         leftovers: list[str] | None = None
         is_driver_killed = case.target == DRIVER
@@ -284,6 +285,12 @@ class Session:
             load=0.0,
             steps=(step, last_step(self.output)),
         )
+
+    def _wait_for_report(self, case: Case, event_s: float) -> None:
+        """Waits for the report of a stopped process. The run may progress before its deadline, on buffered rows."""
+        if case.fault == "stop":
+            limit_s = event_s + CALL_TIMEOUT_S + 2 * REPORT_S - time.monotonic()
+            self._wait(lambda: _find_report(self.program, event_s)[0] is not None, limit_s)
 
     reference: list[dict[str, float]]
     """Log records of the undisturbed run."""
