@@ -64,8 +64,9 @@ def read_conversations(
         for name in needs:
             if conversation.columns.get(name) is None:
                 raise DataError(
-                    f"{conversation.location}: {name!r} is missing or null, but the reward function requires it; add "
-                    "it next to 'messages'"
+                    f"{conversation.location}: {name!r} is missing or null, but the reward function has a parameter "
+                    f"{name} without a default: add {name} next to 'messages', or name the parameter prompt, response, "
+                    f"conversation or a key of the line ({', '.join(conversation.columns) or 'it has none'})"
                 )
     return conversations
 

@@ -37,19 +37,20 @@ def load_reward_function(name: str) -> RewardFunction:
             f"reward function {name} is asynchronous or a generator, so a call returns no number: write it as a "
             "function that returns one number"
         )
-    foreign = next((library for parameter, library in _FOREIGN.items() if parameter in signature.parameters), None)
-    if foreign is not None and "response" not in signature.parameters:
+    parameters = signature.parameters
+    foreign = next((library for parameter, library in _FOREIGN.items() if parameter in parameters), None)
+    if foreign is not None and "response" not in parameters:
         raise RewardError(
             f"reward function {name}{signature} is written for {foreign}, but flowrl calls it once per response: write "
             f"it as (prompt, response, answer, **columns), and return one number"
         )
-    try:
-        signature.bind_partial(prompt="", response="", answer="")
-    except TypeError as error:
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional or not any(p.kind in (*_NAMED, p.VAR_KEYWORD) for p in parameters.values()):
+        problem = f"{', '.join(positional)} positional-only" if positional else "no parameter with the name of a column"
         raise RewardError(
-            f"reward function {name}{signature} cannot be called with the arguments prompt, response and answer "
-            f"({error}); write it as (prompt, response, answer, **columns)"
-        ) from None
+            f"reward function {name}{signature} has {problem}, but flowrl passes columns by name: write it as "
+            "(prompt, response, answer, **columns), or with only the columns that it needs"
+        )
     return function
 
 
@@ -59,16 +60,18 @@ _FOREIGN = {
 }
 """Parameter of reward functions of another library -> the library."""
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Kinds of parameters that can receive one column by its name."""
+
 
 def accepted_columns(function: RewardFunction, columns: Iterable[str]) -> list[str]:
     """Returns those `columns` that a reward function accepts. Functions with `**columns` receive all, except
     `conversation` and `data_source`, which a function receives only if it names them.
     """
     parameters = inspect.signature(function).parameters
+    named = {name for name, parameter in parameters.items() if parameter.kind in _NAMED}
     accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return [
-        name for name in columns if name in parameters or (accepts_all and name not in ("conversation", "data_source"))
-    ]
+    return [name for name in columns if name in named or (accepts_all and name not in ("conversation", "data_source"))]
 
 
 def score_row(function: RewardFunction, name: str, row: Mapping[str, Any]) -> float:
@@ -76,8 +79,8 @@ def score_row(function: RewardFunction, name: str, row: Mapping[str, Any]) -> fl
 
     Raises RewardError if the function raises an exception or does not return a finite number.
     """
-    prompt, response, answer = (_SHORT.repr(row.get(column)) for column in ("prompt", "response", "answer"))
-    inputs = f"for prompt {prompt}, response {response} and answer {answer}"
+    shown = [column for column in ("prompt", "response", "answer") if column in row] or list(row)
+    inputs = "for " + ", ".join(f"{column} {_SHORT.repr(row[column])}" for column in shown)
     try:
         value = function(**row)
     except Exception as error:
@@ -115,6 +118,5 @@ def _finite_number(value: object) -> float | None:
 
 def required_parameters(function: RewardFunction) -> tuple[str, ...]:
     """Returns the names of a reward function's parameters without a default."""
-    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty)
+    return tuple(p.name for p in parameters if p.kind in _NAMED and p.default is inspect.Parameter.empty)

@@ -131,12 +131,12 @@ def raises(prompt: str, response: str, answer: str, **columns: object) -> float:
     return 1 / 0
 
 
-def without_answer(prompt: str, response: str) -> float:
+def of_a_missing_column(response: str, difficulty: int) -> float:
     return 0.0
 
 
 @pytest.mark.parametrize(
-    ("function", "facts"), [("raises", ("ZeroDivisionError",)), ("without_answer", ("without_answer",))]
+    ("function", "facts"), [("raises", ("ZeroDivisionError",)), ("of_a_missing_column", ("difficulty", "answer"))]
 )
 def test_faulty_reward_function_is_named(
     function: str, facts: tuple, rejection: Callable[..., str], tmp_path: Path

@@ -25,7 +25,19 @@ def as_in_trl_with_prompts(prompts: list[str], completions: list[str], answer: l
     return [0.0 for _ in completions]
 
 
-def without_answer(prompt: str, response: str) -> float:
+def of_columns(response: str, answer: str, difficulty: int) -> float:
+    return float(response == answer) * difficulty
+
+
+def of_keywords(*, response: str) -> float:
+    return float(len(response))
+
+
+def of_positions(prompt: str, response: str, /) -> float:
+    return 0.0
+
+
+def of_nothing(*values: str) -> float:
     return 0.0
 
 
@@ -34,7 +46,7 @@ def of_completions_column(response: str, completions: list[str], **columns: obje
     return float(response in completions)
 
 
-@pytest.mark.parametrize("function", [of_row, of_response, of_completions_column])
+@pytest.mark.parametrize("function", [of_row, of_response, of_completions_column, of_columns, of_keywords])
 def test_a_function_of_a_row_is_loaded(function: Any) -> None:
     assert load_reward_function(f"{__name__}:{function.__name__}").__name__ == function.__name__
 
@@ -45,9 +57,10 @@ def test_the_signature_of_trl_is_explained(function: Any) -> None:
         load_reward_function(f"{__name__}:{function.__name__}")
 
 
-def test_a_signature_without_a_column_is_rejected() -> None:
-    with rejects("without_answer", "answer", error=RewardError):
-        load_reward_function(f"{__name__}:without_answer")
+@pytest.mark.parametrize("function", [of_positions, of_nothing])
+def test_a_function_that_receives_no_column_by_name_is_rejected(function: Any) -> None:
+    with rejects(function.__name__, "prompt", "response", "answer", error=RewardError):
+        load_reward_function(f"{__name__}:{function.__name__}")
 
 
 def test_a_missing_function_is_rejected() -> None:
@@ -97,6 +110,8 @@ def with_source(response: str, data_source: str, **columns: object) -> float:
     [
         (only_row, ["prompt", "response", "answer"]),
         (of_row, ["prompt", "response", "answer", "level"]),
+        (of_columns, ["response", "answer"]),
+        (of_nothing, []),
         (with_source, ["prompt", "response", "answer", "data_source", "level"]),
     ],
 )
@@ -108,5 +123,6 @@ def test_a_function_receives_the_columns_that_it_accepts(function: Any, accepted
 def test_a_row_is_scored() -> None:
     row = {"prompt": "p", "response": "r", "answer": "r"}
     assert score_row(of_row, "own:of_row", row) == 1.0
+    assert score_row(of_columns, "own:of_columns", {"response": "r", "answer": "r", "difficulty": 3}) == 3.0
     with rejects("own", "ZeroDivisionError", error=RewardError):
         score_row(lambda **columns: 1 / 0, "own:f", row)

@@ -48,6 +48,10 @@ def needs_advantages(prompt: str, response: str, advantages: float, **columns: o
     return 0.0
 
 
+def only_columns(response: str, answer: str, difficulty: int) -> float:
+    return 0.0
+
+
 def lines(file: Path, *contents: str, **columns: object) -> Path:
     rows = [{"messages": [{"from": "human", "content": content}]} | columns for content in contents]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,6 +81,15 @@ def test_a_row_without_a_column_of_the_reward_function_is_rejected(data: Path, t
 def test_a_reward_function_that_requires_a_column_of_the_run_is_rejected(data: Path, tmp_path: Path) -> None:
     with rejects("needs_advantages", "advantages", error=RewardError):
         read_prompts(config_with_reward(data, lines(tmp_path / "a", "1+1"), function="needs_advantages"))
+
+
+def test_a_reward_function_may_name_only_the_columns_that_it_needs(data: Path, tmp_path: Path) -> None:
+    read_prompts(
+        config_with_reward(data, lines(tmp_path / "a", "1+1", answer="2", difficulty=1), function="only_columns")
+    )
+    file = lines(tmp_path / "b", "1+1", answer="2", level=1)
+    with rejects("difficulty", file, 1, "answer", "level", "response", error=DataError):
+        read_prompts(config_with_reward(data, file, function="only_columns"))
 
 
 def test_a_reward_function_without_required_columns_reads_rows_without_answers(data: Path, tmp_path: Path) -> None:

@@ -327,6 +327,16 @@ def test_a_reward_function_receives_the_columns_of_the_dataset(cluster: Cluster)
     assert reward.score(rows_with(), evaluation=True).get("scores").tolist() == [1.0, 0.0]
 
 
+def of_columns(response: str, weight: float) -> float:
+    return weight * len(response)
+
+
+def test_a_reward_function_may_name_only_the_columns_that_it_needs(cluster: Cluster) -> None:
+    config = RewardConfig(function=f"{__name__}:of_columns")
+    reward = cluster.group("reward", reward_worker(config), config)
+    assert reward.score(rows_with(weight=[0.25, 9.0])).get("scores").tolist() == [0.25, 9.0]
+
+
 def test_a_reward_worker_names_its_functions_which_an_error_report_contains() -> None:
     config = RewardConfig(function=f"{__name__}:weighted", evaluation=f"{__name__}:exact")
     assert reward_worker(config).user_functions(config) == (config.function, config.evaluation)
