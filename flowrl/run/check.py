@@ -1,5 +1,6 @@
 """Implements `flowrl check`, which checks everything that a run needs, except the training itself."""
 
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Set
@@ -42,8 +43,9 @@ from flowrl.engines.models.loading import load_critic, load_policy, load_reward_
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import GB, check_memory, memory_budget
 from flowrl.memory.model_size import read_model_size
-from flowrl.rewards.reward_function import accepted_columns, load_reward_function, score_row
+from flowrl.rewards.scoring_process import score_in_process
 from flowrl.run.datasets import Examples, read_prompts
+from flowrl.run.interrupt import Interrupted
 from flowrl.run.preflight import check_functions, check_rollouts, find_path_problems, plan_run
 
 NUM_ROWS = 8
@@ -167,10 +169,10 @@ class _Checks:
         if not isinstance(config, OnPolicyConfig) or config.reward.function is None:
             raise _Skipped("the recipe has no reward function")
         train, test = self._prompts
-        self.scores = list(_score_answers(config.reward.function, train))
+        self.scores = _score_answers(config.reward.function, train, config.call_timeout_s)
         names = [config.reward.function]
         if config.reward.evaluation is not None and test is not None:
-            list(_score_answers(config.reward.evaluation, test))
+            _score_answers(config.reward.evaluation, test, config.call_timeout_s)
             names.append(config.reward.evaluation)
         has_answers = any(score for _, _, score, _ in self.scores)
         if has_answers and all(float(score or 0) <= float(empty) for _, _, score, empty in self.scores):
@@ -249,7 +251,8 @@ def check_config(
     locate: Callable[[str], str] = str,
     console: Console | None = None,
 ) -> None:
-    """Runs all checks, and prints their results and the scores of a few rows. Writes nothing into the output folder.
+    """Runs all checks. Prints each result when its check ends, and then the scores of a few rows. Writes nothing into
+    the output folder.
 
     Args:
         config: the config of the run.
@@ -258,21 +261,39 @@ def check_config(
         console: where to print.
     Raises:
         ChecksFailed: a check failed. Its message has one line per problem.
+        Interrupted: a signal ended a check, which the message names.
     """
     console = console or Console()
     checks = _Checks(config, import_train)
     results: dict[str, tuple[str, str]] = {}
     for name in NAMES:
-        results[name] = _run_check(checks, name, {other for other in results if results[other][0] in _FAILED})
-    table = Table(title="Checks", title_justify="left", show_header=False)
-    for name, (state, text) in results.items():
-        table.add_row(Text(name), Text(state), Text(text))
-    console.print(table)
+        with _naming(name), console.status(f"checking {name}"):
+            results[name] = _run_check(checks, name, {other for other in results if results[other][0] in _FAILED})
+        console.print(_row(name, *results[name]))
     if checks.scores:
         _print_scores(checks.scores, console)
     if problems := list(dict.fromkeys(checks.problems)):
         located = [locate(problem) for problem in problems]
         raise ChecksFailed(located[0] if len(located) == 1 else "\n  ".join([f"{len(located)} problems:", *located]))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Adds the name of the check to the message of an interruption."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        number = error.exit_code - 128 if isinstance(error, Interrupted) else signal.SIGINT
+        raise Interrupted(number, f"interrupted while checking {name}") from None
+
+
+def _row(name: str, state: str, text: str) -> Table:
+    """Returns a line about a check. A long text wraps on a narrow terminal, below its first line."""
+    row = Table.grid(padding=(0, 2, 0, 0))
+    for width in (max(map(len, NAMES)), max(map(len, ("skipped", *_FAILED)))):
+        row.add_column(min_width=width, no_wrap=True)
+    row.add_row(Text(name), Text(state), Text(text))
+    return row
 
 
 _FAILED = ("failed", "not run")
@@ -294,22 +315,22 @@ def _run_check(checks: _Checks, name: str, failed: Set[str]) -> tuple[str, str]:
         return "failed", "see below"
 
 
-def _score_answers(name: str, prompts: PromptStream) -> Iterator[tuple[str, str, str, str]]:
-    """Yields prompt, answer, and the scores of the answer and of an empty response, of the first rows."""
-    function = load_reward_function(name)
-    for row in prompts.evaluation_rows(NUM_ROWS):
-        columns = {key: value for key, value in row.items() if key not in ("prompt_ids", "prompt_id", "group")}
-        scores = []
-        answer = row["answer"]
-        # A response is always text, whatever the type of the answer column is.
-        for response in (str(answer) if isinstance(answer, str | int | float) else None, ""):
-            if response is None:
-                scores.append("")
-                continue
-            inputs = columns | {"response": response}
-            accepted = {key: inputs[key] for key in accepted_columns(function, inputs)}
-            scores.append(f"{score_row(function, name, accepted):g}")
-        yield _shorten(row["prompt"]), _shorten(answer), scores[0], scores[1]
+def _score_answers(name: str, prompts: PromptStream, timeout_s: float | None) -> list[tuple[str, str, str, str]]:
+    """Returns prompt, answer, and the scores of the answer and of an empty response, of the first rows."""
+    rows = list(prompts.evaluation_rows(NUM_ROWS))
+    # A response is always text, whatever the type of the answer column is.
+    answers = [str(row["answer"]) if isinstance(row["answer"], str | int | float) else None for row in rows]
+    inputs = [
+        {key: value for key, value in row.items() if key not in ("prompt_ids", "prompt_id", "group")}
+        | {"response": response}
+        for row, answer in zip(rows, answers, strict=True)
+        for response in ((answer, "") if answer is not None else ("",))
+    ]
+    scores = iter(f"{score:g}" for score in score_in_process(name, inputs, timeout_s))
+    return [
+        (_shorten(row["prompt"]), _shorten(row["answer"]), "" if answer is None else next(scores), next(scores))
+        for row, answer in zip(rows, answers, strict=True)
+    ]
 
 
 def _functions(reward: RewardConfig) -> list[str]:

@@ -1,7 +1,13 @@
 """`flowrl check` finds problems before a run starts, and leaves nothing behind."""
 
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -15,6 +21,7 @@ from flowrl.run.check import NAMES, ChecksFailed, check_config, small_config
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from tests.errors import missing_facts, rejects
+from tests.run import checked_rewards
 from tests.small_task import prepare_small
 
 RECIPE = """
@@ -46,19 +53,7 @@ data:
   max_prompt_tokens: 6
 """
 
-TIED = "tests.run.test_check:always_one"
-
-
-def always_one(prompt: str, response: str, answer: str) -> float:
-    return 1.0
-
-
-def exact_text(prompt: str, response: str, answer: object) -> float:
-    return float(response.strip() == str(answer))
-
-
-def fails_for_an_empty_response(prompt: str, response: str, answer: str) -> float:
-    return float(response[0] == answer[0])
+TIED = "tests.run.checked_rewards:always_one"
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +89,8 @@ def check(recipe: Path) -> Iterator[Checked]:
         try:
             check_config(load(recipe, overrides, GRPOConfig), lambda: function, console=Console(file=output, width=200))
         finally:
-            rows = [line.split("│")[1:3] for line in output.getvalue().splitlines() if line.startswith("│")]
-            states = {cells[0].strip(): cells[1].strip() for cells in rows if cells[0].strip() in NAMES}
+            rows = (re.split(r"\s{2,}", line) for line in output.getvalue().splitlines())
+            states = {cells[0]: cells[1] for cells in rows if cells[0] in NAMES}
             reported.update(states)
         return states
 
@@ -119,13 +114,44 @@ def test_every_problem_is_one_sentence(check: Checked) -> None:
 
 def test_a_reward_that_fails_for_an_empty_response_is_found(check: Checked) -> None:
     with rejects("fails_for_an_empty_response", "IndexError", error=ChecksFailed):
-        check("reward.function=tests.run.test_check:fails_for_an_empty_response")
+        check("reward.function=tests.run.checked_rewards:fails_for_an_empty_response")
+
+
+def test_a_reward_that_hangs_is_found(check: Checked) -> None:
+    lines = Path(checked_rewards.__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith("time.sleep(600)"))
+    with rejects("hangs", checked_rewards.__file__, line, "call_timeout_s", error=ChecksFailed):
+        check("reward.function=tests.run.checked_rewards:hangs", "call_timeout_s=0.5")
+    assert reported["reward"] == "failed" and reported["memory"] == "ok" and reported["step"] == "not run"
+
+
+@pytest.mark.slow
+def test_ctrl_c_names_the_running_check(recipe: Path) -> None:
+    """The results of earlier checks have been printed."""
+    command = ["check", str(recipe), "reward.function=tests.run.checked_rewards:hangs", "call_timeout_s=null"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "flowrl.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        process_group=0,
+    ) as program:
+        assert program.stdout is not None and program.stderr is not None
+        for output in program.stdout:
+            if output.startswith("data "):
+                break
+        time.sleep(1)  # starts the process that scores
+        os.killpg(program.pid, signal.SIGINT)
+        printed = program.stderr.read()
+    assert program.returncode == 130 and not missing_facts(printed, "interrupted", "reward")
+    assert len(printed.splitlines()) == 1
 
 
 def test_answers_that_score_like_an_empty_response_are_reported(check: Checked) -> None:
     output = StringIO()
     assert check(f"reward.function={TIED}", output=output)["reward"] == "ok"
-    (line,) = (line for line in output.getvalue().splitlines() if line.startswith("│ reward"))
+    (line,) = (line for line in output.getvalue().splitlines() if line.startswith("reward "))
     assert "higher" in line
 
 
@@ -134,10 +160,10 @@ def test_an_answer_that_is_a_number_is_scored_as_text(check: Checked, recipe: Pa
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": 19}) + "\n" for row in rows))
     settings = (f"data.train={tmp_path}/rows.jsonl", "data.test=null", "evaluate_every=0", "reward.evaluation=null")
     output = StringIO()
-    assert check(*settings, "reward.function=tests.run.test_check:exact_text", output=output)["reward"] == "ok"
+    assert check(*settings, "reward.function=tests.run.checked_rewards:exact_text", output=output)["reward"] == "ok"
     assert len([line for line in output.getvalue().splitlines() if "│ 1 " in line and "│ 0 " in line]) == 8
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": [19]}) + "\n" for row in rows))
-    assert check(*settings, "reward.function=tests.run.test_check:exact_text")["reward"] == "ok"
+    assert check(*settings, "reward.function=tests.run.checked_rewards:exact_text")["reward"] == "ok"
 
 
 def test_a_row_that_does_not_fit_is_found(check: Checked, recipe: Path) -> None:
@@ -190,7 +216,7 @@ def test_the_small_step_uses_few_rows_and_one_process(recipe: Path, tmp_path: Pa
 def test_the_command_locates_problems(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(recipe), "reference.model.path=nowhere/model", "rollout.max_response_tokens=70"]) == 2
     printed = capsys.readouterr()
-    assert "Checks" in printed.out and printed.err.startswith("error: reference.model.path=nowhere/model: ")
+    assert "\nstep " in printed.out and printed.err.startswith("error: reference.model.path=nowhere/model: ")
     text = recipe.read_text()
     broken = recipe.with_name("broken.yaml")
     broken.write_text(text.replace("data/test.jsonl", "data/none.jsonl"))

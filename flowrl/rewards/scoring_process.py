@@ -1,0 +1,107 @@
+"""Scores rows in a separate process with a deadline, so that a reward function that hangs can be stopped."""
+
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from flowrl.rewards import reward_function
+from flowrl.rewards.reward_function import RewardError, accepted_columns, load_reward_function, score_row
+
+_POLL_S = 0.5
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
+
+
+def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None) -> list[float]:
+    """Calls the reward function `name` once per row in a new process, with the columns that it accepts.
+
+    Raises RewardError if a score is invalid, if the process ends, or if the scores take longer than `timeout_s`
+    (None: no deadline). The error then names the location at which the function hangs.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile(prefix="flowrl-stack-") as stack, receiver:
+        process = context.Process(target=_score, args=(name, rows, timeout_s, sender, stack.name))
+        # The process inherits the blocked signal: Ctrl-C ends this process, which then kills the other.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            with sender:
+                process.start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            result = _receive(receiver, process.is_alive)
+            if isinstance(result, list):
+                return result
+            if result is None:
+                process.join()
+                result = _describe_end(name, timeout_s, Path(stack.name), process.exitcode)
+            raise RewardError(result)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _receive(receiver: Connection, is_alive: Any) -> list[float] | str | None:  # Any: a bound method of a process
+    """Returns the scores or an error message, or None if the process has ended without either."""
+    # The end of the file does not suffice, because processes that the function has started inherit the connection.
+    while not receiver.poll(_POLL_S) and is_alive():
+        pass
+    try:
+        return receiver.recv() if receiver.poll() else None
+    except EOFError:
+        return None
+
+
+def _describe_end(name: str, timeout_s: float | None, stack: Path, exit_code: int | None) -> str:
+    """Returns why the process has ended without scores."""
+    if text := stack.read_text(errors="replace"):
+        return (
+            f"reward function {name} is not done after its deadline of {timeout_s:g} s{_find_location(text)}: correct "
+            f"the function, or raise call_timeout_s"
+        )
+    end = f"exit code {exit_code}" if exit_code is None or exit_code >= 0 else signal.Signals(-exit_code).name
+    return f"reward function {name} has ended its process ({end}): return a number, or raise an exception"
+
+
+def _find_location(stacks: str) -> str:
+    """Returns the innermost function that `score_row` has called, with its file and line, if it is in `stacks`."""
+    for thread in stacks.split("\n\n"):
+        frames = [match.groupdict() for match in map(_FRAME.fullmatch, thread.splitlines()) if match]
+        depth = next((i for i, frame in enumerate(frames) if frame["file"] == reward_function.__file__), 0)
+        if depth:
+            return ", in {function} ({file}, line {line})".format(**frames[0])
+    return ""
+
+
+def _score(
+    name: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None, sender: Connection, stack: str
+) -> None:
+    """Sends the scores or an error message. At the deadline, writes the stacks of all threads and ends the process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        function = load_reward_function(name)
+        accepted = [{column: row[column] for column in accepted_columns(function, row)} for row in rows]
+        with Path(stack).open("w") as file:
+            if timeout_s is not None:
+                faulthandler.dump_traceback_later(timeout_s, file=file, exit=True)  # also if native code hangs
+            scores = [score_row(function, name, row) for row in accepted]
+            faulthandler.cancel_dump_traceback_later()
+    except RewardError as error:
+        sender.send(str(error))
+    else:
+        sender.send(scores)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

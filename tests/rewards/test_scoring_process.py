@@ -1,0 +1,52 @@
+"""`score_in_process` returns scores, and stops a reward function that hangs or ends its process."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from flowrl.rewards.reward_function import RewardError
+from flowrl.rewards.scoring_process import score_in_process
+from tests.errors import rejects
+
+HERE = "tests.rewards.test_scoring_process"
+ROWS = [{"prompt": "1+1", "response": response, "answer": "2", "level": 3.0} for response in ("2", "", "22")]
+
+
+def count(response: str, level: float, **_: object) -> float:
+    return len(response) * level
+
+
+def hang(response: str, **_: object) -> float:
+    return wait_for_service(response)
+
+
+def wait_for_service(response: str) -> float:
+    time.sleep(0 if response else 60)
+    return 0.0
+
+
+def end(**_: object) -> float:
+    os._exit(3)
+
+
+def fail(**_: object) -> float:
+    raise KeyError("level")
+
+
+def test_scores_are_returned_in_order() -> None:
+    assert score_in_process(f"{HERE}:count", ROWS, 60) == score_in_process(f"{HERE}:count", ROWS, None) == [3, 0, 6]
+
+
+def test_a_hang_is_reported_with_its_location_and_the_deadline() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "time.sleep" in text)
+    with rejects("hang", "wait_for_service", __file__, line, 0.5, "call_timeout_s", error=RewardError):
+        score_in_process(f"{HERE}:hang", ROWS, 0.5)
+
+
+@pytest.mark.parametrize(("function", "fact"), [("end", 3), ("fail", "KeyError")])
+def test_other_failures_are_reported(function: str, fact: object) -> None:
+    with rejects(function, fact, error=RewardError):
+        score_in_process(f"{HERE}:{function}", ROWS, 60)
