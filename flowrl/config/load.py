@@ -155,24 +155,40 @@ def _include(source: Source, cls: type[Config], folder: Path) -> Source:
         path = Path(value)
         if not path.exists() and ((folder / path).exists() or path.parent == Path()):
             path = folder / path
+        if Placement in classes and not path.is_file():
+            path = shipped_placements().get(value, path)
         if not path.is_file():
-            raise ConfigError(f"{source.origin((name,))}: {_no_file(name, value, path, cls)}")
+            raise ConfigError(f"{source.origin((name,))}: {_no_file(name, value, path, folder, cls)}")
         included = read(path)
         source = source.set((name,), included.values, included.origins)
     return source
 
 
-def _no_file(name: str, value: str, path: Path, cls: type[Config]) -> str:
+def _no_file(name: str, value: str, path: Path, folder: Path, cls: type[Config]) -> str:
     """Returns the error message for a text that is not the path of a file. The text may be a bare name, as in
     `schedule: async`.
     """
-    members = select_members(config_classes(cls.model_fields[name].annotation))
+    classes = config_classes(cls.model_fields[name].annotation)
+    members = select_members(classes)
     missing = f"{name} is {value}, but there is no such file"
+    if Placement in classes:
+        folders = " or ".join(dict.fromkeys(str(tried.absolute()) for tried in (Path(), folder)))
+        return (
+            f"{missing} in {folders}: write the path of a file, the name of an included placement "
+            f"({', '.join(shipped_placements())}), or a mapping, like {{pools: {{main: all}}, roles: {{actor: main}}}}"
+            f"{folder_hint(path)}"
+        )
     if not members or "/" in value or path.suffix in (".yaml", ".yml"):
         return missing + folder_hint(path)
     setting = f"{name}.{members[0].KEY}"
     is_known = value in names_of(members)
     return f"{missing}: set {setting}={value}" if is_known else unknown_choice(setting, value, members, cls)
+
+
+def shipped_placements() -> dict[str, Path]:
+    """Returns the files of the placements that are installed with flowrl, by name, such as `split`."""
+    folder = Path(__file__).parents[2] / "placement"  # next to the package, in the repository and when installed
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _set_recipe(source: Source, cls: type[Config]) -> Source:

@@ -156,7 +156,7 @@ class RunConfig(Config):
     """Ray cluster to join (`auto`, or host:port); null starts a local cluster for the duration of the run."""
 
     placement: Placement = SINGLE
-    """Placement of the roles: a mapping, or the path of a file such as placement/split.yaml."""
+    """Placement of the roles: a mapping, the name of an included placement such as `split`, or the path of a file."""
 
     devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] | None = None
     """Number of devices to use on each node, such as [8, 8]; null uses all devices of the machine."""

@@ -38,7 +38,7 @@ def _check_dedicated_devices(rollout: RolePlan, trained: RolePlan) -> None:
     if shared is not None:
         raise ConfigError(
             f"schedule.kind async requires dedicated devices for rollout, but rollout and {trained.role} share devices "
-            f"of pool {shared}: give rollout its own pool, as in placement/detached_2m1t.yaml, or set "
+            f"of pool {shared}: give rollout its own pool, as in `placement: detached_2m1t`, or set "
             f"schedule.kind: sync"
         )
 

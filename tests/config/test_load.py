@@ -104,6 +104,16 @@ def test_a_placement_can_be_a_file_next_to_the_config(ppo: Path) -> None:
     assert config.placement == Placement(device="cpu", pools={"main": [2]}, roles={"actor": "main"})
 
 
+def test_an_included_placement_is_found_by_its_name(ppo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    config = load(ppo, ["placement=split", "placement.device=cpu"], PPOConfig)
+    assert set(config.placement.pools) == {"policy", "judges"}
+    assert not missing_facts(
+        error_of(ppo, "placement=placement/none.yaml"), "split", "standalone", Path.cwd(), "mapping"
+    )
+
+
 def test_an_error_in_an_included_file_names_that_file_and_line(ppo: Path) -> None:
     (ppo.parent / "bad.yaml").write_text("roles: {actor: main}\npools:\n  main: 3\n")
     assert error_of(ppo, "placement=bad.yaml").startswith("bad.yaml:3: placement.pools.main: ")
