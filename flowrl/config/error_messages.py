@@ -2,13 +2,21 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic_core import ErrorDetails
 
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss
 from flowrl.config.base import CUSTOM, Config, Member, members_of, unknown_name
-from flowrl.config.setting_tree import fields_of, find_unions, names_of, select_members, setting_paths, walk
+from flowrl.config.setting_tree import (
+    config_classes,
+    fields_of,
+    find_unions,
+    names_of,
+    select_members,
+    setting_paths,
+    walk,
+)
 from flowrl.config.source import Key, Source, dotted
 
 RENAMED_KEYS = {
@@ -29,13 +37,15 @@ RENAMED_KEYS = {
 }
 """Maps a removed key to its new key. The error for a removed key names the new key."""
 
-FOREIGN_KEYS = {
+FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "adv_estimator": "algorithm.estimator",
+    "beta": ("algorithm.kl_coef", "actor.kl_loss_coef"),
     "bf16": "engine.compute_dtype: bfloat16",
     "clip_ratio": "loss.clip_low",
     "epsilon": "loss.clip_low",
     "eval_steps": "evaluate_every",
     "fp16": "engine.compute_dtype: float16",
+    "kl_coef": "actor.kl_loss_coef",
     "learning_rate": "optimizer.lr",
     "lr_scheduler_type": "optimizer.schedule",
     "max_completion_length": "rollout.max_response_tokens",
@@ -45,23 +55,29 @@ FOREIGN_KEYS = {
     "max_steps": "steps",
     "model_name_or_path": "model.path",
     "num_generations": "samples_per_prompt",
-    "num_train_epochs": "epochs",
+    "num_train_epochs": ("epochs", "steps: num_train_epochs * prompts in data.train / prompts per step"),
+    "optim.lr": "optimizer.lr",
     "output_dir": "output",
     "per_device_train_batch_size": "batch_size",
-    "ppo_mini_batch_size": "minibatch_size",
+    "ppo_mini_batch_size": "minibatch_size: ppo_mini_batch_size * samples_per_prompt",
     "reward_funcs": "reward.function",
+    "rollout.n": "samples_per_prompt",
     "save_freq": "checkpoint.every",
     "save_steps": "checkpoint.every",
     "test_freq": "evaluate_every",
+    "total_epochs": ("epochs", "steps: total_epochs * prompts in data.train / prompts per step"),
     "total_training_steps": "steps",
-    "train_batch_size": "batch_size",
+    "train_batch_size": "batch_size: train_batch_size * samples_per_prompt",
     "use_vllm": "rollout.engine: vllm",
 }
-"""Maps a key of TRL, transformers or verl to the last parts of flowrl's key, optionally with a value."""
+"""Maps the last parts of a key of TRL, transformers or verl to the last parts of flowrl's key, optionally with a value.
+The config uses the first of several keys that it has. verl counts batch sizes in prompts, flowrl in sequences.
+"""
 
 
 def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
     """Returns a message with one line per invalid setting. Misspelled settings come first."""
+    errors = [part for error in errors for part in _keys_of_unknown_group(error, source, cls)]
     # A misspelled key is often the cause of other errors.
     errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
     keys = [_setting_of(error, walk(error["loc"], cls, source.values)[0]) for error in errors]
@@ -76,6 +92,25 @@ def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Co
         problems.setdefault(key, []).append(_problem(error, key, source, cls))
     lines = [f"{locations[key]}: {_join(dict.fromkeys(texts))}" for key, texts in problems.items()]
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} settings are invalid:", *lines])
+
+
+def _keys_of_unknown_group(error: ErrorDetails, source: Source, cls: type[Config]) -> list[ErrorDetails]:
+    """Returns one error per key of an unknown group that has keys of another library, otherwise `[error]`."""
+    if error["type"] != "extra_forbidden" or not isinstance(error["input"], Mapping):
+        return [error]
+    leaves = list(_leaves(error["input"], error["loc"]))
+    paths = [path for path in setting_paths(cls) if _accepts(path, cls, source.values)]
+    if not any(_translate(loc, paths) for loc, _ in leaves):
+        return [error]
+    return [ErrorDetails(type=error["type"], loc=loc, msg=error["msg"], input=value) for loc, value in leaves]
+
+
+def _leaves(values: Mapping[str, object], loc: Key) -> Iterator[tuple[Key, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*loc, name))
+        else:
+            yield (*loc, name), value
 
 
 def _setting_of(error: ErrorDetails, key: Key) -> Key:
@@ -203,16 +238,18 @@ def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
         return f"{name} belongs to {selected[0].KEY} {', '.join(owners)}, not to {tag}: remove it, or {fix}"
     if alternatives := _alternatives(loc, source, cls):
         return f"unknown setting {name}; did you mean {' or '.join(alternatives)}?"
-    return f"unknown setting {name}; {group or 'the file'} accepts {', '.join(fields_of(classes))}"
+    parent = group if key[0] in cls.model_fields and group else "the file"
+    return f"unknown setting {name}; {parent} accepts {', '.join(fields_of(classes))}"
 
 
 def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
     """Returns the keys that the unknown key at a pydantic error location may stand for, optionally with a value."""
     key = walk(loc, cls, source.values)[0]
-    name, word, paths = dotted(key), str(key[-1]), list(setting_paths(cls))
-    if RENAMED_KEYS.get(name) in paths:
+    name, word = dotted(key), str(key[-1])
+    if RENAMED_KEYS.get(name) in setting_paths(cls):
         return [RENAMED_KEYS[name]]
-    if translated := _translate(word, key[:-1], paths):
+    paths = [path for path in setting_paths(cls) if _accepts(path, cls, source.values)]
+    if translated := _translate(key, paths):
         return translated
     siblings = fields_of(walk(loc[:-1], cls, source.values)[1])
     if near := difflib.get_close_matches(word, siblings, n=1):
@@ -222,12 +259,31 @@ def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
     return [path for path, leaf in leaves.items() if leaf in alike][:3]
 
 
-def _translate(word: str, group: Key, paths: Sequence[str]) -> list[str]:
-    """Returns the settings that a key of another library stands for. Prefers settings near `group`."""
-    end, colon, value = FOREIGN_KEYS.get(word, "").partition(": ")
-    found = [path for path in paths if end and f".{path}".endswith(f".{end}")]
-    for depth in range(len(group), 0, -1):
-        if near := [path for path in found if path.startswith(f"{dotted(group[:depth])}.")]:
-            found = near
-            break
-    return [f"{path}{colon}{value}" for path in dict.fromkeys(found)]
+def _accepts(path: str, cls: type[Config], values: object) -> bool:
+    """Returns whether the members of unions that `values` select have the setting `path`."""
+    classes: tuple[type[Config], ...] = (cls,)
+    for part in path.split("."):
+        if members := select_members(classes):
+            name = values.get(members[0].KEY) if isinstance(values, Mapping) else values
+            classes = tuple(member for member in members if name in member.names()) or classes
+        field = fields_of(classes).get(part)
+        if field is None:
+            return False
+        values = values.get(part) if isinstance(values, Mapping) else None
+        classes = config_classes(field.annotation)
+    return True
+
+
+def _translate(key: Key, paths: Sequence[str]) -> list[str]:
+    """Returns those `paths` that a key of another library stands for. Prefers settings near the groups of the key."""
+    suffix = next((end for start in range(len(key)) if (end := dotted(key[start:])) in FOREIGN_KEYS), None)
+    if suffix is None:
+        return []
+    choices = FOREIGN_KEYS[suffix]
+    for choice in (suffix, *([choices] if isinstance(choices, str) else choices)):
+        end, colon, value = choice.partition(": ")
+        if found := [path for path in dict.fromkeys(paths) if f".{path}".endswith(f".{end}")]:
+            groups = (dotted(key[start:depth]) for start in range(len(key)) for depth in range(len(key) - 1, start, -1))
+            near = ([path for path in found if path.startswith(f"{group}.")] for group in groups)
+            return [f"{path}{colon}{value}" for path in next(filter(None, near), found)]
+    return []

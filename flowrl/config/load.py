@@ -72,8 +72,14 @@ def _leading_key(message: str, cls: type[Config]) -> Key | None:
 
 def _read_settings(path: Path, overrides: Sequence[str], cls: type[Config]) -> Source:
     source = _include(read(path), cls, path.parent)
+    problems: list[str] = []
     for override in overrides:
-        source = _include(_apply(source, override, cls), cls, path.parent)
+        try:
+            source = _include(_apply(source, override, cls), cls, path.parent)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} overrides are invalid:"] * (len(problems) > 1) + problems))
     return _set_recipe(source, cls) if "recipe" in cls.model_fields else source
 
 

@@ -161,6 +161,16 @@ def test_a_name_that_two_unions_share_is_unknown_in_neither(ppo: Path) -> None:
         ("actor.bf16=true", {"actor.engine.compute_dtype", "bfloat16"}),
         ("num_generations=4", {"samples_per_prompt"}),
         ("rollout.max_new_tokens=4", {"rollout.max_response_tokens"}),
+        ("beta=0.04", {"algorithm.kl_coef"}),
+        ("trainer.total_epochs=2", {"steps"}),
+        ("trainer.total_training_steps=2", {"steps"}),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", {"actor.optimizer.lr"}),
+        ("actor_rollout_ref.rollout.n=4", {"samples_per_prompt"}),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=4", {"minibatch_size"}),
+        ("data.train_batch_size=4", {"batch_size"}),
+        ("max_completion_length=4", {"rollout.max_response_tokens"}),
+        ("num_train_epochs=4", {"steps"}),
+        ("per_device_train_batch_size=4", {"batch_size"}),
     ],
 )
 def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, suggested: set[str]) -> None:
@@ -171,9 +181,27 @@ def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, su
 
 def test_every_key_of_another_library_has_a_setting() -> None:
     paths = {path for cls in (PPOConfig, GRPOConfig, SFTConfig) for path in setting_paths(cls)}
-    ends = {end.partition(":")[0] for end in FOREIGN_KEYS.values()}
+    values = [(ends,) if isinstance(ends, str) else ends for ends in FOREIGN_KEYS.values()]
+    ends = {end.partition(":")[0] for choices in values for end in choices}
     assert {end for end in ends if not any(f".{path}".endswith(f".{end}") for path in paths)} == set()
-    assert FOREIGN_KEYS.keys() & {path.rpartition(".")[2] for path in paths} == set()
+    # Only some estimators have kl_coef.
+    assert FOREIGN_KEYS.keys() & {path.rpartition(".")[2] for path in paths} == {"kl_coef"}
+
+
+@pytest.mark.parametrize("key", ["beta", "kl_coef"])
+def test_the_kl_coefficient_is_a_setting_that_the_estimator_has(ppo: Path, key: str) -> None:
+    message = error_of(rewrite(ppo, "estimator: gae", "estimator: grpo"), f"{key}=0.04")
+    assert not missing_facts(message, "actor.kl_loss_coef") and missing_facts(message, "algorithm.kl_coef")
+    message = error_of(rewrite(ppo, "estimator: grpo", "estimator: gae"), f"{key}=0.04")
+    assert not missing_facts(message, "algorithm.kl_coef") and missing_facts(message, "actor.kl_loss_coef")
+
+
+def test_all_invalid_overrides_are_reported(ppo: Path) -> None:
+    unknown = ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.optim.lr=1e-6", "beta=0.1", "steps=0")
+    lines = error_of(ppo, *unknown).splitlines()[1:]
+    assert {line.strip().partition(": ")[0] for line in lines} == set(unknown)
+    malformed = ("steps.x=1", "placement=none.yaml", "lr")
+    assert len(error_of(ppo, *malformed).splitlines()) == 1 + len(malformed)
 
 
 @pytest.mark.parametrize(
