@@ -246,7 +246,7 @@ def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
     """Returns the keys that the unknown key at a pydantic error location may stand for, optionally with a value."""
     key = walk(loc, cls, source.values)[0]
     name, word = dotted(key), str(key[-1])
-    if RENAMED_KEYS.get(name) in setting_paths(cls):
+    if name in RENAMED_KEYS and RENAMED_KEYS[name] in setting_paths(cls):
         return [RENAMED_KEYS[name]]
     paths = [path for path in setting_paths(cls) if _accepts(path, cls, source.values)]
     if translated := _translate(key, paths):

@@ -96,7 +96,8 @@ def recipe_class(path: str | Path) -> type[Config]:
     name = source.values.get("recipe")
     where = source.origin(("recipe",))
     if not isinstance(name, str) or name.count(":") != 1:
-        raise ConfigError(f"{where}: recipe is {name!r}, but must be module:Class, like recipes.ppo.config:PPOConfig")
+        value = "null" if name is None else repr(name)
+        raise ConfigError(f"{where}: recipe is {value}, but must be module:Class, like recipes.ppo.config:PPOConfig")
     try:
         return import_recipe(name, Config)
     except ConfigError as error:

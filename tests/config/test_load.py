@@ -110,7 +110,7 @@ def test_an_included_placement_is_found_by_its_name(ppo: Path, tmp_path: Path, m
     config = load(ppo, ["placement=split", "placement.device=cpu"], PPOConfig)
     assert set(config.placement.pools) == {"policy", "judges"}
     assert not missing_facts(
-        error_of(ppo, "placement=placement/none.yaml"), "split", "standalone", Path.cwd(), "mapping"
+        error_of(ppo, "placement=placement/none.yaml"), "split", "standalone", "project", "mapping"
     )
 
 

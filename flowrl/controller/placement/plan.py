@@ -373,7 +373,7 @@ def _mesh(role: str, role_placement: RolePlacement, ranks: int) -> Mesh:
             if value > 1
         ]
         raise PlacementError(
-            f"placement.roles.{role} has {' x '.join(parts)}, which does not divide the {ranks} devices of "
+            f"placement.roles.{role} has {' x '.join(parts)}, which does not divide the number of devices ({ranks}) of "
             f"{role_placement.pool}: change the parallel size or the pool"
         )
     return Mesh(pp=role_placement.pp, dp=ranks // size, sp=role_placement.sp, tp=role_placement.tp)
