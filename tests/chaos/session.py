@@ -6,9 +6,10 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -40,6 +41,8 @@ two of them before the event.
 PHASE_WAIT_S, STABLE_WAIT_S, LIMIT_S = 120.0, 400.0, 500.0
 MAX_DELAY_S, MAX_RANDOM_S = 0.02, 1.5
 REPORT_S = 5.0
+INTERRUPTED = 130
+"""Exit code of a run that SIGINT has ended."""
 DISK_MB = 128
 
 _PROGRESS = re.compile(
@@ -297,8 +300,7 @@ class Session:
 
     def has_reference_numbers(self) -> bool:
         """Whether all records so far are bitwise identical to the undisturbed run."""
-        records = read_metrics(self.output)
-        return bool(records) and records == self.reference[: len(records)]
+        return find_difference(read_metrics(self.output), self.reference) is None
 
     def finish(self) -> None:
         """Ends the run and judges what only the end of the run shows: exit code, leftovers, prompts of async runs."""
@@ -315,12 +317,15 @@ class Session:
             return
         last = self.results[-1]
         last.leftovers = [*(last.leftovers or []), *left]
-        if code not in (0, 130):
+        if code not in (0, INTERRUPTED):
             last.outcome = f"unexpected end {code} after {last.outcome}"
         if self.schedule == "async":
             self._judge_prompts()
-        elif not self.has_reference_numbers():
+        elif difference := find_difference(
+            read_metrics(self.output), self.reference, is_interrupted=code == INTERRUPTED
+        ):
             last.numbers = False
+            sys.stderr.write(f"{last.case}: {difference}\n")
 
     def abort(self) -> None:
         """Ends a run that does not progress or ended by itself, which the last fault may have caused."""
@@ -357,6 +362,25 @@ def read_prompt_ids(rollouts: Path) -> dict[int, list[int]]:
         step: [row["prompt_id"] for row in read_rows(rollouts, "training", step)]
         for step in saved_steps(rollouts, "training")
     }
+
+
+def find_difference(
+    records: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]], *, is_interrupted: bool = False
+) -> str | None:
+    """Returns the first difference of log records from those of the undisturbed run; None if there is none.
+
+    The last record of an interrupted run may lack metrics, because a signal skips the evaluation of its step.
+    """
+    if not records:
+        return "there are no records"
+    if len(records) > len(reference):
+        return f"there are {len(records)} records instead of {len(reference)}"
+    for index, (record, expected) in enumerate(zip(records, reference, strict=False)):
+        may_lack = is_interrupted and index == len(records) - 1
+        for name in sorted(record if may_lack else {*record, *expected}):
+            if record.get(name) != expected.get(name):
+                return f"step {expected['step']}: {name} is {record.get(name)} instead of {expected.get(name)}"
+    return None
 
 
 def find_wrong_steps(by_step: dict[int, list[int]], steps: int, num_prompts: int, num_dropped: int) -> set[int]:

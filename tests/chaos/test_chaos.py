@@ -13,7 +13,7 @@ from recipes.ppo import train as recipe
 from recipes.ppo.config import PPOConfig
 from tests.chaos.faults import Case, all_cases, draw_cases
 from tests.chaos.runs import run_cases
-from tests.chaos.session import Result, find_wrong_steps, read_prompt_ids
+from tests.chaos.session import Result, find_difference, find_wrong_steps, read_prompt_ids
 from tests.chaos.table import BEGIN, END, PAGE, read_results, render_table
 from tests.chaos.training import REPLACED
 from tests.chaos.variants import ALL_ROWS, BATCH_SIZE, SCHEDULES, variant_config
@@ -44,6 +44,21 @@ def test_cases_are_drawn_equally_often_and_reproducibly() -> None:
     drawn = draw_cases(cases, 25, seed=3)
     assert drawn == draw_cases(cases, 25, seed=3)
     assert {drawn.count(case) for case in cases} == {2, 3}
+
+
+def test_a_difference_from_the_undisturbed_run_is_found() -> None:
+    reference = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.25, "accuracy": 0.75}]
+    assert find_difference(reference, reference) is None and find_difference(reference[:1], reference) is None
+    assert find_difference([], reference) and find_difference([*reference, {"step": 3}], reference)
+    assert find_difference([reference[0], reference[1] | {"reward": 0.125}], reference)
+    assert find_difference([{"step": 1}, reference[1]], reference, is_interrupted=True)
+
+
+def test_the_last_step_of_an_interrupted_run_may_lack_its_evaluation() -> None:
+    reference = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.25, "accuracy": 0.75}]
+    records = [reference[0], {"step": 2, "reward": 0.25}]
+    assert find_difference(records, reference) and find_difference(records, reference, is_interrupted=True) is None
+    assert find_difference([reference[0], {"step": 2, "reward": 0.5}], reference, is_interrupted=True)
 
 
 def test_prompts_that_are_trained_twice_or_lost_are_found() -> None:
