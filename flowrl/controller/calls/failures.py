@@ -294,12 +294,13 @@ class Failures:
             self._fail(group, suspicion.symptom)
 
     def _describe_end(self, slot: Slot) -> str | None:
-        """Returns how a process ended, and the user's functions that its current call may have run; None if it is
-        unknown how the process ended.
+        """Returns how a process ended, and the user's functions that it may have run; None if it is unknown how the
+        process ended.
         """
         end, current = self._backend.describe_end(slot), self.deadlines.get_current(slot.pool, slot.rank)
-        functions = () if current is None else self._recovery.get_user_functions(slot, current.role)
-        return f"{end}; {current.role} calls {' and '.join(functions)}" if end and current and functions else end
+        role = self._recovery.get_first_role(slot)[0] if current is None else current.role
+        functions = self._recovery.get_user_functions(slot, role)
+        return f"{end}; {role} calls {' and '.join(functions)}" if end and functions else end
 
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
         """Creates the error of a lost process. Names its current call, or its first role between calls."""
@@ -325,8 +326,9 @@ class Failures:
                 continue  # the missed deadline was already reported
             cause = self._describe_end(slot) or "its process has ended"
             lost = self._make_process_lost(slot, cause)
-            activity = f"in {lost.method}" if lost.method else "between calls"
-            self._notify(f"{lost.role} on rank {lost.rank} (node {slot.node}) failed {activity}: {cause}; replacing it")
+            # Without a method, the process ended between two calls, or its call has already been repeated.
+            activity = f" in {lost.method}" if lost.method else ""
+            self._notify(f"{lost.role} on rank {lost.rank} (node {slot.node}) failed{activity}: {cause}; replacing it")
 
     def _end_overdue(self, record: CallRecord, now_s: float) -> None:
         """Handles a call past its deadline: replaces a recoverable process, otherwise fails its group."""

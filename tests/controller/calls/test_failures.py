@@ -363,6 +363,21 @@ def test_a_lost_process_is_reported_when_it_is_lost(scorers: tuple[Cluster, list
     assert result.get("score").tolist() == [8, 9]
 
 
+@pytest.mark.slow
+def test_the_report_of_a_process_without_a_call_names_the_users_functions(
+    scorers: tuple[Cluster, list[str]], tmp_path: Path
+) -> None:
+    """Its call may already have been repeated in the replacement."""
+    cluster, messages = scorers
+    (process_id,) = cluster.group("scorer", SlowRestart, tmp_path / "lines", 10.0).process_id()
+    started_s = time.monotonic()
+    cluster.calls.wait_until(lambda: time.monotonic() > started_s + 2 * LIVENESS_INTERVAL_S)
+    messages.clear()
+    os.kill(process_id, signal.SIGKILL)
+    cluster.calls.wait_until(lambda: bool(messages), 60.0)
+    assert not missing_facts(messages[0], "scorer", 0, "SIGKILL", "rewards.score_10")
+
+
 def test_an_exception_in_a_stateless_worker_is_raised_and_not_retried(scorers: tuple[Cluster, list[str]]):
     scorer = scorers[0].group("scorer", Scorer, 1)
     with pytest.raises(WorkerError) as caught:
