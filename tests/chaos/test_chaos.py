@@ -59,6 +59,7 @@ def test_the_last_step_of_an_interrupted_run_may_lack_its_evaluation() -> None:
     records = [reference[0], {"step": 2, "reward": 0.25}]
     assert find_difference(records, reference) and find_difference(records, reference, is_interrupted=True) is None
     assert find_difference([reference[0], {"step": 2, "reward": 0.5}], reference, is_interrupted=True)
+    assert find_difference([reference[0], {"step": 2, "accuracy": 0.75}], reference, is_interrupted=True)
 
 
 def test_prompts_that_are_trained_twice_or_lost_are_found() -> None:

@@ -359,9 +359,10 @@ class Calls:
     def _resolve(self, record: CallRecord, report: Report | FlowError) -> None:
         """Resolves a call with a report or an error, unless the error is a lost connection with unknown cause."""
         if isinstance(report, FlowError):
+            state = self._missing_states.get((record.slot, record.role))
             if record.gives_state:
                 self._missing_states[record.slot, record.role] = record
-            record.error = self._find_cause(record, report)
+            record.error = self._find_cause(record, report, state)
             if record.error is None:
                 return
         else:
@@ -381,10 +382,11 @@ class Calls:
         errors = (source.error for source in record.inputs if source.error is not None)
         return self.failures.get_error(record.slot.pool) or next(errors, None)
 
-    def _find_cause(self, record: CallRecord, error: FlowError) -> FlowError | None:
-        """Returns the root cause of a failed call; None while the cause is unknown."""
-        state = self._missing_states.get((record.slot, record.role))
-        if state is not None and state is not record:
+    def _find_cause(self, record: CallRecord, error: FlowError, state: CallRecord | None) -> FlowError | None:
+        """Returns the root cause of a failed call; None while the cause is unknown. `state` is an earlier call of the
+        worker that failed to set state.
+        """
+        if state is not None:
             record.inputs = (*record.inputs, state)
         for source in record.inputs:
             if source.error is not None:

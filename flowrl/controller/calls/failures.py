@@ -150,6 +150,10 @@ class Recovery:
             return construction.role, construction.rank
         return slot.pool, slot.rank
 
+    def get_roles(self, slot: Slot) -> tuple[str, ...]:
+        """Returns the roles that have a worker in a process."""
+        return tuple(construction.role for construction in self._constructions[slot])
+
     def get_user_functions(self, slot: Slot, role: str) -> tuple[str, ...]:
         """Returns the names of the user's functions that the worker of a role in a process calls."""
         own = (each for each in self._constructions[slot] if each.role == role)
@@ -298,9 +302,9 @@ class Failures:
         process ended.
         """
         end, current = self._backend.describe_end(slot), self.deadlines.get_current(slot.pool, slot.rank)
-        role = self._recovery.get_first_role(slot)[0] if current is None else current.role
-        functions = self._recovery.get_user_functions(slot, role)
-        return f"{end}; {role} calls {' and '.join(functions)}" if end and functions else end
+        roles = self._recovery.get_roles(slot) if current is None else (current.role,)
+        calls = [(role, functions) for role in roles if (functions := self._recovery.get_user_functions(slot, role))]
+        return end and "; ".join([end, *(f"{role} calls {' and '.join(functions)}" for role, functions in calls)])
 
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
         """Creates the error of a lost process. Names its current call, or its first role between calls."""

@@ -203,13 +203,12 @@ def test_a_call_of_another_pool_that_reads_a_hanging_call_raises_its_deadline(
     assert caught.value.remote_traceback.rstrip().endswith("in commit")
 
 
-def test_a_call_after_a_state_that_a_lost_rank_did_not_give_raises_the_lost_rank(
-    ray_session: None, open_cluster: ClusterMaker
-):
-    cluster = open_cluster("ray", {"a": [2], "b": [1]}, {"first": "a", "scorer": "b"}, num_threads=1)
-    first, scorer = cluster.group("first", Faulty), cluster.group("scorer", Scorer, 1)
-    scorer.load(first.gather_to_one("kill"))
-    scores = scorer.score(BATCH)
+def test_a_call_without_its_state_raises_the_loss_that_caused_it(ray_session: None, open_cluster: ClusterMaker):
+    cluster = open_cluster("ray", {"a": [2], "b": [1]}, {"first": "a", "chunked": "b"}, num_threads=1)
+    first, chunked = cluster.group("first", Faulty), cluster.group("chunked", Chunked, 1)
+    chunked.load_chunk(first.gather_to_one("kill"), 0)
+    chunked.load_chunk(1, 1, "raise")  # fails, because it needs chunk 0
+    scores = chunked.score(BATCH)
     time.sleep(3.0)  # so that the driver reads all errors at once
     with pytest.raises(ProcessLost) as caught:
         scores.get("score")
