@@ -155,6 +155,11 @@ class PromptStream:
     def __len__(self) -> int:
         return len(self._conversations)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of the dataset. `answer` is always one of them."""
+        return self._names
+
     def take(self, num_prompts: int) -> list[dict[str, Any]]:
         """Returns the rows of the next `num_prompts` prompts and advances the stream.
 

@@ -45,8 +45,8 @@ def load_reward_function(name: str) -> RewardFunction:
             f"it as (prompt, response, answer, **columns), and return one number"
         )
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional or not any(p.kind in (*_NAMED, p.VAR_KEYWORD) for p in parameters.values()):
-        problem = f"{', '.join(positional)} positional-only" if positional else "no parameter with the name of a column"
+    if positional or not accepted_columns(function, ["response"]):
+        problem = f"{', '.join(positional)} positional-only" if positional else "no parameter response"
         raise RewardError(
             f"reward function {name}{signature} has {problem}, but flowrl passes columns by name: write it as "
             "(prompt, response, answer, **columns), or with only the columns that it needs"
@@ -120,3 +120,9 @@ def required_parameters(function: RewardFunction) -> tuple[str, ...]:
     """Returns the names of a reward function's parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind in _NAMED and p.default is inspect.Parameter.empty)
+
+
+def optional_parameters(function: RewardFunction) -> tuple[str, ...]:
+    """Returns the names of a reward function's parameters with a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in _NAMED and p.default is not inspect.Parameter.empty)

@@ -10,7 +10,12 @@ from flowrl.config import DataConfig, OnPolicyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, read_vocabulary
 from flowrl.data.prompts import RESERVED_COLUMNS, Conversation, PromptStream, read_conversations
-from flowrl.rewards.reward_function import RewardError, load_reward_function, required_parameters
+from flowrl.rewards.reward_function import (
+    RewardError,
+    load_reward_function,
+    optional_parameters,
+    required_parameters,
+)
 
 MAX_UNKNOWN_FRACTION = 0.01
 """Fraction of unknown tokens of a file above which a warning is logged."""
@@ -25,7 +30,8 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
     """Returns the training prompts, and the held-out prompts or None.
 
     Raises DataError if a row or a setting is invalid, or if a row lacks a column that the reward function requires.
-    Warns if more than 1 % of a file's tokens are unknown to the tokenizer.
+    Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a file has no column for a parameter
+    with a default.
     """
     try:
         tokenizer = ChatTokenizer(config.actor.model.path)
@@ -45,10 +51,13 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, PromptStream | N
     reward, seed = config.reward, config.seed
     needs = _required_columns(reward.function)
     train = read_stream(config.data.train, config.data, tokenizer, seed=seed, needs=needs)
+    _warn_of_parameters_without_column(reward.function, train, config.data.train)
     if test is None:
         return train, None
-    needs = _required_columns(reward.evaluation or reward.function)
-    return train, read_stream(test, config.data, tokenizer, seed=seed, needs=needs)
+    function = reward.evaluation or reward.function
+    held_out = read_stream(test, config.data, tokenizer, seed=seed, needs=_required_columns(function))
+    _warn_of_parameters_without_column(function, held_out, test)
+    return train, held_out
 
 
 _REWARD_COLUMNS = ("prompt", "response", "conversation")
@@ -68,6 +77,21 @@ def _required_columns(function: str | None) -> tuple[str, ...]:
                 "answer, conversation, or columns of the dataset"
             )
     return tuple(name for name in parameters if name not in RESERVED_COLUMNS)
+
+
+def _warn_of_parameters_without_column(function: str | None, prompts: PromptStream, file: Path) -> None:
+    """Logs a warning if no column provides a reward function's parameter with a default. It may be a misspelled name."""
+    parameters = () if function is None else optional_parameters(load_reward_function(function))
+    received = (*_REWARD_COLUMNS, *prompts.columns)
+    if missing := [name for name in parameters if name not in received]:
+        _logger.warning(
+            "reward function %s always receives the default of %s, because no column of %s has this name: rename the "
+            "parameter if it should receive one of %s",
+            function,
+            ", ".join(missing),
+            file,
+            ", ".join(received),
+        )
 
 
 def _check_reward_tokenizer(tokenizer: ChatTokenizer, config: OnPolicyConfig) -> None:

@@ -41,12 +41,31 @@ def of_nothing(*values: str) -> float:
     return 0.0
 
 
+def of_completion_default(completion: str = "", truth: str | None = None) -> float:
+    return float(completion == truth)
+
+
+def of_misspelled_default(respones: str = "", answer: str = "") -> float:
+    return float(respones == answer)
+
+
+def of_prompt(prompt: str, conversation: list[dict[str, str]], answer: str) -> float:
+    return float(prompt == answer)
+
+
+def of_response_default(response: str = "") -> float:
+    return float(len(response))
+
+
 def of_completions_column(response: str, completions: list[str], **columns: object) -> float:
     """`completions` is a column of the dataset here."""
     return float(response in completions)
 
 
-@pytest.mark.parametrize("function", [of_row, of_response, of_completions_column, of_columns, of_keywords])
+@pytest.mark.parametrize(
+    "function",
+    [of_row, of_response, of_response_default, of_completions_column, of_columns, of_keywords],
+)
 def test_a_function_of_a_row_is_loaded(function: Any) -> None:
     assert load_reward_function(f"{__name__}:{function.__name__}").__name__ == function.__name__
 
@@ -57,8 +76,10 @@ def test_the_signature_of_trl_is_explained(function: Any) -> None:
         load_reward_function(f"{__name__}:{function.__name__}")
 
 
-@pytest.mark.parametrize("function", [of_positions, of_nothing])
-def test_a_function_that_receives_no_column_by_name_is_rejected(function: Any) -> None:
+@pytest.mark.parametrize(
+    "function", [of_positions, of_nothing, of_completion_default, of_misspelled_default, of_prompt]
+)
+def test_a_function_that_does_not_receive_the_response_by_name_is_rejected(function: Any) -> None:
     with rejects(function.__name__, "prompt", "response", "answer", error=RewardError):
         load_reward_function(f"{__name__}:{function.__name__}")
 

@@ -44,6 +44,10 @@ def needs_nothing(prompt: str, response: str, **columns: object) -> float:
     return 0.0
 
 
+def with_defaults(response: str, answr: str = "", level: int = 1) -> float:
+    return 0.0
+
+
 def needs_advantages(prompt: str, response: str, advantages: float, **columns: object) -> float:
     return 0.0
 
@@ -95,6 +99,15 @@ def test_a_reward_function_may_name_only_the_columns_that_it_needs(data: Path, t
 def test_a_reward_function_without_required_columns_reads_rows_without_answers(data: Path, tmp_path: Path) -> None:
     train, _ = read_prompts(config_with_reward(data, lines(tmp_path / "b", "1+1", "2+2"), function="needs_nothing"))
     assert [row["answer"] for row in train.take(2)] == [None, None]
+
+
+def test_a_parameter_with_a_default_and_without_a_column_is_reported(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, test = lines(tmp_path / "a", "1+1", level=1), lines(tmp_path / "b", "1+1", level=1, answr="2")
+    read_prompts(config_with_reward(data, train, test, function="with_defaults"))
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "flowrl.run.datasets"]
+    assert not missing_facts(message, "with_defaults", "answr", train, "answer", "level", "response")
 
 
 @pytest.mark.parametrize(("num_known", "is_reported"), [(95, True), (600, False)])
