@@ -1,5 +1,7 @@
 """Reward workers, which score rows with a Python function or a reward model."""
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -44,7 +46,7 @@ class Reward(Worker):
         self._functions = {name: load_reward_function(name) for name in (self.name, self.evaluation_name)}
 
     @classmethod
-    def user_functions(cls, config: RewardConfig) -> tuple[str, ...]:
+    def user_functions(cls, config: RewardConfig, *_: Any, **__: Any) -> tuple[str, ...]:  # Any: the constructor's
         return _unique_names(config.function, config.evaluation)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_FUNCTION_COLUMNS, writes=("scores",))
@@ -77,7 +79,7 @@ class RewardModel(ModelWorker):
         return _CollectiveRewardModel if has_collective_forward(mesh, config.engine) else cls
 
     @classmethod
-    def user_functions(cls, config: RewardConfig) -> tuple[str, ...]:
+    def user_functions(cls, config: RewardConfig, *_: Any, **__: Any) -> tuple[str, ...]:  # Any: the constructor's
         return _unique_names(config.evaluation)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids", *_FUNCTION_COLUMNS), writes=("scores",))

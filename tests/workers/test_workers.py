@@ -34,7 +34,7 @@ from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.rewards.reward_function import RewardError
 from flowrl.workers import Actor, Critic, Reference, Rollout, reward_worker
 from flowrl.workers.actor import token_means
-from flowrl.workers.reward import score_rows
+from flowrl.workers.reward import Reward, RewardModel, score_rows
 from recipes.quickstart.prepare import prepare
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.errors import rejects
@@ -344,6 +344,26 @@ def test_a_reward_worker_names_its_functions_which_an_error_report_contains() ->
     assert reward_worker(config).user_functions(config) == (config.function,)
     config = RewardConfig(model=ModelConfig(path=Path("scorer")), evaluation=f"{__name__}:exact")
     assert reward_worker(config).user_functions(config) == (config.evaluation,)
+
+
+class ScaledReward(Reward):
+    def __init__(self, config: RewardConfig, factor: float, *, offset: float = 0.0) -> None:
+        super().__init__(config)
+        self.factor, self.offset = factor, offset
+
+
+class ScaledRewardModel(RewardModel):
+    def __init__(self, config: RewardConfig, factor: float, *, offset: float = 0.0) -> None:
+        super().__init__(config)
+        self.factor, self.offset = factor, offset
+
+
+@pytest.mark.parametrize("cls", [ScaledReward, ScaledRewardModel])
+def test_a_reward_worker_with_more_arguments_names_its_functions(cls: type[ScaledReward | ScaledRewardModel]) -> None:
+    config = RewardConfig(function=f"{__name__}:exact")
+    if cls is ScaledRewardModel:
+        config = RewardConfig(model=ModelConfig(path=Path("scorer")), evaluation=f"{__name__}:exact")
+    assert cls.user_functions(config, 2.0, offset=1.0) == (f"{__name__}:exact",)
 
 
 def num_messages(prompt: str, response: str, conversation: list[dict[str, str]], **columns: object) -> float:
