@@ -349,24 +349,17 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="start a recipe's actor and rollout, and compare their weights and log-probabilities",
         allow_abbrev=False,
     )
-    # With --rollout, all other arguments are overrides. Without it, the first argument is the file.
-    parser.add_argument("--rollout", type=Path, metavar="CONFIG", help="a recipe's YAML file, also without --rollout")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="[CONFIG] KEY=VALUE", help="settings that override the file"
-    )
-    parser.set_defaults(run=partial(_doctor, parser))
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
+    parser.set_defaults(run=_doctor)
 
 
-def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    path, overrides = arguments.rollout, arguments.overrides
-    if path is None and not overrides:
-        parser.error("the following arguments are required: CONFIG")
-    if path is None:
-        path, overrides = Path(overrides[0]), overrides[1:]
+def _doctor(arguments: argparse.Namespace) -> None:
+    path = arguments.config
     schema = _run_config(path)
     if not issubclass(schema, OnPolicyConfig):
         raise ConfigError(f"{path}: {schema.__name__} has no rollout: choose a recipe that generates responses")
-    with loading(path, overrides, schema) as config:
+    with loading(path, arguments.overrides, schema) as config:
         check_start(config)
 
         # imported here, because only commands that run a model need torch and Ray

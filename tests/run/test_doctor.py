@@ -75,7 +75,7 @@ def config(recipe: Path) -> Callable[..., OnPolicyConfig]:
 
 
 def doctor(recipe: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flowrl.cli", "doctor", "--rollout", str(recipe), *settings]
+    command = [sys.executable, "-m", "flowrl.cli", "doctor", str(recipe), *settings]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
@@ -99,7 +99,7 @@ def test_a_rollout_in_another_process_passes(recipe: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_ends_the_doctor(recipe: Path) -> None:
-    command = [sys.executable, "-m", "flowrl.cli", "doctor", "--rollout", str(recipe)]
+    command = [sys.executable, "-m", "flowrl.cli", "doctor", str(recipe)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "starting actor, rollout (ray)\n"
@@ -164,11 +164,11 @@ def test_a_gap_is_an_error_with_its_causes(
 def test_wrong_settings_are_a_one_line_error(
     recipe: Path, settings: list[str], prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", "--rollout", str(recipe), *settings]) == 2
+    assert main(["doctor", str(recipe), *settings]) == 2
     message = capsys.readouterr().err
     assert message.startswith(prefix.format(recipe=recipe)) and message.count("\n") == 1
 
 
 def test_a_recipe_without_a_rollout_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--rollout", str(ROOT / "recipes/quickstart/sft.yaml")]) == 2
+    assert main(["doctor", str(ROOT / "recipes/quickstart/sft.yaml")]) == 2
     assert "SFTConfig" in capsys.readouterr().err
