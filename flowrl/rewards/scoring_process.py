@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: fl
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile(prefix="flowrl-stack-") as stack, receiver:
         process = context.Process(target=_score, args=(name, rows, timeout_s, sender, stack.name))
+        # start() starts the resource tracker if there is none, which would unblock the signal.
+        resource_tracker.ensure_running()
         # The process inherits the blocked signal: Ctrl-C ends this process, which then kills the other.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -85,6 +88,7 @@ def _score(
     name: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None, sender: Connection, stack: str
 ) -> None:
     """Sends the scores or an error message. At the deadline, writes the stacks of all threads and ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches processes that unblock the signal
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function = load_reward_function(name)

@@ -1,6 +1,8 @@
 """`score_in_process` returns scores, and stops a reward function that hangs or ends its process."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from flowrl.rewards.scoring_process import score_in_process
 from tests.errors import rejects
 
 HERE = "tests.rewards.test_scoring_process"
+FUNCTIONS = "tests.rewards.scored_functions"
+ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": "1+1", "response": response, "answer": "2", "level": 3.0} for response in ("2", "", "22")]
 
 
@@ -50,3 +54,13 @@ def test_a_hang_is_reported_with_its_location_and_the_deadline() -> None:
 def test_other_failures_are_reported(function: str, fact: object) -> None:
     with rejects(function, fact, error=RewardError):
         score_in_process(f"{HERE}:{function}", ROWS, 60)
+
+
+def test_the_first_process_of_a_program_does_not_receive_interrupts() -> None:
+    program = (
+        "from flowrl.rewards.scoring_process import score_in_process\n"
+        "if __name__ == '__main__':\n"
+        f"    print(score_in_process('{FUNCTIONS}:interrupt_is_blocked', [{{'response': ''}}], None))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[1.0]\n", done.stderr
