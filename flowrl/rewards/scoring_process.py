@@ -1,5 +1,6 @@
 """Scores rows in a separate process with a deadline, so that a reward function that hangs can be stopped."""
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -7,11 +8,11 @@ import re
 import signal
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from flowrl.rewards import reward_function
 from flowrl.rewards.reward_function import RewardError, accepted_columns, load_reward_function, score_row
@@ -23,8 +24,9 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<functi
 def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None) -> list[float]:
     """Calls the reward function `name` once per row in a new process, with the columns that it accepts.
 
-    Raises RewardError if a score is invalid, if the process ends, or if the scores take longer than `timeout_s`
-    (None: no deadline). The error then names the location at which the function hangs.
+    Raises RewardError if a score is invalid, if the process ends, or if the import or the scores take longer than
+    `timeout_s` (None: no deadline). The error then names the location at which the function hangs. All processes that
+    the function has started are ended.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -50,6 +52,9 @@ def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: fl
             if process.pid is not None:
                 process.kill()
                 process.join()
+                # Processes that the function has started, such as a sandbox, are in the group of its process.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _receive(receiver: Connection, is_alive: Any) -> list[float] | str | None:  # Any: a bound method of a process
@@ -89,23 +94,33 @@ def _score(
 ) -> None:
     """Sends the scores or an error message. At the deadline, writes the stacks of all threads and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches processes that unblock the signal
+    os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        function = load_reward_function(name)
+        with Path(stack).open("w") as file, _deadline(timeout_s, file):
+            function = load_reward_function(name)
         accepted = [{column: row[column] for column in accepted_columns(function, row)} for row in rows]
-        with Path(stack).open("w") as file:
-            if timeout_s is not None:
-                faulthandler.dump_traceback_later(timeout_s, file=file, exit=True)  # also if native code hangs
+        with Path(stack).open("w") as file, _deadline(timeout_s, file):
             scores = [score_row(function, name, row) for row in accepted]
-            faulthandler.cancel_dump_traceback_later()
     except RewardError as error:
         sender.send(str(error))
     else:
         sender.send(scores)
 
 
+@contextlib.contextmanager
+def _deadline(timeout_s: float | None, file: TextIO) -> Iterator[None]:
+    """Writes the stacks to `file` and ends the process if the block takes longer than `timeout_s`."""
+    if timeout_s is not None:
+        faulthandler.dump_traceback_later(timeout_s, file=file, exit=True)  # also if native code hangs
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flowrl.rewards.reward_function import RewardError
@@ -64,3 +65,23 @@ def test_the_first_process_of_a_program_does_not_receive_interrupts() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[1.0]\n", done.stderr
+
+
+@pytest.mark.slow
+def test_the_deadline_ends_the_processes_that_the_function_has_started(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with rejects("wait_for_sandbox", error=RewardError):
+        score_in_process(f"{FUNCTIONS}:wait_for_sandbox", [{"response": str(file)}], 2)
+    sandbox = int(file.read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(sandbox) or psutil.Process(sandbox).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    psutil.Process(sandbox).kill()
+    pytest.fail("the process is still running")
+
+
+@pytest.mark.slow
+def test_an_import_that_hangs_is_ended_at_the_deadline() -> None:
+    with rejects("slow_import", 2, "call_timeout_s", error=RewardError):
+        score_in_process("tests.rewards.slow_import:score", ROWS, 2)
