@@ -80,7 +80,7 @@ def _required_columns(function: str | None) -> tuple[str, ...]:
 
 
 def _warn_of_parameters_without_column(function: str | None, prompts: PromptStream, file: Path) -> None:
-    """Logs a warning if no column provides a reward function's parameter with a default. It may be a misspelled name."""
+    """Logs a warning if no column provides a reward function's parameter with a default, as after a typo."""
     parameters = () if function is None else optional_parameters(load_reward_function(function))
     received = (*_REWARD_COLUMNS, *prompts.columns)
     if missing := [name for name in parameters if name not in received]:
