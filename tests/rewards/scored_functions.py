@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 
@@ -15,4 +16,13 @@ def wait_for_sandbox(response: str, **_: object) -> float:
     command = [sys.executable, "-c", "import time; time.sleep(120)"]
     with subprocess.Popen(command) as sandbox:
         Path(response).write_text(str(sandbox.pid))
+    return 0.0
+
+
+def hang(response: str, **_: object) -> float:
+    return wait_for_service(response)
+
+
+def wait_for_service(response: str) -> float:
+    time.sleep(0 if response else 60)
     return 0.0

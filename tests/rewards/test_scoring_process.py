@@ -12,6 +12,7 @@ import pytest
 from flowrl.rewards.reward_function import RewardError
 from flowrl.rewards.scoring_process import score_in_process
 from tests.errors import rejects
+from tests.rewards import scored_functions
 
 HERE = "tests.rewards.test_scoring_process"
 FUNCTIONS = "tests.rewards.scored_functions"
@@ -21,15 +22,6 @@ ROWS = [{"prompt": "1+1", "response": response, "answer": "2", "level": 3.0} for
 
 def count(response: str, level: float, **_: object) -> float:
     return len(response) * level
-
-
-def hang(response: str, **_: object) -> float:
-    return wait_for_service(response)
-
-
-def wait_for_service(response: str) -> float:
-    time.sleep(0 if response else 60)
-    return 0.0
 
 
 def end(**_: object) -> float:
@@ -45,10 +37,10 @@ def test_scores_are_returned_in_order() -> None:
 
 
 def test_a_hang_is_reported_with_its_location_and_the_deadline() -> None:
-    lines = Path(__file__).read_text().splitlines()
+    lines = Path(scored_functions.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "time.sleep" in text)
-    with rejects("hang", "wait_for_service", __file__, line, 0.5, "call_timeout_s", error=RewardError):
-        score_in_process(f"{HERE}:hang", ROWS, 0.5)
+    with rejects("hang", "wait_for_service", scored_functions.__file__, line, 0.5, "call_timeout_s", error=RewardError):
+        score_in_process(f"{FUNCTIONS}:hang", ROWS, 0.5)
 
 
 @pytest.mark.parametrize(("function", "fact"), [("end", 3), ("fail", "KeyError")])
