@@ -38,7 +38,7 @@ def test_scores_are_returned_in_order() -> None:
 
 def test_a_hang_is_reported_with_its_location_and_the_deadline() -> None:
     lines = Path(scored_functions.__file__).read_text().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if "time.sleep" in text)
+    line = next(i for i, text in enumerate(lines, 1) if text.strip().startswith("time.sleep"))
     with rejects("hang", "wait_for_service", scored_functions.__file__, line, 0.5, "call_timeout_s", error=RewardError):
         score_in_process(f"{FUNCTIONS}:hang", ROWS, 0.5)
 
