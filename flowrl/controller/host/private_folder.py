@@ -48,27 +48,41 @@ class _PrivateFolder:
 
 
 _folder: _PrivateFolder | None = None
+_large_folder: _PrivateFolder | None = None
 
 
 def private_folder() -> Path:
     """Returns the private folder of this process. The first call deletes abandoned folders and creates the folder."""
     global _folder
     if _folder is None or _folder.process_id != os.getpid():
-        parent = _find_parent()
-        remove_abandoned_folders(parent)
-        path = parent / f"{PREFIX}{secrets.token_hex(4)}"
-        # Registered before the folder exists, so that a signal in between leaves no folder.
-        atexit.register(_remove_own, path, os.getpid())
-        path.mkdir(mode=0o700)
-        _folder = _PrivateFolder(path, os.getpid(), _write_marker(path))
+        _folder = _create_folder(_find_parent())
     return _folder.path
 
 
 def temporary_folder() -> Path:
-    """Returns the folder for temporary files of worker processes. It is deleted with the private folder."""
-    path = private_folder() / "t"
+    """Returns the folder for temporary files of worker processes, which is deleted at exit.
+
+    It is in the private folder, or in a second one if the private folder is not in the user's temporary folder. Only
+    sockets need a short path, and the folder that replaces the user's may be too small for large files.
+    """
+    global _large_folder
+    folder, parent = private_folder(), Path(tempfile.gettempdir()).absolute()
+    if folder.parent != parent:
+        if _large_folder is None or _large_folder.process_id != os.getpid():
+            _large_folder = _create_folder(parent)
+        folder = _large_folder.path
+    path = folder / "t"
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def _create_folder(parent: Path) -> _PrivateFolder:
+    remove_abandoned_folders(parent)
+    path = parent / f"{PREFIX}{secrets.token_hex(4)}"
+    # Registered before the folder exists, so that a signal in between leaves no folder.
+    atexit.register(_remove_own, path, os.getpid())
+    path.mkdir(mode=0o700)
+    return _PrivateFolder(path, os.getpid(), _write_marker(path))
 
 
 def set_temporary_folder(folder: str) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,10 +36,12 @@ def parent() -> Iterator[Path]:
 
 
 @contextmanager
-def holder(parent: Path, code: str = HOLD) -> "Iterator[tuple[subprocess.Popen[str], Path]]":
+def holder(
+    parent: Path, code: str = HOLD, environment: Mapping[str, str] | None = None
+) -> "Iterator[tuple[subprocess.Popen[str], Path]]":
     """A process with a private folder, which ends at the end of the block."""
     pipe = subprocess.PIPE
-    environment = os.environ | {"RAY_TMPDIR": str(parent)}
+    environment = environment or os.environ | {"RAY_TMPDIR": str(parent)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         try:
@@ -197,17 +199,30 @@ def test_a_ray_folder_whose_path_is_too_long_for_sockets_is_rejected(
         private_folder()
 
 
-@pytest.mark.slow
-def test_a_long_temporary_folder_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["exit", pytest.param("kill", marks=pytest.mark.slow)])
+def test_only_temporary_files_are_in_a_long_temporary_folder(tmp_path: Path, end: str) -> None:
+    """Ray's sockets need a short path, but /tmp may be small."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
-    code = f"from {MODULE} import private_folder; print(private_folder())"
     long = tmp_path / ("x" * MAX_PARENT_BYTES)
     long.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment | {"TMPDIR": str(long)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert Path(done.stdout.strip()).parent == Path("/tmp") and not list(long.iterdir())
+    code = f"from {MODULE} import *; print(private_folder(), temporary_folder(), flush=True); input()"
+    folders = set()
+    for last in {"exit": ["exit"], "kill": ["kill", "exit"]}[end]:  # the next process deletes the folder of a killed one
+        with holder(long, code, environment | {"TMPDIR": str(long)}) as (process, output):
+            sockets, temporary = map(Path, str(output).split())
+            folders.add(temporary)
+            assert sockets.parent == Path("/tmp") and temporary.parent.parent == long
+            for folder in (sockets, temporary.parent):
+                assert folder.stat().st_mode & 0o777 == 0o700 and (folder / MARKER).exists()
+            assert list(long.iterdir()) == [temporary.parent]
+            if last == "kill":
+                process.kill()
+            process.communicate("\n", timeout=60)
+    assert not any(path.exists() for path in folders) and not list(long.iterdir()) and not sockets.exists()
+
+
+def test_temporary_files_are_in_the_private_folder_by_default(parent: Path) -> None:
+    code = f"from {MODULE} import *; print(private_folder(), temporary_folder(), flush=True); input()"
+    with holder(parent, code, os.environ | {"TMPDIR": str(parent), "RAY_TMPDIR": str(parent)}) as (_, output):
+        sockets, temporary = map(Path, str(output).split())
+        assert temporary == sockets / "t" and list(parent.iterdir()) == [sockets]

@@ -23,6 +23,8 @@ from flowrl.engines.rollout.base import RolloutError
 
 _THREADS = "OMP_NUM_THREADS"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_MAX_PARENT_BYTES = 54
+"""Paths of Unix sockets have at most 107 bytes. Those of vLLM are PARENT/flowrl-12345678/UUID, with 36 for the UUID."""
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 """Prefix of vLLM's log lines: process and source location."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
@@ -119,9 +121,12 @@ def _threads_for(num_processes: int) -> Iterator[None]:
 def _temporary_sockets() -> Iterator[None]:
     """Unlinks the sockets that vLLM creates inside the `with` block. Connections that exist then remain.
 
-    Without this, sockets remain in the temporary folder when Ray kills a process.
+    Without this, sockets remain in the temporary folder when Ray kills a process. They are in /tmp if the path of the
+    temporary folder is too long for sockets.
     """
-    with tempfile.TemporaryDirectory(prefix="flowrl-") as folder, _variable(_SOCKETS, folder):
+    parent = tempfile.gettempdir()
+    parent = parent if len(os.fsencode(parent)) <= _MAX_PARENT_BYTES else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="flowrl-", dir=parent) as folder, _variable(_SOCKETS, folder):
         yield
 
 
