@@ -78,7 +78,7 @@ def examine(
             interruption.progress = "before the comparison was complete"
             console.print(f"starting actor, rollout ({config.backend})")
             cluster = resources.enter_context(_cluster(config))
-            interruption.install()  # Ray has installed its own handlers
+            interruption.install()  # with `address`, Ray has installed its own handlers
             actor = cluster.group("actor", actor_class, config.actor, temperature=rollout_config.temperature)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
             plans = cluster.plan.roles

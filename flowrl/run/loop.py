@@ -109,7 +109,7 @@ class Run:
             self._set_ray_log = resources.enter_context(log_to_file(RAY_LOGGER))
             self.cluster = resources.enter_context(restarts.cluster(config, self._start_cluster, self._interruption))
             self.cluster.notify = self._progress.notify
-            self._interruption.install()  # Ray has installed its own handlers
+            self._interruption.install()  # with `address`, Ray has installed its own handlers
             check_engines(config, self.cluster.plan)
             self._weight_sync = WeightSync(config, self.cluster.plan)
             self._open_folder(resources)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -92,6 +93,8 @@ class LocalRay:
             # Not only the descendants of this process, because the parent of a process may have ended.
             for process in psutil.process_iter():
                 with suppress(psutil.Error):
+                    if process.status() == psutil.STATUS_ZOMBIE:
+                        continue  # only its parent can remove it
                     # Programs that the user has started have the token too.
                     is_ray = process.name().startswith("ray::") or any(_RAY_FOLDER in w for w in process.cmdline())
                     if is_ray and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(self._token):
@@ -100,7 +103,7 @@ class LocalRay:
             if not remaining:
                 return
             # The next iteration finds processes that these processes have started in the meantime.
-            psutil.wait_procs(remaining, timeout=_END_TIMEOUT_S)
+            psutil.wait_procs(remaining, timeout=max(0.0, deadline - time.monotonic()))
 
 
 def _set_authentication(variables: Mapping[str, str]) -> None:
@@ -163,11 +166,20 @@ def _delay_signals() -> Iterator[None]:
     received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: received.append(number))
+    is_delayed = True
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if is_delayed:
+            received.append(number)
+        else:  # the program's handler of another signal has raised before this handler was replaced
+            handlers[signal.Signals(number)](number, frame)
+
     try:
+        for number in handlers:
+            signal.signal(number, handle)
         yield
     finally:
+        is_delayed = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in received:

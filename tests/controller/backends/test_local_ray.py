@@ -1,16 +1,19 @@
 """The files of a local Ray are private, and every local Ray has its own token, which is deleted with it."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 from ray._private import worker
 
+from flowrl.controller.backends.local_ray import _delay_signals
 from flowrl.controller.host.private_folder import private_folder
 
 NOBODY = 65534
@@ -124,3 +127,41 @@ def test_a_signal_while_ray_forks_a_process_ends_the_start(moment: str, parent: 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not list(parent.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("change", [1, 2, 3, 4])
+def test_the_handlers_of_a_program_remain_after_a_signal_while_they_are_replaced(
+    number: signal.Signals, change: int
+) -> None:
+    """`change` counts the handlers that have been replaced and restored when the signal arrives."""
+    calls: list[int] = []
+    num_changes = 0
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        calls.append(number)
+        raise KeyboardInterrupt
+
+    def send(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_changes
+        if event == "return" and frame.f_code is signal.signal.__code__:
+            num_changes += 1
+            if num_changes == change:
+                signal.raise_signal(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    profiler = sys.getprofile()
+    try:
+        sys.setprofile(send)
+        with pytest.raises(KeyboardInterrupt), _delay_signals():
+            pass
+        sys.setprofile(profiler)
+        assert calls == [number]
+        for each in before:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(each)
+        assert calls == [number, *before]
+    finally:
+        sys.setprofile(profiler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
