@@ -164,8 +164,8 @@ def _keep_signal_handlers() -> Iterator[None]:
 def _delay_signals() -> Iterator[None]:
     """Delays the calls of Python's handlers of SIGINT and SIGTERM until the end of the block."""
     received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in previous.items() if callable(handler)}
     is_delayed = True
 
     def handle(number: int, frame: FrameType | None) -> None:
