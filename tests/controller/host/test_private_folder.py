@@ -207,7 +207,9 @@ def test_only_temporary_files_are_in_a_long_temporary_folder(tmp_path: Path, end
     long.mkdir()
     code = f"from {MODULE} import *; print(private_folder(), temporary_folder(), flush=True); input()"
     folders = set()
-    for last in {"exit": ["exit"], "kill": ["kill", "exit"]}[end]:  # the next process deletes the folder of a killed one
+    for last in {"exit": ["exit"], "kill": ["kill", "exit"]}[
+        end
+    ]:  # the next process deletes the folder of a killed one
         with holder(long, code, environment | {"TMPDIR": str(long)}) as (process, output):
             sockets, temporary = map(Path, str(output).split())
             folders.add(temporary)
