@@ -69,6 +69,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "atomic_folder": set(),
         "checksums": set(),
         "dtypes": set(),
+        "console": set(),
         "events": set(),
         "metric": set(),
         "input_paths": set(),

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.data.checksums import CheckpointError
+from flowrl.data.console import make_console
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
@@ -18,7 +19,7 @@ def show_checkpoints(run: Path, console: Console | None = None) -> None:
     """Verifies all checkpoints of a run and prints a table of them. Raises CheckpointError if there are none."""
     checkpoints = Checkpoints(run)
     table = checkpoints_table([(step, *_verify(checkpoints, step)) for step in checkpoints.require_steps()])
-    (console or Console()).print(table, crop=False)
+    (console or make_console()).print(table, crop=False)
 
 
 def _verify(checkpoints: Checkpoints, step: int) -> tuple[Checkpoint | None, str]:

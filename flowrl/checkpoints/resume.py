@@ -145,12 +145,16 @@ def _check_same_settings(config: RunConfig, path: Path) -> int:
             f"{path} is not a valid {type(config).__name__} ({str(error).splitlines()[0]}), so this run cannot be "
             f"resumed: set output to a new folder"
         ) from error
-    for key, before, now in differences(earlier.model_dump(mode="json"), config.model_dump(mode="json")):
-        if not any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
-            raise RunFolderError(
-                f"{key} was {_format(before)} in the run in {path.parent} and is now {_format(now)}, which would "
-                f"change results; restore the old value, or set output to a new folder"
-            )
+    changed = [
+        f"{key} was {_format(before)} in the run in {path.parent} and is now {_format(now)}"
+        for key, before, now in differences(earlier.model_dump(mode="json"), config.model_dump(mode="json"))
+        if not any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+    ]
+    if changed:
+        values = "value" if len(changed) == 1 else "values"
+        raise RunFolderError(
+            f"{'; '.join(changed)}, which would change results; restore the old {values}, or set output to a new folder"
+        )
     return earlier.steps
 
 

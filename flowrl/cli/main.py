@@ -35,7 +35,7 @@ from flowrl.memory.memory_table import check_memory, memory_budget, render_memor
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.rollout_text import show_rows
 from flowrl.report.trace import loop_events
-from flowrl.run.interrupt import Interrupted
+from flowrl.run.interrupt import Interrupted, raise_on_sigterm
 from flowrl.run.preflight import check_functions, check_run, check_start, plan_run
 from flowrl.run.restarts import with_restarts
 from flowrl.run.updates import describe_updates
@@ -76,7 +76,8 @@ def exit_code(program: Callable[[], object]) -> int:
     `UserError` or if the disk is full, and 130 or 143 after SIGINT or SIGTERM. Other exceptions are bugs and propagate.
     """
     try:
-        program()
+        with raise_on_sigterm():
+            program()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flowrl.data.console import make_console
 from flowrl.data.events import CallEvent
 from flowrl.report.trace import (
     CallParts,
@@ -43,7 +44,7 @@ def explain(
 
     Calls that were finished by `dropped_until_ns` may be missing in `events`. The tables then start at this time.
     """
-    console = console or Console()
+    console = console or make_console()
     loop = loop_events(events)
     start_ns, end_ns = span(loop)
     start_ns = max(start_ns, dropped_until_ns)

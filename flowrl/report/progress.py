@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.checkpoints.run_folder import replacing
+from flowrl.data.console import make_console
 from flowrl.data.metric import finite
 from flowrl.report.rollout_text import printable
 
@@ -195,7 +196,7 @@ class LiveProgress:
             shown: format per metric. If a step lacks a metric, the metric's previous value and its step are shown.
             console: output console; None selects standard output.
         """
-        self.console = console or Console()
+        self.console = console or make_console()
         self._num_steps, self._title, self._every, self._shown = num_steps, title, every, shown
         self._latest: dict[str, tuple[int, float]] = {}
         """Metric -> (step, value) of its last value."""

@@ -38,6 +38,7 @@ from flowrl.config.schedule import SyncSchedule
 from flowrl.controller.errors import FlowError
 from flowrl.controller.placement.plan import Plan
 from flowrl.data.chat import ChatTokenizer, DataError, Message
+from flowrl.data.console import make_console
 from flowrl.data.prompts import PromptStream
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
@@ -263,7 +264,7 @@ def check_config(
         ChecksFailed: a check failed. Its message has one line per problem.
         Interrupted: a signal ended a check, which the message names.
     """
-    console = console or Console()
+    console = console or make_console()
     checks = _Checks(config, import_train)
     results: dict[str, tuple[str, str]] = {}
     for name in NAMES:

@@ -21,6 +21,7 @@ from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
+from flowrl.data.console import make_console
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
 from flowrl.weight_sync.transfer import WeightSync, choose_transport, has_per_replica_updates
@@ -66,7 +67,7 @@ def examine(
     actor's, UserError if the config is invalid, and Interrupted if a signal ended the program.
     """
     prompts, _ = read_prompts(config)
-    console, findings = console or Console(), _Findings()
+    console, findings = console or make_console(), _Findings()
     rollout_config = config.rollout.model_copy(
         update={"max_response_tokens": min(TOKENS, config.rollout.max_response_tokens), "check_weights": "complete"}
     )

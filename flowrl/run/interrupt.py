@@ -3,7 +3,8 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -21,6 +22,29 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(message)
         self.exit_code = 128 + signal_number
         """Exit code of a program that this signal ended, as in a shell."""
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM raise `Interrupted` in the block, so that the program cleans up. By default, it would be killed.
+
+    Ignores further SIGTERMs, which would interrupt the clean-up. Does nothing outside of the main thread, or if the
+    program has a handler of its own.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise Interrupted(number, "ended by SIGTERM")
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Interruption:

@@ -107,6 +107,11 @@ def test_a_changed_setting_is_rejected_with_its_key(
     assert not missing_facts(error_of(config(run, **changes)), *facts)
 
 
+def test_all_changed_settings_are_rejected_together(run: Path) -> None:
+    with rejects("batch_size", 4, 8, "seed", 0, 3, error=RunFolderError):
+        is_resuming(config(run, batch_size=8, seed=3))
+
+
 def test_more_steps_must_not_change_the_schedule_of_the_learning_rate(run: Path) -> None:
     linear = {"lr": 1e-3, "schedule": "linear"}
     (run / "config.yaml").write_text(to_yaml(config(run, optimizer=linear)))
