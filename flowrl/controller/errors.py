@@ -84,6 +84,9 @@ class ProcessLost(WorkerError):
     is_replaceable = False
     """Whether the backend starts a replacement process."""
 
+    is_sender_known = False
+    """Whether the cause names who ended the process, which its exit code or signal cannot tell."""
+
 
 class DeadlineError(WorkerError):
     """A call passed its deadline. `remote_traceback` is the stack of the process at the deadline."""

@@ -150,6 +150,7 @@ class RayRef:
             # Ray cancels the queued calls of a process that ends by itself.
             lost = ProcessLost(role, rank, node, method, _why_ended(error))
             lost.is_replaceable = not isinstance(error, ActorDiedError)
+            lost.is_sender_known = isinstance(error, OutOfMemoryError)
             return lost
         if isinstance(error, RayTaskError) and isinstance(error.cause, TypeError | PicklingError | AttributeError):
             # A method raises only WorkerErrors, so this error comes from pickling its result.
@@ -161,7 +162,7 @@ def _why_ended(error: RayError) -> str:
     """Returns Ray's reason for the end of a process, as an error message."""
     text = str(error)
     if isinstance(error, OutOfMemoryError):
-        return "its process was killed because the node ran out of memory"
+        return "Ray's memory monitor killed its process, because the node ran out of memory"
     if "its node has died" in text:
         return "its node is lost"
     if "creation task" in text:

@@ -238,8 +238,8 @@ class Failures:
         if (first := self._errors.get(record.slot.pool)) is not None:
             # The end of the process is a consequence. Calls of other pools that read this result raise the same error.
             return first
-        if isinstance(error, ProcessLost) and (cause := self._describe_end(record.slot)) is not None:
-            error.cause = cause
+        if isinstance(error, ProcessLost) and not error.is_sender_known:
+            error.cause = self._describe_end(record.slot) or error.cause
         if record.is_isolated and isinstance(error, WorkerUserError):
             # The processes continue, so that the program can save the weights of colocated roles.
             self.user_error = self.user_error or error
