@@ -118,7 +118,15 @@ def start_recipe(tmp_path: Path, ray_folder: Path) -> Iterator[StartRecipe]:
         )
         code = "import sys; from tests.recipes.endings import main; sys.exit(main(sys.argv[1:]))"
         started.append(
-            Program(code, str(config), *overrides, folder=tmp_path, RAY_TMPDIR=str(ray_folder), HOME=str(home))
+            Program(
+                code,
+                str(config),
+                *overrides,
+                folder=tmp_path,
+                RAY_TMPDIR=str(ray_folder),
+                TMPDIR=str(ray_folder),
+                HOME=str(home),
+            )
         )
         return started[-1]
 
@@ -227,7 +235,7 @@ def test_a_killed_recipe_leaves_complete_lines_and_no_process(
         "token",
     }
     next_program = "from flowrl.controller.host.private_folder import private_folder; private_folder()"
-    assert Program(next_program, folder=tmp_path, RAY_TMPDIR=str(ray_folder)).code() == 0
+    assert Program(next_program, folder=tmp_path, RAY_TMPDIR=str(ray_folder), TMPDIR=str(ray_folder)).code() == 0
     assert not list(ray_folder.iterdir())
     metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line)["rows"] == 4 for line in metrics)
