@@ -75,5 +75,12 @@ def test_the_deadline_ends_the_processes_that_the_function_has_started(tmp_path:
 
 @pytest.mark.slow
 def test_an_import_that_hangs_is_ended_at_the_deadline() -> None:
-    with rejects("slow_import", 2, "call_timeout_s", error=RewardError):
+    with rejects(
+        "tests.rewards.slow_import",
+        "score",
+        ROOT / "tests/rewards/slow_import.py",
+        2,
+        "call_timeout_s",
+        error=RewardError,
+    ):
         score_in_process("tests.rewards.slow_import:score", ROWS, 2)
