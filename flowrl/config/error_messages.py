@@ -58,8 +58,8 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "num_train_epochs": ("epochs", "steps: num_train_epochs * prompts in data.train / prompts per step"),
     "optim.lr": "optimizer.lr",
     "output_dir": "output",
-    "per_device_train_batch_size": "batch_size",
-    "ppo_mini_batch_size": "minibatch_size: ppo_mini_batch_size * samples_per_prompt",
+    "per_device_train_batch_size": ("batch_size: per_device_train_batch_size * devices * gradient_accumulation_steps"),
+    "ppo_mini_batch_size": "minibatch_size: ppo_mini_batch_size * {samples_per_prompt}",
     "reward_funcs": "reward.function",
     "rollout.n": "samples_per_prompt",
     "save_freq": "checkpoint.every",
@@ -67,17 +67,20 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "test_freq": "evaluate_every",
     "total_epochs": ("epochs", "steps: total_epochs * prompts in data.train / prompts per step"),
     "total_training_steps": "steps",
-    "train_batch_size": "batch_size: train_batch_size * samples_per_prompt",
+    "train_batch_size": ("batch_size: train_batch_size * {samples_per_prompt}", "batch_size"),
     "use_vllm": "rollout.engine: vllm",
 }
-"""Maps the last parts of a key of TRL, transformers or verl to the last parts of flowrl's key, optionally with a value.
-The config uses the first of several keys that it has. verl counts batch sizes in prompts, flowrl in sequences.
+"""Maps the last parts of a key of TRL, transformers or verl to the last parts of flowrl's key, with a value or formula.
+Of several alternatives, the error suggests the first that the config class has, including the settings in braces. A
+setting with the other library's name has priority. verl counts batch sizes in prompts, flowrl in sequences.
 """
+
+_IN_BRACES = re.compile(r"{(\w+)}")
 
 
 def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> str:
     """Returns a message with one line per invalid setting. Misspelled settings come first."""
-    errors = [part for error in errors for part in _keys_of_unknown_group(error, source, cls)]
+    errors = [part for error in errors for part in _split_unknown_group(error, source, cls)]
     # A misspelled key is often the cause of other errors.
     errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
     keys = [_setting_of(error, walk(error["loc"], cls, source.values)[0]) for error in errors]
@@ -94,12 +97,15 @@ def describe_errors(errors: Sequence[ErrorDetails], source: Source, cls: type[Co
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} settings are invalid:", *lines])
 
 
-def _keys_of_unknown_group(error: ErrorDetails, source: Source, cls: type[Config]) -> list[ErrorDetails]:
-    """Returns one error per key of an unknown group that has keys of another library, otherwise `[error]`."""
+def _split_unknown_group(error: ErrorDetails, source: Source, cls: type[Config]) -> list[ErrorDetails]:
+    """Splits the error for an unknown group into one error per leaf key if another library has one of the keys.
+
+    Otherwise returns `[error]`.
+    """
     if error["type"] != "extra_forbidden" or not isinstance(error["input"], Mapping):
         return [error]
     leaves = list(_leaves(error["input"], error["loc"]))
-    paths = [path for path in setting_paths(cls) if _accepts(path, cls, source.values)]
+    paths = [path for path in setting_paths(cls) if _has_setting(path, cls, source.values)]
     if not any(_translate(loc, paths) for loc, _ in leaves):
         return [error]
     return [ErrorDetails(type=error["type"], loc=loc, msg=error["msg"], input=value) for loc, value in leaves]
@@ -243,12 +249,12 @@ def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
 
 
 def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
-    """Returns the keys that the unknown key at a pydantic error location may stand for, optionally with a value."""
+    """Returns the keys that the unknown key at a pydantic error location may stand for, with a value or a formula."""
     key = walk(loc, cls, source.values)[0]
     name, word = dotted(key), str(key[-1])
     if name in RENAMED_KEYS and RENAMED_KEYS[name] in setting_paths(cls):
         return [RENAMED_KEYS[name]]
-    paths = [path for path in setting_paths(cls) if _accepts(path, cls, source.values)]
+    paths = [path for path in setting_paths(cls) if _has_setting(path, cls, source.values)]
     if translated := _translate(key, paths):
         return translated
     siblings = fields_of(walk(loc[:-1], cls, source.values)[1])
@@ -259,8 +265,8 @@ def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
     return [path for path, leaf in leaves.items() if leaf in alike][:3]
 
 
-def _accepts(path: str, cls: type[Config], values: object) -> bool:
-    """Returns whether the members of unions that `values` select have the setting `path`."""
+def _has_setting(path: str, cls: type[Config], values: object) -> bool:
+    """Returns whether `cls` has the setting `path`, given the union members that `values` selects."""
     classes: tuple[type[Config], ...] = (cls,)
     for part in path.split("."):
         if members := select_members(classes):
@@ -275,15 +281,22 @@ def _accepts(path: str, cls: type[Config], values: object) -> bool:
 
 
 def _translate(key: Key, paths: Sequence[str]) -> list[str]:
-    """Returns those `paths` that a key of another library stands for. Prefers settings near the groups of the key."""
+    """Returns those `paths` that a key of another library stands for. Appends the value, if there is one.
+
+    Prefers paths in a group that the key names: `actor_rollout_ref.actor.optim.lr` gives `actor.optimizer.lr`, not
+    `critic.optimizer.lr`.
+    """
     suffix = next((end for start in range(len(key)) if (end := dotted(key[start:])) in FOREIGN_KEYS), None)
     if suffix is None:
         return []
     choices = FOREIGN_KEYS[suffix]
     for choice in (suffix, *([choices] if isinstance(choices, str) else choices)):
         end, colon, value = choice.partition(": ")
-        if found := [path for path in dict.fromkeys(paths) if f".{path}".endswith(f".{end}")]:
+        if not all(setting in paths for setting in _IN_BRACES.findall(value)):
+            continue
+        value = _IN_BRACES.sub(r"\1", value)
+        if matches := [path for path in dict.fromkeys(paths) if f".{path}".endswith(f".{end}")]:
             groups = (dotted(key[start:depth]) for start in range(len(key)) for depth in range(len(key) - 1, start, -1))
-            near = ([path for path in found if path.startswith(f"{group}.")] for group in groups)
-            return [f"{path}{colon}{value}" for path in next(filter(None, near), found)]
+            near = ([path for path in matches if path.startswith(f"{group}.")] for group in groups)
+            return [f"{path}{colon}{value}" for path in next(filter(None, near), matches)]
     return []

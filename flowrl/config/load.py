@@ -163,7 +163,7 @@ def _include(source: Source, cls: type[Config], folder: Path) -> Source:
         if not path.exists() and ((folder / path).exists() or path.parent == Path()):
             path = folder / path
         if Placement in classes and not path.is_file():
-            path = shipped_placements().get(value, path)
+            path = find_included_placements().get(value, path)
         if not path.is_file():
             raise ConfigError(f"{source.origin((name,))}: {_no_file(name, value, path, folder, cls)}")
         included = read(path)
@@ -178,21 +178,23 @@ def _no_file(name: str, value: str, path: Path, folder: Path, cls: type[Config])
     classes = config_classes(cls.model_fields[name].annotation)
     members = select_members(classes)
     missing = f"{name} is {value}, but there is no such file"
+    is_path = "/" in value or path.suffix in (".yaml", ".yml")
     if Placement in classes:
         folders = " or ".join(dict.fromkeys(str(tried.absolute()) for tried in (Path(), folder)))
+        searched = "" if Path(value).is_absolute() else f" in {folders}"
         return (
-            f"{missing} in {folders}: write the path of a file, the name of an included placement "
-            f"({', '.join(shipped_placements())}), or a mapping, like {{pools: {{main: all}}, roles: {{actor: main}}}}"
-            f"{folder_hint(path)}"
+            f"{missing}{searched}: write the path of a file, the name of an included placement "
+            f"({', '.join(find_included_placements())}), or a mapping, like "
+            f"{{pools: {{main: all}}, roles: {{actor: main}}}}{folder_hint(path) if is_path else ''}"
         )
-    if not members or "/" in value or path.suffix in (".yaml", ".yml"):
+    if not members or is_path:
         return missing + folder_hint(path)
     setting = f"{name}.{members[0].KEY}"
     is_known = value in names_of(members)
     return f"{missing}: set {setting}={value}" if is_known else unknown_choice(setting, value, members, cls)
 
 
-def shipped_placements() -> dict[str, Path]:
+def find_included_placements() -> dict[str, Path]:
     """Returns the files of the placements that are installed with flowrl, by name, such as `split`."""
     folder = Path(__file__).parents[2] / "placement"  # next to the package, in the repository and when installed
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}

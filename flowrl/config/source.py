@@ -102,7 +102,7 @@ def read(path: Path) -> Source:
 def folder_hint(path: Path) -> str:
     """Returns a hint that lists the YAML files in the folder of `path`, for a file that is missing."""
     names = [] if path.exists() else sorted(file.name for file in path.parent.glob("*.yaml"))
-    return f"; the folder has {', '.join(names)}" if names else ""
+    return f"; the folder {path.parent.absolute()} has {', '.join(names)}" if names else ""
 
 
 def _note_origins(node: yaml.Node | None, key: Key, where: str, numbered: bool, origins: dict[Key, str]) -> None:

@@ -63,10 +63,11 @@ def read_conversations(
         _check_last_role(conversation, last)
         for name in needs:
             if conversation.columns.get(name) is None:
+                others = ", ".join(key for key in conversation.columns if key != name)
                 raise DataError(
                     f"{conversation.location}: {name!r} is missing or null, but the reward function has a parameter "
-                    f"{name} without a default: add {name} next to 'messages', or name the parameter prompt, response, "
-                    f"conversation or a key of the line ({', '.join(conversation.columns) or 'it has none'})"
+                    f"{name} without a default: add {name} next to 'messages', rename the parameter to prompt, "
+                    f"response, conversation or a key of this line ({others or 'no other'}), or give it a default"
                 )
     return conversations
 

@@ -1,6 +1,6 @@
 """Reward functions for the setting `reward.function`, such as `flowrl.rewards.final_number:score`.
 
 A reward function receives the columns of a row as keyword arguments and returns a float. `load_reward_function`
-(reward_function.py) imports one, and `score_in_process` (scoring_process.py) calls one with a deadline. May import
-only `flowrl.config`.
+(reward_function.py) imports a function, and `score_in_process` (scoring_process.py) calls it in a separate process with
+a timeout. May import only `flowrl.config`.
 """

@@ -46,7 +46,7 @@ def load_reward_function(name: str) -> RewardFunction:
         )
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional or not accepted_columns(function, ["response"]):
-        problem = f"{', '.join(positional)} positional-only" if positional else "no parameter response"
+        problem = f"positional-only parameters ({', '.join(positional)})" if positional else "no parameter response"
         raise RewardError(
             f"reward function {name}{signature} has {problem}, but flowrl passes columns by name: write it as "
             "(prompt, response, answer, **columns), or with only the columns that it needs"
@@ -80,21 +80,19 @@ def score_row(function: RewardFunction, name: str, row: Mapping[str, Any]) -> fl
     Raises RewardError if the function raises an exception or does not return a finite number.
     """
     shown = [column for column in ("prompt", "response", "answer") if column in row] or list(row)
-    inputs = "for " + ", ".join(f"{column} {_SHORT.repr(row[column])}" for column in shown)
+    inputs = " for " * bool(shown) + ", ".join(f"{column} {_SHORT.repr(row[column])}" for column in shown)
     try:
         value = function(**row)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        raise RewardError(
-            f"reward function {name} raised {type(error).__name__}: {error}{location} {inputs}"
-        ) from error
+        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}{location}{inputs}") from error
     score = _finite_number(value)
     if score is None:
-        raise RewardError(f"reward function {name} returned {value!r} {inputs}; return a finite number")
+        raise RewardError(f"reward function {name} returned {value!r}{inputs}; return a finite number")
     if abs(score) > MAX_SCORE:
         raise RewardError(
-            f"reward function {name} returned {score:g} {inputs}, and the gradient would overflow: return a number "
+            f"reward function {name} returned {score:g}{inputs}, and the gradient would overflow: return a number "
             f"from -{MAX_SCORE:g} to {MAX_SCORE:g}"
         )
     return score

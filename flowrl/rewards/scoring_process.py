@@ -1,4 +1,4 @@
-"""Scores rows in a separate process with a deadline, so that a reward function that hangs can be stopped."""
+"""Scores rows in a separate process with a timeout, so that a reward function that hangs can be stopped."""
 
 import contextlib
 import faulthandler
@@ -22,11 +22,12 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<functi
 
 
 def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None) -> list[float]:
-    """Calls the reward function `name` once per row in a new process, with the columns that it accepts.
+    """Returns the scores of the rows, computed in a new process.
 
-    Raises RewardError if a score is invalid, if the process ends, or if the import or the scores take longer than
-    `timeout_s` (None: no deadline). The error then names the location at which the function hangs. All processes that
-    the function has started are ended.
+    Calls the reward function `name` once per row, with the columns that it accepts. Raises RewardError if the function
+    cannot be loaded, a score is invalid, the process ends, or the import or the calls take longer than `timeout_s`
+    (None: no limit). After a timeout, the error names the current function and line. All processes that the function
+    has started are ended.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -34,7 +35,8 @@ def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: fl
         process = context.Process(target=_score, args=(name, rows, timeout_s, sender, stack.name))
         # start() starts the resource tracker if there is none, which would unblock the signal.
         resource_tracker.ensure_running()
-        # The process inherits the blocked signal: Ctrl-C ends this process, which then kills the other.
+        # The scoring process inherits the signal mask, so that Ctrl-C reaches only this process, which then kills the
+        # scoring process.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             with sender:
@@ -45,7 +47,8 @@ def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: fl
                 return result
             if result is None:
                 process.join()
-                result = _describe_end(name, timeout_s, Path(stack.name), process.exitcode)
+                assert process.exitcode is not None
+                result = _describe_end(name, len(rows), timeout_s, Path(stack.name), process.exitcode)
             raise RewardError(result)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -59,7 +62,7 @@ def score_in_process(name: str, rows: Sequence[Mapping[str, Any]], timeout_s: fl
 
 def _receive(receiver: Connection, is_alive: Any) -> list[float] | str | None:  # Any: a bound method of a process
     """Returns the scores or an error message, or None if the process has ended without either."""
-    # The end of the file does not suffice, because processes that the function has started inherit the connection.
+    # EOF does not show the end of the process, because child processes of the reward function may hold the pipe open.
     while not receiver.poll(_POLL_S) and is_alive():
         pass
     try:
@@ -68,31 +71,37 @@ def _receive(receiver: Connection, is_alive: Any) -> list[float] | str | None:  
         return None
 
 
-def _describe_end(name: str, timeout_s: float | None, stack: Path, exit_code: int | None) -> str:
+def _describe_end(name: str, num_rows: int, timeout_s: float | None, stack: Path, exit_code: int) -> str:
     """Returns why the process has ended without scores."""
     if text := stack.read_text(errors="replace"):
         return (
-            f"reward function {name} is not done after its deadline of {timeout_s:g} s{_find_location(text)}: correct "
-            f"the function, or raise call_timeout_s"
+            f"reward function {name} did not score {num_rows} responses within {timeout_s:g} s{_find_location(text)}: "
+            f"make it faster, or increase call_timeout_s"
         )
-    end = f"exit code {exit_code}" if exit_code is None or exit_code >= 0 else signal.Signals(-exit_code).name
-    return f"reward function {name} has ended its process ({end}): return a number, or raise an exception"
+    if exit_code >= 0:
+        return (
+            f"reward function {name} ended its process with exit code {exit_code}: return a number or raise an "
+            f"exception"
+        )
+    number = signal.Signals(-exit_code)
+    cause = "sender unknown" if number is signal.SIGKILL else signal.strsignal(number)
+    return f"the process of reward function {name} was killed by {number.name} ({cause})"
 
 
 def _find_location(stacks: str) -> str:
-    """Returns the innermost function that `score_row` has called, with its file and line, if it is in `stacks`."""
+    """Returns the innermost frame below `score_row` as text, or an empty text if `stacks` has none."""
     for thread in stacks.split("\n\n"):
         frames = [match.groupdict() for match in map(_FRAME.fullmatch, thread.splitlines()) if match]
         depth = next((i for i, frame in enumerate(frames) if frame["file"] == reward_function.__file__), 0)
         if depth:
-            return ", in {function} ({file}, line {line})".format(**frames[0])
+            return "; at the timeout it was in {function} ({file}, line {line})".format(**frames[0])
     return ""
 
 
 def _score(
     name: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None, sender: Connection, stack: str
 ) -> None:
-    """Sends the scores or an error message. At the deadline, writes the stacks of all threads and ends the process."""
+    """Sends the scores or an error message. At the timeout, writes the stacks of all threads and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches processes that unblock the signal
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()

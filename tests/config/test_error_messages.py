@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.config import DataConfig, load
+from flowrl.config import ConfigError, DataConfig, load
 from flowrl.config.error_messages import FOREIGN_KEYS, RENAMED_KEYS
 from flowrl.config.setting_tree import setting_paths
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
 from tests.config.ppo_file import error_of, rewrite
-from tests.errors import missing_facts
+from tests.errors import missing_facts, rejects
 
 
 def test_an_unknown_key_is_named_with_its_line_and_the_closest_key(ppo: Path) -> None:
@@ -170,13 +170,21 @@ def test_a_name_that_two_unions_share_is_unknown_in_neither(ppo: Path) -> None:
         ("data.train_batch_size=4", {"batch_size"}),
         ("max_completion_length=4", {"rollout.max_response_tokens"}),
         ("num_train_epochs=4", {"steps"}),
-        ("per_device_train_batch_size=4", {"batch_size"}),
+        ("per_device_train_batch_size=4", {"batch_size", "gradient_accumulation_steps"}),
     ],
 )
 def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, suggested: set[str]) -> None:
     message = error_of(ppo, override)
     assert not missing_facts(message, *suggested)
     assert override.startswith("learning_rate") or missing_facts(message, "critic.optimizer.lr")
+
+
+def test_a_formula_has_only_settings_of_the_config(ppo: Path, tmp_path: Path) -> None:
+    assert not missing_facts(error_of(ppo, "train_batch_size=4"), "batch_size", "samples_per_prompt")
+    (tmp_path / "sft.yaml").write_text("steps: 3\n")
+    with rejects("train_batch_size", "batch_size", error=ConfigError) as caught:
+        load(tmp_path / "sft.yaml", ["train_batch_size=4"], SFTConfig)
+    assert missing_facts(str(caught.value), "samples_per_prompt")
 
 
 def test_every_key_of_another_library_has_a_setting() -> None:

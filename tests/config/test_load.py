@@ -114,6 +114,18 @@ def test_an_included_placement_is_found_by_its_name(ppo: Path, tmp_path: Path, m
     )
 
 
+def test_an_error_for_a_missing_file_names_the_searched_folders(
+    ppo: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    message = error_of(ppo, "placement=none")
+    assert not missing_facts(message, Path.cwd(), ppo.parent) and missing_facts(message, "ppo.yaml")
+    folder = tmp_path_factory.mktemp("placements")
+    (folder / "two.yaml").touch()
+    for setting in ("placement", "rollout"):
+        message = error_of(ppo, f"{setting}={folder}/none.yaml")
+        assert not missing_facts(message, "two.yaml", folder) and missing_facts(message, Path.cwd())
+
+
 def test_an_error_in_an_included_file_names_that_file_and_line(ppo: Path) -> None:
     (ppo.parent / "bad.yaml").write_text("roles: {actor: main}\npools:\n  main: 3\n")
     assert error_of(ppo, "placement=bad.yaml").startswith("bad.yaml:3: placement.pools.main: ")

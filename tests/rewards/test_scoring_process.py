@@ -1,6 +1,7 @@
-"""`score_in_process` returns scores, and stops a reward function that hangs or ends its process."""
+"""`score_in_process` returns scores, stops a reward function that hangs, and reports one that ends its process."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,11 @@ def end(**_: object) -> float:
     os._exit(3)
 
 
+def kill(**_: object) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
 def fail(**_: object) -> float:
     raise KeyError("level")
 
@@ -39,11 +45,12 @@ def test_scores_are_returned_in_order() -> None:
 def test_a_hang_is_reported_with_its_location_and_the_deadline() -> None:
     lines = Path(scored_functions.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if text.strip().startswith("time.sleep"))
-    with rejects("hang", "wait_for_service", scored_functions.__file__, line, 0.5, "call_timeout_s", error=RewardError):
+    facts = ("hang", len(ROWS), "wait_for_service", scored_functions.__file__, line, 0.5, "call_timeout_s")
+    with rejects(*facts, error=RewardError):
         score_in_process(f"{FUNCTIONS}:hang", ROWS, 0.5)
 
 
-@pytest.mark.parametrize(("function", "fact"), [("end", 3), ("fail", "KeyError")])
+@pytest.mark.parametrize(("function", "fact"), [("end", 3), ("kill", "SIGKILL"), ("fail", "KeyError")])
 def test_other_failures_are_reported(function: str, fact: object) -> None:
     with rejects(function, fact, error=RewardError):
         score_in_process(f"{HERE}:{function}", ROWS, 60)

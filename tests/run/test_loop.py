@@ -417,6 +417,21 @@ def test_a_signal_ends_the_run_after_its_step_with_all_results(config: Callable[
     assert all((settings.output / name).exists() for name in ("curves.png", "timeline.png", "trace.json"))
 
 
+def test_a_second_signal_aborts_the_run_and_writes_the_results_so_far(config: Callable[..., EchoConfig]) -> None:
+    settings = config(report={})
+    with pytest.raises(Interrupted, match=r"step 3 of 4\b"), Run(settings) as run:
+        actor = run.group("actor", Echo)
+        for step, batch in run.rollouts(actor, stream(settings)):
+            if step == 3:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.5)  # an earlier signal counts as a duplicate
+                signal.raise_signal(signal.SIGINT)
+            run.log(actor.update(batch))
+            run.sync_weights(actor, actor)
+    written = {path.name for path in settings.output.iterdir()}
+    assert written >= {"trace.json", "curves.png"} and not written & {"summary.json", "model"}
+
+
 def test_the_summary_has_the_signal_and_no_last_evaluation(config: Callable[..., EchoConfig]) -> None:
     settings = config()
     with pytest.raises(Interrupted, match=r"step 1 of 4\b"):

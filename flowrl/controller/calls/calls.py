@@ -132,7 +132,7 @@ class Calls:
     _in_flight: dict[int, CallRecord] = field(default_factory=dict)
     _stored_rows: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
     _num_replacements: Counter[Slot] = field(default_factory=Counter)
-    _missing_states: dict[tuple[Slot, str], CallRecord] = field(default_factory=dict)
+    _failed_state_calls: dict[tuple[Slot, str], CallRecord] = field(default_factory=dict)
     """(slot, role) -> the last call that sets state of the worker, if it failed."""
     _idle_callbacks: IdleCallbacks = field(default_factory=IdleCallbacks)
 
@@ -240,7 +240,7 @@ class Calls:
             record.error = FlowError("the program restarted, and this call belongs to the previous attempt")
         with self._lock:
             self._in_flight.clear()
-            self._missing_states.clear()
+            self._failed_state_calls.clear()
         self.failures.user_error = None
         self.events.clear()
         return {record.slot.pool for record in late}
@@ -359,15 +359,15 @@ class Calls:
     def _resolve(self, record: CallRecord, report: Report | FlowError) -> None:
         """Resolves a call with a report or an error, unless the error is a lost connection with unknown cause."""
         if isinstance(report, FlowError):
-            state = self._missing_states.get((record.slot, record.role))
+            state = self._failed_state_calls.get((record.slot, record.role))
             if record.gives_state:
-                self._missing_states[record.slot, record.role] = record
+                self._failed_state_calls[record.slot, record.role] = record
             record.error = self._find_cause(record, report, state)
             if record.error is None:
                 return
         else:
             if record.gives_state:
-                self._missing_states.pop((record.slot, record.role), None)
+                self._failed_state_calls.pop((record.slot, record.role), None)
             record.report = report
             self.failures.record_success(record.slot)
             self.events.append(_make_event(record, report))

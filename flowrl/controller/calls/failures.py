@@ -155,7 +155,7 @@ class Recovery:
         return tuple(construction.role for construction in self._constructions[slot])
 
     def get_user_functions(self, slot: Slot, role: str) -> tuple[str, ...]:
-        """Returns the names of the user's functions that the worker of a role in a process calls."""
+        """Returns the names of the user functions of a role's worker."""
         own = (each for each in self._constructions[slot] if each.role == role)
         return next((each.cls.user_functions(*each.args, **each.kwargs) for each in own), ())
 
@@ -332,7 +332,9 @@ class Failures:
             lost = self._make_process_lost(slot, cause)
             # Without a method, the process ended between two calls, or its call has already been repeated.
             activity = f" in {lost.method}" if lost.method else ""
-            self._notify(f"{lost.role} on rank {lost.rank} (node {slot.node}) failed{activity}: {cause}; replacing it")
+            self._notify(
+                f"{lost.role} on rank {lost.rank} (node {slot.node}) failed{activity}: {cause}; replacing the process"
+            )
 
     def _end_overdue(self, record: CallRecord, now_s: float) -> None:
         """Handles a call past its deadline: replaces a recoverable process, otherwise fails its group."""

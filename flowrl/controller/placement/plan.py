@@ -374,7 +374,7 @@ def _mesh(role: str, role_placement: RolePlacement, ranks: int) -> Mesh:
         ]
         raise PlacementError(
             f"placement.roles.{role} has {' x '.join(parts)}, which does not divide the number of devices ({ranks}) of "
-            f"{role_placement.pool}: change the parallel size or the pool"
+            f"pool {role_placement.pool}: change the parallel size or the pool"
         )
     return Mesh(pp=role_placement.pp, dp=ranks // size, sp=role_placement.sp, tp=role_placement.tp)
 
