@@ -12,7 +12,8 @@ arguments=()
 for argument in "$@"; do
     if [[ $argument == --all ]]; then selected=""; else arguments+=("$argument"); fi
 done
-# Three workers, because tests wait for processes about half of the time. A file, with its module fixtures, stays on
-# one worker. The order is that of tests/conftest.py, slowest files first. Groups of files that share a Ray are not
-# possible: with pytest 9.2, xdist 3.8 ignores their marks (https://github.com/pytest-dev/pytest-xdist/issues/1386).
+# Three workers on two cores, because tests wait for processes about half of the time. A file, with its module fixtures,
+# stays on one worker. The order is that of tests/conftest.py, slowest files first. Groups of files that share a Ray are
+# not possible: with pytest 9.2, xdist 3.8 ignores xdist_group marks
+# (https://github.com/pytest-dev/pytest-xdist/issues/1386).
 exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$selected" ${arguments[@]+"${arguments[@]}"}

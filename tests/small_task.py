@@ -8,7 +8,10 @@ NUM_ROWS = {"train.jsonl": 500, "test.jsonl": 100}
 
 
 def prepare_small(folder: Path) -> None:
-    """Writes the quickstart's task with the first prompts of each file: tokenizing all would take most of a test."""
+    """Writes the quickstart's task with the first prompts of each file.
+
+    Tokenizing all prompts takes seconds.
+    """
     prepare(folder, seed=0)
     for name, num_rows in NUM_ROWS.items():
         lines = (folder / name).read_text().splitlines(keepends=True)

@@ -97,8 +97,8 @@ class RewardConfig(Config):
     ALTERNATIVES = ("function", "model")
 
     function: ImportName | None = None
-    """User function `module:function`. It receives those of prompt, response, answer and the row's other columns for
-    which it has parameters, by name, and returns a float.
+    """User function `module:function`. It receives by name the columns for which it has parameters (prompt, response,
+    answer, or another column of the row), and returns a float.
     """
 
     evaluation: ImportName | None = None

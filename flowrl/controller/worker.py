@@ -229,8 +229,8 @@ class Worker:
 
     @classmethod
     def user_functions(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:  # Any: the constructor's
-        """Returns the names of the user's functions that a worker with these arguments calls. An error message names
-        them if the process ends during a call.
+        """Returns the names of the user's functions that a worker with these arguments calls. The error message for an
+        ended process names them if the cause is known.
         """
         return ()
 

@@ -262,15 +262,15 @@ def check_config(
         console: where to print.
     Raises:
         ChecksFailed: a check failed. Its message has one line per problem.
-        Interrupted: a signal ended a check, which the message names.
+        Interrupted: Ctrl-C, or SIGTERM during the small step. The message names the check.
     """
     console = console or make_console()
     checks = _Checks(config, import_train)
     results: dict[str, tuple[str, str]] = {}
     for name in NAMES:
-        with _naming(name), console.status(f"checking {name}"):
+        with _name_check_on_interrupt(name), console.status(f"checking {name}"):
             results[name] = _run_check(checks, name, {other for other in results if results[other][0] in _FAILED})
-        console.print(_row(name, *results[name]))
+        console.print(_format_result(name, *results[name]))
     if checks.scores:
         _print_scores(checks.scores, console)
     if problems := list(dict.fromkeys(checks.problems)):
@@ -279,8 +279,8 @@ def check_config(
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Adds the name of the check to the message of an interruption."""
+def _name_check_on_interrupt(name: str) -> Iterator[None]:
+    """Replaces an interruption during the block by `Interrupted` with a message that names the check."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -288,8 +288,8 @@ def _naming(name: str) -> Iterator[None]:
         raise Interrupted(number, f"interrupted while checking {name}") from None
 
 
-def _row(name: str, state: str, text: str) -> Table:
-    """Returns a line about a check. A long text wraps on a narrow terminal, below its first line."""
+def _format_result(name: str, state: str, text: str) -> Table:
+    """Formats the result of a check. On a narrow terminal, the text wraps within its column."""
     row = Table.grid(padding=(0, 2, 0, 0))
     for width in (max(map(len, NAMES)), max(map(len, ("skipped", *_FAILED)))):
         row.add_column(min_width=width, no_wrap=True)
@@ -317,7 +317,7 @@ def _run_check(checks: _Checks, name: str, failed: Set[str]) -> tuple[str, str]:
 
 
 def _score_answers(name: str, prompts: PromptStream, timeout_s: float | None) -> list[tuple[str, str, str, str]]:
-    """Returns prompt, answer, and the scores of the answer and of an empty response, of the first rows."""
+    """Returns one row per prompt: the prompt, the answer, and the scores of the answer and of an empty response."""
     rows = list(prompts.evaluation_rows(NUM_ROWS))
     # A response is always text, whatever the type of the answer column is.
     answers = [str(row["answer"]) if isinstance(row["answer"], str | int | float) else None for row in rows]

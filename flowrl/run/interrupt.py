@@ -16,7 +16,9 @@ _DUPLICATE_S = 0.3
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised if a signal ended the run. The message names the last step and the folder of the results."""
+    """Raised if a signal ended the run. The message names the last step and the folder of the results,
+    or the interrupted check.
+    """
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

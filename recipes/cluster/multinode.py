@@ -89,7 +89,7 @@ class Hosts:
         self._names = names
         self._hosts: list[_Host] = []
         self._ended: set[str] = set()
-        # In a folder with a marker, so that the next run deletes the logs if this process is killed.
+        # The private folder is deleted by the next run if this process is killed.
         self._logs = Path(tempfile.mkdtemp(prefix="hosts-", dir=private_folder()))
         self._folder = f"/tmp/flowrl-ray-{secrets.token_hex(4)}"
         # Each cluster has its own token, because the token allows running code on every host.

@@ -291,7 +291,10 @@ class Session:
         )
 
     def _wait_for_report(self, case: Case, event_s: float) -> None:
-        """Waits for the report of a stopped process. The run may progress before its deadline, on buffered rows."""
+        """Waits for the report of a stopped process.
+
+        Until the deadline of the stopped call, the run may progress with buffered rows.
+        """
         if case.fault == "stop":
             limit_s = event_s + CALL_TIMEOUT_S + 2 * REPORT_S - time.monotonic()
             self._wait(lambda: _find_report(self.program, event_s)[0] is not None, limit_s)

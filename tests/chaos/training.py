@@ -25,4 +25,4 @@ REPLACED = {
 """Name in the recipe -> its replacement."""
 
 train = FunctionType(recipe.train.__code__, vars(recipe) | REPLACED)
-"""The recipe's `train`, which finds the traced workers. The recipe's module stays as it is."""
+"""A copy of the recipe's `train` that uses the traced workers. It does not modify the recipe's module."""

@@ -82,7 +82,7 @@ class Faulty(Worker):
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def gather_to_one(self, fault: str) -> float:
-        """`gather`, with the result of rank 0."""
+        """Calls `gather` and returns the result of rank 0."""
         return self.gather(fault)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=600)

@@ -127,7 +127,7 @@ def test_a_reward_that_hangs_is_found(check: Checked) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_names_the_running_check(recipe: Path) -> None:
-    """The results of earlier checks have been printed."""
+    """Sends Ctrl-C during the check `reward`, after the earlier results were printed."""
     command = ["check", str(recipe), "reward.function=tests.run.checked_rewards:hangs", "call_timeout_s=null"]
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "flowrl.cli", *command],
@@ -141,7 +141,7 @@ def test_ctrl_c_names_the_running_check(recipe: Path) -> None:
         for output in program.stdout:
             if output.startswith("data "):
                 break
-        time.sleep(1)  # starts the process that scores
+        time.sleep(1)  # until the scoring process runs
         os.killpg(program.pid, signal.SIGINT)
         printed = program.stderr.read()
     assert program.returncode == 130 and not missing_facts(printed, "interrupted", "reward")

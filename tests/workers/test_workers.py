@@ -337,7 +337,7 @@ def test_a_reward_function_may_name_only_the_columns_that_it_needs(cluster: Clus
     assert reward.score(rows_with(weight=[0.25, 9.0])).get("scores").tolist() == [0.25, 9.0]
 
 
-def test_a_reward_worker_names_its_functions_which_an_error_report_contains() -> None:
+def test_a_reward_worker_returns_its_user_functions() -> None:
     config = RewardConfig(function=f"{__name__}:weighted", evaluation=f"{__name__}:exact")
     assert reward_worker(config).user_functions(config) == (config.function, config.evaluation)
     config = RewardConfig(function=f"{__name__}:exact", evaluation=f"{__name__}:exact")

@@ -90,7 +90,7 @@ class LocalRay:
         deadline = time.monotonic() + _END_TIMEOUT_S
         while time.monotonic() < deadline:
             remaining = []
-            # Not only the descendants of this process, because the parent of a process may have ended.
+            # Searches all processes, because a process whose parent has ended is no longer a descendant.
             for process in psutil.process_iter():
                 with suppress(psutil.Error):
                     if process.status() == psutil.STATUS_ZOMBIE:
@@ -138,13 +138,13 @@ def _use_loopback() -> Iterator[None]:
 def _keep_signal_handlers() -> Iterator[None]:
     """Keeps the program's handler of SIGTERM, which Ray would replace, and delays signals while Ray forks a process.
 
-    Python ignores the exception of a handler that runs in a fork. An exception between the fork and the start of the
-    program would leave a process that Ray does not know.
+    Python ignores an exception that a signal handler raises during `os.fork`. An exception between fork and exec would
+    leave a child process that Ray does not track.
     """
     has_handler = callable(signal.getsignal(signal.SIGTERM))
     start_process, set_handler = services.start_ray_process, ray_utils.set_sigterm_handler
 
-    def start_process_undisturbed(*args: Any, **kwargs: Any) -> Any:  # Any: as Ray calls and defines it
+    def start_process_undisturbed(*args: Any, **kwargs: Any) -> Any:  # Any: Ray's own signature
         with _delay_signals():
             return start_process(*args, **kwargs)
 
@@ -162,7 +162,7 @@ def _keep_signal_handlers() -> Iterator[None]:
 
 @contextmanager
 def _delay_signals() -> Iterator[None]:
-    """Delays the calls of Python's handlers of SIGINT and SIGTERM until the end of the block."""
+    """Delays SIGINT and SIGTERM: their handlers run at the end of the block."""
     received: list[int] = []
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in previous.items() if callable(handler)}

@@ -32,7 +32,8 @@ def set_parent_death_signal(number: int) -> None:
 
 
 def main() -> None:
-    # Ray names its process. If it has ended before this line, the parent is already another process.
+    # The raylet starts this program and sets RAY_RAYLET_PID. If the raylet has already ended, getppid() returns the id
+    # of another process.
     parent_pid = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
     path, *argv = sys.argv[1:]
     request = json.dumps({"argv": argv, "env": dict(os.environ), "cwd": os.getcwd()}).encode()

@@ -45,7 +45,7 @@ _START = (
 
 
 class ForkServer:
-    """Starts a fork server, which exits and kills all forked processes when this process ends, even by SIGKILL.
+    """Starts a fork server. If this process is killed, the server kills all forked processes and exits.
 
     The server imports `modules` before it forks.
     """
@@ -150,7 +150,10 @@ def _log_exit(line: str) -> None:
 
 
 def _read_exits(path: Path) -> defaultdict[str, list[tuple[int, int | None]]]:
-    """Returns name -> (process id, wait status) of its processes, oldest first. A running process has None."""
+    """Maps each name to the (process id, wait status) pairs of its processes, oldest first.
+
+    The status of a running process is None.
+    """
     exits: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
     names: dict[int, str] = {}
     for line in path.read_text().splitlines():
@@ -188,7 +191,10 @@ def main(listener: int, modules: Sequence[str], exits: str) -> None:
 
 @contextlib.contextmanager
 def _end_with_driver() -> Iterator[None]:
-    """Makes the kernel end this process with the driver during the block, in which the server does not read stdin."""
+    """Ends this process if the driver ends during the block.
+
+    The server cannot notice this itself, because it does not read stdin during imports.
+    """
     flags = fcntl.fcntl(sys.stdin, fcntl.F_GETFL)
     # The end of the driver closes the pipe, which sends SIGIO. The default handler of SIGIO ends the process.
     fcntl.fcntl(sys.stdin, fcntl.F_SETOWN, os.getpid())
@@ -202,7 +208,8 @@ def _end_with_driver() -> Iterator[None]:
 def _serve(listener: socket.socket) -> _ForkRequest | None:
     """Serves fork requests until the driver exits. Returns the request in each forked process, None in the server.
 
-    Kills all forked processes when the driver exits. Some of them may be stopped, or not yet known to Ray.
+    Kills all forked processes when the driver exits, because Ray cannot end processes that are stopped or not yet
+    registered.
     """
     ended, wakeup = socket.socketpair()
     with selectors.DefaultSelector() as selector, ended, wakeup:

@@ -86,12 +86,15 @@ def _create_folder(parent: Path) -> _PrivateFolder:
 
 
 def set_temporary_folder(folder: str) -> None:
-    """Makes this process and its child processes write temporary files to `folder`. Torch's cache stays where it is."""
+    """Makes this process and its child processes write temporary files to `folder`.
+
+    The cache of torch's compiler keeps its folder.
+    """
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # a user without a name
         user = f"uid_{os.getuid()}"
-    # The default of torch.
+    # torch's default, computed before TMPDIR changes
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{user}")))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 

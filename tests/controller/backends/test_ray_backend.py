@@ -56,7 +56,9 @@ def test_messages_of_ray_are_logged_and_not_printed(
 
 
 def temporary_folders(worker: Any) -> tuple[str, str, str, str]:
-    """Returns the folder of this process, that of a child process, the folder of a new file, and torch's cache."""
+    """Returns the temporary folder of this process and of a child process, the folder of a new file, and torch's
+    cache.
+    """
     command = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
     child = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     _, file = tempfile.mkstemp()

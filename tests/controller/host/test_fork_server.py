@@ -209,7 +209,7 @@ input()
 
 @pytest.mark.slow
 def test_a_stopped_host_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
-    """It cannot notice that Ray has ended."""
+    """A stopped process cannot notice that Ray has ended."""
     program = tmp_path / "survives.py"
     program.write_text(SURVIVES)
     driver, command, _ = start_driver(())

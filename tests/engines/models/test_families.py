@@ -41,7 +41,9 @@ SAME = {"split norms": "tp"}
 
 
 SPLIT_ADAPTERS = ("LLaMA", "GLM 4", "OPT")
-"""Families whose adapters train with sequence-parallel norms in default CI: few norms, many norms, rejected."""
+"""Families whose adapters train with sequence-parallel norms in default CI: one family with few norms, one with many,
+one that is rejected.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,7 @@ def test_two_ranks_train_the_weights_of_one_or_reject_the_model(
 
 
 def check_adapter(results_by_rank: list[dict], name: str, case: str) -> None:
-    """Asserts that two ranks train the adapter of one process, or reject a model without tensor parallelism."""
+    """Asserts that two ranks train the same adapter as one process, or reject a model without tensor parallelism."""
     expected = train(adapted(name))
     for results in results_by_rank:
         if (name, "tp") in REJECTED:
