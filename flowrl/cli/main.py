@@ -1,7 +1,6 @@
 """The `flowrl` command, and the exit codes and error messages of every program of this project."""
 
 import argparse
-import errno
 import importlib
 import math
 import sys
@@ -13,6 +12,7 @@ from typing import TypeVar
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.inputs import check_base_model
 from flowrl.checkpoints.resume import RunComplete
+from flowrl.checkpoints.run_folder import is_disk_full
 from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
 from flowrl.config import (
     CheckFailed,
@@ -93,7 +93,7 @@ def exit_code(program: Callable[[], object]) -> int:
         sys.stderr.write("interrupted\n")
         return 130
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if not is_disk_full(error):
             raise
         location = f" while writing {error.filename}" if error.filename else ""
         sys.stderr.write(
@@ -102,9 +102,6 @@ def exit_code(program: Callable[[], object]) -> int:
         )
         return 2
     return 0
-
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_recipe(
