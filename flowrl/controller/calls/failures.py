@@ -358,7 +358,8 @@ class Failures:
         self._notify(f"{error.role}.{error.method} on rank {error.rank} was {error.cause}; replacing its process")
         self._overdue[record.slot] = error
         record.running_since_s = record.starting_since_s = None
-        self._backend.restart(record.slot)
+        dump = dumps.get(record.slot)
+        self._backend.restart(record.slot, dump.process_id if dump else None)
 
     def _get_peer_calls(self, record: CallRecord) -> list[CallRecord]:
         slots = self._groups[record.slot.pool].slots
