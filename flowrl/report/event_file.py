@@ -9,8 +9,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue] (generated)
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] (generated)
+from tensorboard.compat.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue] (protobuf)
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue] (protobuf)
+)
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] (protobuf)
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import text as text_summary
 
