@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -196,7 +197,10 @@ def _no_file(name: str, value: str, path: Path, folder: Path, cls: type[Config])
 
 def find_included_placements() -> dict[str, Path]:
     """Returns the files of the placements that are installed with flowrl, by name, such as `split`."""
-    folder = Path(__file__).parents[2] / "placement"  # next to the package, in the repository and when installed
+    package = Path(str(files("flowrl")))
+    installed, source = package / "placements", package.parent / "placement"
+    # An editable installation imports flowrl from the source tree.
+    folder = installed if installed.is_dir() else source
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
