@@ -378,7 +378,8 @@ class OnPolicyConfig(RunConfig):
         needed = self.data.max_prompt_tokens + rollout.max_response_tokens
         if longest is not None and longest < needed:
             raise ValueError(
-                f"rollout.vllm.max_model_len is {longest}, less than prompt and response: set {needed} or more"
+                f"rollout.vllm.max_model_len is {longest}, less than data.max_prompt_tokens + "
+                f"rollout.max_response_tokens, {needed}: set {needed} or more"
             )
         if self.evaluate_every and self.data.test is None:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")
