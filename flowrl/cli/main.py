@@ -36,7 +36,7 @@ from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.rollout_text import show_rows
 from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted, raise_on_sigterm
-from flowrl.run.preflight import check_functions, check_run, check_start, plan_run
+from flowrl.run.preflight import check_functions, check_positions, check_run, check_start, plan_run
 from flowrl.run.restarts import with_restarts
 from flowrl.run.updates import describe_updates
 from flowrl.schedules.schedule_plan import check_routes, render_graph
@@ -215,6 +215,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     else:
         with loading(arguments.config, arguments.overrides, _run_config(arguments.config)) as config:
             check_functions(config)
+            check_positions(config)
             planned = plan_run(config, arguments.devices)
             available = memory_budget(config, planned, is_local=arguments.devices is None and config.address is None)
             devices = estimate_memory(config, planned)
