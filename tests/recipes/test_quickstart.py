@@ -22,7 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     variables = {"OUTPUT": str(output), "SEED": "0", "VIRTUAL_ENV": str(environment), "HOME": str(Path.home())}
     path = f"{environment / 'bin'}:/usr/local/bin:/usr/bin:/bin"
     done = subprocess.run(
-        command, env=variables | {"PATH": path}, capture_output=True, text=True, timeout=280, check=False
+        command, env=variables | {"PATH": path}, capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return output / "seed0" / "ppo"
