@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.timeout(2000)  # a minute on an idle machine, several minutes on a busy one
+
 # The short form that recipes/quickstart/ppo.yaml names.
 SHORT = ("steps=20",)
 
