@@ -38,6 +38,7 @@ RENAMED_KEYS = {
 """Maps a removed key to its new key. The error for a removed key names the new key."""
 
 FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
+    "actor_rollout_ref.model.path": "actor.model.path",
     "adv_estimator": "algorithm.estimator",
     "beta": ("algorithm.kl_coef", "actor.kl_loss_coef"),
     "bf16": "engine.compute_dtype: bfloat16",
@@ -46,6 +47,7 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "eval_steps": "evaluate_every",
     "fp16": "engine.compute_dtype: float16",
     "kl_coef": "actor.kl_loss_coef",
+    "kl_ctrl.kl_coef": "algorithm.kl_coef",
     "learning_rate": "optimizer.lr",
     "lr_scheduler_type": "optimizer.schedule",
     "max_completion_length": "rollout.max_response_tokens",
@@ -54,7 +56,9 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "max_response_length": "rollout.max_response_tokens",
     "max_steps": "steps",
     "model_name_or_path": "model.path",
+    "n_gpus_per_node": "devices: [n_gpus_per_node]",
     "num_generations": "samples_per_prompt",
+    "num_iterations": "ppo_epochs",
     "num_train_epochs": ("epochs", "steps: num_train_epochs * prompts in data.train / prompts per step"),
     "optim.lr": "optimizer.lr",
     "output_dir": "output",
@@ -64,10 +68,12 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.n": "samples_per_prompt",
     "save_freq": "checkpoint.every",
     "save_steps": "checkpoint.every",
+    "scale_rewards": "algorithm.normalize_std",
     "test_freq": "evaluate_every",
     "total_epochs": ("epochs", "steps: total_epochs * prompts in data.train / prompts per step"),
     "total_training_steps": "steps",
     "train_batch_size": ("batch_size: train_batch_size * {samples_per_prompt}", "batch_size"),
+    "use_kl_loss": "actor.kl_loss_coef",
     "use_vllm": "rollout.engine: vllm",
 }
 """Maps the last parts of a key of TRL, transformers or verl to the last parts of flowrl's key, with a value or formula.

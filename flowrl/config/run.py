@@ -1,5 +1,6 @@
 """Settings of every run (`RunConfig`), and of runs that train on their own rollouts (`OnPolicyConfig`)."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,6 +67,11 @@ class DataConfig(Config):
     def _check(self) -> "DataConfig":
         if self.evaluation_rows is not None and not self.evaluation_files:
             raise ValueError(f"evaluation_rows is {self.evaluation_rows}, but there is no test file: set test")
+        if wrong := [name for name in self.tests if not re.fullmatch(r"[\w.-]+", name)]:
+            raise ValueError(
+                f"tests has the name {wrong[0]!r}, which is part of the names of metrics: use letters, digits, '_', "
+                "'-' and '.'"
+            )
         return self
 
     @property

@@ -170,6 +170,11 @@ def test_a_name_that_two_unions_share_is_unknown_in_neither(ppo: Path) -> None:
         ("max_completion_length=4", {"rollout.max_response_tokens"}),
         ("num_train_epochs=4", {"steps"}),
         ("per_device_train_batch_size=4", {"batch_size", "gradient_accumulation_steps"}),
+        ("algorithm.kl_ctrl.kl_coef=0.1", {"algorithm.kl_coef"}),
+        ("actor_rollout_ref.actor.use_kl_loss=true", {"actor.kl_loss_coef"}),
+        ("actor_rollout_ref.model.path=model", {"actor.model.path"}),
+        ("num_iterations=2", {"ppo_epochs"}),
+        ("trainer.n_gpus_per_node=8", {"devices"}),
     ],
 )
 def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, suggested: set[str]) -> None:
