@@ -42,6 +42,7 @@ _BATCH_OF_COLOSSAL = "batch_size: num_collect_steps * experience_batch_size * pr
 
 FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "accumulation_steps": (_MINIBATCH_OF_COLOSSAL, "batch_size: batch_size * accumulation_steps * processes / tp"),
+    "actor_rollout_ref.model.path": "actor.model.path",
     "adv_estimator": "algorithm.estimator",
     "beta": ("algorithm.kl_coef", "actor.kl_loss_coef"),
     "bf16": "engine.compute_dtype: bfloat16",
@@ -51,6 +52,7 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "experience_batch_size": _BATCH_OF_COLOSSAL,
     "fp16": "engine.compute_dtype: float16",
     "kl_coef": "actor.kl_loss_coef",
+    "kl_ctrl.kl_coef": "algorithm.kl_coef",
     "learning_rate": "optimizer.lr",
     "lora_rank": "lora.rank",
     "lr_scheduler_type": "optimizer.schedule",
@@ -61,7 +63,9 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "max_steps": "steps",
     "model_name_or_path": "model.path",
     "num_collect_steps": _BATCH_OF_COLOSSAL,
+    "n_gpus_per_node": "devices: [n_gpus_per_node]",
     "num_generations": "samples_per_prompt",
+    "num_iterations": "ppo_epochs",
     "num_train_epochs": ("epochs", "steps: num_train_epochs * prompts in data.train / prompts per step"),
     "optim.lr": "optimizer.lr",
     "output_dir": "output",
@@ -75,6 +79,7 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "save_freq": "checkpoint.every",
     "save_interval": "checkpoint.every",
     "save_steps": "checkpoint.every",
+    "scale_rewards": "algorithm.normalize_std",
     "test_freq": "evaluate_every",
     "total_epochs": ("epochs", "steps: total_epochs * prompts in data.train / prompts per step"),
     "total_training_steps": "steps",
@@ -83,6 +88,7 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
         + _MINIBATCH_OF_COLOSSAL,
         "batch_size",
     ),
+    "use_kl_loss": "actor.kl_loss_coef",
     "use_vllm": "rollout.engine: vllm",
 }
 """Maps the last parts of a key of TRL, transformers, verl or ColossalChat to the last parts of flowrl's key, with a

@@ -29,7 +29,7 @@ _UNTYPED = ("Any", "object")
 
 
 def write_stubs(name: str) -> Path:
-    """Writes the group types of a module's worker classes. Returns the path of the file.
+    """Generates a `.pyi` file with a typed group class for each worker class of a module. Returns the path of the file.
 
     Raises UserError if the module cannot be imported or has no worker class with registered methods.
     """

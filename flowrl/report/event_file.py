@@ -41,7 +41,7 @@ class EventFile:
         self._write(Event(step=step, summary=Summary(value=scalars)))
 
     def write_text(self, name: str, step: int, text: str) -> None:
-        """Writes a text in Markdown. Raises OSError if this fails."""
+        """Writes a text, which TensorBoard displays as Markdown. Raises OSError if the file cannot be written."""
         self._write(Event(step=step, summary=text_summary(name, text)))
 
     def close(self) -> None:

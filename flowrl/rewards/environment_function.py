@@ -21,7 +21,7 @@ _ALLOWED = "return the text or the token ids of the next segment, or None to end
 
 
 class EnvironmentFunctionError(UserError):
-    """Raised if an environment function cannot be loaded, raises an exception, or returns a wrong value."""
+    """An environment function cannot be loaded, has raised an exception, or has returned a wrong value."""
 
 
 def load_environment_function(name: str) -> EnvironmentFunction:

@@ -218,10 +218,10 @@ _MEASURED_FRACTION = 0.01
 
 
 class PeakMemory:
-    """Peak memory of this process and its descendants.
+    """Largest memory that this process and its child processes have used at once.
 
-    The kernel adds up all pages of a process, which takes more than 10 ms. This would be a tenth of a short step, so
-    measurements take at most 1 % of the time.
+    One measurement takes more than 10 ms, because the kernel counts all pages of the processes. Therefore, not every
+    step is measured: measurements take at most 1 % of the run's time.
     """
 
     def __init__(self, measure: Callable[[], float] | None = None) -> None:

@@ -63,9 +63,17 @@ class Actor(TrainedWorker["ActorGroup"]):
         self._described: dict[str, bytes] = {}
         self._known_buckets: dict[tuple[float, str | None], list[list[str]]] = {}
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",), balance="tokens")
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=("input_ids", "response_mask?"),
+        writes=("logprobs",),
+        balance="tokens",
+    )
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """Returns the log-probability `[T]` of every token under the current weights."""
+        """Returns the log-probability `[T]` of each token under the current weights. It is 0 outside `response_mask` if
+        the batch has this column.
+        """
         values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 

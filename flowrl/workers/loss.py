@@ -61,7 +61,8 @@ class Loss:
     aggregation_scale: float | None = None
     """Divisor of `seq_mean_token_sum_norm`."""
     mask: str | tuple[str, ...] = "response_mask"
-    """Bool token column that is true for trained tokens. With several names, the first column in the batch is used."""
+    """Token column of dtype bool that marks the trained tokens. Of several names, the first that the batch has is
+    used."""
     group: str | None = None
     """Row column of integers. Rows with the same value are in the same micro-batch, for losses of pairs or groups."""
     group_size: int | str | None = None

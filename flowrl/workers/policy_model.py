@@ -58,8 +58,12 @@ class PolicyOutput(NamedTuple):
 
 
 def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Returns the log-probability [B, L] of each token given the previous tokens. It is 0 at position 0."""
-    return model(micro.input_ids, micro.mask, temperature, pack=micro.pack).logprobs
+    """Returns the log-probability [B, L] of each token given the previous tokens. It is 0 at position 0.
+
+    If the batch has `response_mask`, only the tokens of the mask are computed, and the others are 0.
+    """
+    mask_BL = micro.tokens.get("response_mask", micro.mask)
+    return model(micro.input_ids, mask_BL, temperature, pack=micro.pack).logprobs.masked_fill(~mask_BL, 0)
 
 
 def response_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:

@@ -77,9 +77,17 @@ class Reference(ModelWorker["ReferenceGroup"]):
         """
         return _CollectiveReference if has_collective_forward(mesh, config.engine) else cls
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("logprobs",), balance="tokens")
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=("input_ids", "response_mask?"),
+        writes=("logprobs",),
+        balance="tokens",
+    )
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """Returns the log-probability `[T]` of each token under the reference model."""
+        """Returns the log-probability `[T]` of each token under the reference model. It is 0 outside `response_mask` if
+        the batch has this column.
+        """
         with adapter_disabled(self.engine.model):
             values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))

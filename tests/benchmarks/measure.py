@@ -1,15 +1,18 @@
 """Interleaved measurement of two alternatives, and a description of the machine."""
 
+import json
 import os
 import platform
 import socket
 import statistics
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict, TypeVar
 
 import psutil
 
@@ -113,6 +116,22 @@ def machine() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     } | packages
+
+
+Line = TypeVar("Line", bound=Any)  # Any: a dataclass, for which typing has no public name
+
+
+def print_lines(
+    lines: Iterable[Line], ran_on: dict[str, str], head: str, row_of: Callable[[Line], str], *, is_table: bool
+) -> None:
+    """Prints the figures of a benchmark: as a Markdown table, row by row while it measures, or as JSON at the end."""
+    if not is_table:
+        sys.stdout.write(json.dumps({"machine": ran_on, "figures": [asdict(line) for line in lines]}) + "\n")
+        return
+    sys.stdout.write(head)
+    for line in lines:
+        sys.stdout.write(row_of(line))
+        sys.stdout.flush()
 
 
 def table(figures: list[Figure]) -> str:

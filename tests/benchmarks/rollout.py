@@ -10,14 +10,12 @@ benchmark takes minutes. The engine `vllm` requires the extra `vllm`.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,7 +37,7 @@ from tests.benchmarks.bench_rollouts import (
     save_model,
     transformers_generate,
 )
-from tests.benchmarks.measure import machine
+from tests.benchmarks.measure import machine, print_lines
 
 ROWS = {"1M": 64, "26M": 32}
 """Model size -> number of rows that an engine generates concurrently. A long-tailed call has twice as many rows."""
@@ -190,13 +188,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ran_on = machine() | {"transformers": version("transformers")}
     lines = (line for size in arguments.sizes for line in figures(size, arguments.engines, arguments.repeats))
-    if not arguments.table:
-        sys.stdout.write(json.dumps({"machine": ran_on, "figures": [asdict(line) for line in lines]}) + "\n")
-        return
-    sys.stdout.write(HEAD)
-    for line in lines:
-        sys.stdout.write(row_of(line))
-        sys.stdout.flush()
+    print_lines(lines, ran_on, HEAD, row_of, is_table=arguments.table)
 
 
 if __name__ == "__main__":

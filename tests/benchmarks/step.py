@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from tests.benchmarks.measure import machine
+from tests.benchmarks.measure import machine, print_lines
 from tests.benchmarks.turns import TurnServer
 
 ROOT = Path(__file__).parents[2]
@@ -350,13 +350,7 @@ def main() -> None:
         for case in cases(arguments.parts, arguments.models, arguments.trl_env)
         for line in measure(case, arguments.rounds)
     )
-    if not arguments.table:
-        sys.stdout.write(json.dumps({"machine": ran_on, "figures": [asdict(line) for line in lines]}) + "\n")
-        return
-    sys.stdout.write(HEAD)
-    for line in lines:
-        sys.stdout.write(row_of(line))
-        sys.stdout.flush()
+    print_lines(lines, ran_on, HEAD, row_of, is_table=arguments.table)
 
 
 if __name__ == "__main__":

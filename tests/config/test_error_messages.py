@@ -174,6 +174,11 @@ def test_a_name_that_two_unions_share_is_unknown_in_neither(ppo: Path) -> None:
         ("accumulation_steps=4", {"minibatch_size", "train_batch_size", "processes", "tp"}),
         ("train_batch_size=4", {"minibatch_size", "accumulation_steps", "ColossalChat", "verl"}),
         ("ptx_coef=0.1", {"ptx.coef"}),
+        ("algorithm.kl_ctrl.kl_coef=0.1", {"algorithm.kl_coef"}),
+        ("actor_rollout_ref.actor.use_kl_loss=true", {"actor.kl_loss_coef"}),
+        ("actor_rollout_ref.model.path=model", {"actor.model.path"}),
+        ("num_iterations=2", {"ppo_epochs"}),
+        ("trainer.n_gpus_per_node=8", {"devices"}),
     ],
 )
 def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, suggested: set[str]) -> None:

@@ -139,6 +139,13 @@ def test_evaluation_files_have_names() -> None:
     assert config.evaluate_every == 2
 
 
+@pytest.mark.parametrize("name", ["", "a b", "a/b"])
+def test_the_name_of_an_evaluation_file_can_be_part_of_a_metric(name: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        DataConfig.model_validate({"train": "a", "max_prompt_tokens": 8, "tests": {name: "c"}})
+    assert not missing_facts(str(caught.value), "tests", repr(name), "letters")
+
+
 def test_several_equal_samples_are_rejected() -> None:
     assert EvaluationConfig().samples == 1 and EvaluationConfig(samples=4, temperature=0.5).samples == 4
     with pytest.raises(ValidationError) as caught:

@@ -13,7 +13,7 @@ import torch
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
 from flowrl.engines.models.weights import to_tensors
-from flowrl.engines.rollout.base import Request, Segment, find_missing_methods
+from flowrl.engines.rollout.base import Request, Response, Segment, find_missing_methods
 from flowrl.engines.rollout.response_tensors import make_requests, stack_responses
 from flowrl.engines.rollout.weight_check import WeightSamples
 from flowrl.workers import Rollout
@@ -117,14 +117,9 @@ def keep_stale_cache(worker: Rollout, is_kept: bool) -> None:
         del inner.reset_prefix_cache
 
 
-def stream_requests(
-    worker: Rollout, prompts: Sequence[Sequence[int]], weights: dict[str, Any], version: int, steps: int
-) -> list[dict[str, Any]]:
-    """Streams requests with new weights after some steps; aborts the last request."""
-    engine = engine_of(worker)
-    engine.add(Request(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
-    results = []
-    engine.abort([f"row-{len(prompts) - 1}"])
+def finish_with_new_weights(engine: Any, weights: dict[str, Any], version: int, steps: int) -> list[Response]:
+    """Polls until all requests have finished. The engine receives new weights after `steps` steps."""
+    results: list[Response] = []
     for _ in range(steps):
         results += engine.poll(0.0)
     engine.begin_update(version)
@@ -132,7 +127,17 @@ def stream_requests(
     engine.commit()
     while engine.num_running:
         results += engine.poll()
-    return [vars(response) for response in results]
+    return results
+
+
+def stream_requests(
+    worker: Rollout, prompts: Sequence[Sequence[int]], weights: dict[str, Any], version: int, steps: int
+) -> list[dict[str, Any]]:
+    """Streams requests with new weights after some steps; aborts the last request."""
+    engine = engine_of(worker)
+    engine.add(Request(f"row-{row}", ids, key=row) for row, ids in enumerate(prompts))
+    engine.abort([f"row-{len(prompts) - 1}"])
+    return [vars(response) for response in finish_with_new_weights(engine, weights, version, steps)]
 
 
 def stream_segments(
@@ -149,14 +154,7 @@ def stream_segments(
         segments = (policy, Segment.environment([7, 9]))
         requests[response.request_id] = Request(response.request_id, ids, key=row, segments=segments)
     engine.add(requests.values())
-    results = []
-    for _ in range(steps):
-        results += engine.poll(0.0)
-    engine.begin_update(version)
-    engine.receive(weights)
-    engine.commit()
-    while engine.num_running:
-        results += engine.poll()
+    results = finish_with_new_weights(engine, weights, version, steps)
     repeated = engine.generate(list(requests.values()))
     again = engine.generate(list(requests.values()))
     assert [vars(response) for response in repeated] == [vars(response) for response in again]

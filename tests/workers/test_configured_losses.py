@@ -11,7 +11,6 @@ from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import SINGLE
 from flowrl.controller.errors import ContractError
 from flowrl.workers import Actor
-from recipes.quickstart.prepare import prepare
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
 from tests.errors import rejects
 
@@ -21,10 +20,8 @@ GAP = 0.25
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("losses") / "data"
-    prepare(folder, seed=0)
-    return ModelConfig(path=folder / "model", dtype="float64")
+def model(model: ModelConfig) -> ModelConfig:
+    return model.model_copy(update={"dtype": "float64"})
 
 
 def gradients(actor: Actor) -> dict[str, Tensor]:

@@ -13,19 +13,11 @@ from flowrl import Batch, Cluster, Placement
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, ReferenceConfig, RolloutConfig, RunConfig
 from flowrl.weight_sync.transfer import WeightSync
 from flowrl.workers import LANGUAGE_MODELING, Actor, Loss, Reference, Rollout
-from recipes.quickstart.prepare import prepare
 
 
 class SplitRun(RunConfig):
     actor: ActorConfig
     rollout: RolloutConfig
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("documented") / "data"
-    prepare(folder, seed=0)
-    return ModelConfig(path=folder / "model")
 
 
 def example(page: str, index: int = 0) -> str:

@@ -12,19 +12,11 @@ from flowrl.engines.models.int8 import int8_layers, quantized_copy
 from flowrl.engines.models.weights import full_weights, write_weights
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.workers import LANGUAGE_MODELING, Actor, Rollout
-from recipes.quickstart.prepare import prepare
 
 CONFIG = RolloutConfig(max_response_tokens=6, temperature=0.5, quantization="int8")
 PROMPTS = [{"prompt_ids": [2, 3, 12, 4, 14], "prompt_id": i, "sample": 0} for i in range(16)]
 LORA = LoraConfig(rank=4, alpha=8.0)
 TOGETHER = {"actor": "main", "rollout": "main"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("quantized") / "data"
-    prepare(folder, seed=0)
-    return ModelConfig(path=folder / "model")
 
 
 def groups(cluster: Cluster, model: ModelConfig, **settings: Any) -> tuple[WorkerGroup, WorkerGroup]:

@@ -16,7 +16,6 @@ from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.workers import Rollout
 from flowrl.workers.segments import Environment, generate_segments
-from recipes.quickstart.prepare import prepare
 from tests.engines.rollout.hf.test_engine import prompts, rollout
 from tests.engines.tiny import qwen2, tokenizer
 from tests.errors import rejects
@@ -25,13 +24,6 @@ from tests.workers.test_streaming import by_row
 LIMIT, SAMPLES, NUM_PROMPTS = 24, 2, 12
 ENVIRONMENTS = "tests.rewards.environments"
 OpenGroup = Callable[..., WorkerGroup]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("segments") / "data"
-    prepare(folder, seed=0)
-    return ModelConfig(path=folder / "model")
 
 
 @pytest.fixture

@@ -12,17 +12,9 @@ from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConf
 from flowrl.controller.errors import ProcessLost, WorkerError, WorkerUserError
 from flowrl.workers import Actor, Rollout
 from flowrl.workers.rollout import RESPONSE_COLUMNS
-from recipes.quickstart.prepare import prepare
 
 SAMPLES = 3
 COLUMNS = (*RESPONSE_COLUMNS, "prompt_id", "sample")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("streaming") / "data"
-    prepare(folder, seed=0)
-    return ModelConfig(path=folder / "model")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from flowrl.controller.dispatch import split_batch
 from flowrl.controller.errors import WorkerUserError
 from flowrl.controller.worker import get_contract
 from flowrl.workers import PTX, Actor, Critic, Loss, Reference, RewardModel
-from recipes.quickstart.prepare import prepare
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.combined_losses import PAIR, distillation
 from tests.errors import rejects
@@ -27,13 +26,6 @@ from tests.errors import rejects
 IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3, 2, 3, 9, 1, 5, 12, 3], [8, 4, 4, 3]
 MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2 + [False] + [True] * 3 + [False] + [True] * 2
 OPTIMIZER = OptimizerConfig(lr=0.01)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("trained") / "data"
-    prepare(folder, seed=0)
-    return ModelConfig(path=folder / "model")
 
 
 @pytest.fixture

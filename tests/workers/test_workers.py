@@ -35,7 +35,6 @@ from flowrl.rewards.reward_function import RewardError
 from flowrl.workers import LANGUAGE_MODELING, Actor, Critic, Reference, Reward, RewardModel, Rollout
 from flowrl.workers.loss import mean_metrics
 from flowrl.workers.reward import score_rows
-from recipes.quickstart.prepare import prepare
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.errors import rejects
 
@@ -44,13 +43,6 @@ MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2
 
 FLOAT32_BOUND = 1024 * 2**-24
 """Norm-wise relative bound of two float32 summation orders; no sum of the model is longer than 1024."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("workers") / "data"
-    prepare(folder, seed=0)
-    return ModelConfig(path=folder / "model")
 
 
 def inline_cluster() -> Cluster:

@@ -1,6 +1,7 @@
 """Settings of datasets: files, column mappings, policies for invalid rows, and the preparation of data."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -120,6 +121,11 @@ class DataConfig(Config):
     def _check(self) -> "DataConfig":
         if self.evaluation_rows is not None and not self.evaluation_files:
             raise ValueError(f"evaluation_rows is {self.evaluation_rows}, but there is no test file: set test")
+        if wrong := [name for name in self.tests if not re.fullmatch(r"[\w.-]+", name)]:
+            raise ValueError(
+                f"tests has the name {wrong[0]!r}, which is part of the names of metrics: use letters, digits, '_', "
+                "'-' and '.'"
+            )
         return self
 
     @property

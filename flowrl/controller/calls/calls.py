@@ -331,7 +331,7 @@ class Calls:
         by_ref = {id(r.report_ref): r for r in records if r.symptom is None and not r.is_resolved}
         if not by_ref:
             if not any(record.is_resolved for record in records):  # another thread may have resolved all of them
-                # All calls have lost a connection, and `Failures` determines the cause.
+                # The process of every remaining call is unreachable. `Failures` finds out why, in its next check.
                 time.sleep(timeout_s)
             return
         refs = [record.report_ref for record in by_ref.values()]

@@ -157,8 +157,9 @@ class EventPump:
                 self._error = error
 
     def _run_on_thread(self) -> None:
-        """Runs the callbacks. The driver's next call raises their exception, because only the driver's thread can end
-        the program. The exception is stored under the lock, so that it is not lost if the driver stops the thread.
+        """Runs the callbacks. Stores an exception of a callback for the driver's next call, which raises it there,
+        because an exception on this thread would not end the program. The driver lock is held until the exception is
+        stored, so that a driver that stops the thread cannot miss it.
         """
         try:
             self.run()

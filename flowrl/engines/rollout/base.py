@@ -49,7 +49,7 @@ class Segment:
 
     @classmethod
     def policy(cls, response: "Response") -> "Segment":
-        """Returns the segment that the policy has sampled in a response of an engine."""
+        """Returns the tokens that the engine has sampled, as a segment of the policy."""
         return cls(response.token_ids, response.logprobs, response.versions)
 
     @classmethod
@@ -85,7 +85,7 @@ class Request:
 
     @cached_property
     def context(self) -> tuple[int, ...]:
-        """Tokens before the sampled segment: the prompt and the earlier segments."""
+        """Tokens that the engine reads before it samples: those of the prompt and of all earlier segments."""
         return (*self.token_ids, *(token for segment in self.segments for token in segment.token_ids))
 
     @property

@@ -28,7 +28,7 @@ def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
 
 
 def segment_key(key: int, num_response_tokens: int) -> int:
-    """Returns the seed of a segment for engines with a random-number generator per request, as an int64 value.
+    """Returns the seed (int64) of the random-number generator that an engine creates for the request of a segment.
 
     The first segment has the seed `key`. The seed of a later segment also depends on the number of response tokens
     before it, so that the segments of a response get different random numbers.

@@ -32,9 +32,7 @@ def has_short_step(model: PreTrainedModel) -> bool:
     Other classes, hooks and other dtypes are excluded. Adapters and quantized layers have other classes.
     """
     return model.dtype == torch.float32 and all(
-        (type(module) in _CLASSES or name.endswith(".act_fn"))
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
+        (type(module) in _CLASSES or name.endswith(".act_fn")) and not module._forward_hooks
         for name, module in model.named_modules()
     )
 
@@ -44,7 +42,7 @@ def short_step(model: Any, ids_R: Tensor, positions_R: Tensor, cache: SlotCache)
     base = model.model
     hidden_RE = nn.functional.embedding(ids_R, base.embed_tokens.weight)
     cos_R1D, sin_R1D = base.rotary_emb(hidden_RE, positions_R[:, None])
-    # The first half of the rotated states is negated. Negating the sine instead is bitwise identical.
+    # The first half of the rotated states is negated. Negating the sine instead gives the same bits.
     half = sin_R1D.shape[-1] // 2
     sin_R1D = torch.cat((-sin_R1D[..., :half], sin_R1D[..., half:]), -1)
     mask = cache.mask(hidden_RE.dtype)

@@ -46,20 +46,20 @@ History = tuple[int, ...]
 
 @dataclass
 class Row:
-    """A request and its partial response."""
+    """A request and the segment that is being sampled for it."""
 
     request: Request
     response: Response
-    """Partial response. It is updated only when the decoder removes the row."""
+    """The segment that is being sampled. It is updated only when the decoder removes the row."""
 
     @property
     def history(self) -> History:
-        """Tokens of the prompt, of the earlier segments, and of the partial response."""
+        """All tokens so far: those of the prompt, of the earlier segments, and of the segment that is being sampled."""
         return (*self.request.context, *self.response.token_ids)
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of tokens of the earlier segments and of the partial response."""
+        """Number of response tokens so far. They count toward `max_response_tokens`."""
         return self.request.num_response_tokens + len(self.response.token_ids)
 
 

@@ -13,7 +13,7 @@ from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 from tests.engines.closeness import FLOAT32_RTOL, relative_error
 from tests.engines.losses import policy_logits
 from tests.engines.rollout.hf.test_engine import count_prefilled, prompts, rollout
-from tests.engines.rollout.hf.test_stream import finish, update
+from tests.engines.rollout.hf.test_stream import check_logprobs, finish, update
 from tests.engines.tiny import END, qwen2, to_float64
 from tests.errors import rejects
 
@@ -150,20 +150,9 @@ def test_a_continued_response_gets_new_weights_between_its_tokens() -> None:
         for segment in segments:
             if segment.versions is not None and segment.logprobs is not None:
                 mixed += len(segments) > 1 and len(set(segment.versions)) > 1
-                check(row, segment, models)
+                check_logprobs(segment, row, models)
             row += segment.token_ids
     assert mixed and any(len(request.segments) == 4 for request in given.values())
-
-
-def check(before: list[int], segment: Segment, models: list) -> None:
-    assert segment.versions is not None and segment.logprobs is not None
-    row = torch.tensor([before + list(segment.token_ids)])
-    with torch.no_grad():
-        logprobs_vL = [policy_logits(model, row)[0].log_softmax(-1)[len(before) - 1 : -1] for model in models]
-    for position, (token, logprob, version) in enumerate(
-        zip(segment.token_ids, segment.logprobs, segment.versions, strict=True)
-    ):
-        assert logprob == pytest.approx(float(logprobs_vL[version][position, token]), rel=1e-5)
 
 
 def test_aborted_continued_responses_return_nothing() -> None:

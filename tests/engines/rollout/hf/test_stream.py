@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from flowrl.engines.models.weights import export_weights
-from flowrl.engines.rollout.base import Request, Response, RolloutError
+from flowrl.engines.rollout.base import Request, Response, RolloutError, Segment
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from tests.engines.losses import policy_logits
@@ -160,13 +160,17 @@ def test_rows_continue_with_new_weights_and_tokens_have_their_version() -> None:
         check_logprobs(response, prompt_ids[int(response.request_id.removeprefix("generate-"))], models)
 
 
-def check_logprobs(response: Response, prompt: list[int], models: list) -> None:
-    """Compares each token's log-probability with that of the model of its version."""
-    row = torch.tensor([prompt + response.token_ids])
+def check_logprobs(sampled: Response | Segment, before: list[int], models: list) -> None:
+    """Compares the log-probability of each sampled token with that of the model of its version.
+
+    `before` are the tokens before the sampled ones.
+    """
+    assert sampled.logprobs is not None and sampled.versions is not None
+    row = torch.tensor([before + list(sampled.token_ids)])
     with torch.no_grad():
-        logprobs_vL = [policy_logits(model, row)[0].log_softmax(-1)[len(prompt) - 1 : -1] for model in models]
+        logprobs_vL = [policy_logits(model, row)[0].log_softmax(-1)[len(before) - 1 : -1] for model in models]
     for position, (token, logprob, version) in enumerate(
-        zip(response.token_ids, response.logprobs, response.versions, strict=True)
+        zip(sampled.token_ids, sampled.logprobs, sampled.versions, strict=True)
     ):
         assert logprob == pytest.approx(float(logprobs_vL[version][position, token]), rel=1e-5)
 
