@@ -12,7 +12,7 @@ import yaml
 from flowrl.checkpoints.checkpoints import ROWS_FORMAT, Checkpoint, Checkpoints
 from flowrl.checkpoints.inputs import check_same_inputs
 from flowrl.checkpoints.run_folder import RunFolder, RunFolderError
-from flowrl.config import OnPolicyConfig, RunConfig
+from flowrl.config import RolloutRunConfig, RunConfig
 from flowrl.data.checksums import CheckpointError
 
 MAY_DIFFER = (
@@ -106,7 +106,7 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
         # Without a checkpoint the run starts over, so the old TensorBoard events are removed.
         shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
         return None
-    if isinstance(config, OnPolicyConfig) and newest.manifest.format < ROWS_FORMAT:
+    if isinstance(config, RolloutRunConfig) and newest.manifest.format < ROWS_FORMAT:
         raise CheckpointError(
             f"checkpoint {newest.path} has format {newest.manifest.format}, which lacks pending rollouts: resume with "
             f"the version of flowrl that wrote it, or set output to a new folder"
@@ -121,7 +121,7 @@ def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
 
     Versions of flowrl that write format 2 save no responses after the last step.
     """
-    if not isinstance(config, OnPolicyConfig) or config.schedule.is_streaming or not config.schedule.staleness:
+    if not isinstance(config, RolloutRunConfig) or config.schedule.is_streaming or not config.schedule.staleness:
         return
     step = newest.manifest.step
     if step < config.steps and newest.driver()["rows"] is None:

@@ -18,8 +18,8 @@ from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_re
 from flowrl.config import (
     CheckFailed,
     ConfigError,
-    OnPolicyConfig,
     Placement,
+    RolloutRunConfig,
     RunConfig,
     UserError,
     load_located,
@@ -223,7 +223,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             available = memory_budget(config, planned, is_local=arguments.devices is None and config.address is None)
             devices = estimate_memory(config, planned)
             check_memory(config, planned, devices, available)
-        graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, OnPolicyConfig) else ""
+        graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, RolloutRunConfig) else ""
         num_ranks = planned.roles["actor"].mesh.dp if "actor" in planned.roles else 1
         sizes = [*describe_batches(config, num_ranks), *describe_updates(config)]
         updates = "".join(f"{line}\n" for line in sizes)
@@ -363,7 +363,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _doctor(arguments: argparse.Namespace) -> None:
     path = arguments.config
     schema = _run_config(path)
-    if not issubclass(schema, OnPolicyConfig):
+    if not issubclass(schema, RolloutRunConfig):
         raise ConfigError(f"{path}: {schema.__name__} has no rollout: choose a recipe that generates responses")
     with loading(path, arguments.overrides, schema) as config:
         check_start(config)

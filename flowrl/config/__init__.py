@@ -1,9 +1,9 @@
 """All settings, as frozen pydantic models, and the YAML reader (`load`, `loading`).
 
-Recipe configs derive from `RunConfig` or `OnPolicyConfig`. Every setting is a typed field with a docstring. Losses,
-estimators, corrections, shapings and schedules are discriminated unions with one class per choice. The names of the
-unions begin with `Any`. Field types for the settings of recipes: `FilePath`, `ImportName`, `TokenIds`, `Device`,
-`KlKind`, `Aggregation`, `Options`, and `OneOf` with `Member` for unions.
+Recipe configs derive from `RunConfig`, `EpochConfig`, `RolloutRunConfig` or `OnPolicyConfig`. Every setting is a typed
+field with a docstring. Losses, estimators, corrections, shapings and schedules are discriminated unions with one class
+per choice. The names of the unions begin with `Any`. Field types for the settings of recipes: `FilePath`,
+`ImportName`, `TokenIds`, `Device`, `KlKind`, `Aggregation`, `Options`, and `OneOf` with `Member` for unions.
 
 May import nothing else of flowrl, and neither torch nor Ray.
 """
@@ -69,7 +69,6 @@ from flowrl.config.run import (
     CheckpointConfig,
     DatasetConfig,
     EvaluationConfig,
-    OnPolicyConfig,
     ReportConfig,
     RolloutLogConfig,
     RunConfig,
@@ -77,6 +76,8 @@ from flowrl.config.run import (
 )
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
 from flowrl.config.stages.epochs import EpochConfig
+from flowrl.config.stages.on_policy import OnPolicyConfig
+from flowrl.config.stages.rollouts import RolloutRunConfig
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [
@@ -88,8 +89,8 @@ __all__ = [
     "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package", "Placement",
     "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization",
     "ReferenceConfig", "ReportConfig", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig", "RoleConfig",
-    "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RowsConfig", "RunConfig", "ScheduleConfig", "SettingValues",
-    "ShapingConfig", "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role",
-    "import_attribute", "import_function", "import_recipe", "load", "load_located", "loading", "models_of", "parse",
-    "recipe_class", "shards_model", "to_yaml", "training_module",
+    "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
+    "ScheduleConfig", "SettingValues", "ShapingConfig", "TokenIds", "TrainedConfig", "TransferConfig", "UserError",
+    "VllmConfig", "find_tokenizer_role", "import_attribute", "import_function", "import_recipe", "load", "load_located",
+    "loading", "models_of", "parse", "recipe_class", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

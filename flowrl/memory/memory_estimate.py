@@ -12,11 +12,11 @@ from flowrl.config import (
     ActorConfig,
     CriticConfig,
     ModelRoleConfig,
-    OnPolicyConfig,
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
+    RolloutRunConfig,
     RunConfig,
     TrainedConfig,
     import_attribute,
@@ -111,7 +111,7 @@ class _Estimator:
         self._role_configs = models_of(config)
         self._role_model = cache(self._read_role_model)  # called once per slot
         self._max_length = 0
-        if isinstance(config, OnPolicyConfig):
+        if isinstance(config, RolloutRunConfig):
             self._max_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def role_memory(self, role: str, slot: Slot) -> RoleMemory | None:
@@ -159,7 +159,7 @@ class _Estimator:
 
     def _rollout_memory(self, role_plan: RolePlan, slot: Slot) -> RoleMemory | None:
         config, actor = self._config, self._role_model("actor")
-        if not isinstance(config, OnPolicyConfig) or actor is None:
+        if not isinstance(config, RolloutRunConfig) or actor is None:
             return None
         rollout, rows = config.rollout, -(-config.batch_size // role_plan.mesh.dp)
         if rollout.capabilities.memory is None:
@@ -206,7 +206,7 @@ class _Estimator:
     def _rows(self, role_plan: RolePlan, setting: str) -> int | None:
         """Returns the rows per rank of a batch or minibatch; None if the config does not bound the number of rows."""
         config = self._config
-        if not isinstance(config, OnPolicyConfig):
+        if not isinstance(config, RolloutRunConfig):
             return None
         rows = config.minibatch_size if setting == "minibatch_size" else config.batch_size
         return -(-rows // role_plan.mesh.dp)

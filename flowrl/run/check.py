@@ -34,6 +34,7 @@ from flowrl.config import (
     ReportConfig,
     RewardConfig,
     RewardModelConfig,
+    RolloutRunConfig,
     RunConfig,
     UserError,
     find_tokenizer_role,
@@ -160,10 +161,10 @@ class _Checks:
     def data(self) -> str:
         """Reads all rows."""
         config = self.config
-        if isinstance(config, OnPolicyConfig):
+        if isinstance(config, RolloutRunConfig):
             train, test = self._prompts
             counts = [f"{len(train)} training prompts", f"{sum(map(len, test.values()))} evaluation prompts"]
-            if config.ptx is not None:
+            if isinstance(config, OnPolicyConfig) and config.ptx is not None:
                 counts.append(f"{len(PtxText(config))} sequences of text")
             return ", ".join(counts)
         if preferences := [role for role in models_of(config).values() if isinstance(role, PREFERENCE_ROLES)]:
@@ -185,15 +186,16 @@ class _Checks:
     def reward(self) -> str:
         """Scores the reference answer and an empty response of the first rows."""
         config = self.config
-        if not isinstance(config, OnPolicyConfig) or config.reward.function is None:
+        reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
+        if reward is None or reward.function is None:
             raise _Skipped("the recipe has no reward function")
         train, test = self._prompts
-        self.scores = _score_answers(config.reward.function, train.evaluation_rows(NUM_ROWS), config.call_timeout_s)
-        names = [config.reward.function]
-        if config.reward.evaluation is not None and test:
+        self.scores = _score_answers(reward.function, train.evaluation_rows(NUM_ROWS), config.call_timeout_s)
+        names = [reward.function]
+        if reward.evaluation is not None and test:
             for prompts in test.values():
-                _score_answers(config.reward.evaluation, _first_rows(prompts), config.call_timeout_s)
-            names.append(config.reward.evaluation)
+                _score_answers(reward.evaluation, _first_rows(prompts), config.call_timeout_s)
+            names.append(reward.evaluation)
         has_answers = any(score for _, _, score, _ in self.scores)
         if has_answers and all(float(score or 0) <= float(empty) for _, _, score, empty in self.scores):
             return "no answer scores higher than an empty response: see the table"
@@ -240,7 +242,7 @@ class _Checks:
 
     @cached_property
     def _prompts(self) -> tuple[PromptStream, dict[str, Batch]]:
-        assert isinstance(self.config, OnPolicyConfig)
+        assert isinstance(self.config, RolloutRunConfig)
         return read_prompts(self.config)
 
     @cached_property
@@ -408,8 +410,10 @@ def small_config(config: RunConfig, folder: Path) -> RunConfig:
             }
             changes[name] = value.model_copy(update=few)
     if isinstance(config, OnPolicyConfig):
+        changes["ppo_epochs"] = 1
+    if isinstance(config, RolloutRunConfig):
         num_rows = min(_STEP_PROMPTS, config.prompts_per_step) * config.samples_per_prompt
-        changes |= {"batch_size": num_rows, "minibatch_size": num_rows, "ppo_epochs": 1, "schedule": SyncSchedule()}
+        changes |= {"batch_size": num_rows, "minibatch_size": num_rows, "schedule": SyncSchedule()}
         max_tokens = min(_STEP_TOKENS, config.rollout.max_response_tokens)
         changes["rollout"] = config.rollout.in_one_process().model_copy(update={"max_response_tokens": max_tokens})
     elif "batch_size" in type(config).model_fields:

@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowrl.config import CheckFailed, OnPolicyConfig, Placement, RolloutConfig
+from flowrl.config import CheckFailed, Placement, RolloutConfig, RolloutRunConfig
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
@@ -59,7 +59,7 @@ class _Findings:
 
 
 def examine(
-    config: OnPolicyConfig, actor_class: type[Worker], rollout_class: type[Worker], console: Console | None = None
+    config: RolloutRunConfig, actor_class: type[Worker], rollout_class: type[Worker], console: Console | None = None
 ) -> None:
     """Starts actor and rollout, syncs changed weights twice, generates, and prints a table of the comparisons.
 
@@ -98,7 +98,7 @@ def examine(
     console.print("OK: uses the actor's weights and matches transformers")
 
 
-def _cluster(config: OnPolicyConfig) -> Cluster:
+def _cluster(config: RolloutRunConfig) -> Cluster:
     """Returns a cluster with the processes of only the actor and the rollout."""
     placement = config.placement
     roles = {name: placement.roles[name] for name in ("actor", "rollout")}
@@ -136,7 +136,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _compare_weights(
-    weight_sync: WeightSync, config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, findings: _Findings
+    weight_sync: WeightSync, config: RolloutRunConfig, actor: WorkerGroup, rollout: WorkerGroup, findings: _Findings
 ) -> None:
     """Compares all weights after loading and after each of two weight syncs. Measures the second sync."""
     counts: list[str] = []
@@ -177,7 +177,7 @@ def _no_op(worker: Worker) -> None:
 
 
 def _compare_responses(
-    config: OnPolicyConfig, actor: WorkerGroup, rollout: WorkerGroup, rows: Batch, findings: _Findings
+    config: RolloutRunConfig, actor: WorkerGroup, rollout: WorkerGroup, rows: Batch, findings: _Findings
 ) -> None:
     """Compares greedy tokens and log-probabilities with the actor's model on the same tokens."""
     greedy = rows.union(rollout.generate.submit(rows, temperature=0.0))
@@ -204,7 +204,7 @@ def _compare_responses(
 
 
 def _gaps(
-    config: OnPolicyConfig, actor: WorkerGroup, batch: Batch, temperature: float, how: str, findings: _Findings
+    config: RolloutRunConfig, actor: WorkerGroup, batch: Batch, temperature: float, how: str, findings: _Findings
 ) -> Tensor:
     """Returns the gaps [T] between rollout and actor log-probabilities. Raises CheckFailed if they exceed the limit."""
     mask = batch.get("response_mask").bool()

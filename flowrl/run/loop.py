@@ -20,7 +20,7 @@ from flowrl.checkpoints.run_folder import (
     write_json,
 )
 from flowrl.checkpoints.saver import Checkpointable, Saver
-from flowrl.config import OnPolicyConfig, RunConfig, UserError
+from flowrl.config import RolloutRunConfig, RunConfig, UserError
 from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.dispatch import Future
@@ -219,10 +219,10 @@ class Run:
         is complete before step k+1 is submitted, so the driver is at most one step ahead.
         """
         config = self.config
-        if not isinstance(config, OnPolicyConfig):
+        if not isinstance(config, RolloutRunConfig):
             raise UserError(
-                f"run.rollouts needs the settings of OnPolicyConfig, but {type(config).__name__} is no subclass: "
-                "derive it from OnPolicyConfig, or iterate over run.batches and call rollout.generate"
+                f"run.rollouts needs the settings of RolloutRunConfig, but {type(config).__name__} is no subclass: "
+                "derive it from RolloutRunConfig, or iterate over run.batches and call rollout.generate"
             )
         queue = PromptQueue(prompts, config.samples_per_prompt)
         routes = trainer_routes(config, self.cluster.plan)

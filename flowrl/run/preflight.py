@@ -13,7 +13,6 @@ from flowrl.config import (
     ConfigError,
     DataConfig,
     EngineConfig,
-    OnPolicyConfig,
     PreferenceActorConfig,
     PreferenceConfig,
     PtxConfig,
@@ -21,6 +20,7 @@ from flowrl.config import (
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
+    RolloutRunConfig,
     RunConfig,
     TrainedConfig,
     find_tokenizer_role,
@@ -98,7 +98,7 @@ def _sequence_lengths(config: RunConfig) -> Iterator[tuple[str, int]]:
     for group, data in config:
         if isinstance(data, PtxConfig):
             yield f"{group}.max_tokens", data.max_tokens
-        elif isinstance(data, DataConfig) and isinstance(config, OnPolicyConfig):
+        elif isinstance(data, DataConfig) and isinstance(config, RolloutRunConfig):
             total = data.max_prompt_tokens + config.rollout.max_response_tokens
             yield f"{group}.max_prompt_tokens + rollout.max_response_tokens", total
         elif isinstance(data, DataConfig):
@@ -241,7 +241,7 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
     for role, value in config:
         if isinstance(value, RolloutConfig) and (problem := quantized_device_problem(role, value, planned.kind)):
             raise ConfigError(problem)
-    if isinstance(config, OnPolicyConfig):
+    if isinstance(config, RolloutRunConfig):
         config.check_served_dtype()
 
 

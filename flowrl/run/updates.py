@@ -4,7 +4,15 @@ reaches its peak.
 
 from collections.abc import Callable, Iterator, Mapping
 
-from flowrl.config import EpochConfig, OnPolicyConfig, OptimizerConfig, RunConfig, TrainedConfig, models_of
+from flowrl.config import (
+    EpochConfig,
+    OnPolicyConfig,
+    OptimizerConfig,
+    RolloutRunConfig,
+    RunConfig,
+    TrainedConfig,
+    models_of,
+)
 
 
 def describe_updates(config: RunConfig) -> list[str]:
@@ -18,10 +26,11 @@ def describe_updates(config: RunConfig) -> list[str]:
             return []
         return [f"optimizer updates: derived from epochs ({config.epochs}) when data.train is read"]
     factors = ""
-    if isinstance(config, OnPolicyConfig):
+    if isinstance(config, RolloutRunConfig):
         num_full, last = divmod(config.batch_size, config.minibatch_size)
         rest = f" and 1 of {last}" if last else ""
-        epochs = f" x {config.ppo_epochs} epochs" if config.ppo_epochs > 1 else ""
+        num_epochs = config.ppo_epochs if isinstance(config, OnPolicyConfig) else 1
+        epochs = f" x {num_epochs} epochs" if num_epochs > 1 else ""
         factors = f" = {config.steps} steps x ({num_full} minibatches of {config.minibatch_size}{rest}){epochs}"
     limit = "at most " if config.can_end_early else ""
     return [
@@ -36,7 +45,7 @@ def describe_batches(config: RunConfig, num_ranks: int) -> list[str]:
 
     `num_ranks` is the number of data-parallel ranks of the actor. Returns an empty list for a recipe without rollouts.
     """
-    if not isinstance(config, OnPolicyConfig):
+    if not isinstance(config, RolloutRunConfig):
         return []
     size, minibatch = config.batch_size, config.minibatch_size
     num_minibatches = -(-size // minibatch)

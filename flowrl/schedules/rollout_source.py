@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from flowrl.checkpoints.saved_rows import IDENTITY, SavedRows
 from flowrl.checkpoints.saver import Buffer
-from flowrl.config import OnPolicyConfig
+from flowrl.config import RolloutRunConfig
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
@@ -87,7 +87,7 @@ class RolloutSource(Buffer, Protocol):
 class RolloutContext:
     """Config and components of the run that a rollout source uses."""
 
-    config: OnPolicyConfig
+    config: RolloutRunConfig
     rollout: WorkerGroup
     prompts: "PromptQueue"
     weight_sync: WeightSync

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from flowrl.config import (
     AsyncSchedule,
     ConfigError,
-    OnPolicyConfig,
     Placement,
     RolloutConfig,
+    RolloutRunConfig,
     RunConfig,
     TrainedConfig,
 )
@@ -29,7 +29,7 @@ _TRANSPORT_LABELS: dict[Transport, str] = {
 
 def check_schedule(config: RunConfig, planned: Plan) -> None:
     """Raises `ConfigError` if the placement plan does not support the schedule or the routes of the config."""
-    if not isinstance(config, OnPolicyConfig):
+    if not isinstance(config, RolloutRunConfig):
         if config.placement.routes is not None:
             raise ConfigError(f"placement.routes is set, but {type(config).__name__} has no rollout: remove it")
         return
@@ -72,7 +72,7 @@ def _shared_pool(rollout: RolePlan, other: RolePlan) -> str | None:
     return next((slot.owner for slot in rollout.slots if devices & set(slot.node_devices)), None)
 
 
-def trainer_routes(config: OnPolicyConfig, planned: Plan) -> TrainerRoutes | None:
+def trainer_routes(config: RolloutRunConfig, planned: Plan) -> TrainerRoutes | None:
     """Returns the rollout replicas that serve each actor rank, or None without routes.
 
     Raises `ConfigError` if they do not fit.
@@ -108,7 +108,7 @@ def _route_targets(placement: Placement) -> Sequence[Sequence[int]] | None:
     return placement.routes["rollout"]
 
 
-def _check_routed_schedule(config: OnPolicyConfig) -> None:
+def _check_routed_schedule(config: RolloutRunConfig) -> None:
     schedule = config.schedule
     if not isinstance(schedule, AsyncSchedule) or not schedule.is_streaming:
         is_async = schedule.kind == "async"
@@ -125,7 +125,7 @@ def _check_routed_schedule(config: OnPolicyConfig) -> None:
         )
 
 
-def _check_equal_shares(config: OnPolicyConfig, num_trainers: int) -> None:
+def _check_equal_shares(config: RolloutRunConfig, num_trainers: int) -> None:
     """Raises `ConfigError` if the ranks cannot get equal shares of a step's prompts or of a minibatch."""
     rule = f"placement.routes gives each of the {num_trainers} data-parallel ranks of actor an equal share of"
     if config.prompts_per_step % num_trainers:
@@ -164,7 +164,7 @@ def _check_targets(targets: Sequence[Sequence[int]], num_replicas: int, num_trai
             )
 
 
-def render_graph(config: OnPolicyConfig, planned: Plan) -> str:
+def render_graph(config: RolloutRunConfig, planned: Plan) -> str:
     """Draws the schedule, the rollout replicas, the actor ranks and the data flow between them as text."""
     rollout, actor = planned.roles["rollout"], planned.roles["actor"]
     replicas = [_label(rollout, rank) for rank in range(rollout.mesh.dp)]
@@ -181,7 +181,7 @@ def render_graph(config: OnPolicyConfig, planned: Plan) -> str:
     return "\n".join([_describe_schedule(config, rollout, actor), *graph])
 
 
-def _describe_schedule(config: OnPolicyConfig, rollout: RolePlan, actor: RolePlan) -> str:
+def _describe_schedule(config: RolloutRunConfig, rollout: RolePlan, actor: RolePlan) -> str:
     schedule = config.schedule
     if not schedule.staleness:
         kind = "sync" if schedule.kind == "sync" else "async with max_staleness 0 (same as sync)"
@@ -199,7 +199,7 @@ def _describe_schedule(config: OnPolicyConfig, rollout: RolePlan, actor: RolePla
     return f"schedule: async; {', '.join(terms)}"
 
 
-def _describe_rollouts(config: OnPolicyConfig) -> str:
+def _describe_rollouts(config: RolloutRunConfig) -> str:
     schedule, prompts, samples = config.schedule, config.prompts_per_step, config.samples_per_prompt
     overprovision = schedule.overprovision if isinstance(schedule, AsyncSchedule) else 0
     max_untrained = (schedule.staleness + 1) * prompts + overprovision

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from flowrl.config import ActorConfig, CheckFailed, RolloutConfig, RunConfig
+from flowrl.config import ActorConfig, CheckFailed, RolloutConfig, RunConfig, TrainedConfig
 
 if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.dispatch import Future
@@ -81,7 +81,7 @@ class WeightsCheck:
         return ComparedWeights(self._version, [rollout.check_weights.submit(samples) for samples in self._samples])
 
 
-def gap_limit(rollout: RolloutConfig, actor: ActorConfig) -> float:
+def gap_limit(rollout: RolloutConfig, actor: TrainedConfig) -> float:
     """Returns the mean gap, in nats per token, above which `RolloutWatch` warns."""
     if rollout.gap_warning is not None:
         return rollout.gap_warning

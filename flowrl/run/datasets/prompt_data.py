@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.config import DataConfig, DataFile, OnPolicyConfig
+from flowrl.config import DataConfig, DataFile, RewardConfig, RolloutRunConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, has_same_rendering
 from flowrl.data.messages import DataError
@@ -37,7 +37,7 @@ from flowrl.run.datasets.tokenized_data import (
 _logger = logging.getLogger(__name__)
 
 
-def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, dict[str, Batch]]:
+def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batch]]:
     """Returns the training prompts, and the held-out prompts of each evaluation file by its name.
 
     Raises DataError if a row or a setting is invalid, or if a row lacks a column that the reward function requires.
@@ -56,16 +56,18 @@ def read_prompts(config: OnPolicyConfig) -> tuple[PromptStream, dict[str, Batch]
                     f"{tokenizer.path}: use ids from 0 to {len(tokenizer) - 1}"
                 )
     _check_stop_ids(tokenizer, config)
-    _check_reward_tokenizer(config)
+    reward = config.reward_settings
+    if reward is not None:
+        _check_reward_tokenizer(reward)
     max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     check_context(tokenizer, max_tokens, "data.max_prompt_tokens + rollout.max_response_tokens")
-    reward, seed = config.reward, config.seed
-    environment = config.rollout.environment
+    seed, environment = config.seed, config.rollout.environment
     own_needs = () if environment is None else _environment_columns(environment)
-    needs = (*_required_columns(reward.function), *own_needs)
+    scoring = None if reward is None else reward.function
+    needs = (*_required_columns(scoring), *own_needs)
     train = read_stream(config.data.training_files, config.data, tokenizer, seed=seed, needs=needs)
-    _warn_of_parameters_without_column(reward.function, train, config.data.training_files)
-    function = reward.evaluation or reward.function
+    _warn_of_parameters_without_column(scoring, train, config.data.training_files)
+    function = scoring if reward is None else reward.evaluation or scoring
     held_out: dict[str, Batch] = {}
     for name, files in config.data.evaluation_files.items():
         needs = (*_required_columns(function), *own_needs)
@@ -80,7 +82,7 @@ _REWARD_COLUMNS = ("prompt", "response", "conversation")
 
 
 def _required_columns(function: str | None) -> tuple[str, ...]:
-    """Returns the dataset columns that a reward function requires. None stands for a reward model.
+    """Returns the dataset columns that a reward function requires. None stands for a reward model, or for no reward.
 
     Raises RewardError if the function requires a column that it cannot receive.
     """
@@ -125,19 +127,19 @@ def _warn_of_parameters_without_column(function: str | None, prompts: PromptStre
         )
 
 
-def _check_reward_tokenizer(config: OnPolicyConfig) -> None:
+def _check_reward_tokenizer(reward: RewardConfig) -> None:
     """Raises DataError if the conversation must be rendered again for a reward model without a chat template."""
-    model, policy = config.reward.model, config.reward.policy_tokenizer
+    model, policy = reward.model, reward.policy_tokenizer
     if model is None or policy is None:
         return
     try:
-        if not has_same_rendering(policy, model.tokenizer_path, config.reward.policy_template):
+        if not has_same_rendering(policy, model.tokenizer_path, reward.policy_template):
             ChatTokenizer(model.tokenizer_path).check_chat_template()
     except DataError as error:
         raise DataError(f"reward.model.path: {error}") from error
 
 
-def _check_stop_ids(tokenizer: ChatTokenizer, config: OnPolicyConfig) -> None:
+def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
     """Raises DataError if a rollout would not stop at the end of the assistant's turn."""
     stops = {*config.rollout.stop_ids, (tokenizer.eos_id,)}
     if missing := [list(ids) for ids in tokenizer.template.stop_ids if ids not in stops]:
