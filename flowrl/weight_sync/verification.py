@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from flowrl.config import ActorConfig, CheckFailed, RolloutConfig, RunConfig, TrainedConfig
+from flowrl.config import CheckFailed, RolloutConfig, RunConfig, TrainedConfig
 
 if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.dispatch import Future
@@ -97,7 +97,7 @@ class RolloutWatch:
         settings = dict(config)
         rollout, actor = settings.get("rollout"), settings.get("actor")
         self._rollout = rollout if isinstance(rollout, RolloutConfig) else None
-        self._actor = actor if isinstance(actor, ActorConfig) else None
+        self._actor = actor if isinstance(actor, TrainedConfig) else None
         self._report = report
         self._checks: list[ComparedWeights] = []
         self._reported_unreached = False
