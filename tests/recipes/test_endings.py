@@ -44,7 +44,7 @@ def eventually(holds: Callable[[], object], within_s: float) -> None:
 def unused_segments() -> set[str]:
     """Returns the shared memory segments that no process has mapped. Concurrent tests keep theirs mapped.
 
-    Ignores those of vLLM, which the programs of this file do not use: concurrent tests kill vLLM processes, which cannot
+    Ignores those of vLLM, which the programs of this file do not use. Other tests kill vLLM processes, which cannot
     remove theirs.
     """
     mapped = set[str]()
