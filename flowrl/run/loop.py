@@ -233,7 +233,14 @@ class Run:
         self._saver.add_buffer(self._source)
         self._policy = policy
         self._begin(rollout)
+        first_step, first_version = self.step + 1, self.version
         for step in self._steps():
+            if self.version - first_version != step - first_step:
+                raise UserError(
+                    f"the recipe called run.sync_weights {self.version - first_version} times in "
+                    f"{step - first_step} steps, but every step has one weight version: call it once at the end of "
+                    "every step"
+                )
             yield self._source.next_batch(step, self.version).with_seed((config.seed, step))
 
     def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:

@@ -129,7 +129,7 @@ class StreamingRollouts:
         self._is_paused = False
         """Whether dispatch is paused until all replicas have the newest weights."""
         self._num_lost = 0
-        self._first_step = self._first_version = self._newest_version = 0
+        self._newest_version = 0
         self._metrics: tuple[Logged, ...] = ()
         self._counts: GroupCounts | None = None
         """Group counts at the end of the last `next_batch`."""
@@ -143,7 +143,7 @@ class StreamingRollouts:
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
         context = self._context
-        self._first_step, self._first_version, self._newest_version = step, version, version
+        self._newest_version = version
         self._scheduler = Scheduler(self._limits(), len(self._replicas), version=version, num_steps_done=step)
         if self._pending is not None:
             self._prompts, self._complete = self._pending.admit(self._scheduler, context)
@@ -368,7 +368,6 @@ class StreamingRollouts:
     # Steps.
 
     def next_batch(self, step: int, version: int) -> Batch:
-        self._check_version(step, version)
         step_batch: StepBatch | None = None
 
         def is_complete() -> bool:
@@ -395,15 +394,6 @@ class StreamingRollouts:
         self._metrics = (values, staleness_metrics(batch, version, self._context.config.schedule.staleness))
         self._record_counts()
         return batch
-
-    def _check_version(self, step: int, version: int) -> None:
-        """Raises `UserError` if the recipe did not sync weights exactly once per step; staleness counts versions."""
-        expected = self._first_version + step - self._first_step - 1
-        if version != expected:
-            raise UserError(
-                f"step {step} begins with weight version {version - self._first_version}, but schedule async expects "
-                f"{expected - self._first_version}: call run.sync_weights once at the end of every step"
-            )
 
     def _forget_dropped(self) -> None:
         """Frees the rows and prompt indices of dropped groups."""

@@ -42,13 +42,18 @@ def eventually(holds: Callable[[], object], within_s: float) -> None:
 
 
 def unused_segments() -> set[str]:
-    """Returns the shared memory segments that no process has mapped. Concurrent tests keep theirs mapped."""
+    """Returns the shared memory segments that no process has mapped. Concurrent tests keep theirs mapped.
+
+    Ignores those of vLLM, which the programs of this file do not use. Other tests kill vLLM processes, which cannot
+    remove theirs.
+    """
     mapped = set[str]()
     for process_id in psutil.pids():
         with suppress(OSError):
             lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
             mapped |= {line.split(maxsplit=5)[4] for line in lines if "/dev/shm/" in line}
-    return {segment.name for segment in os.scandir("/dev/shm") if str(segment.inode()) not in mapped}
+    segments = [segment for segment in os.scandir("/dev/shm") if not segment.name.startswith(("psm_", "vllm_"))]
+    return {segment.name for segment in segments if str(segment.inode()) not in mapped}
 
 
 class Program:

@@ -248,8 +248,20 @@ def test_the_driver_is_at_most_one_step_ahead(config: Callable[..., EchoConfig])
         for batch in run.rollouts(actor, stream(settings), policy=actor):
             written.append(len(lines(settings)))
             run.log(actor.update(batch))
+            run.sync_weights(actor, actor)
         run.finish()
     assert written == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("num_syncs", [0, 2])
+def test_every_step_has_one_weight_sync(num_syncs: int, config: Callable[..., EchoConfig]) -> None:
+    settings = config()
+    with Run(settings) as run, rejects("run.sync_weights", num_syncs, 1, error=UserError):
+        actor = run.group("actor", Echo)
+        for batch in run.rollouts(actor, stream(settings), policy=actor):
+            run.log(actor.update(batch))
+            for _ in range(num_syncs):
+                run.sync_weights(actor, actor)
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(None, [0, 4]), (2, [0, 2, 4]), (0, [])])

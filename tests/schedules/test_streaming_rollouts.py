@@ -286,14 +286,6 @@ def test_without_interrupt_all_tokens_of_a_row_have_one_version() -> None:
     assert interrupted.mixed > 0
 
 
-def test_a_recipe_that_never_syncs_weights_is_rejected() -> None:
-    run = SimulatedRun(config_of(max_staleness=1))
-    run.source.begin(None, 0, 0)
-    run.source.next_batch(1, 0)
-    with pytest.raises(UserError, match="sync_weights"):
-        run.source.next_batch(2, 0)
-
-
 @pytest.mark.parametrize("interrupt", [True, False])
 def test_before_an_evaluation_all_replicas_have_the_newest_weights(interrupt: bool) -> None:
     run = SimulatedRun(config_of(max_staleness=3, interrupt=interrupt))

@@ -1,6 +1,5 @@
 """Batch: a table of rows and named columns, held by reference. The driver edits row indices without fetching values."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +18,7 @@ from flowrl.data.batch.block import (
     index_groups,
     read_together,
 )
-from flowrl.data.batch.payload import ColumnError, Payload, Source, collect, merge
+from flowrl.data.batch.payload import ColumnError, Payload, Source, collect, copy_objects, merge
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -361,7 +360,7 @@ class Batch:
         payload = self.payload(name)
         column = payload.rows.get(name)
         if isinstance(column, list):
-            return copy.deepcopy(column)
+            return copy_objects(column)
         from flowrl.data.batch.tensordicts import to_tensordict  # noqa: PLC0415 (see tensordict)
 
         return to_tensordict(payload, copy=True)["tokens" if name in payload.tokens else "rows", name]

@@ -6,10 +6,11 @@ NumPy has no bfloat16. Columns of dtype bfloat16 are therefore stored as int16, 
 
 import copy
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,19 @@ RowSelection = slice | np.ndarray | None
 
 class ColumnError(UserError):
     """Raised if a column is missing, or if columns of one batch have different numbers of rows."""
+
+
+Value = TypeVar("Value")
+
+
+def copy_objects(value: Value) -> Value:
+    """Returns a deep copy. Pickle copies lists, dictionaries and text several times faster than `copy.deepcopy`, which
+    copies what cannot be pickled.
+    """
+    try:
+        return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return copy.deepcopy(value)
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Payload:
         return sum(_bytes_each(column) * len(column) for column in arrays)
 
     def copy(self) -> "Payload":
-        rows = {name: copy.deepcopy(c) for name, c in self.rows.items()}
+        rows = {name: copy_objects(c) for name, c in self.rows.items()}
         tokens = {name: c.copy() for name, c in self.tokens.items()}
         return Payload(
             self.num_rows, rows, tokens, None if self.lengths is None else self.lengths.copy(), self.bfloat16
@@ -58,7 +72,7 @@ class Payload:
 
     def with_own_objects(self) -> "Payload":
         """Returns a copy that shares the arrays and copies the Python objects."""
-        rows = {name: c if isinstance(c, np.ndarray) else copy.deepcopy(c) for name, c in self.rows.items()}
+        rows = {name: c if isinstance(c, np.ndarray) else copy_objects(c) for name, c in self.rows.items()}
         return replace(self, rows=rows)
 
     def take(self, rows: RowSelection, columns: Mapping[str, str]) -> "Payload":

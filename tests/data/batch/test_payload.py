@@ -11,6 +11,7 @@ from flowrl.data.batch.payload import (
     Source,
     collect,
     common_dtype,
+    copy_objects,
     merge,
     offsets,
 )
@@ -225,3 +226,19 @@ def test_no_runs_copy_nothing():
 def test_common_dtype_is_the_promoted_dtype():
     assert common_dtype([np.zeros(1, np.int64), np.zeros(1, np.int64)]) == np.int64
     assert common_dtype([np.zeros(1, np.int64), np.zeros(1, np.float32)]) == np.float64
+
+
+def test_copies_of_objects_share_nothing():
+    objects = [[{"from": "human", "content": "a"}], [1, 2], None]
+    copied = copy_objects(objects)
+    assert copied == objects
+    copied[0][0]["content"] = "b"
+    copied[1].append(3)
+    assert objects == [[{"from": "human", "content": "a"}], [1, 2], None]
+
+
+def test_objects_that_cannot_be_pickled_are_copied():
+    function = lambda: 1  # noqa: E731 (pickle rejects it)
+    objects = [function, [1]]
+    copied = copy_objects(objects)
+    assert copied[0] is function and copied[1] == [1] and copied[1] is not objects[1]
