@@ -260,7 +260,8 @@ def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
         return f"{name} was renamed: set {RENAMED_KEYS[name]}"
     classes = walk(loc[:-1], cls, source.values)[1]
     members = select_members(walk(key[:-1], cls)[1])
-    owners = names_of([member for member in members if word in member.model_fields])
+    is_group = any(path.startswith(f"{group}.") for path in setting_paths(cls))
+    owners = names_of([member for member in members if word in member.model_fields]) if is_group else []
     if owners and (selected := select_members(classes)):
         setting = dotted((*key[:-1], selected[0].KEY))
         tag = next(str(part) for part in reversed(loc) if part in names_of(selected))

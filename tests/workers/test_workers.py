@@ -75,8 +75,11 @@ def test_logprobs_are_those_of_the_model_at_the_rollout_temperature(cluster: Clu
         with torch.no_grad():
             table = (network(ids[None]).logits[0] / 0.5).log_softmax(-1)
         expected[start + 1 : start + length] = table[:-1].gather(-1, ids[1:, None])[:, 0]
-    actual = actor_of(cluster, model).logprobs(batch()).get("logprobs")
-    assert_norm_close(actual, expected)
+    actor, rows = actor_of(cluster, model), batch()
+    assert_norm_close(actor.logprobs(rows.select("input_ids")).get("logprobs"), expected)
+    # With a response mask, only the tokens of the mask are computed.
+    mask = rows.get("response_mask")
+    assert_norm_close(actor.logprobs(rows).get("logprobs"), expected.masked_fill(~mask, 0))
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
