@@ -213,7 +213,8 @@ def test_the_small_step_uses_few_rows_and_one_process(recipe: Path, tmp_path: Pa
     small = small_config(config, tmp_path)
     assert (small.steps, small.backend, small.output.parent) == (1, "inline", tmp_path)
     assert isinstance(small, GRPOConfig) and small.batch_size == 8 and small.rollout.max_response_tokens < 100
-    assert len(Path(str(small.data.train)).read_text().splitlines()) == 8 and small.data.test is None
+    (copy,) = small.data.training_files
+    assert len(copy.path.read_text().splitlines()) == 8 and small.data.test is None
     assert small.actor.engine.strategy == "auto" and small.actor.optimizer == config.actor.optimizer
 
 
