@@ -127,10 +127,10 @@ def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig) -> No
             )
 
 
-def check_base_model(checkpoint: Checkpoint, base: Path) -> None:
-    """Raises RunFolderError if the model in `base` differs from the base model of the checkpoint's adapter."""
+def check_base_model(checkpoint: Checkpoint, base: Path, role: str = "actor") -> None:
+    """Raises RunFolderError if the model in `base` differs from the base model of the role's adapter."""
     old = checkpoint.driver().get("inputs", {})
-    before = next((FileChecksum(*old[key]) for key in ("actor.model.path", "model.path") if key in old), None)
+    before = next((FileChecksum(*old[key]) for key in (f"{role}.model.path", "model.path") if key in old), None)
     if before is None:  # a Hub name, or a checkpoint without checksums
         return
     now = _combined_checksum(sorted(base.glob("*.safetensors")))

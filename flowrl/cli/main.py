@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from flowrl.checkpoints.checkpoints import Checkpoints
+from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.checkpoints.inputs import check_base_model
 from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import is_disk_full
@@ -31,6 +31,7 @@ from flowrl.controller.errors import WorkerError
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import plan
 from flowrl.controller.placement.plan_table import render_plan
+from flowrl.data.checksums import CheckpointError
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
@@ -39,7 +40,7 @@ from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted, raise_on_sigterm
 from flowrl.run.preflight import check_functions, check_positions, check_run, check_start, plan_run
 from flowrl.run.restarts import with_restarts
-from flowrl.run.updates import describe_batches, describe_updates
+from flowrl.run.updates import describe_batches, describe_planned_updates
 from flowrl.schedules.schedule_plan import check_routes, render_graph
 
 RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
@@ -225,7 +226,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             check_memory(config, planned, devices, available)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, RolloutRunConfig) else ""
         num_ranks = planned.roles["actor"].mesh.dp if "actor" in planned.roles else 1
-        sizes = [*describe_batches(config, num_ranks), *describe_updates(config)]
+        sizes = [*describe_batches(config, num_ranks), *describe_planned_updates(config)]
         updates = "".join(f"{line}\n" for line in sizes)
         unknown = "".join(f"{line}\n" for line in explain_unknown_sizes(config))
         details = f"{graph}\n{updates}\n{render_memory(devices, available)}\n{unknown}"
@@ -310,10 +311,13 @@ def _checkpoints(arguments: argparse.Namespace) -> None:
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "export", help="export the policy of a checkpoint as a transformers model", allow_abbrev=False
+        "export", help="export a model of a checkpoint as a transformers model", allow_abbrev=False
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
+    parser.add_argument(
+        "--role", metavar="ROLE", help="role of the model; default: actor, or the only one with a model"
+    )
     parser.add_argument("--output", type=Path, metavar="F", help="new folder; default: RUN/export-step-N")
     parser.add_argument(
         "--adapter", action="store_true", help="export only the adapter, for peft; default folder: RUN/adapter-step-N"
@@ -326,17 +330,18 @@ def _export(arguments: argparse.Namespace) -> None:
     step = checkpoints.require_steps()[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
     checkpoint.check()
-    content, prefix = ("adapter", "adapter") if arguments.adapter else ("policy", "export")
+    content, prefix = ("adapter", "adapter") if arguments.adapter else ("model", "export")
     output = arguments.output or arguments.run_folder / f"{prefix}-step-{step:06d}"
 
     # imported here, because only commands that load a model need torch
-    from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_policy  # noqa: PLC0415
+    from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model  # noqa: PLC0415
     from flowrl.run.templates import save_template  # noqa: PLC0415
 
-    if (base := adapter_base(checkpoint.role("actor"))) is not None:
-        check_base_model(checkpoint, base)
+    role = arguments.role or _find_exported_role(checkpoint)
+    if (base := adapter_base(checkpoint.role(role))) is not None:
+        check_base_model(checkpoint, base, role)
     try:
-        (export_adapter if arguments.adapter else export_policy)(checkpoint.role("actor"), output)
+        (export_adapter if arguments.adapter else export_model)(checkpoint.role(role), output)
         save_template(checkpoint.driver().get("template"), output)
     except OSError as error:
         if str(error.filename) == str(output):
@@ -346,7 +351,19 @@ def _export(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"checkpoint {checkpoint.path} cannot be read ({reason}): choose another with --step"
         ) from error
-    sys.stdout.write(f"{output}: the {content} after step {step}\n")
+    sys.stdout.write(f"{output}: the {content} of {role} after step {step}\n")
+
+
+def _find_exported_role(checkpoint: Checkpoint) -> str:
+    """Returns the actor, or the only role with a model. Raises CheckpointError if the role is not determined."""
+    from flowrl.engines.checkpoint.export import roles_with_model  # noqa: PLC0415 (torch)
+
+    roles = roles_with_model(checkpoint.path)
+    if "actor" in roles or len(roles) == 1:
+        return "actor" if "actor" in roles else roles[0]
+    if not roles:
+        raise CheckpointError(f"checkpoint {checkpoint.path} has no role whose model can be exported")
+    raise CheckpointError(f"checkpoint {checkpoint.path} has the models of {', '.join(roles)}: choose one with --role")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,5 +1,6 @@
 """Implements `flowrl check`, which checks everything that a run needs, except the training itself."""
 
+import json
 import signal
 import tempfile
 import time
@@ -46,8 +47,11 @@ from flowrl.controller.placement.plan import Plan
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import DataError, Message
 from flowrl.data.console import make_console
+from flowrl.data.preparation.prepared_folder import is_prepared
 from flowrl.data.prompts import PromptStream
+from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import as_files
+from flowrl.data.reading.row_problems import RowProblem
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import GB, check_memory, memory_budget
@@ -421,17 +425,23 @@ def small_config(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _copy_first_rows(files: Path | tuple[DataFile, ...], copy: Path) -> Path | tuple[DataFile, ...]:
-    """Copies the first lines of the first file, and returns the copy. Returns other formats as they are."""
+def _copy_first_rows(files: Path | tuple[DataFile, ...], copy: Path) -> tuple[DataFile, ...]:
+    """Copies the first rows of the first file as JSON lines, and returns the copy. Returns a prepared folder as it is,
+    because a run reads only those of its rows that it uses.
+    """
     file = as_files(files)[0]
-    if not file.path.is_file() or file.path.suffix in (".gz", ".zst", ".parquet", ".arrow"):
-        return files
-    with file.path.open(encoding="utf-8") as lines:
-        first = list(islice(lines, NUM_ROWS))
-    if first[0].lstrip().startswith("["):  # an array, whose rows need not be lines
-        return files
-    copy.write_text("".join(first), encoding="utf-8")
-    return copy if isinstance(files, Path) else (file.model_copy(update={"path": copy}),)
+    if is_prepared(file.path):
+        return (file,)
+    rows = (row for chunk in read_chunks(file, rows_per_chunk=NUM_ROWS) for row in chunk.rows)
+    # A JSON object may have several lines.
+    lines = [row.replace(b"\n", b" ") if isinstance(row, bytes) else _to_json(row) for row in islice(rows, NUM_ROWS)]
+    copy.write_bytes(b"\n".join(lines))
+    return (file.model_copy(update={"path": copy, "weight": 1.0}),)
+
+
+def _to_json(row: Any) -> bytes:  # Any: a row of a table or of a JSON array, or a RowProblem
+    # Columns of other types, such as dates, are not part of a conversation.
+    return json.dumps(None if isinstance(row, RowProblem) else row, default=str).encode()
 
 
 def _local_engine(engine: EngineConfig) -> EngineConfig:

@@ -8,11 +8,13 @@ from flowrl.config import (
     EpochConfig,
     OnPolicyConfig,
     OptimizerConfig,
+    PreferenceActorConfig,
     RolloutRunConfig,
     RunConfig,
     TrainedConfig,
     models_of,
 )
+from flowrl.data.reading.reader import count_rows
 
 
 def describe_updates(config: RunConfig) -> list[str]:
@@ -38,6 +40,28 @@ def describe_updates(config: RunConfig) -> list[str]:
         *_exceeded_schedules(config, total),
         *_long_warmups(config, total),
     ]
+
+
+def describe_planned_updates(config: RunConfig) -> list[str]:
+    """Returns the lines of `describe_updates`. Counts the rows of local files if the number of updates follows from
+    `epochs`. Raises DataError if a file cannot be read.
+    """
+    if not isinstance(config, EpochConfig) or config.epochs is None:
+        return describe_updates(config)
+    roles = models_of(config).values()
+    is_kto = any(isinstance(role, PreferenceActorConfig) and not role.loss.IS_PAIRED for role in roles)
+    data = config.data
+    num_rows = count_rows(data.training_files, "kto" if is_kto else None)
+    if not num_rows:
+        return describe_updates(config)
+    planned = config.with_steps(num_rows)
+    _, *warnings = describe_updates(planned)
+    limit = "" if data.strict and data.too_long == "refuse" else "at most "
+    passes = "1 epoch" if config.epochs == 1 else f"{config.epochs} epochs"
+    num_batches = -(-num_rows // config.batch_size)
+    end = f", limited by steps ({config.steps})" if planned.steps < config.epochs * num_batches else ""
+    factors = f"{passes} x {num_batches} batches of up to {config.batch_size} ({num_rows} rows in data.train){end}"
+    return [f"optimizer updates: {limit}{planned.steps} = {factors}", *warnings]
 
 
 def describe_batches(config: RunConfig, num_ranks: int) -> list[str]:

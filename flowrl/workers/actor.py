@@ -14,8 +14,8 @@ from flowrl.config import ActorConfig, ModelConfig, PreferenceActorConfig, Train
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.dtypes import torch_dtype
-from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
-from flowrl.engines.models.loading import describe_model, load_policy, save_model
+from flowrl.engines.checkpoint.export import describe_export
+from flowrl.engines.models.loading import load_policy, save_model
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.weights import export_weights, full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples
@@ -60,7 +60,6 @@ class Actor(TrainedWorker["ActorGroup"]):
             mesh=mesh,
             device=torch.device(self.device),
         )
-        self._described: dict[str, bytes] = {}
         self._known_buckets: dict[tuple[float, str | None], list[list[str]]] = {}
 
     @register(
@@ -130,15 +129,12 @@ class Actor(TrainedWorker["ActorGroup"]):
         )
 
     def description(self) -> dict[str, bytes]:
-        """Returns the model's configuration and tokenizer files, as name -> contents. `flowrl export` needs these
-        files.
-        """
-        if not self._described and self.rank == 0:
-            files = describe_model(self.model, self.config.model.tokenizer_path)
-            if self.config.lora is not None:
-                files |= describe_adapter(self.config.model, self.config.lora)
-            self._described = {f"{DESCRIPTION}/{name}": data for name, data in files.items()}
-        return self._described
+        """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""
+        return self._description if self.rank == 0 else {}
+
+    @cached_property
+    def _description(self) -> dict[str, bytes]:
+        return describe_export(self.model, self.config.model, self.config.lora)
 
     # Weight export. `WeightSync` calls these methods; see docs/weight_transfer.md.
 

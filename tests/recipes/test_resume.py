@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from flowrl.checkpoints.checkpoints import Checkpoints, Score
 from flowrl.cli import main
 from flowrl.config import ModelConfig, Placement, to_yaml
-from flowrl.engines.checkpoint.export import export_policy
+from flowrl.engines.checkpoint.export import export_model
 from flowrl.engines.checkpoint.shards import read_index
 from flowrl.report.chrome_trace import read_trace
 from flowrl.run.interrupt import Interrupted
@@ -200,7 +200,7 @@ def test_adapters_resume_bitwise_identically_from_adapter_checkpoints(
     assert_bitwise_identical(again, straight)
     checkpoint = Checkpoints(again.output).folder(4)
     assert not [name for name in read_index(checkpoint / "actor").tensors if ".lora_" not in name]
-    export_policy(checkpoint / "actor", tmp_path / "exported")
+    export_model(checkpoint / "actor", tmp_path / "exported")
     exported, model = load_file(tmp_path / "exported" / "model.safetensors"), trained(again)
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
     assert main(["export", str(again.output), "--adapter"]) == 0

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from flowrl.cli import main
 from flowrl.config import CheckFailed
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.reading.reader import read_conversations
@@ -35,7 +36,8 @@ def records(config: RewardModelRunConfig) -> list[dict[str, Any]]:
 def test_the_saved_model_is_a_sequence_classifier_and_a_reward_of_ppo(
     task: Path, tmp_path: Path, lora: Any, ppo_config: Any
 ) -> None:
-    config = reward_model_config(task, tmp_path / "rm", epochs=1, steps=0, reward={"lora": lora})
+    changes: dict[str, Any] = {"checkpoint": {"every": 8}, "reward": {"lora": lora}}
+    config = reward_model_config(task, tmp_path / "rm", epochs=1, steps=0, **changes)
     summary = train(config)
     folder = config.output / "model"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -52,6 +54,13 @@ def test_the_saved_model_is_a_sequence_classifier_and_a_reward_of_ppo(
     expected = [summary[f"evaluation/{name}_reward_after"] for name in ("chosen", "rejected")]
     assert [chosen, rejected] == pytest.approx(expected, rel=10 * FLOAT32_RTOL)
     assert summary["steps"] == 8
+
+    exported = tmp_path / "exported"
+    assert main(["export", str(config.output), "--output", str(exported)]) == 0
+    names = {path.name for path in folder.iterdir()}
+    assert {path.name for path in exported.iterdir()} == names
+    assert [name for name in names if (exported / name).read_bytes() != (folder / name).read_bytes()] == []
+    assert main(["export", str(config.output), "--adapter"]) == 2
 
     ppo = train_ppo(ppo_config(reward={"model": {"path": folder}}, steps=1))
     assert ppo["steps"] == 1

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrl.config import ModelConfig, RolloutConfig
-from flowrl.engines.checkpoint.export import export_policy
+from flowrl.engines.checkpoint.export import export_model
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.rollout.base import Request
 from flowrl.engines.rollout.hf.engine import HfRollout
@@ -53,7 +53,7 @@ def test_a_pretrained_model_takes_a_grpo_step_and_is_exported(tmp_path: Path):
     )
     train(GRPOConfig.model_validate(settings))
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-    export_policy(checkpoint / "actor", tmp_path / "exported")
+    export_model(checkpoint / "actor", tmp_path / "exported")
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "exported")(PROMPT)["input_ids"]])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     reloaded = load_policy(ModelConfig(path=tmp_path / "exported"))

@@ -1,10 +1,13 @@
 """The number of updates that a run announces, and warnings about its learning rates."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowrl.run.updates import ZeroRateWatch, describe_batches, describe_updates
+from flowrl.run.updates import ZeroRateWatch, describe_batches, describe_planned_updates, describe_updates
+from recipes.dpo.config import DPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
 from tests.configs import ppo_settings
@@ -31,6 +34,33 @@ def test_the_number_and_the_sizes_of_updates_are_described() -> None:
     (line,) = describe_updates(PPOConfig.model_validate(ppo_settings(**sizes)))
     assert not missing_facts(line, 30, 5, 100, 56, 2)
     assert len(describe_updates(sft())) == 1
+
+
+def test_a_plan_counts_the_updates_of_epochs(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 10
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+
+    def line(**changes: Any) -> str:
+        data = {"train": tmp_path / "train.json", "max_prompt_tokens": 8} | changes.pop("data", {})
+        settings = SFT | trained({"lr": 1e-4}) | {"epochs": 3, "steps": 0, "batch_size": 4, "data": data} | changes
+        (text,) = describe_planned_updates(SFTConfig.model_validate(settings))
+        return text
+
+    assert ": 9 = 3 epochs x 3 batches of up to 4 (10 rows" in line()
+    assert ": 7 = 3 epochs x 3 batches" in line(steps=7) and "steps (7)" in line(steps=7)
+    assert "at most 9" in line(data={"too_long": "drop"})
+    assert "epochs (3)" in line(data={"train": "org/dataset"})
+
+
+def test_a_pair_counts_as_two_rows_of_kto(tmp_path: Path) -> None:
+    pair = {"context": [{"from": "human", "content": "1"}], "chosen": "2", "rejected": "3"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    data = {"train": tmp_path / "pairs.jsonl", "max_prompt_tokens": 8}
+    for loss, num_updates in (("dpo", 1), ("kto", 2)):
+        actor = {"model": {"path": "model"}, "optimizer": {"lr": 1e-4}, "loss": loss}
+        settings = {"output": "out", "batch_size": 1, "epochs": 1, "data": data, "actor": actor}
+        (line,) = describe_planned_updates(DPOConfig.model_validate(settings))
+        assert f"{num_updates} = 1 epoch" in line
 
 
 def test_batch_sizes_are_described_for_all_ranks_and_for_one() -> None:

@@ -122,10 +122,7 @@ class DataConfig(Config):
         if self.evaluation_rows is not None and not self.evaluation_files:
             raise ValueError(f"evaluation_rows is {self.evaluation_rows}, but there is no test file: set test")
         if wrong := [name for name in self.tests if not re.fullmatch(r"[\w.-]+", name)]:
-            raise ValueError(
-                f"tests has the name {wrong[0]!r}, which is part of the names of metrics: use letters, digits, '_', "
-                "'-' and '.'"
-            )
+            raise ValueError(f"tests has the name {wrong[0]!r}: use letters, digits, '_', '-' and '.'")
         return self
 
     @property

@@ -108,6 +108,21 @@ def read_conversations(
     return conversations
 
 
+def count_rows(files: Files, kind: Kind | None = None) -> int | None:
+    """Returns the rows of an epoch in local files, without tokenizing them. None if a source is not a local file.
+
+    Rows that a run drops, such as long ones, count. For kto, a pair counts as two rows.
+    """
+    num_rows = 0
+    for source in as_files(files):
+        if not source.path.exists():
+            return None
+        chunks, counts = read_chunks(source), RowCounts()
+        usable = sum(1 for chunk in chunks for _ in parse_rows(chunk, source.columns, counts, kind=kind))
+        num_rows += round(usable * source.weight)
+    return num_rows
+
+
 def as_files(files: Files) -> tuple[DataFile, ...]:
     """Returns the files with their settings."""
     if isinstance(files, Path | str):

@@ -1,5 +1,5 @@
 """Checkpoints of a `TrainEngine`, and export of the policy from a checkpoint.
 
-Entry points: `engine_checkpoint.EngineCheckpoints` and `load`; `export.export_policy` and `export_adapter`.
+Entry points: `engine_checkpoint.EngineCheckpoints` and `load`; `export.export_model` and `export_adapter`.
 May import `flowrl.config`, `flowrl.data`, `flowrl.engines.models` and `flowrl.engines.train`.
 """

@@ -1,4 +1,4 @@
-"""Exports a policy or its adapter from a checkpoint that any number of ranks wrote."""
+"""Exports a policy, its adapter, or a reward model from a checkpoint that any number of ranks wrote."""
 
 import json
 from collections.abc import Mapping
@@ -14,17 +14,44 @@ from flowrl.data.checksums import CheckpointError
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.checkpoint.engine_checkpoint import MODEL
 from flowrl.engines.checkpoint.shards import read_index, read_into
-from flowrl.engines.models.loading import build_model, load_policy, save_model
+from flowrl.engines.models.loading import (
+    RewardModel,
+    build_policy,
+    build_reward_model,
+    describe_model,
+    load_policy,
+    load_reward_model,
+    save_model,
+)
 from flowrl.engines.models.lora import add_adapter, save_adapter
 
 DESCRIPTION = "model"
-"""Subfolder of an actor's checkpoint that contains the model configuration and the tokenizer."""
+"""Subfolder of a role's checkpoint that contains the model configuration and the tokenizer."""
 
 _ADAPTER = "adapter.json"
 """File in the `DESCRIPTION` folder of a LoRA run. It contains the adapter's settings and the path of the base model."""
 
+_CONFIG = f"{DESCRIPTION}/config.json"
+
 _POLICY = MODEL + "language_model."
 """Prefix of the policy's weights in an actor's checkpoint."""
+
+_REWARD_MODEL = MODEL + "model."
+"""Prefix of all weights in a reward model's checkpoint."""
+
+
+def describe_export(model: PreTrainedModel, config: ModelConfig, lora: LoraConfig | None) -> dict[str, bytes]:
+    """Returns {file name: contents} for the files that an export needs besides the weights in a checkpoint.
+
+    Args:
+        model: the transformers model, which may have an adapter.
+        config: settings with which it was loaded.
+        lora: settings of the adapter. None: the model has no adapter.
+    """
+    files = describe_model(model, config.tokenizer_path)
+    if lora is not None:
+        files |= describe_adapter(config, lora)
+    return {f"{DESCRIPTION}/{name}": data for name, data in files.items()}
 
 
 def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
@@ -34,29 +61,38 @@ def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
     return {_ADAPTER: json.dumps(settings).encode()}
 
 
-def export_policy(checkpoint: Path, output: Path) -> None:
-    """Exports the policy of an actor's checkpoint to a folder that transformers can load. Merges an adapter into the
-    weights.
+def roles_with_model(checkpoint: Path) -> list[str]:
+    """Returns the roles in the checkpoint of a run whose model can be exported."""
+    return sorted(path.name for path in checkpoint.iterdir() if (path / _CONFIG).is_file())
+
+
+def export_model(checkpoint: Path, output: Path) -> None:
+    """Exports the model of a role to a folder that transformers can load: a policy as a causal language model, and a
+    reward model as a sequence classifier. Merges an adapter into the weights.
 
     Args:
-        checkpoint: folder written by `Actor.save_checkpoint`.
+        checkpoint: folder written by `Actor.save_checkpoint` or `TrainedRewardModel.save_checkpoint`.
         output: a new folder, which is created atomically.
     Raises:
-        CheckpointError: the checkpoint has no policy, or does not match the base model.
+        CheckpointError: the checkpoint has no model, or does not match the base model.
         ModelError: `output` exists, or the base model cannot be loaded.
         UserError: `output` cannot be written.
     """
-    description, weights = _description_folder(checkpoint), _policy_weights(checkpoint)
-    is_adapter = adapter_base(checkpoint) is not None
-    model = _load_adapted(description, weights) if is_adapter else build_model(description, weights)
+    description, weights = _description_folder(checkpoint), _read_weights(checkpoint)
+    if adapter_base(checkpoint) is not None:
+        model = _load_adapted(description, weights)
+    elif _is_reward_model(weights):
+        model = build_reward_model(description, _without_prefix(weights, _REWARD_MODEL))
+    else:
+        model = build_policy(description, _without_prefix(weights, _POLICY))
     save_model(model, description, output)
 
 
 def export_adapter(checkpoint: Path, output: Path) -> None:
     """Exports the adapter of an actor's checkpoint to a folder that peft loads onto the base model.
 
-    The arguments and errors are those of `export_policy`. Also raises CheckpointError if the checkpoint has no adapter,
-    and LoraError if `output` exists.
+    The arguments and errors are those of `export_model`. Also raises CheckpointError if the checkpoint has no adapter
+    of a policy, and LoraError if `output` exists.
     """
     description, base = _description_folder(checkpoint), adapter_base(checkpoint)
     if base is None:
@@ -64,7 +100,12 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
             f"{checkpoint} has no adapter, because its run trained all weights (lora was not set): export without "
             f"--adapter"
         )
-    save_adapter(_load_adapted(description, _policy_weights(checkpoint)), base, output)
+    model = _load_adapted(description, _read_weights(checkpoint))
+    if isinstance(model, RewardModel):
+        raise CheckpointError(
+            f"{checkpoint} has the adapter of a reward model, which needs its trained head: export without --adapter"
+        )
+    save_adapter(model, base, output)
 
 
 def adapter_base(checkpoint: Path) -> Path | None:
@@ -74,27 +115,45 @@ def adapter_base(checkpoint: Path) -> Path | None:
 
 
 def _description_folder(checkpoint: Path) -> Path:
-    folder = checkpoint / DESCRIPTION
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{checkpoint} is not the checkpoint of an Actor: only an actor's model can be exported")
-    return folder
+    if not (checkpoint / _CONFIG).is_file():
+        raise CheckpointError(f"{checkpoint} has no model that can be exported: choose an actor or a reward model")
+    return checkpoint / DESCRIPTION
 
 
-def _policy_weights(checkpoint: Path) -> dict[str, Tensor]:
+def _read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Returns the weights of the model in a checkpoint, by their names in it."""
     index = read_index(checkpoint)
     weights: dict[str, Any] = {
         name: torch.empty(stored["size"], dtype=torch_dtype(stored["dtype"]))
         for name, stored in index.tensors.items()
-        if name.startswith(_POLICY)
+        if name.startswith((_POLICY, _REWARD_MODEL))
     }
     read_into(weights, checkpoint, index, None)
-    return {name.removeprefix(_POLICY): weight for name, weight in weights.items()}
+    return weights
 
 
-def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+def _is_reward_model(weights: Mapping[str, Tensor]) -> bool:
+    return any(name.startswith(_REWARD_MODEL) for name in weights)
+
+
+def _without_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): weight for name, weight in weights.items()}
+
+
+def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel | RewardModel:
+    """Loads the base model, and adds the trained weights of a checkpoint: the adapter, and the head of a reward
+    model.
+    """
     settings = json.loads((description / _ADAPTER).read_text())
-    model = load_policy(ModelConfig.model_validate(settings["model"]))
-    add_adapter(model, LoraConfig.model_validate(settings["lora"]))
+    base, lora = ModelConfig.model_validate(settings["model"]), LoraConfig.model_validate(settings["lora"])
+    if _is_reward_model(weights):
+        model = load_reward_model(base, head="fresh")  # the checkpoint has the head
+        add_adapter(model.language_model, lora)
+        weights = _without_prefix(weights, MODEL)
+    else:
+        model = load_policy(base)
+        add_adapter(model, lora)
+        weights = _without_prefix(weights, _POLICY)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if {name: weight.shape for name, weight in trained.items()} != {name: w.shape for name, w in weights.items()}:
         raise CheckpointError(

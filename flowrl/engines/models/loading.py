@@ -185,12 +185,18 @@ def load_reward_model(
         fresh=frozenset({f"{_SCORE}.weight"} if head == "fresh" else ()),
         num_labels=1,
     )
+    reward_model = _with_score(model, config.path)
+    if head == "fresh":
+        _draw_head(reward_model.head, seed)
+    return reward_model.eval()
+
+
+def _with_score(model: PreTrainedModel, path: Path) -> RewardModel:
+    """Returns the reward model of a sequence-classification model. Raises ModelError if its head is unsuitable."""
     score = dict(model.named_children()).get(_SCORE)
     if not isinstance(score, nn.Linear):
-        raise ModelError(f"the model in {config.path} has no linear head named score; use a decoder with such a head")
-    if head == "fresh":
-        _draw_head(score, seed)
-    return RewardModel(model, score).eval()
+        raise ModelError(f"the model in {path} has no linear head named score; use a decoder with such a head")
+    return RewardModel(model, score)
 
 
 def save_model(
@@ -232,20 +238,29 @@ def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, by
     """Returns the files that `save_pretrained` writes, except the weights, as name -> contents."""
     with TemporaryDirectory() as name, _quiet():
         model.config.save_pretrained(name)
-        if model.generation_config is not None:
+        if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(name)
         AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(name)
         return {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
 
 
-def build_model(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+def build_policy(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     """Builds a causal language model from the files of `describe_model` and from full weights. Does not copy the
     weights.
 
     Raises ModelError if the weights do not match the model.
     """
+    return _build(AutoModelForCausalLM, description, weights)
+
+
+def build_reward_model(description: Path, weights: Mapping[str, Tensor]) -> RewardModel:
+    """Builds a reward model. The arguments and errors are those of `build_policy`."""
+    return _with_score(_build(AutoModelForSequenceClassification, description, weights), description)
+
+
+def _build(auto: Any, description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     with _quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(description, local_files_only=True))
+        model = auto.from_config(AutoConfig.from_pretrained(description, local_files_only=True))
     mismatch = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]

@@ -1,5 +1,7 @@
 """The shapes of public datasets, with rows as their authors publish them."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 
 from flowrl.data.messages import Message
 from flowrl.data.reading.kinds import Kind, infer_kind, project
+from flowrl.data.reading.reader import read_conversations
 from flowrl.data.reading.row_problems import RowProblem
 from flowrl.data.reading.shapes import boxed, recognize
 
@@ -15,6 +18,14 @@ USER, BOT = Message("user", "u"), Message("assistant", "a")
 
 def row(value: Any, **columns: str):
     return recognize(value, columns, Path("f"), 1)
+
+
+def test_the_documented_text_of_ptx_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/stages.md").read_text()
+    (rows,) = (block for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if '"Target"' in block)
+    (tmp_path / "text.json").write_text(rows)
+    (text,) = read_conversations(tmp_path / "text.json", kind="text")
+    assert text.text == ("", json.loads(rows)[0]["Target"])
 
 
 def turns(*pairs: str) -> list[dict[str, str]]:

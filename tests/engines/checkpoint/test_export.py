@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, UserError
 from flowrl.data.checksums import CheckpointError
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, export_adapter, export_policy
+from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, export_adapter, export_model
 from flowrl.engines.checkpoint.shards import INDEX
 from flowrl.engines.models.loading import ModelError, describe_model
 from flowrl.engines.models.lora import add_adapter
@@ -37,7 +37,7 @@ def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
     "model", [qwen2, llama, lambda: qwen2(dtype=torch.bfloat16)], ids=["tied", "untied", "bfloat16"]
 )
 def test_an_exported_policy_has_the_same_logits(model, tmp_path: Path) -> None:
-    export_policy(saved(model(), tmp_path), tmp_path / "out")
+    export_model(saved(model(), tmp_path), tmp_path / "out")
     loaded, expected = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").eval() for name in ("out", "start")
     )
@@ -63,7 +63,7 @@ def adapted(tmp_path: Path, base: Path, rank: int = 4) -> tuple[PreTrainedModel,
 
 def test_an_exported_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp_path: Path) -> None:
     model, folder = adapted(tmp_path, save(qwen2(), tmp_path / "base"))
-    export_policy(folder, tmp_path / "out")
+    export_model(folder, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.randint(2, 30, (2, 9))
     with torch.no_grad():
@@ -73,10 +73,10 @@ def test_an_exported_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp
 def test_an_adapter_of_another_model_or_of_none_is_rejected(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, save(llama(), tmp_path / "other"))
     with pytest.raises(CheckpointError, match="other"):
-        export_policy(folder, tmp_path / "out")
+        export_model(folder, tmp_path / "out")
     _, folder = adapted(tmp_path / "again", tmp_path / "nowhere")
     with pytest.raises(ModelError, match="nowhere"):
-        export_policy(folder, tmp_path / "out")
+        export_model(folder, tmp_path / "out")
 
 
 def test_exporting_the_adapter_of_a_checkpoint_without_one_is_rejected(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_exporting_the_adapter_of_a_checkpoint_without_one_is_rejected(tmp_path:
 def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file/out"):
-        export_policy(saved(qwen2(), tmp_path), tmp_path / "file/out")
+        export_model(saved(qwen2(), tmp_path), tmp_path / "file/out")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_exports_a_checkpoint_of_two_ranks(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
-    export_policy(of_two_ranks / name / "actor", tmp_path / "out")
+    export_model(of_two_ranks / name / "actor", tmp_path / "out")
     exported, expected, start = (
         load_file(path / "model.safetensors")
         for path in (tmp_path / "out", of_two_ranks / name / "policy", of_two_ranks / START)
@@ -125,23 +125,23 @@ def test_one_process_resumes_a_critic_saved_by_two_ranks(of_two_ranks: Path, nam
 
 def test_a_critic_is_not_exported_as_a_policy(of_two_ranks: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="critic"):
-        export_policy(of_two_ranks / "fsdp" / "critic", tmp_path / "out")
+        export_model(of_two_ranks / "fsdp" / "critic", tmp_path / "out")
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ModelError, match=str(tmp_path)):
-        export_policy(saved(llama(), tmp_path), tmp_path / "out")
+        export_model(saved(llama(), tmp_path), tmp_path / "out")
 
 
 def test_a_config_that_is_not_a_language_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        export_policy(tmp_path, tmp_path / "out")
+        export_model(tmp_path, tmp_path / "out")
 
 
 def test_a_config_of_another_model_is_rejected(tmp_path: Path) -> None:
     folder = saved(llama(), tmp_path)
     (folder / DESCRIPTION / "config.json").write_bytes(describe_model(qwen2(), tmp_path / "start")["config.json"])
     with pytest.raises((ModelError, RuntimeError), match=r"weight"):
-        export_policy(folder, tmp_path / "out")
+        export_model(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
