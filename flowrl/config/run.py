@@ -276,10 +276,9 @@ class RunConfig(Config):
             template = value.policy_template or (data.template if isinstance(data, DataConfig) else None)
             tokenizer = value.policy_tokenizer or actor.model.tokenizer_path
             return value.model_copy(update={"policy_tokenizer": tokenizer, "policy_template": template})
-        policies = ActorConfig | StudentConfig | ReferenceConfig
-        if rollout is None or not isinstance(value, policies) or value.temperature is not None:
+        if not isinstance(value, ActorConfig | StudentConfig | ReferenceConfig) or value.temperature is not None:
             return value
-        return value.model_copy(update={"temperature": rollout.temperature})
+        return value if rollout is None else value.model_copy(update={"temperature": rollout.temperature})
 
     @model_validator(mode="after")
     def _check_run(self) -> "RunConfig":

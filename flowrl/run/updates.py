@@ -49,7 +49,9 @@ def describe_batches(config: RunConfig, num_ranks: int) -> list[str]:
         return []
     size, trained, minibatch = config.batch_size, config.trained_per_step, config.minibatch_size
     num_minibatches = -(-trained // minibatch)
-    parts = f"{num_minibatches} x {minibatch}" if trained % minibatch == 0 else f"{num_minibatches} of up to {minibatch}"
+    parts = (
+        f"{num_minibatches} x {minibatch}" if trained % minibatch == 0 else f"{num_minibatches} of up to {minibatch}"
+    )
     selected = "" if trained == size else f", of which up to {trained} are trained"
     own_rows, own_minibatch = (_share(number, num_ranks) for number in (size, minibatch))
     ranks = f"{num_ranks} data-parallel rank{'' if num_ranks == 1 else 's'} of actor"

@@ -31,10 +31,10 @@ class DistillationConfig(RolloutRunConfig):
 
     @model_validator(mode="after")
     def _check_temperature(self) -> "DistillationConfig":
-        student, teacher, sampled = self.actor.temperature, self.teacher.temperature, self.rollout.temperature
-        if self.actor.loss.READS_SAMPLES and student != sampled:
+        student, sampled, loss = self.actor.temperature, self.rollout.temperature, self.actor.loss
+        if loss.READS_SAMPLES and student != sampled:
             raise ValueError(
-                f"actor.temperature is {student:g}, but rollout.temperature is {sampled:g} and actor.loss "
-                f"{self.actor.loss.kind} needs samples of the student: remove actor.temperature, or set it to {sampled:g}"
+                f"actor.temperature is {student:g}, but rollout.temperature is {sampled:g}, and actor.loss {loss.kind} "
+                f"needs samples of the student: remove actor.temperature, or set it to {sampled:g}"
             )
         return self

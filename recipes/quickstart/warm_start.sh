@@ -21,8 +21,8 @@ train_on_prompts() {
     exec python -m "recipes.$1.train" "recipes/$1/arithmetic.yaml" output="$(next_folder "$2")" "${_common[@]}" "${@:3}"
 }
 
-# distill FOLDER SETTINGS...: trains a teacher longer than the warm start, and distills it into the model of the warm
-# start. FOLDER is as in train_ppo.
+# distill FOLDER SETTINGS...: trains a teacher on more examples than the warm start, and distills it into the model of
+# the warm start. FOLDER is as in train_ppo.
 distill() {
     _prepare_model
     train_teacher "$_task" "$_seed"
@@ -78,13 +78,14 @@ next_folder() {
 # after supervised fine-tuning), unless they exist. Both depend only on the seed.
 warm_start() {
     python -m recipes.quickstart.prepare --output "$1/data" --seed "$2"
-    _fine_tune "$1" "$2" sft
+    _fine_tune "$1" "$2" sft data.train="$1/data/sft.jsonl"
 }
 
-# train_teacher FOLDER SEED: creates FOLDER/teacher/model, which is trained on the same examples as the warm start, but
-# for more steps, unless it exists. FOLDER/data must exist.
+# train_teacher FOLDER SEED: creates FOLDER/teacher/model, which is trained on three times as many examples as the warm
+# start, unless it exists. FOLDER/data must exist.
 train_teacher() {
-    _fine_tune "$1" "$2" teacher steps=1500
+    python -m recipes.quickstart.pairs --data "$1/data" --seed "$2"
+    _fine_tune "$1" "$2" teacher steps=700 data.train="[{path: $1/data/sft.jsonl}, {path: $1/data/pairs.jsonl}]"
 }
 
 # _fine_tune FOLDER SEED NAME SETTINGS...: creates FOLDER/NAME/model by supervised fine-tuning, unless it exists.
@@ -93,6 +94,6 @@ _fine_tune() {
         # Removes the results of an interrupted run.
         rm -rf "${1:?}/$3"
         python -m recipes.sft.train recipes/quickstart/sft.yaml output="$1/$3" seed="$2" \
-            actor.model.path="$1/data/model" data.train="$1/data/sft.jsonl" "${@:4}"
+            actor.model.path="$1/data/model" "${@:4}"
     fi
 }

@@ -67,7 +67,7 @@ def test_invalid_input_is_rejected(scores: Tensor, groups: Tensor, keep: int, pa
 def test_kl_bound_by_hand() -> None:
     assert best_of_n_kl_bound(1) == 0
     assert best_of_n_kl_bound(4) == pytest.approx(1.3862943611 - 0.75)
-    with pytest.raises(ValueError, match="num_samples .*0"):
+    with pytest.raises(ValueError, match=r"num_samples .*0"):
         best_of_n_kl_bound(0)
 
 

@@ -88,9 +88,7 @@ def test_an_equal_teacher_has_no_loss_and_agrees_at_every_token(task_folder: Pat
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sync"])
-def test_every_schedule_weights_stale_tokens(
-    task_folder: Path, tmp_path: Path, teacher: Path, schedule: str
-) -> None:
+def test_every_schedule_weights_stale_tokens(task_folder: Path, tmp_path: Path, teacher: Path, schedule: str) -> None:
     changes: dict[str, Any] = {"schedule": SCHEDULES[schedule], "placement": detached("teacher"), "minibatch_size": 8}
     config = distillation_config(task_folder, tmp_path / "run", teacher, **changes)
     train(config)
@@ -150,9 +148,7 @@ def test_a_teacher_with_another_vocabulary_is_rejected_before_the_run_starts(
         ({"minibatch_size": 17}, ("minibatch_size", 17, 16)),
     ],
 )
-def test_invalid_settings_are_rejected(
-    tmp_path: Path, changes: dict[str, Any], facts: tuple[str | float, ...]
-) -> None:
+def test_invalid_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], facts: tuple[str | float, ...]) -> None:
     with rejects(*facts, error=ValueError):
         distillation_config(tmp_path, tmp_path, tmp_path, **changes)
 

@@ -12,7 +12,9 @@ NumCandidates = Annotated[
 
 
 class DistillationLossConfig(Member):
-    """Base class of distillation losses. Usage: `distillation_losses.load(loss.kind)(**columns, **loss.arguments())`."""
+    """Base class of distillation losses. Usage:
+    `distillation_losses.load(loss.kind)(**columns, **loss.arguments())`.
+    """
 
     NOUN = "a distillation loss"
 

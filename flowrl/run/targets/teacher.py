@@ -51,8 +51,8 @@ def evaluate_agreement(
     """
 
     def measure(batch: Batch) -> dict[str, float]:
-        batch["teacher_top_ids"] = teacher.topk.submit(batch, k=1)["topk_ids"]
-        measured = actor.measure.submit(batch, AGREEMENT).get()
+        top_ids = teacher.topk.submit(batch, k=1).select("topk_ids").rename({"topk_ids": "teacher_top_ids"})
+        measured = actor.measure.submit(batch.union(top_ids), AGREEMENT).get()
         return {"agreement": next(metric.result() for name, metric in measured.items() if name.endswith("/agreement"))}
 
     return evaluate_sets(prompts, lambda rows: generate_responses(rollout, rows, config), measure)
