@@ -26,6 +26,7 @@ from flowrl.algorithms.advantages.reward_shaping import (
     with_overlong_penalty,
 )
 from flowrl.algorithms.advantages.token_baselines import optimal_token_baseline
+from flowrl.algorithms.best_of_n import best_of_n, best_of_n_kl_bound
 from flowrl.algorithms.corrections import (
     Correlation,
     RatioLevel,
@@ -104,6 +105,8 @@ __all__ = [
     "WeightSums",
     "aggregate",
     "aggregation_count",
+    "best_of_n",
+    "best_of_n_kl_bound",
     "candidate_logprobs",
     "cispo_loss",
     "clip_cov_loss",

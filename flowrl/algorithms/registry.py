@@ -272,6 +272,16 @@ reward_model_losses = Registry(
 )
 """Losses of reward models: (scores of the responses of each pair) -> (loss per pair, metrics)."""
 
+distillation_losses = Registry(
+    "distillation loss",
+    {
+        "sampled_reverse_kl": "losses.distillation:sampled_reverse_kl_loss",
+        "topk_forward_kl": "losses.distillation:topk_forward_kl_loss",
+    },
+    optional=("logprobs", "teacher_logprobs", "behavior_logprobs", "topk_logprobs", "teacher_topk_logprobs"),
+)
+"""Distillation losses: (log-probabilities under student and teacher) -> (loss [B, T], metrics [B, T])."""
+
 kl_controls = Registry(
     "KL control",
     {"fixed": "kl.kl_control:FixedKlControl", "adaptive": "kl.kl_control:AdaptiveKlControl"},
@@ -302,6 +312,7 @@ REGISTRIES = (
     rollout_corrections,
     preference_losses,
     reward_model_losses,
+    distillation_losses,
     kl_controls,
     reward_shaping,
 )

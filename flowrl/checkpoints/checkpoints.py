@@ -30,6 +30,7 @@ MANIFEST, DRIVER = "manifest.json", "driver.json"
 
 SCORES: Mapping[str, int] = {
     "accuracy": 1,
+    "agreement": 1,
     "reward": 1,
     "validation_loss": -1,
     "loss": -1,

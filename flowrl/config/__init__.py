@@ -10,6 +10,7 @@ May import nothing else of flowrl, and neither torch nor Ray.
 
 from flowrl.config.algorithm.advantage import AdvantageConfig, AnyAdvantage
 from flowrl.config.algorithm.correction import AnyCorrection, CorrectionConfig
+from flowrl.config.algorithm.distillation_loss import AnyDistillation, DistillationLossConfig
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PolicyLossConfig
 from flowrl.config.algorithm.preference import (
     AnyPreference,
@@ -58,6 +59,7 @@ from flowrl.config.roles import (
     RewardModelConfig,
     RoleConfig,
     RolloutConfig,
+    StudentConfig,
     TrainedConfig,
     TransferConfig,
     VllmConfig,
@@ -81,16 +83,17 @@ from flowrl.config.stages.rollouts import RolloutRunConfig
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [
-    "ROLES", "SINGLE", "ActorConfig", "AdvantageConfig", "Aggregation", "AnyAdvantage", "AnyCorrection", "AnyKlControl",
-    "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss", "AnySchedule", "AnyShaping", "AsyncSchedule", "CheckFailed",
-    "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig", "CriticConfig", "DataConfig", "DataFile",
-    "DatasetConfig", "Device", "EngineCapabilities", "EngineConfig", "EpochConfig", "EvaluationConfig", "FilePath",
-    "ImportName", "ImportNameError", "KlControlConfig", "KlKind", "LoraConfig", "Member", "ModelConfig",
-    "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package", "Placement",
-    "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization",
-    "ReferenceConfig", "ReportConfig", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig", "RoleConfig",
-    "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
-    "ScheduleConfig", "SettingValues", "ShapingConfig", "TokenIds", "TrainedConfig", "TransferConfig", "UserError",
-    "VllmConfig", "find_tokenizer_role", "import_attribute", "import_function", "import_recipe", "load", "load_located",
-    "loading", "models_of", "parse", "recipe_class", "shards_model", "to_yaml", "training_module",
+    "ROLES", "SINGLE", "ActorConfig", "AdvantageConfig", "Aggregation", "AnyAdvantage", "AnyCorrection",
+    "AnyDistillation", "AnyKlControl", "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss", "AnySchedule",
+    "AnyShaping", "AsyncSchedule", "CheckFailed", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
+    "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DistillationLossConfig", "EngineCapabilities",
+    "EngineConfig", "EpochConfig", "EvaluationConfig", "FilePath", "ImportName", "ImportNameError", "KlControlConfig",
+    "KlKind", "LoraConfig", "Member", "ModelConfig", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig",
+    "Options", "Package", "Placement", "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig",
+    "PreparationConfig", "PtxConfig", "Quantization", "ReferenceConfig", "ReportConfig", "RewardConfig",
+    "RewardModelConfig", "RewardModelLossConfig", "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig",
+    "RolloutRunConfig", "RowsConfig", "RunConfig", "ScheduleConfig", "SettingValues", "ShapingConfig", "StudentConfig",
+    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
+    "import_function", "import_recipe", "load", "load_located", "loading", "models_of", "parse", "recipe_class",
+    "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

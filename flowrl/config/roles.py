@@ -12,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from flowrl.config.algorithm.distillation_loss import AnyDistillation, SampledReverseKlLoss
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PpoLoss
 from flowrl.config.algorithm.preference import AnyPreference, AnyRewardModelLoss, DpoLoss, PairwiseRewardLoss
 from flowrl.config.base import Aggregation, Config, FilePath, ImportName, KlKind, Options, TokenIds
@@ -119,6 +120,16 @@ class PreferenceActorConfig(TrainedConfig):
 
     loss: AnyPreference = DpoLoss()
     """Preference loss: a name, or a mapping with its kind and its settings."""
+
+
+class StudentConfig(TrainedConfig):
+    """The policy that is trained to agree with a teacher, and its loss."""
+
+    temperature: PositiveFloat | None = None
+    """Divisor of the logits before the log-softmax. Null uses rollout.temperature."""
+
+    loss: AnyDistillation = SampledReverseKlLoss()
+    """Distillation loss: a name, or a mapping with its kind and its settings."""
 
 
 class RewardModelConfig(TrainedConfig):

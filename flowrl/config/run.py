@@ -24,6 +24,7 @@ from flowrl.config.roles import (
     RewardConfig,
     RoleConfig,
     RolloutConfig,
+    StudentConfig,
     TrainedConfig,
 )
 from flowrl.config.setting_tree import config_classes
@@ -228,7 +229,7 @@ class RunConfig(Config):
 
     @property
     def can_end_early(self) -> bool:
-        """Whether the data may end the run before `steps`. Then `num_updates` is an upper limit."""
+        """Whether a run may have fewer updates than `num_updates`, depending on its data."""
         return False
 
     @field_validator("*", mode="after")
@@ -275,9 +276,9 @@ class RunConfig(Config):
             template = value.policy_template or (data.template if isinstance(data, DataConfig) else None)
             tokenizer = value.policy_tokenizer or actor.model.tokenizer_path
             return value.model_copy(update={"policy_tokenizer": tokenizer, "policy_template": template})
-        if rollout is None or not isinstance(value, ActorConfig | ReferenceConfig) or value.temperature is not None:
+        if not isinstance(value, ActorConfig | StudentConfig | ReferenceConfig) or value.temperature is not None:
             return value
-        return value.model_copy(update={"temperature": rollout.temperature})
+        return value if rollout is None else value.model_copy(update={"temperature": rollout.temperature})
 
     @model_validator(mode="after")
     def _check_run(self) -> "RunConfig":

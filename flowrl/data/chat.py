@@ -22,7 +22,15 @@ from flowrl.data.template import (
 )
 from flowrl.data.turn_layout import Span, TurnLayout, infer_end, make_layout, relocate
 
-__all__ = ["ChatTokenizer", "DataError", "Message", "Speaker", "UnknownTokens", "has_same_rendering"]
+__all__ = [
+    "ChatTokenizer",
+    "DataError",
+    "Message",
+    "Speaker",
+    "UnknownTokens",
+    "compare_vocabularies",
+    "has_same_rendering",
+]
 
 _MAX_LAYOUTS = 1000
 """Sequences of roles whose layouts are kept."""
@@ -343,6 +351,24 @@ def has_same_rendering(policy: Path, other: Path, template: Path | None = None) 
         return True
     second = ChatTokenizer(other)
     return second._rendering == first._rendering
+
+
+def compare_vocabularies(first: Path, second: Path) -> str | None:
+    """Returns a difference between the tokens of two tokenizers, or None if they have the same ids and tokens.
+
+    Raises DataError if a folder has no tokenizer.
+    """
+    if first == second:
+        return None
+    ids, others = (_load_tokenizer(path).get_vocab() for path in (first, second))
+    if ids == others:
+        return None
+    token, first_id, second_id = next(
+        (token, ids.get(token, "none"), others.get(token, "none"))
+        for token in [*ids, *others]
+        if ids.get(token) != others.get(token)
+    )
+    return f"token {token!r} has the id {first_id} in {first}, and {second_id} in {second}"
 
 
 def _load_tokenizer(path: Path) -> Any:  # Any: transformers types token ids too loosely

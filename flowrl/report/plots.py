@@ -40,7 +40,9 @@ class Panel:
 
 PANELS = (
     Panel("Mean reward", (Line("reward", "#2a78b5"),)),
+    Panel("Mean reward of the selected responses", (Line("reward_selected", "#2a78b5"),)),
     Panel("Held-out accuracy", (Line("accuracy", "#2e8b57"),)),
+    Panel("Held-out agreement with the teacher", (Line("agreement", "#2e8b57"),)),
     Panel("Accuracy on pairs", (Line("actor/accuracy", "#2e8b57"), Line("reward/accuracy", "#2e8b57"))),
     Panel(
         "Reward of chosen and rejected answers",
@@ -52,6 +54,13 @@ PANELS = (
         ),
     ),
     Panel("KL to the reference (nats per token)", (Line("kl", "#c0562f"), Line("actor/kl", "#c0562f"))),
+    Panel(
+        "KL to the teacher (nats per token)",
+        (
+            Line("actor/reverse_kl", "#c0562f", "from the student"),
+            Line("actor/forward_kl", "#2a78b5", "from the teacher"),
+        ),
+    ),
     Panel("Response length (tokens)", (Line("response_length", "#7a5aa6"),)),
     Panel("Policy loss", (Line("actor/loss", "#a63d57"),)),
     Panel("Reward model loss", (Line("reward/loss", "#a63d57"),)),

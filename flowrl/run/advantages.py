@@ -169,8 +169,7 @@ class Advantages:
             shaped=shaped,
             seed=batch.seed,
         )
-        measured = [name for name in METRIC_COLUMNS if name in batch]
-        return batch, batch.reduce(batch_metrics, measured, kl_control=kl_control)
+        return batch, measure_batch(batch, kl_control)
 
     def state(self) -> dict[str, Any]:
         """Returns the state as plain numbers for a checkpoint. Blocks until the last `compute` is done."""
@@ -425,6 +424,14 @@ def update_kl_control(table: TensorDict, config: AdvantageConfig, control: KlCon
 
 
 # Metrics.
+
+
+_NO_PENALTY = FixedKlControl(0.0)
+
+
+def measure_batch(batch: Batch, kl_control: KlControl | Future | LocalRef = _NO_PENALTY) -> Future | LocalRef:
+    """Returns a future of the metrics of a batch, with or without advantages. Does not block."""
+    return batch.reduce(batch_metrics, [name for name in METRIC_COLUMNS if name in batch], kl_control=kl_control)
 
 
 def batch_metrics(table: TensorDict, kl_control: KlControl) -> dict[str, Metric]:

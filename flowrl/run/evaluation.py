@@ -1,6 +1,7 @@
-"""Evaluation during a run: the scores of responses to held-out prompts, or the loss on held-out examples."""
+"""Evaluation during a run: responses to held-out prompts and their scores, or the loss on held-out examples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -45,28 +46,51 @@ def evaluate(
     Returns: `accuracy`, the mean score, and `evaluation/response_length`, the mean number of tokens. With k > 1 samples
         also `accuracy_best@k`, the mean over prompts of the best score. For named sets, the names end with `/NAME`.
     """
+
+    def generate(rows: Batch) -> Batch:
+        batch = generate_responses(rollout, rows, config)
+        batch["scores"] = reward.score.submit(batch, evaluation=True)
+        return batch
+
+    return evaluate_sets(prompts, generate, partial(_measure_scores, samples=config.samples))
+
+
+def generate_responses(rollout: "RolloutGroup", prompts: Batch, config: EvaluationConfig) -> Batch:
+    """Returns held-out prompts with their responses. Does not block."""
+    batch = prompts.with_samples(config.samples)
+    return batch.union(rollout.generate.submit(batch, temperature=config.temperature))
+
+
+def evaluate_sets(
+    prompts: Batch | Mapping[str, Batch],
+    generate: Callable[[Batch], Batch],
+    measure: Callable[[Batch], Mapping[str, float]],
+) -> Evaluation:
+    """Returns the metrics and the rows of the responses to held-out prompts. Blocks.
+
+    Args:
+        prompts: prompts, or several named sets of prompts. For named sets, the names of metrics end with `/NAME`.
+        generate: returns prompts with their responses. It is called for all sets before `measure`, so that the calls of
+            the sets overlap.
+        measure: returns metrics of the responses to the prompts of a set.
+    """
     sets = {"": prompts} if isinstance(prompts, Batch) else prompts
-    generated = {name: _generate(rollout, reward, rows, config) for name, rows in sets.items() if len(rows)}
+    generated = {name: generate(rows) for name, rows in sets.items() if len(rows)}
     metrics: dict[str, float] = {}
     saved: list[Row] = []
     for name, batch in generated.items():
         ending = f"/{name}" if name else ""
-        metrics |= {f"{key}{ending}": value for key, value in _measure(batch, config.samples).items()}
+        length = float(batch.get("response_mask").sum()) / len(batch)
+        measured = {**measure(batch), "evaluation/response_length": length}
+        metrics |= {f"{key}{ending}": value for key, value in measured.items()}
         rows = collect_rows(batch).get()
         saved += [{**row, "row": len(saved) + i} | ({"set": name} if name else {}) for i, row in enumerate(rows)]
     return Evaluation(metrics, sum(len(rows) for rows in sets.values()), saved)
 
 
-def _generate(rollout: "RolloutGroup", reward: "RewardGroup", prompts: Batch, config: EvaluationConfig) -> Batch:
-    batch = prompts.with_samples(config.samples)
-    batch = batch.union(rollout.generate.submit(batch, temperature=config.temperature))
-    batch["scores"] = reward.score.submit(batch, evaluation=True)
-    return batch
-
-
-def _measure(batch: Batch, samples: int) -> dict[str, float]:
-    scores_B, mask_T = batch.get("scores"), batch.get("response_mask")
-    metrics = {"accuracy": float(scores_B.mean()), "evaluation/response_length": float(mask_T.sum()) / len(batch)}
+def _measure_scores(batch: Batch, samples: int) -> dict[str, float]:
+    scores_B = batch.get("scores")
+    metrics = {"accuracy": float(scores_B.mean())}
     if samples > 1:
         metrics[f"accuracy_best@{samples}"] = float(scores_B.view(-1, samples).amax(1).mean())
     return metrics

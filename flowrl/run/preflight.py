@@ -22,6 +22,7 @@ from flowrl.config import (
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
+    StudentConfig,
     TrainedConfig,
     find_tokenizer_role,
     models_of,
@@ -174,6 +175,8 @@ def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mappin
             yield f"{group}.aggregation", "aggregation", value.aggregation, {}
         elif isinstance(value, PreferenceActorConfig):
             yield f"{group}.loss", "preference loss", value.loss.kind, value.loss.arguments()
+        elif isinstance(value, StudentConfig):
+            yield f"{group}.loss", "distillation loss", value.loss.kind, value.loss.arguments()
         elif isinstance(value, RewardModelConfig):
             yield f"{group}.loss", "reward model loss", value.loss.kind, value.loss.arguments()
         elif isinstance(value, PreferenceConfig):

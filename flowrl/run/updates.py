@@ -29,7 +29,7 @@ def describe_updates(config: RunConfig) -> list[str]:
         return [f"optimizer updates: derived from epochs ({config.epochs}) when data.train is read"]
     factors = ""
     if isinstance(config, RolloutRunConfig):
-        num_full, last = divmod(config.batch_size, config.minibatch_size)
+        num_full, last = divmod(config.trained_per_step, config.minibatch_size)
         rest = f" and 1 of {last}" if last else ""
         num_epochs = config.ppo_epochs if isinstance(config, OnPolicyConfig) else 1
         epochs = f" x {num_epochs} epochs" if num_epochs > 1 else ""
@@ -71,14 +71,17 @@ def describe_batches(config: RunConfig, num_ranks: int) -> list[str]:
     """
     if not isinstance(config, RolloutRunConfig):
         return []
-    size, minibatch = config.batch_size, config.minibatch_size
-    num_minibatches = -(-size // minibatch)
-    parts = f"{num_minibatches} x {minibatch}" if size % minibatch == 0 else f"{num_minibatches} of up to {minibatch}"
+    size, trained, minibatch = config.batch_size, config.trained_per_step, config.minibatch_size
+    num_minibatches = -(-trained // minibatch)
+    parts = (
+        f"{num_minibatches} x {minibatch}" if trained % minibatch == 0 else f"{num_minibatches} of up to {minibatch}"
+    )
+    selected = "" if trained == size else f", of which up to {trained} are trained"
     own_rows, own_minibatch = (_share(number, num_ranks) for number in (size, minibatch))
     ranks = f"{num_ranks} data-parallel rank{'' if num_ranks == 1 else 's'} of actor"
     return [
         f"batch of a step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples_per_prompt = {size} "
-        f"sequences (batch_size) = {parts} (minibatch_size)",
+        f"sequences (batch_size){selected} = {parts} (minibatch_size)",
         f"each of {ranks}: {own_rows} sequences per step, {own_minibatch} per optimizer update, in micro-batches of up "
         f"to {config.actor.engine.max_tokens_per_microbatch} tokens",
     ]

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from flowrl.config import ActorConfig, ModelConfig, PreferenceActorConfig, TrainedConfig
+from flowrl.config import ActorConfig, ModelConfig, PreferenceActorConfig, StudentConfig, TrainedConfig
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.dtypes import torch_dtype
@@ -21,7 +21,7 @@ from flowrl.engines.models.weights import export_weights, full_weights, weight_b
 from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.configured_losses import LANGUAGE_MODELING, policy_loss
+from flowrl.workers.configured_losses import LANGUAGE_MODELING, distillation_loss, policy_loss
 from flowrl.workers.loss import Loss
 from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
 from flowrl.workers.policy_inputs import COMPUTED, policy_inputs
@@ -40,14 +40,14 @@ class Actor(TrainedWorker["ActorGroup"]):
     cast floating-point weights to `dtype`; None keeps the dtype.
 
     The loss of the settings is the policy loss of an `ActorConfig`, the preference loss of a `PreferenceActorConfig`,
-    and otherwise the cross-entropy of the response tokens.
+    the distillation loss of a `StudentConfig`, and otherwise the cross-entropy of the response tokens.
     """
 
     COMPUTED = COMPUTED
 
     def __init__(self, config: TrainedConfig) -> None:
         self.config = config
-        self.temperature = (isinstance(config, ActorConfig) and config.temperature) or 1.0
+        self.temperature = (isinstance(config, ActorConfig | StudentConfig) and config.temperature) or 1.0
         """The logits are divided by it before the log-softmax."""
         mesh = build_rank_mesh(self, config.engine)
         self.model = load_policy(config.model, on_meta=is_sharded(config.engine, mesh))
@@ -92,6 +92,8 @@ class Actor(TrainedWorker["ActorGroup"]):
     def configured_loss(cls, config: TrainedConfig, *_: Any, **__: Any) -> Loss:  # Any: the constructor's
         if isinstance(config, ActorConfig):
             return policy_loss(config)
+        if isinstance(config, StudentConfig):
+            return distillation_loss(config)
         return preference_loss(config) if isinstance(config, PreferenceActorConfig) else LANGUAGE_MODELING
 
     def compute_inputs(

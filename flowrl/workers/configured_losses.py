@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from flowrl.algorithms import clipped_value_loss, kl_estimate, kl_loss
-from flowrl.algorithms.registry import kl_kinds, loss_and_metrics, per_token, policy_losses
-from flowrl.config import ActorConfig, CriticConfig
+from flowrl.algorithms.registry import distillation_losses, kl_kinds, loss_and_metrics, per_token, policy_losses
+from flowrl.config import ActorConfig, CriticConfig, StudentConfig
 from flowrl.workers.loss import Loss
 
 
@@ -47,6 +47,18 @@ def value_loss(config: CriticConfig) -> Loss:
     return Loss(
         _value_objective, {"clip": config.value_clip}, columns={"old_values": "values"}, name="critic.value_clip"
     )
+
+
+def distillation_loss(config: StudentConfig) -> Loss:
+    """Returns the loss of a student.
+
+    It reads those of the columns `teacher_logprobs`, `rollout_logprobs`, `topk_ids` and `teacher_topk_logprobs` that
+    its function has as inputs.
+    """
+    function = distillation_losses.load(config.loss.kind)
+    inputs = distillation_losses.inputs(function)
+    columns = {"behavior_logprobs": "rollout_logprobs"} if "behavior_logprobs" in inputs else {}
+    return Loss(function, config.loss.arguments(), columns=columns, name=f"actor.loss {config.loss.kind}")
 
 
 def _policy_objective(

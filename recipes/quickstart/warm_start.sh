@@ -12,8 +12,22 @@ train_ppo() {
 }
 
 train_grpo() {
+    train_on_prompts grpo "$@"
+}
+
+# train_on_prompts RECIPE FOLDER SETTINGS...: trains the actor of RECIPE after the warm start. FOLDER is as in train_ppo.
+train_on_prompts() {
     _prepare_model
-    exec python -m recipes.grpo.train recipes/grpo/arithmetic.yaml output="$(next_folder "$1")" "${_common[@]}" "${@:2}"
+    exec python -m "recipes.$1.train" "recipes/$1/arithmetic.yaml" output="$(next_folder "$2")" "${_common[@]}" "${@:3}"
+}
+
+# distill FOLDER SETTINGS...: trains a teacher on more examples than the warm start, and distills it into the model of
+# the warm start. FOLDER is as in train_ppo.
+distill() {
+    _prepare_model
+    train_teacher "$_task" "$_seed"
+    exec python -m recipes.distillation.train recipes/distillation/arithmetic.yaml output="$(next_folder "$1")" \
+        "${_common[@]}" teacher.model.path="$_task/teacher/model" "${@:2}"
 }
 
 # train_on_pairs RECIPE FOLDER ROLE SETTINGS...: trains ROLE of RECIPE on pairs of answers, after the warm start. FOLDER
@@ -63,12 +77,23 @@ next_folder() {
 # warm_start FOLDER SEED: creates FOLDER/data (prompts, examples, an untrained model) and FOLDER/sft/model (the model
 # after supervised fine-tuning), unless they exist. Both depend only on the seed.
 warm_start() {
-    local folder=$1 seed=$2
-    python -m recipes.quickstart.prepare --output "$folder/data" --seed "$seed"
-    if ! grep -qs '"interrupted_by": null' "$folder/sft/summary.json"; then
-        # Removes the results of an interrupted warm start.
-        rm -rf "$folder/sft"
-        python -m recipes.sft.train recipes/quickstart/sft.yaml output="$folder/sft" seed="$seed" \
-            actor.model.path="$folder/data/model" data.train="$folder/data/sft.jsonl"
+    python -m recipes.quickstart.prepare --output "$1/data" --seed "$2"
+    _fine_tune "$1" "$2" sft data.train="$1/data/sft.jsonl"
+}
+
+# train_teacher FOLDER SEED: creates FOLDER/teacher/model, which is trained on three times as many examples as the warm
+# start, unless it exists. FOLDER/data must exist.
+train_teacher() {
+    python -m recipes.quickstart.pairs --data "$1/data" --seed "$2"
+    _fine_tune "$1" "$2" teacher steps=700 data.train="[{path: $1/data/sft.jsonl}, {path: $1/data/pairs.jsonl}]"
+}
+
+# _fine_tune FOLDER SEED NAME SETTINGS...: creates FOLDER/NAME/model by supervised fine-tuning, unless it exists.
+_fine_tune() {
+    if ! grep -qs '"interrupted_by": null' "$1/$3/summary.json"; then
+        # Removes the results of an interrupted run.
+        rm -rf "${1:?}/$3"
+        python -m recipes.sft.train recipes/quickstart/sft.yaml output="$1/$3" seed="$2" \
+            actor.model.path="$1/data/model" "${@:4}"
     fi
 }

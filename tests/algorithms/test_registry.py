@@ -15,6 +15,7 @@ from flowrl.algorithms.registry import (
     RegistryError,
     advantage_estimators,
     aggregation_modes,
+    distillation_losses,
     kl_controls,
     kl_kinds,
     policy_losses,
@@ -26,6 +27,7 @@ from flowrl.algorithms.registry import (
 from flowrl.config import (
     AnyAdvantage,
     AnyCorrection,
+    AnyDistillation,
     AnyKlControl,
     AnyPolicyLoss,
     AnyPreference,
@@ -54,6 +56,7 @@ UNIONS = {
     kl_controls: members_of(AnyKlControl),
     preference_losses: members_of(AnyPreference),
     reward_model_losses: members_of(AnyRewardModelLoss),
+    distillation_losses: members_of(AnyDistillation),
 }
 
 
@@ -183,6 +186,7 @@ SECTIONS = {
     "## Rollout corrections": rollout_corrections,
     "## Preference losses": preference_losses,
     "## Reward model losses": reward_model_losses,
+    "## Distillation losses": distillation_losses,
     "## Reward shaping": reward_shaping,
     "## KL control": kl_controls,
 }

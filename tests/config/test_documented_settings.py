@@ -10,6 +10,7 @@ import pytest
 from flowrl.config import (
     AnyAdvantage,
     AnyCorrection,
+    AnyDistillation,
     AnyKlControl,
     AnyPolicyLoss,
     AnyPreference,
@@ -26,6 +27,7 @@ UNIONS = {
     "algorithm.shaping, kind": AnyShaping,
     "algorithm.kl_control.kind": AnyKlControl,
     "actor.loss.kind (dpo)": AnyPreference,
+    "actor.loss.kind (distillation)": AnyDistillation,
     "reward.loss.kind": AnyRewardModelLoss,
 }
 

@@ -12,22 +12,34 @@ from torch import Tensor
 from flowrl.algorithms.masking import at_least_float32
 
 
-def sampled_reverse_kl_loss(logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def sampled_reverse_kl_loss(
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    behavior_logprobs: Tensor | None = None,
+    *,
+    max_weight: float = 2.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a loss whose gradient is that of KL(student || teacher) at each token, estimated from the sampled token.
 
-        L_t = -(log p_T(y_t) - log p_S(y_t)) exp(log p_S(y_t) - sg(log p_S(y_t)))      sg: without gradient
+        L_t = -(log p_T(y_t) - log p_S(y_t)) w_t exp(log p_S(y_t) - sg(log p_S(y_t)))      sg: without gradient
+        w_t = min(p_S(y_t) / p_B(y_t), max_weight)                                         B: behavior policy
 
-    The first factor is also without gradient. In expectation over tokens of the student, the gradient of L_t is that of
-    the KL at position t. Effects on later positions are ignored (discount 0).
+    The first two factors are also without gradient. In expectation over tokens of the behavior policy, the gradient of
+    L_t is that of the KL at position t, up to the truncation of w_t. Effects on later positions are ignored (discount
+    0).
 
     Args:
-        logprobs: [B, T], log-probabilities of the student's tokens under the student.
+        logprobs: [B, T], log-probabilities of the sampled tokens under the student.
         teacher_logprobs: [B, T], the same under the teacher. Receives no gradient.
-    Returns: metrics reverse_kl: log p_S - log p_T, an unbiased estimate of the KL, and kl_k3, which is never negative.
+        behavior_logprobs: [B, T], the same under the policy that sampled them. Receives no gradient. None is the
+            student, so that all weights are 1.
+        max_weight: upper bound of the importance weights, > 0.
+    Returns: metrics reverse_kl: log p_S - log p_T, for tokens of the student an unbiased estimate of the KL, kl_k3,
+        another estimate, which is never negative, and with behavior_logprobs also weight.
     Raises: ValueError for mismatched shapes.
 
     Lu et al. 2025 (Thinking Machines), "On-Policy Distillation"; Gu et al. 2023 (MiniLLM),
-    https://arxiv.org/abs/2306.08543, eq. (2), single-step part.
+    https://arxiv.org/abs/2306.08543, eq. (2), single-step part. Truncated weights: Ionides 2008.
     """
     if logprobs.shape != teacher_logprobs.shape:
         shapes = f"{list(logprobs.shape)} and {list(teacher_logprobs.shape)}"
@@ -35,7 +47,14 @@ def sampled_reverse_kl_loss(logprobs: Tensor, teacher_logprobs: Tensor) -> tuple
     student_BT = at_least_float32(logprobs)
     gap_BT = at_least_float32(teacher_logprobs.detach()) - student_BT.detach()
     loss_BT = -gap_BT * torch.exp(student_BT - student_BT.detach())
-    return loss_BT, {"reverse_kl": -gap_BT, "kl_k3": torch.expm1(gap_BT) - gap_BT}
+    metrics = {"reverse_kl": -gap_BT, "kl_k3": torch.expm1(gap_BT) - gap_BT}
+    if behavior_logprobs is None:
+        return loss_BT, metrics
+    if behavior_logprobs.shape != logprobs.shape:
+        shapes = f"{list(logprobs.shape)} and {list(behavior_logprobs.shape)}"
+        raise ValueError(f"logprobs and behavior_logprobs have shapes {shapes}, both must be [B, T]")
+    weight_BT = torch.exp(student_BT.detach() - at_least_float32(behavior_logprobs.detach())).clamp(max=max_weight)
+    return loss_BT * weight_BT, metrics | {"weight": weight_BT}
 
 
 def topk_forward_kl_loss(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

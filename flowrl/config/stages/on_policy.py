@@ -60,8 +60,9 @@ class OnPolicyConfig(RolloutRunConfig):
     @classmethod
     def count_updates(cls, settings: SettingValues) -> int | None:
         """Returns steps times minibatches times epochs."""
-        num_minibatches = -(-settings["batch_size"] // settings["minibatch_size"])
-        return settings["steps"] * num_minibatches * settings["ppo_epochs"]
+        num_updates = super().count_updates(settings)
+        assert num_updates is not None
+        return num_updates * settings["ppo_epochs"]
 
     @field_validator("algorithm")
     @classmethod

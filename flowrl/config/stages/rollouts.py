@@ -14,7 +14,7 @@ from flowrl.config.roles import (
     quantized_dtype_problem,
 )
 from flowrl.config.rollout.engines import name_alternatives
-from flowrl.config.run import DatasetConfig, EvaluationConfig
+from flowrl.config.run import DatasetConfig, EvaluationConfig, SettingValues
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, SyncSchedule
 
 
@@ -62,6 +62,16 @@ class RolloutRunConfig(DatasetConfig):
     def prompts_per_step(self) -> int:
         """Number of prompts per step."""
         return self.batch_size // self.samples_per_prompt
+
+    @property
+    def trained_per_step(self) -> int:
+        """Number of sequences of a step that are trained."""
+        return self.batch_size
+
+    @classmethod
+    def count_updates(cls, settings: SettingValues) -> int | None:
+        """Returns steps times minibatches."""
+        return settings["steps"] * -(-settings["batch_size"] // settings["minibatch_size"])
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RolloutRunConfig":

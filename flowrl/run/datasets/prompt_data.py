@@ -4,9 +4,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.config import DataConfig, DataFile, RewardConfig, RolloutRunConfig
+from flowrl.config import DataConfig, DataFile, ReferenceConfig, RewardConfig, RolloutRunConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.data.chat import ChatTokenizer, has_same_rendering
+from flowrl.data.chat import ChatTokenizer, compare_vocabularies, has_same_rendering
 from flowrl.data.messages import DataError
 from flowrl.data.preparation.tokenized_rows import TokenizedRow
 from flowrl.data.prompts import RESERVED_COLUMNS, PromptSet, PromptStream, TokenizedPrompt, tokenize_prompts
@@ -40,7 +40,8 @@ _logger = logging.getLogger(__name__)
 def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batch]]:
     """Returns the training prompts, and the held-out prompts of each evaluation file by its name.
 
-    Raises DataError if a row or a setting is invalid, or if a row lacks a column that the reward function requires.
+    Raises DataError if a row or a setting is invalid, if a row lacks a column that the reward function requires, or if
+    a frozen policy has another vocabulary than the actor.
     Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a file has no column for a parameter
     with a default.
     """
@@ -56,6 +57,7 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
                     f"{tokenizer.path}: use ids from 0 to {len(tokenizer) - 1}"
                 )
     _check_stop_ids(tokenizer, config)
+    _check_vocabularies(config)
     reward = config.reward_settings
     if reward is not None:
         _check_reward_tokenizer(reward)
@@ -137,6 +139,22 @@ def _check_reward_tokenizer(reward: RewardConfig) -> None:
             ChatTokenizer(model.tokenizer_path).check_chat_template()
     except DataError as error:
         raise DataError(f"reward.model.path: {error}") from error
+
+
+def _check_vocabularies(config: RolloutRunConfig) -> None:
+    """Raises DataError if a frozen policy, such as a teacher, has another vocabulary than the actor."""
+    for role, value in config.role_settings.items():
+        if not isinstance(value, ReferenceConfig) or value.model.path == config.actor.model.path:
+            continue
+        try:
+            difference = compare_vocabularies(config.actor.model.tokenizer_path, value.model.tokenizer_path)
+        except DataError as error:
+            raise DataError(f"{role}.model.path: {error}") from error
+        if difference is not None:
+            raise DataError(
+                f"{role}.model.path is {value.model.path}, whose vocabulary differs from that of the actor "
+                f"({difference}): use a model with the same tokenizer"
+            )
 
 
 def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:

@@ -54,6 +54,29 @@ def test_all_tokens_as_candidates_give_the_forward_kl_and_its_gradient():
     assert_close(actual, STUDENT.softmax(-1) - TEACHER.softmax(-1))
 
 
+def test_the_expected_gradient_of_samples_of_another_policy_is_that_of_the_reverse_kl():
+    behavior = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
+    logits = STUDENT.clone().requires_grad_()
+    loss, metrics = sampled_reverse_kl_loss(
+        logits.log_softmax(-1)[None], TEACHER.log_softmax(-1)[None], behavior.log()[None], max_weight=10.0
+    )
+    (actual,) = torch.autograd.grad((behavior * loss[0]).sum(), logits)
+    other = STUDENT.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(kl(other, TEACHER), other)
+    assert_close(actual, expected)
+    assert_close(metrics["weight"][0], STUDENT.softmax(-1) / behavior)
+
+
+def test_importance_weights_are_truncated():
+    student, teacher, behavior = (torch.tensor([probs]).log() for probs in ([0.6, 0.2], [0.3, 0.4], [0.1, 0.4]))
+    student.requires_grad_()
+    loss, metrics = sampled_reverse_kl_loss(student, teacher, behavior, max_weight=2.0)
+    assert_close(metrics["weight"], torch.tensor([[2.0, 0.5]]))
+    assert_close(loss.detach(), torch.tensor([[2.0 * math.log(2), -0.5 * math.log(2)]]))
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert_close(gradient, loss.detach())
+
+
 @pytest.mark.parametrize("loss", [sampled_reverse_kl_loss, topk_forward_kl_loss])
 def test_equal_policies_have_no_loss_and_the_teacher_gets_no_gradient(loss: Callable[..., tuple[Tensor, dict]]):
     student, teacher = (torch.full((2, 3, 4), -1.5, requires_grad=True) for _ in range(2))
@@ -67,3 +90,8 @@ def test_equal_policies_have_no_loss_and_the_teacher_gets_no_gradient(loss: Call
 def test_mismatched_shapes_are_rejected(loss: Callable[..., object]):
     with pytest.raises(ValueError, match=r"\[2, 3\].*\[2, 4\]"):
         loss(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+def test_mismatched_log_probabilities_of_the_behavior_policy_are_rejected():
+    with pytest.raises(ValueError, match=r"behavior_logprobs .*\[2, 3\].*\[2, 4\]"):
+        sampled_reverse_kl_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 4))

@@ -1,0 +1,52 @@
+"""On-policy distillation: a student is trained to agree with a teacher at the tokens of its own responses.
+
+Agarwal et al. (2024), https://arxiv.org/abs/2306.13649.
+Usage: `python -m recipes.distillation.train CONFIG [key=value ...]`
+"""
+
+import sys
+
+from flowrl.cli import run_recipe
+from recipes.distillation.config import DistillationConfig
+
+if __name__ == "__main__":  # here, because a wrong config is reported before the imports below, which take seconds
+    sys.exit(run_recipe(DistillationConfig, "recipes.distillation.train:train"))
+
+from flowrl.run.advantages import measure_batch
+from flowrl.run.datasets import read_prompts
+from flowrl.run.loop import Run, Summary
+from flowrl.run.targets.teacher import evaluate_agreement, teacher_columns
+from flowrl.workers import Actor, Reference, Rollout
+
+
+def train(config: DistillationConfig) -> Summary:
+    """Trains the student. Returns the summary of the run."""
+    prompts, held_out = read_prompts(config)
+    with Run(config) as run:
+        actor = run.group(Actor, config.actor)
+        teacher = run.group(Reference, config.teacher)
+        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        run.add_checkpointable(actor)
+
+        if run.due(config.evaluate_every):
+            run.log(evaluate_agreement(actor, teacher, rollout, held_out, config.evaluation))
+        for batch in run.rollouts(rollout, prompts, policy=actor):
+            run.log(measure_batch(batch))
+            run.save_rollouts(batch)
+
+            # 1. Compute the teacher's log-probabilities of the student's tokens, or of its own most likely tokens.
+            batch = teacher_columns(batch, teacher, config.actor.loss)
+
+            # 2. Reduce the KL between student and teacher.
+            for minibatch in batch.minibatches(config.minibatch_size):
+                run.log(actor.update(minibatch))
+
+            # 3. Send the new weights to the rollout.
+            run.sync_weights(actor, rollout)
+
+            if run.due(config.evaluate_every):
+                run.log(evaluate_agreement(actor, teacher, rollout, held_out, config.evaluation))
+            if run.due(config.checkpoint.every):
+                run.save_checkpoint()
+        run.save_model(actor)
+        return run.finish()

@@ -1,0 +1,1 @@
+"""Rejection sampling: supervised fine-tuning on the best of several responses to each prompt."""

@@ -1,0 +1,158 @@
+"""Distillation: losses and agreement with hand-computed values, schedules, resume, and invalid settings."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Tokenizer
+
+from flowrl.cli import run_recipe
+from flowrl.config import to_yaml
+from recipes.distillation.config import DistillationConfig
+from recipes.distillation.train import train
+from recipes.quickstart.prepare import CHARACTERS, CHAT_TEMPLATE, SPECIAL
+from tests.configs import with_float64_models
+from tests.errors import missing_facts, rejects
+from tests.recipes.rollout_configs import (
+    SCHEDULES,
+    detached,
+    distillation_config,
+    first_responses,
+    response_logits,
+    save_teacher,
+)
+
+LOSSES: dict[str, Any] = {
+    "sampled_reverse_kl": "sampled_reverse_kl",
+    "topk_forward_kl": {"kind": "topk_forward_kl", "k": len(SPECIAL) + len(CHARACTERS)},
+}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_teacher(tmp_path_factory.mktemp("teacher") / "model")
+
+
+def records(config: DistillationConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(config: DistillationConfig) -> dict[str, torch.Tensor]:
+    return load_file(config.output / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_metrics_are_those_of_both_models(task_folder: Path, tmp_path: Path, teacher: Path, loss: str) -> None:
+    config = distillation_config(task_folder, tmp_path / "run", teacher, actor={"loss": LOSSES[loss]}, steps=1)
+    train(config)
+    initial, step = records(config)
+
+    batch = first_responses(config)
+    student_TV, teacher_TV = (
+        response_logits(model, batch).log_softmax(-1) for model in (task_folder / "model", teacher)
+    )
+    if loss == "topk_forward_kl":
+        expected = (teacher_TV.exp() * (teacher_TV - student_TV)).sum(-1).mean()
+        assert step["actor/teacher_mass"] == pytest.approx(1.0)
+    else:
+        ids_T1 = batch.get("input_ids")[batch.get("response_mask")][:, None]
+        expected = (student_TV - teacher_TV).gather(-1, ids_T1).mean()
+        assert step["actor/weight"] == pytest.approx(1.0, abs=1e-5)
+    assert step["actor/loss"] == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
+
+    greedy = first_responses(config, held_out=True)
+    top_tokens = [response_logits(model, greedy).argmax(-1) for model in (task_folder / "model", teacher)]
+    assert initial["agreement"] == pytest.approx(float((top_tokens[0] == top_tokens[1]).float().mean()))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_student_approaches_the_teacher(task_folder: Path, tmp_path: Path, teacher: Path, loss: str) -> None:
+    changes: dict[str, Any] = {"actor": {"loss": LOSSES[loss]}, "batch_size": 64, "minibatch_size": 64, "steps": 15}
+    config = distillation_config(task_folder, tmp_path / "run", teacher, **changes)
+    summary = train(config)
+    kl = [step["actor/kl_k3" if loss == "sampled_reverse_kl" else "actor/forward_kl"] for step in records(config)[1:]]
+    assert kl[-1] < 0.7 * kl[0]
+    assert summary["agreement_after"] > summary["agreement_before"]
+
+
+def test_an_equal_teacher_has_no_loss_and_agrees_at_every_token(task_folder: Path, tmp_path: Path) -> None:
+    config = distillation_config(task_folder, tmp_path / "run", task_folder / "model", steps=1)
+    train(config)
+    initial, step = records(config)
+    assert abs(step["actor/loss"]) < 1e-5 and initial["agreement"] == 1.0
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sync"])
+def test_every_schedule_weights_stale_tokens(task_folder: Path, tmp_path: Path, teacher: Path, schedule: str) -> None:
+    changes: dict[str, Any] = {"schedule": SCHEDULES[schedule], "placement": detached("teacher"), "minibatch_size": 8}
+    config = distillation_config(task_folder, tmp_path / "run", teacher, **changes)
+    train(config)
+    steps = records(config)[1:]
+    assert all(math.isfinite(step["actor/loss"]) for step in steps)
+    assert abs(steps[-1]["actor/weight"] - 1) > 1e-5
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_metrics_do_not_depend_on_micro_batches(task_folder: Path, tmp_path: Path, teacher: Path, loss: str) -> None:
+    results = []
+    for name, engine in (("one", {}), ("small", {"max_tokens_per_microbatch": 24, "packing": "never"})):
+        actor = {"loss": LOSSES[loss], "engine": engine}
+        config = with_float64_models(distillation_config(task_folder, tmp_path / name, teacher, actor=actor))
+        train(config)
+        results.append([step["actor/loss"] for step in records(config)[1:]])
+    assert results[0] == pytest.approx(results[1], abs=1e-9)
+
+
+def test_an_interrupted_run_resumes_exactly(task_folder: Path, tmp_path: Path, teacher: Path) -> None:
+    changes: dict[str, Any] = {"checkpoint": {"every": 1}, "minibatch_size": 6}
+    full = distillation_config(task_folder, tmp_path / "full", teacher, **changes)
+    part = distillation_config(task_folder, tmp_path / "part", teacher, **changes | {"steps": 1})
+    train(full)
+    train(part)
+    train(part.model_copy(update={"steps": 3, "resume": "auto"}))
+    assert all(torch.equal(weights(part)[name], weight) for name, weight in weights(full).items())
+    first, second = ([step["actor/loss"] for step in records(config)[1:]] for config in (full, part))
+    assert first == second
+
+
+def test_a_teacher_with_another_vocabulary_is_rejected_before_the_run_starts(
+    task_folder: Path, tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *reversed(CHARACTERS)))}
+    tokens = {"unk_token": SPECIAL[0], "pad_token": SPECIAL[0], "eos_token": SPECIAL[1]}
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], chat_template=CHAT_TEMPLATE, **tokens).save_pretrained(other)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(distillation_config(task_folder, tmp_path / "run", other)))
+    capsys.readouterr()
+    assert run_recipe(DistillationConfig, train, [str(file)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    assert not missing_facts(printed, "teacher.model.path", other, task_folder / "model")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"rollout": {"max_response_tokens": 6, "top_k": 4}}, ("rollout.top_k", 4, "sampled_reverse_kl", 0)),
+        ({"actor": {"temperature": 0.5}}, ("actor.temperature", 0.5, "rollout.temperature", 1)),
+        ({"actor": {"loss": {"kind": "topk_forward_kl", "k": 0}}}, ("actor.loss.topk_forward_kl.k", 0)),
+        ({"actor": {"loss": "reverse_kl"}}, ("sampled_reverse_kl", "topk_forward_kl")),
+        ({"minibatch_size": 17}, ("minibatch_size", 17, 16)),
+    ],
+)
+def test_invalid_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], facts: tuple[str | float, ...]) -> None:
+    with rejects(*facts, error=ValueError):
+        distillation_config(tmp_path, tmp_path, tmp_path, **changes)
+
+
+def test_the_forward_kl_accepts_truncated_sampling(tmp_path: Path) -> None:
+    rollout = {"max_response_tokens": 6, "top_p": 0.9}
+    distillation_config(tmp_path, tmp_path, tmp_path, actor={"loss": "topk_forward_kl"}, rollout=rollout)
