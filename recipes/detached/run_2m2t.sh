@@ -2,4 +2,4 @@
 # GRPO with schedule async on the quickstart's task: two replicas, two trainers. Arguments are settings: key=value.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/warm_start.sh"
-train_grpo runs/detached_2m2t placement=placement/detached_2m2t.yaml placement.device=cpu schedule.kind=async "$@"
+train_detached 2m2t 2m2t "$@"

@@ -30,6 +30,12 @@ distill() {
         "${_common[@]}" teacher.model.path="$_task/teacher/model" "${@:2}"
 }
 
+# train_detached NAME PLACEMENT SETTINGS...: trains with GRPO, schedule async and placement/detached_PLACEMENT.yaml on CPU
+# devices. The run writes to runs/detached_NAME, as in train_ppo.
+train_detached() {
+    train_grpo "runs/detached_$1" placement="detached_$2" placement.device=cpu schedule.kind=async "${@:3}"
+}
+
 # train_on_pairs RECIPE FOLDER ROLE SETTINGS...: trains ROLE of RECIPE on pairs of answers, after the warm start. FOLDER
 # is as in train_ppo.
 train_on_pairs() {

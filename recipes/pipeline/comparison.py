@@ -1,0 +1,191 @@
+"""The comparison of all policies: a summary, a table, a figure, and stories side by side."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from flowrl.checkpoints.run_folder import replacing
+from recipes.pipeline.config import POLICIES, PipelineConfig
+from recipes.pipeline.judge import WEIGHTS, mean_with_error, win_rate
+
+LABELS = {"sft": "SFT", "ppo": "PPO with ptx", "ppo_without_ptx": "PPO without ptx", "dpo": "DPO"}
+COLORS = {"sft": "#5b6470", "ppo": "#2a78b5", "ppo_without_ptx": "#c0562f", "dpo": "#2e8b57"}
+COLUMNS = {
+    "win_rate": ("win rate vs SFT", ".3f"),
+    "true_score": ("true score", ".2f"),
+    "reward": ("reward", ".2f"),
+    "kl": ("KL to SFT (nats)", ".1f"),
+    "perplexity": ("held-out perplexity", ".2f"),
+}
+"""Columns of the table: title and format. KL is per story."""
+
+Summary = dict[str, Any]  # Any: a JSON value
+Measures = Mapping[str, Mapping[str, Any]]
+"""Results of `measure` (sampling.py) by policy."""
+
+
+def compare(pipeline: PipelineConfig, measures: Measures) -> Summary:
+    """Returns the summary of the pipeline.
+
+    `policies` has the columns of the table for each policy; `NAME_error` is half the width of a 95 % confidence
+    interval. `sft` and `reward_model` have the held-out results of these stages.
+    """
+    size, baseline = pipeline.num_samples, measures["sft"]["scores"]
+    policies = {}
+    for policy, values in measures.items():
+        row: dict[str, float | None] = {"win_rate": None, "win_rate_error": None}
+        if policy != "sft":
+            row["win_rate"], row["win_rate_error"] = win_rate(values["scores"], baseline, size)
+        for name, key in (("true_score", "scores"), ("reward", "rewards"), ("kl", "log_ratios")):
+            # Stories with the same prompt depend on each other, so the error is that of the means of the prompts.
+            groups = [values[key][start : start + size] for start in range(0, len(values[key]), size)]
+            row[name], row[f"{name}_error"] = mean_with_error([sum(group) / len(group) for group in groups])
+        policies[policy] = row | {"perplexity": values["perplexity"], "aspects": dict(values["aspects"])}
+    stages = {name: _read(pipeline.output / name / "summary.json") for name in ("sft", "reward_model")}
+    return {
+        "policies": policies,
+        "sft": {name: stages["sft"][name] for name in ("validation_loss_before", "validation_loss_after")},
+        "reward_model": {
+            "accuracy": stages["reward_model"]["accuracy_after"],
+            "accuracy_of_the_true_score": _read(pipeline.output / "pairs" / "judge.json")["accuracy"],
+        },
+        "num_prompts": len(baseline) // size,
+        "num_samples": size,
+        "ppo_curves": {name: read_curve(pipeline.output / name) for name in ("ppo", "ppo_without_ptx")},
+    }
+
+
+def _read(path: Path) -> Summary:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_curve(run_folder: Path) -> list[tuple[float, float]]:
+    """Returns KL to the SFT model, in nats per story, and mean reward of each step of a PPO run."""
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [(line["kl"] * line["response_length"], line["reward"]) for line in lines if "kl" in line]
+
+
+def _cells(summary: Summary, policy: str) -> list[str]:
+    row, cells = summary["policies"][policy], [LABELS[policy]]
+    for name, (_, form) in COLUMNS.items():
+        value, error = row[name], row.get(f"{name}_error")
+        cells.append("-" if value is None else f"{value:{form}}" + (f" ± {error:{form}}" if error is not None else ""))
+    return cells
+
+
+def _notes(summary: Summary) -> list[str]:
+    model = summary["reward_model"]
+    return [
+        f"{summary['num_prompts']} held-out prompts, {summary['num_samples']} stories each; ± is a 95 % interval.",
+        f"Reward model: accuracy {model['accuracy']:.3f} on held-out pairs. The true score itself has "
+        f"{model['accuracy_of_the_true_score']:.3f}, because labels are noisy.",
+    ]
+
+
+def render_table(summary: Summary) -> Table:
+    """Returns the table for the console."""
+    table = Table("policy", title="Comparison", caption="\n".join(_notes(summary)), caption_justify="left")
+    for title, _ in COLUMNS.values():
+        table.add_column(title, justify="right")
+    for policy in summary["policies"]:
+        table.add_row(*_cells(summary, policy))
+    return table
+
+
+def render_markdown(summary: Summary, measures: Measures) -> str:
+    """Returns the table, and the stories of all policies for three prompts."""
+    lines = ["# Comparison", "", "![comparison](comparison.png)", ""]
+    lines += ["| policy | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
+    lines += ["|---|" + "---:|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(_cells(summary, policy)) + " |" for policy in summary["policies"]]
+    lines += ["", *_notes(summary), ""]
+    shown = measures["sft"]["stories"][:: summary["num_samples"]][:3]
+    for i, row in enumerate(shown):
+        lines += [f"## {row['prompt']}", ""]
+        for policy, values in measures.items():
+            lines += [f"**{LABELS[policy]}:** {values['stories'][i * summary['num_samples']]['story']}", ""]
+    return "\n".join(lines)
+
+
+def draw_comparison(output: Path, summary: Summary) -> None:
+    """Draws `comparison.png`: win rates, reward against KL, perplexity, and the aspects of the true preference."""
+    figure = Figure(figsize=(12.5, 8.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2, gridspec_kw={"width_ratios": [1, 1.15]})
+    policies = [policy for policy in POLICIES if policy in summary["policies"]]
+    _draw_win_rates(axes[0, 0], summary, [policy for policy in policies if policy != "sft"])
+    _draw_frontier(axes[0, 1], summary, policies)
+    _draw_perplexity(axes[1, 0], summary, policies)
+    _draw_aspects(axes[1, 1], summary, policies)
+    with replacing(output / "comparison.png") as temporary:
+        figure.savefig(temporary, format="png", dpi=130, facecolor="white")
+
+
+def _style(axes: Axes, title: str, xlabel: str = "", grid: str = "x") -> None:
+    axes.set_title(title, fontsize=11, loc="left", color="#222222", fontweight="bold")
+    axes.set_xlabel(xlabel, fontsize=9.5, color="#444444")
+    axes.grid(axis=grid, color="#e3e3e3", linewidth=0.6)  # pyright: ignore[reportArgumentType] (a literal of matplotlib)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#999999")
+    axes.tick_params(labelsize=9.5, length=0, colors="#333333")
+
+
+def _draw_win_rates(axes: Axes, summary: Summary, policies: list[str]) -> None:
+    for y, policy in enumerate(policies):
+        row = summary["policies"][policy]
+        axes.errorbar(
+            row["win_rate"], y, xerr=row["win_rate_error"], fmt="o", color=COLORS[policy], markersize=9, capsize=4,
+            linewidth=2,
+        )  # fmt: skip
+        text = f"{row['win_rate']:.2f} ± {row['win_rate_error']:.2f}"
+        axes.annotate(text, (row["win_rate"], y), (0, 9), textcoords="offset points", ha="center", color=COLORS[policy])
+    axes.axvline(0.5, color="#222222", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(policies)), [LABELS[policy] for policy in policies])
+    axes.set_ylim(len(policies) - 0.5, -0.6)
+    axes.set_xlim(min(0.4, *(summary["policies"][policy]["win_rate"] - 0.1 for policy in policies)), 1.0)
+    _style(axes, "Win rate against SFT under the true preference", "fraction of comparisons won (95 % interval)")
+
+
+def _draw_frontier(axes: Axes, summary: Summary, policies: list[str]) -> None:
+    for name, curve in summary["ppo_curves"].items():
+        kl, reward = zip(*curve, strict=True)
+        axes.plot(kl, reward, color=COLORS[name], linewidth=1, alpha=0.55, marker=".", markersize=4)
+    for policy in policies:
+        row = summary["policies"][policy]
+        axes.errorbar(
+            row["kl"], row["reward"], xerr=row["kl_error"], yerr=row["reward_error"], fmt="o", color=COLORS[policy],
+            markersize=9, linewidth=1.5, label=LABELS[policy], zorder=3,
+        )  # fmt: skip
+    axes.legend(fontsize=9, frameon=False, loc="lower right")
+    axes.set_ylabel("score of the reward model", fontsize=9.5, color="#444444")
+    _style(axes, "Reward against KL (lines: steps of PPO)", "KL to the SFT model (nats per story)", grid="both")
+
+
+def _draw_perplexity(axes: Axes, summary: Summary, policies: list[str]) -> None:
+    values = [summary["policies"][policy]["perplexity"] for policy in policies]
+    axes.barh(range(len(policies)), values, color=[COLORS[policy] for policy in policies], height=0.6)
+    for y, value in enumerate(values):
+        axes.annotate(f"{value:.2f}", (value, y), (4, 0), textcoords="offset points", va="center", fontsize=10)
+    axes.set_yticks(range(len(policies)), [LABELS[policy] for policy in policies])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    _style(axes, "Drift: perplexity of held-out stories", "perplexity (lower is better)")
+
+
+def _draw_aspects(axes: Axes, summary: Summary, policies: list[str]) -> None:
+    for y, aspect in enumerate(WEIGHTS):
+        values = [summary["policies"][policy]["aspects"][aspect] for policy in policies]
+        axes.plot([min(values), max(values)], [y, y], color="#cccccc", linewidth=2, zorder=1)
+        for policy, value in zip(policies, values, strict=True):
+            axes.plot(value, y, "o", color=COLORS[policy], markersize=8, zorder=2)
+    labels = [f"{aspect} (weight {weight:g})" for aspect, weight in WEIGHTS.items()]
+    axes.set_yticks(range(len(WEIGHTS)), labels)
+    axes.invert_yaxis()
+    _style(axes, "Aspects of the true preference", "mean value (colors as above)")

@@ -1,0 +1,95 @@
+"""Creates the inputs of the pipeline: stories, prompts, a tokenizer and a small untrained model."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from flowrl.checkpoints.run_folder import replacing
+from recipes.pipeline.config import PipelineConfig
+from recipes.pipeline.stories import Prompt, all_prompts, tell
+
+VOCABULARY = 600
+SPECIAL = ("<pad>", "<eos>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
+)
+
+
+def prepare(pipeline: PipelineConfig) -> None:
+    """Creates the folder `data` of the output folder atomically, unless it exists.
+
+    Writes `sft.jsonl` and `sft_test.jsonl` (conversations), `prompts.jsonl` and `prompts_test.jsonl` (prompts), and
+    `model/` (weights, config, tokenizer). The prompts of SFT, of the other stages and of the comparison are disjoint.
+    """
+    if (pipeline.output / "data").exists():
+        return
+    prompts, sizes = all_prompts(pipeline.seed), (pipeline.num_held_out, pipeline.num_pairs, pipeline.num_stories)
+    held_out, rest = prompts[: sizes[0]], prompts[sizes[0] :]
+    others, rest = rest[: sizes[1]], rest[sizes[1] :]
+    generator = random.Random(f"stories {pipeline.seed}")
+    stories = [example(prompt, generator) for prompt in (rest * -(-sizes[2] // len(rest)))[: sizes[2]]]
+    with replacing(pipeline.output / "data") as folder:
+        folder.mkdir(parents=True)
+        write_lines(folder / "sft.jsonl", stories)
+        write_lines(folder / "sft_test.jsonl", [example(prompt, generator) for prompt in held_out])
+        write_lines(folder / "prompts.jsonl", [question(prompt) for prompt in others])
+        write_lines(folder / "prompts_test.jsonl", [question(prompt) for prompt in held_out])
+        tokenizer = train_tokenizer([turn["content"] for story in stories for turn in story["messages"]])
+        tokenizer.save_pretrained(folder / "model")
+        save_model(folder / "model", len(tokenizer), pipeline.seed)
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def question(prompt: Prompt) -> dict[str, Any]:
+    """Returns a row with a prompt."""
+    return {"messages": [{"from": "human", "content": prompt.text}]}
+
+
+def example(prompt: Prompt, generator: random.Random) -> dict[str, Any]:
+    """Returns a row with a prompt and a story."""
+    return {"messages": [{"from": "human", "content": prompt.text}, *answer(tell(prompt, generator))]}
+
+
+def answer(story: str) -> list[dict[str, str]]:
+    return [{"from": "assistant", "content": story}]
+
+
+def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
+    """Returns a tokenizer with byte-level BPE, an end token, a padding token and a chat template."""
+    pad, eos = SPECIAL
+    vocabulary = {token: index for index, token in enumerate(SPECIAL)}
+    empty = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, eos_token=eos, chat_template=CHAT_TEMPLATE
+    )
+    return empty.train_new_from_iterator(texts, vocab_size=VOCABULARY)
+
+
+def save_model(folder: Path, vocabulary: int, seed: int) -> None:
+    """Saves an untrained Qwen2 model, initialized from the seed."""
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        # With the default of 0.02, a small model learns several times slower.
+        initializer_range=0.05,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(config).save_pretrained(folder)

@@ -1,0 +1,138 @@
+"""Stories that trained policies tell: labeled pairs, and the measures that compare the policies."""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flowrl import Cluster, Placement
+from flowrl.checkpoints.run_folder import replacing, write_json
+from flowrl.config import DataConfig, ModelConfig, ReferenceConfig, RewardConfig, RolloutConfig
+from flowrl.data.batch.batch import Batch
+from flowrl.data.chat import ChatTokenizer
+from flowrl.run.datasets import Examples
+from flowrl.run.datasets.prompt_data import read_stream
+from flowrl.run.evaluation import mean_loss
+from flowrl.workers import Reference, Reward, Rollout
+from recipes.pipeline.config import MAX_STORY_TOKENS, MAX_TOKENS, POLICIES, PipelineConfig
+from recipes.pipeline.judge import WEIGHTS, count_win, prefers_first, rate_aspects, score
+from recipes.pipeline.prepare import answer, write_lines
+from recipes.pipeline.stories import Prompt
+
+NUM_SHOWN = 20
+"""Stories that are saved with the measures of a policy."""
+
+Row = dict[str, Any]  # Any: a JSON value
+
+
+def write_pairs(pipeline: PipelineConfig) -> None:
+    """Creates the folder `pairs` atomically, unless it exists: pairs of stories of the SFT model, with labels.
+
+    `train.jsonl` has pairs for the prompts of PPO, and `test.jsonl` for the held-out prompts. `judge.json` has the
+    accuracy of the hidden score on the held-out pairs, which no reward model can exceed much.
+    """
+    folder = pipeline.output / "pairs"
+    if folder.exists():
+        return
+    generator = random.Random(f"labels {pipeline.seed}")
+    rows = {}
+    for name, prompts in (("train", "prompts"), ("test", "prompts_test")):
+        with _open_cluster(("rollout",)) as cluster:
+            batch = _tell(cluster, pipeline, "sft", f"{prompts}.jsonl", num_samples=2, seed=pipeline.seed)
+            texts, stories = batch.get("prompt"), batch.get("response")
+        drawn = [label(*row, generator) for row in zip(texts[::2], stories[::2], stories[1::2], strict=True)]
+        rows[name] = [pair for pair in drawn if pair is not None]
+    with replacing(folder) as temporary:
+        temporary.mkdir()
+        for name, pairs in rows.items():
+            write_lines(temporary / f"{name}.jsonl", pairs)
+        write_json(temporary / "judge.json", {"accuracy": judge_accuracy(rows["test"]), "pairs": len(rows["test"])})
+
+
+def label(prompt: str, first: str, second: str, generator: random.Random) -> Row | None:
+    """Returns a pair with a label that the true preference draws. None if a story is empty or the stories are equal."""
+    subject, texts = Prompt.parse(prompt), [first, second]
+    if not first.strip() or not second.strip() or first == second:
+        return None
+    if not prefers_first(score(subject, first), score(subject, second), generator):
+        texts.reverse()
+    context = [{"from": "human", "content": prompt}]
+    return {"context": context, "chosen": answer(texts[0]), "rejected": answer(texts[1])}
+
+
+def judge_accuracy(pairs: Sequence[Row]) -> float:
+    """Returns the fraction of pairs whose chosen story has the higher hidden score. Equal scores count half."""
+    total = 0.0
+    for pair in pairs:
+        subject = Prompt.parse(pair["context"][0]["content"])
+        chosen, rejected = (score(subject, pair[side][0]["content"]) for side in ("chosen", "rejected"))
+        total += count_win(chosen, rejected)
+    return total / len(pairs)
+
+
+def measure(pipeline: PipelineConfig, policy: str) -> Row:
+    """Returns the measures of a policy on the held-out prompts and stories. Reads them from a file if it exists.
+
+    `scores` (hidden scores), `rewards` (of the reward model) and `log_ratios` (to the SFT model; their mean is the KL)
+    have one value per story. Stories with the same prompt are adjacent. `aspects` has the mean of each aspect, and
+    `perplexity` is that of the held-out stories.
+    """
+    path = pipeline.output / "comparison" / f"{policy}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    reference, own = (ReferenceConfig(model=_model(pipeline, stage)) for stage in ("sft", policy))
+    # Each policy has its own seed. With a common seed, similar policies would tell many equal stories.
+    seed = pipeline.seed + 1 + POLICIES.index(policy)
+    with _open_cluster(("rollout", "policy", "sft", "reward")) as cluster:
+        batch = _tell(cluster, pipeline, policy, "prompts_test.jsonl", num_samples=pipeline.num_samples, seed=seed)
+        batch["rewards"] = cluster.group("reward", Reward, RewardConfig(model=_model(pipeline, "reward_model"))).score(
+            batch
+        )
+        batch["own"] = (group := cluster.group("policy", Reference, own)).response_logprobs(batch)
+        batch["sft"] = cluster.group("sft", Reference, reference).response_logprobs(batch)
+        held_out = Examples(pipeline.output / "data" / "sft_test.jsonl", own.model, max_tokens=MAX_TOKENS).batch()
+        held_out["logprobs"] = group.logprobs(held_out)
+        loss = held_out.reduce(mean_loss, ("logprobs", "response_mask")).get()
+        prompts, stories = batch.get("prompt"), batch.get("response")
+        rewards, log_ratios = batch.get("rewards").tolist(), (batch.get("own") - batch.get("sft")).tolist()
+    subjects = [Prompt.parse(prompt) for prompt in prompts]
+    rated = [rate_aspects(subject, story) for subject, story in zip(subjects, stories, strict=True)]
+    measures = {
+        "scores": [score(subject, story) for subject, story in zip(subjects, stories, strict=True)],
+        "rewards": rewards,
+        "log_ratios": log_ratios,
+        "aspects": {name: sum(row[name] for row in rated) / len(rated) for name in WEIGHTS},
+        "perplexity": math.exp(loss),
+        "stories": [{"prompt": p, "story": s} for p, s in zip(prompts, stories, strict=True)][:NUM_SHOWN],
+    }
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, measures)
+    return measures
+
+
+@contextmanager
+def _open_cluster(roles: Sequence[str]) -> Iterator[Cluster]:
+    """Yields a cluster with all roles in this process."""
+    placement = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(roles, "main"))
+    with Cluster(placement, backend="inline", num_threads=1) as cluster:
+        yield cluster
+
+
+def _tell(
+    cluster: Cluster, pipeline: PipelineConfig, policy: str, prompts: str, *, num_samples: int, seed: int
+) -> Batch:
+    """Returns `num_samples` adjacent stories of a policy for each prompt of a file."""
+    model = _model(pipeline, policy)
+    config = RolloutConfig(max_response_tokens=MAX_STORY_TOKENS)
+    rollout = cluster.group("rollout", Rollout, config, model, seed=seed)
+    file = pipeline.output / "data" / prompts
+    data = DataConfig(train=file, max_prompt_tokens=MAX_TOKENS)
+    stream = read_stream(data.training_files, data, ChatTokenizer(model.path), seed=seed)
+    batch = Batch.from_rows(stream.evaluation_rows()).with_samples(num_samples)
+    return batch.union(rollout.generate(batch))
+
+
+def _model(pipeline: PipelineConfig, stage: str) -> ModelConfig:
+    return ModelConfig(path=pipeline.output / stage / "model")
