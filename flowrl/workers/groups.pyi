@@ -20,7 +20,9 @@ class ActorGroup(TypedGroup):
 
     @batched
     def logprobs(self, batch: Batch) -> Batch:
-        """Returns the log-probability `[T]` of every token under the current weights."""
+        """Returns the log-probability `[T]` of each token under the current weights. It is 0 outside `response_mask` if
+        the batch has this column.
+        """
 
     @batched
     def response_logprobs(self, batch: Batch) -> Batch:
@@ -211,7 +213,9 @@ class ReferenceGroup(TypedGroup):
 
     @batched
     def logprobs(self, batch: Batch) -> Batch:
-        """Returns the log-probability `[T]` of each token under the reference model."""
+        """Returns the log-probability `[T]` of each token under the reference model. It is 0 outside `response_mask` if
+        the batch has this column.
+        """
 
     @batched
     def response_logprobs(self, batch: Batch) -> Batch:
