@@ -68,6 +68,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "preference": {"masking"},
         "advantages": {"masking"},
         "dynamic_sampling": {"advantages"},
+        "best_of_n": {"advantages"},
     },
     "flowrl.data": {
         "atomic_folder": set(),
