@@ -235,6 +235,7 @@ def test_the_small_step_reads_the_first_rows_of_any_format(recipe: Path, tmp_pat
             path.mkdir()
             shutil.copy(train, path)
     small = small_config(load(recipe, [f"data.train={path}"], GRPOConfig), tmp_path)
+    assert isinstance(small, GRPOConfig)
     (copy,) = small.data.training_files
     expected = [row.messages for row in read_conversations(path)][:8]
     assert [row.messages for row in read_conversations(copy)] == expected
