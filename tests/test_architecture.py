@@ -101,7 +101,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "roles": {"base", "algorithm", "model", "rollout"},
         "setting_tree": {"base", "source"},
         "run": {"base", "algorithm", "model", "data", "placement", "schedule", "roles", "rollout", "setting_tree"},
-        "stages": {"roles", "run"},
+        "stages": {"base", "algorithm", "data", "schedule", "rollout", "roles", "run"},
         "setting_reference": {"base", "placement", "rollout", "setting_tree"},
         "setting_template": {"placement", "run", "setting_tree", "setting_reference", "base"},
         "error_messages": {"base", "algorithm", "source", "setting_tree"},

@@ -15,7 +15,8 @@ train_grpo() {
     train_on_prompts grpo "$@"
 }
 
-# train_on_prompts RECIPE FOLDER SETTINGS...: trains the actor of RECIPE after the warm start. FOLDER is as in train_ppo.
+# train_on_prompts RECIPE FOLDER SETTINGS...: trains the actor of RECIPE after the warm start. FOLDER is as in
+# train_ppo.
 train_on_prompts() {
     _prepare_model
     exec python -m "recipes.$1.train" "recipes/$1/arithmetic.yaml" output="$(next_folder "$2")" "${_common[@]}" "${@:3}"
