@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from flowrl.checkpoints.run_folder import replacing
+from flowrl.report.plots import smooth
 from recipes.pipeline.config import POLICIES, PipelineConfig
 from recipes.pipeline.judge import WEIGHTS, mean_with_error, win_rate
 
@@ -155,7 +156,7 @@ def _draw_win_rates(axes: Axes, summary: Summary, policies: list[str]) -> None:
 
 def _draw_frontier(axes: Axes, summary: Summary, policies: list[str]) -> None:
     for name, curve in summary["ppo_curves"].items():
-        kl, reward = zip(*curve, strict=True)
+        kl, reward = (smooth(values, weight=0.6) for values in zip(*curve, strict=True))
         axes.plot(kl, reward, color=COLORS[name], linewidth=1, alpha=0.55, marker=".", markersize=4)
     for policy in policies:
         row = summary["policies"][policy]
@@ -170,12 +171,14 @@ def _draw_frontier(axes: Axes, summary: Summary, policies: list[str]) -> None:
 
 def _draw_perplexity(axes: Axes, summary: Summary, policies: list[str]) -> None:
     values = [summary["policies"][policy]["perplexity"] for policy in policies]
-    axes.barh(range(len(policies)), values, color=[COLORS[policy] for policy in policies], height=0.6)
+    # Bars begin at 1, the smallest perplexity.
+    heights, colors = [value - 1 for value in values], [COLORS[policy] for policy in policies]
+    axes.barh(range(len(policies)), heights, left=1, color=colors, height=0.6)
     for y, value in enumerate(values):
         axes.annotate(f"{value:.2f}", (value, y), (4, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(range(len(policies)), [LABELS[policy] for policy in policies])
     axes.invert_yaxis()
-    axes.margins(x=0.12)
+    axes.set_xlim(1, 1 + 1.15 * max(heights))
     _style(axes, "Drift: perplexity of held-out stories", "perplexity (lower is better)")
 
 
