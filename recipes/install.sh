@@ -6,7 +6,7 @@ run_module() {
     exec python -m "$@"
 }
 
-# enter_repository [EXTRAS]: changes to the root of the repository, and installs flowrl into the environment.
+# enter_repository [EXTRAS]: changes to the root of the repository, and installs flowrl with EXTRAS.
 enter_repository() {
     cd "$(dirname "${BASH_SOURCE[0]}")/.." || return
     ensure_environment "${1:-}"

@@ -71,8 +71,8 @@ def _functions(settings: object) -> dict[str, str | None]:
 
 
 def data_paths(path: Path) -> list[Path]:
-    """Returns the files that determine the rows of a dataset. The manifest of a prepared folder has the checksums of
-    its shards.
+    """Returns the files that determine the rows of a dataset. For a prepared folder, returns only its manifest, which
+    contains the checksums of its shards.
     """
     if not path.is_dir():
         return [path]

@@ -148,7 +148,7 @@ def _check_same_settings(config: RunConfig, path: Path) -> int:
             f"{path} is not a valid {type(config).__name__} ({str(error).splitlines()[0]}), so this run cannot be "
             f"resumed: set output to a new folder"
         ) from error
-    # A run whose length is still unknown is checked again when it has read its data.
+    # A run of unknown length is checked again after it has read its data.
     may_differ = MAY_DIFFER if config.is_length_known(dict(config)) else (*MAY_DIFFER, "*optimizer.total_steps")
     changed = [
         f"{key} was {_format(before)} in the run in {path.parent} and is now {_format(now)}"

@@ -20,8 +20,8 @@ def add_data(commands: Commands) -> None:
     parser = commands.add_parser("data", help="prepare, check or show datasets", allow_abbrev=False)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, run, text in (
-        ("prepare", _prepare, "filter, tokenize and store rows in a folder that runs map into memory"),
-        ("check", _check, "count the rows that would be dropped, with reasons"),
+        ("prepare", _prepare, "filter and tokenize rows, and store them in a folder that runs memory-map"),
+        ("check", _check, "count the rows that would be dropped, per reason"),
         ("show", _show, "print rows with the template, with trained tokens in color"),
         ("template", _template, "write the conversation template file of a tokenizer"),
     ):
@@ -40,12 +40,12 @@ def add_data(commands: Commands) -> None:
 
 
 def _load(words: Sequence[str], cls: type[Settings]) -> Settings:
-    """Returns the settings of a command line. Words without `=` are data files, or the YAML file of settings."""
+    """Returns the settings of a command line. Arguments without `=` are data files or one YAML file of settings."""
     settings = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word]
     configs = [path for path in paths if path.endswith((".yaml", ".yml"))]
     if len(configs) > 1:
-        raise ConfigError(f"{configs[1]}: {configs[0]} is also a file of settings: use one")
+        raise ConfigError(f"{configs[0]} and {configs[1]} are both files of settings: use only one")
     files = [path for path in paths if path not in configs]
     if files:
         settings.insert(0, f"files={json.dumps(files)}")
@@ -117,7 +117,7 @@ def _template(arguments: argparse.Namespace) -> None:
     words = dict(word.split("=", 1) for word in arguments.overrides if "=" in word)
     paths = [word for word in arguments.overrides if "=" not in word]
     if len(paths) != 1 or set(words) != {"tokenizer"}:
-        raise ConfigError("write flowrl data template FILE tokenizer=FOLDER, where FILE is the file to create or fill")
+        raise ConfigError("usage: flowrl data template FILE tokenizer=FOLDER (FILE is the file to create or complete)")
 
     from flowrl.data.chat import ChatTokenizer  # noqa: PLC0415 (transformers)
     from flowrl.data.template import write_template  # noqa: PLC0415

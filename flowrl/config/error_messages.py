@@ -84,17 +84,16 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "total_epochs": ("epochs", "steps: total_epochs * prompts in data.train / prompts per step"),
     "total_training_steps": "steps",
     "train_batch_size": (
-        "batch_size: train_batch_size * {samples_per_prompt} if it is verl's, or, if it is ColossalChat's, "
-        + _MINIBATCH_OF_COLOSSAL,
+        "batch_size: train_batch_size * {samples_per_prompt} for verl, or for ColossalChat " + _MINIBATCH_OF_COLOSSAL,
         "batch_size",
     ),
     "use_kl_loss": "actor.kl_loss_coef",
     "use_vllm": "rollout.engine: vllm",
 }
 """Maps the last parts of a key of TRL, transformers, verl or ColossalChat to the last parts of flowrl's key, with a
-value or formula. Of several alternatives, the error suggests the first that the config class has, including the
-settings in braces. A setting with the other library's name has priority. verl counts batch sizes in prompts, flowrl in
-sequences.
+value or formula. A tuple lists alternatives: the error suggests the first alternative whose keys, including those
+in braces, the config class has. A setting with the other library's name has priority. verl counts batch sizes in
+prompts, flowrl in sequences.
 """
 
 _IN_BRACES = re.compile(r"{(\w+)}")

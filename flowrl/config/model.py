@@ -16,7 +16,7 @@ class ModelConfig(Config):
     """Local directory written by `save_pretrained`, or a Hub name."""
 
     tokenizer: FilePath | None = None
-    """Folder of the tokenizer and its chat template. Null is the folder of the model. The saved model has it, too."""
+    """Folder of the tokenizer and its chat template. Null uses the model's folder. It is saved with the model."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates to zero. float64 is for

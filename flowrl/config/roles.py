@@ -179,8 +179,8 @@ class RewardConfig(RoleConfig):
     """Sequence-classification model with one label. Null uses the function."""
 
     policy_tokenizer: FilePath | None = None
-    """Folder of the tokenizer whose ids the reward model receives. Null uses the actor's. If the tokenizer or the chat
-    template of the reward model is different, the conversation is rendered again for it.
+    """Folder of the policy's tokenizer. Null uses the actor's. If the reward model has a different tokenizer or chat
+    template, each conversation is rendered and tokenized again for it.
     """
 
     policy_template: FilePath | None = None
@@ -418,6 +418,6 @@ def models_of(config: Config) -> dict[str, ModelRoleConfig]:
 
 
 def find_tokenizer_role(config: Config) -> str | None:
-    """Returns the role whose tokenizer encodes the data: the actor, otherwise the first role that is trained."""
+    """Returns the role whose tokenizer encodes the data: the actor if it exists, otherwise the first trained role."""
     trained = [name for name, value in config if isinstance(value, TrainedConfig)]
     return "actor" if "actor" in models_of(config) else next(iter(trained), None)

@@ -267,8 +267,8 @@ class RunConfig(Config):
     def _derive_temperature(cls, value: Any, info: ValidationInfo) -> Any:  # Any: the value of any setting
         """Replaces a null temperature of a policy by that of the rollout, so that config.yaml records it.
 
-        Replaces a null policy_tokenizer and policy_template of a reward model by those of the actor and the data. The
-        config class must declare them in this order.
+        Also replaces a null `policy_tokenizer` of a reward model by the actor's tokenizer, and a null `policy_template`
+        by `data.template`. The config class must declare `actor` and `data` before `reward`.
         """
         rollout, actor = info.data.get("rollout"), info.data.get("actor")
         if isinstance(value, RewardConfig) and value.model is not None and isinstance(actor, TrainedConfig):

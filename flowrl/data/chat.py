@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _MAX_LAYOUTS = 1000
-"""Sequences of roles whose layouts are kept."""
+"""Maximum number of cached layouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ChatTokenizer:
             path: the folder of the tokenizer, or a Hub name.
             template: a conversation template or its file. None uses the file in the folder, if there is one, and
                 otherwise the tokenizer's chat template.
-            model: folder of the model that reads its tokens. None is the folder of the tokenizer.
+            model: folder of the model that receives the tokens. None uses the folder of the tokenizer.
         Raises:
             DataError: the tokenizer or its end token is missing, or the template file is invalid.
         """
@@ -74,12 +74,12 @@ class ChatTokenizer:
         self._layouts: dict[tuple[Speaker, ...], TurnLayout | None] = {}
 
     def check_chat_template(self) -> None:
-        """Raises DataError if there is no chat template. Plain text is tokenized and decoded without one."""
+        """Raises DataError if there is no chat template. Plain text does not need a chat template."""
         assert self._template.chat_template is not None
 
     @cached_property
     def _template(self) -> ConversationTemplate:
-        """The template with the Jinja text of its chat template, and with the settings of an included template."""
+        """The template, with the path or the name of its chat template replaced by Jinja text."""
         template = self._settings
         name = template.chat_template
         if name is not None and name in INCLUDED:
@@ -175,7 +175,7 @@ class ChatTokenizer:
         return self.encode_spans(*self.locate_responses(messages, first))
 
     def locate_responses(self, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-        """Returns the text of a conversation, and the spans of the assistant's responses with their ends.
+        """Returns the text of a conversation, and the spans of the assistant's responses, each with its end of turn.
 
         The arguments and errors are those of `encode_example`.
         """
@@ -213,21 +213,21 @@ class ChatTokenizer:
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Returns the token ids of a text, and a mask of the tokens in the spans.
 
-        The text before a response has the tokens of the prompt that a rollout receives.
+        Text before a response is tokenized separately, so its tokens equal those of a rollout's prompt.
         """
         bounds = [0, *(bound for span in spans for bound in span), len(text)]
         pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
         encoded = self._encode_pieces(pieces)
         ids = [token for piece in encoded for token in piece]
-        mask = [number % 2 == 1 for number, piece in enumerate(encoded) for _ in piece]
+        mask = [index % 2 == 1 for index, piece in enumerate(encoded) for _ in piece]
         return ids, mask
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of consecutive pieces of a text."""
-        if self._joins and self._backend is not None:
+        if self._can_encode_parts and self._backend is not None:
             encoded = self._backend.encode_batch_fast(list(pieces), add_special_tokens=False)
             return [piece.ids for piece in encoded]
-        if self._joins:
+        if self._can_encode_parts:
             return [self.encode(piece) if piece else [] for piece in pieces]
         # The tokenizer adds a space at the start of a text, so a piece is encoded together with those before it.
         encoded = []
@@ -247,8 +247,8 @@ class ChatTokenizer:
         return encoded
 
     @cached_property
-    def _joins(self) -> bool:
-        """Whether the tokens of a text are those of its parts, as for byte-level tokenizers."""
+    def _can_encode_parts(self) -> bool:
+        """Whether encoding the parts of a text separately gives the same tokens, as for byte-level tokenizers."""
         end = self.end_of_assistant
         probes = (("a", "b c"), ("a\n", "b c"), ("]", " b"), (":", "b"), (f"a{end}", "b c"))
         return all(self.encode(a + b) == self.encode(a) + self.encode(b) for a, b in probes)
@@ -320,7 +320,7 @@ class ChatTokenizer:
 
     @cached_property
     def _backend(self) -> Any:  # Any: tokenizers.Tokenizer, or None
-        """The library's tokenizer, whose batches have less overhead, or None if calls of it could differ."""
+        """The tokenizer of the library `tokenizers`, whose batch calls are faster. None if its results could differ."""
         tokenizer = self._tokenizer
         if not tokenizer.is_fast or tokenizer.split_special_tokens:
             return None
@@ -332,7 +332,7 @@ class ChatTokenizer:
 
 def has_same_rendering(policy: Path, other: Path, template: Path | None = None) -> bool:
     """Returns whether two tokenizers give a conversation the same token ids, so that a model with the tokenizer `other`
-    can read the tokens of a policy. A folder without a chat template has that of the policy.
+    can read the tokens of a policy. If `other` has no chat template, the policy's template is assumed.
 
     Args:
         policy: folder of the policy's tokenizer.

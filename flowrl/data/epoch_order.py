@@ -9,11 +9,11 @@ class EpochOrder:
     """Maps positions in an endless stream to rows. The order depends only on the seed, the weights and the epoch."""
 
     def __init__(self, parts: Sequence[tuple[int, float]], *, seed: int, shuffle: bool = True) -> None:
-        """Makes the order of the rows of several files, which are numbered consecutively.
+        """Creates the order of the rows of several files. Row indices are consecutive over all files.
 
         Args:
             parts: number of rows and weight of each file. An epoch has `round(rows * weight)` rows of a file. Each row
-                of a file is drawn once before any of them is drawn again.
+                of a file is used once before any row is used again.
             seed: seed of the random order.
             shuffle: False keeps the order of the files in every epoch.
         """
@@ -55,10 +55,10 @@ class EpochOrder:
             positions = np.arange(epoch * count, (epoch + 1) * count)
             passes, offsets = positions // num_rows, positions % num_rows
             if self._shuffle:
-                for number in np.unique(passes):
-                    # The third number distinguishes these orders from those of epochs.
-                    order = np.random.default_rng([self._seed, int(number), part + 1]).permutation(num_rows)
-                    offsets[passes == number] = order[offsets[passes == number]]
+                for index in np.unique(passes):
+                    # The third seed makes these orders independent of the order of an epoch.
+                    order = np.random.default_rng([self._seed, int(index), part + 1]).permutation(num_rows)
+                    offsets[passes == index] = order[offsets[passes == index]]
             chosen.append(first + offsets)
             first += num_rows
         return np.concatenate(chosen)

@@ -39,13 +39,13 @@ class Conversation:
     file: Path = Path("-")
     line: int = 0
     chosen: tuple[Message, ...] = ()
-    """Turns that follow `messages`: a completion, or the preferred one of two."""
+    """Turns that follow `messages`: a completion, or the preferred of two continuations."""
     rejected: tuple[Message, ...] = ()
-    """The worse continuation of `messages`."""
+    """The rejected continuation of `messages`."""
     label: bool | None = None
     """Whether `chosen` is desirable, for KTO."""
     text: tuple[str, str] | None = None
-    """Plain text without turns: a part that is not trained, and a part that is trained."""
+    """Plain text without turns: (text before the trained text, trained text)."""
 
     @property
     def location(self) -> str:

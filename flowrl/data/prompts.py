@@ -1,4 +1,4 @@
-"""Draws prompts in random order, and continues at any position."""
+"""Streams prompts in random order. The stream can continue at any position."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +35,7 @@ class PromptSet:
     columns: tuple[str, ...]
     """Names of the columns of all rows."""
     parts: tuple[tuple[int, float], ...] = ()
-    """Number of rows and weight of each file. Empty stands for one file."""
+    """Number of rows and weight of each file. Empty stands for one file with weight 1."""
 
     @property
     def weighted_parts(self) -> tuple[tuple[int, float], ...]:
@@ -64,7 +64,7 @@ def tokenize_prompts(
         conversations: the dataset. Each conversation ends with a user message.
         tokenizer: tokenizer of the policy.
         max_prompt_tokens: maximum number of tokens of a prompt.
-        too_long: reaction to a longer prompt: an error, or leaving it out, or dropping its first turns.
+        too_long: treatment of a longer prompt: raise an error, drop the prompt, or drop its first turns.
         parts: number of conversations and weight of each file.
     Raises:
         DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
@@ -84,8 +84,8 @@ def tokenize_prompts(
         start += count
     if not rows:
         raise DataError(
-            f"a stream of prompts needs at least one conversation of at most {max_prompt_tokens} tokens (of "
-            f"{len(conversations)}): raise max_prompt_tokens"
+            f"none of the {len(conversations)} prompts has at most {max_prompt_tokens} tokens: add prompts, or raise "
+            f"max_prompt_tokens"
         )
     names = dict.fromkeys(name for row in rows for name in row.conversation.columns)
     return PromptSet(rows, tuple(names), tuple(counts))
@@ -97,7 +97,7 @@ def tokenize_prompt(
     max_tokens: int | None,
     too_long: Literal["refuse", "drop", "truncate"],
 ) -> TokenizedPrompt:
-    """Returns the tokens of a prompt. With `truncate`, drops the first turns of a long prompt, but not the system's.
+    """Returns the tokens of a prompt. With `truncate`, drops the first turns of a long prompt, not its system message.
 
     Raises RowProblem if the prompt is too long or does not end with the user.
     """
@@ -131,7 +131,7 @@ class PromptStream:
         max_prompt_tokens: int,
         shuffle: bool = True,
     ) -> None:
-        """Tokenizes all prompts. `from_prompts` takes tokenized prompts.
+        """Tokenizes all prompts. `from_prompts` accepts prompts that are already tokenized.
 
         Args:
             conversations: the dataset. Each conversation ends with a user message.
@@ -162,7 +162,7 @@ class PromptStream:
         self._names = ("answer", *(name for name in prompts.columns if name != "answer"))
 
     def __len__(self) -> int:
-        """Returns the number of prompts of an epoch, which is that of the dataset unless files have weights."""
+        """Returns the number of prompts per epoch, which is the size of the dataset unless files have weights."""
         return len(self._order)
 
     @property

@@ -20,16 +20,16 @@ class ConversationTemplate:
     """Jinja text, the path of a `.jinja` file, a model's folder or Hub name, or the name of an included template. None
     uses the chat template of the tokenizer."""
     system_message: str | None = None
-    """System message of conversations without one."""
+    """System message for conversations that have none."""
     end_of_assistant: str | None = None
     """Text that ends a turn of the assistant. None infers it from the chat template."""
     stop_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that end a response. If empty, the tokens of `end_of_assistant`."""
+    """Token sequences that end a response. Empty uses the tokens of `end_of_assistant`."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a response. Each is converted to the token sequence that encodes it."""
     is_flat: bool = False
-    """`stop_ids` were one list of several ids, which may be one sequence or alternatives. They are stored as one
-    sequence, until a tokenizer resolves them."""
+    """Whether the file has a flat list of several ids, which may be one sequence or alternatives. `stop_ids` contains
+    this list as one sequence until `resolve_flat_stop_ids` resolves it."""
 
 
 def read_template(path: Path) -> ConversationTemplate:
@@ -42,7 +42,7 @@ def read_template(path: Path) -> ConversationTemplate:
 
 
 def read_template_values(values: Any, path: Path) -> ConversationTemplate:
-    """Returns the template of a JSON object, which is that of the file `path`. Raises DataError if it is invalid."""
+    """Returns the template in `values`, the JSON object in the file `path`. Raises DataError if it is invalid."""
     if not isinstance(values, dict):
         raise DataError(f"conversation template {path} is a {type(values).__name__}, but must be a JSON object")
     known = [name for name in ConversationTemplate.__dataclass_fields__ if name != "is_flat"]
@@ -164,7 +164,7 @@ INCLUDED: Mapping[str, ConversationTemplate] = {
         end_of_assistant="</s>",
     ),
     "mistral-v3": ConversationTemplate(
-        # The system message is in the last turn of the user, so texts of more turns do not begin with that of fewer.
+        # The system message is in the last user turn, so a longer conversation does not begin with a shorter one.
         "{% set system = messages[0].content if messages[0].role == 'system' else none %}"
         "{% set turns = messages[1:] if system is not none else messages %}"
         "{% set last = turns | selectattr('role', 'equalto', 'user') | list | length %}"
@@ -180,7 +180,7 @@ INCLUDED: Mapping[str, ConversationTemplate] = {
         "[gMASK]sop{% for message in messages %}"
         "{{ '<|' ~ ('observation' if message.role == 'tool' else message.role) ~ '|>\\n ' ~ message.content }}"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        # A turn has no end of its own: the model generates the start of the next one.
+        # A turn has no end token: the model ends it by generating the first token of the next turn.
         end_of_assistant="<|user|>",
     ),
     "zephyr": ConversationTemplate(
@@ -198,4 +198,4 @@ INCLUDED: Mapping[str, ConversationTemplate] = {
         end_of_assistant="</s>",
     ),
 }  # fmt: skip
-"""Included templates by name. docs/data.md has the sources of their formats."""
+"""Included templates by name. tests/data/test_golden_templates.py names the sources of their formats."""

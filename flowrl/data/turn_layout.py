@@ -1,8 +1,8 @@
-"""Locates the trained text of a rendered conversation: the assistant's responses with their ends.
+"""Locates the trained text of a rendered conversation: the assistant's responses, including the end of each turn.
 
-A conversation is rendered once with a marker as the content of each message. The text between the markers is the same
-for all conversations with these roles, unless the chat template depends on the content. Each rendered conversation is
-compared with the text between the markers and its contents, so a wrong span is never returned.
+For each sequence of roles, the chat template is rendered once with a marker as the content of each message. The text
+between the markers is the same for all conversations with these roles, unless the chat template depends on the content.
+A rendered conversation must consist of this text and its own contents, so a wrong span is never returned.
 """
 
 import re
@@ -40,7 +40,7 @@ class TurnLayout:
     """Index of an assistant's message -> the trained text around its content."""
 
     def locate(self, text: str, contents: Sequence[str], first: int) -> tuple[str, list[Span]] | None:
-        """Returns the text with its last end, and the spans of the responses from message `first` on.
+        """Returns the text, with a missing end of the last turn appended, and the spans of responses from `first` on.
 
         Returns None if the text does not consist of the literals and the contents, whose surrounding white space the
         template may have removed.
@@ -77,7 +77,7 @@ class TurnLayout:
             matching = [variant for variant in variants if text.startswith(variant, position)]
             for variant in matching:
                 end = position + len(variant)
-                # One match shares the dictionary, so that long conversations stay fast.
+                # A single match reuses the dictionary, because copies would be slow for long conversations.
                 extended = spans if len(matching) == 1 else dict(spans)
                 extended[index] = (position, end)
                 open_matches.append((piece + 1, end, extended))
@@ -113,7 +113,7 @@ def make_layout(roles: Sequence[Speaker], render: Render, end: str, *, can_appen
 
 
 def _lead(literal: str, text: str, prompt: str) -> int:
-    """Returns how many characters of the literal before a content follow the generation prompt."""
+    """Returns the number of characters between the generation prompt and the content after `literal`."""
     generated = _MARKER.split(prompt)[-1]
     return len(literal) - len(generated) if literal.startswith(generated) else 0
 
@@ -141,7 +141,7 @@ def infer_end(render: Render, eos: str, special: Sequence[str]) -> str | None:
 
 
 def relocate(layout_end: str, text: str, messages: Sequence[Message], render: Render, first: int) -> list[Span]:
-    """Returns the spans of the responses in a text whose template depends on the contents.
+    """Returns the spans of the responses, from renderings of the turns up to each response. Used if no layout matches.
 
     Raises DataError if the template renders earlier messages differently when more messages follow.
     """

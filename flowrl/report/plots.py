@@ -45,7 +45,7 @@ PANELS = (
     Panel("Held-out agreement with the teacher", (Line("agreement", "#2e8b57"),)),
     Panel("Accuracy on pairs", (Line("actor/accuracy", "#2e8b57"), Line("reward/accuracy", "#2e8b57"))),
     Panel(
-        "Reward of chosen and rejected answers",
+        "Reward of chosen and rejected responses",
         (
             Line("actor/chosen_reward", "#2e8b57", "chosen"),
             Line("actor/rejected_reward", "#a63d57", "rejected"),

@@ -174,7 +174,7 @@ class _Checks:
         if preferences := [role for role in models_of(config).values() if isinstance(role, PREFERENCE_ROLES)]:
             assert isinstance(config, DatasetConfig)
             examples, held_out = PreferenceExamples.read(config.data, preferences[0])
-            rows = "training pairs" if examples.is_paired else "training answers"
+            rows = "training pairs" if examples.is_paired else "labeled training responses"
             return f"{len(examples)} {rows}, {sum(map(len, held_out.values())) // 2} for evaluation"
         counts = [
             f"{len(Examples(files, self._encoder, max_tokens=value.max_prompt_tokens, data=value))} rows of "

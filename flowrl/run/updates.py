@@ -65,7 +65,7 @@ def describe_planned_updates(config: RunConfig) -> list[str]:
 
 
 def describe_batches(config: RunConfig, num_ranks: int) -> list[str]:
-    """Returns the sizes of a step and of an optimizer update, as equations, for all ranks and for one of them.
+    """Returns the sizes of a step and of an optimizer update as equations, over all ranks and per rank.
 
     `num_ranks` is the number of data-parallel ranks of the actor. Returns an empty list for a recipe without rollouts.
     """
@@ -88,7 +88,7 @@ def describe_batches(config: RunConfig, num_ranks: int) -> list[str]:
 
 
 def _share(number: int, num_ranks: int) -> str:
-    """Returns how many of some rows a rank gets."""
+    """Returns the number of rows per rank as text, such as `5 or 6`."""
     low, rest = divmod(number, num_ranks)
     return f"{low} or {low + 1}" if rest else str(low)
 

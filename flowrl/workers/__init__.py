@@ -1,8 +1,8 @@
 """Worker classes of the roles. Each class wraps an engine and declares the columns that its methods read and write.
 
 Entry points: `Actor`, `Critic`, `Reference`, `Reward`, `RewardModel`, `Rollout` and `TrainedRewardModel`. `Loss`
-describes a loss for the trained roles. `LANGUAGE_MODELING` is the loss of SFT, and `PTX` is that of text in a policy
-update. `groups.pyi` has the types of the groups, for type checkers and editors.
+describes a loss for the trained roles. `LANGUAGE_MODELING` is the loss of SFT, and `PTX` is the same loss on text in a
+policy update. `groups.pyi` has the types of the groups, for type checkers and editors.
 May import `flowrl.algorithms`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.engines` and
 `flowrl.rewards`.
 """

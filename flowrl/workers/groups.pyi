@@ -388,4 +388,4 @@ class TrainedRewardModelGroup(TypedGroup):
 
     @blocking
     def save(self, folder: OrFuture[Path]) -> None:
-        """Saves the model as a sequence classifier with one label, and its tokenizer, for `save_pretrained` folders."""
+        """Saves the model, a sequence classifier with one label, and its tokenizer in the `save_pretrained` format."""

@@ -27,7 +27,7 @@ MASK, GROUPS, TOPK_IDS, TOPK_LOGPROBS = "mask", "groups", "topk_ids", "topk_logp
 
 
 class MaskedMetric(NamedTuple):
-    """A metric of a loss whose mean is over some of the tokens, rows or groups."""
+    """A metric that is averaged over the tokens, rows or groups in its own mask."""
 
     values: Tensor
     mask: Tensor
@@ -51,7 +51,7 @@ class Loss:
     function: LossFunction
     """Function that returns the loss per token [B, L], per row [B] or per group [G], as `aggregation` requires, or a
     tuple of the loss and a dictionary of metrics. A metric has the shape of the loss, or the shape [B, L]. A
-    `MaskedMetric` is a mean over some of them."""
+    `MaskedMetric` is averaged over its own mask."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     _: KW_ONLY
@@ -200,7 +200,7 @@ def measure_loss(
 
 
 def _bind(loss: Loss, batch: TensorDictBase, compute_inputs: ComputeInputs) -> tuple[LossTerm, str]:
-    """Returns the function of a loss for the engine, and the column of the mask."""
+    """Returns the loss as a function for the engine, and the name of the mask column."""
     mask_column = loss.mask_column(list(batch["tokens"].keys()))
     if (dtype := batch["tokens", mask_column].dtype) != torch.bool:
         raise UserError(
@@ -256,8 +256,8 @@ def mean_metrics(
     """Returns the masked mean of each value, and the minimum and maximum of `ratio`.
 
     Args:
-        values: [B, L] per token, or per row or group with the shape of `unit_mask`. A `MaskedMetric` has a mask of its
-            own in addition.
+        values: [B, L] per token, or per row or group with the shape of `unit_mask`. The mask of a `MaskedMetric`
+            applies in addition.
         mask_BL: mask of the tokens.
         unit_mask: mask of the rows or groups.
     """

@@ -1,4 +1,4 @@
-"""The losses that the settings of a policy and of a reward model select for training on preferences.
+"""Builds the losses of a policy and of a reward model that are trained on preferences, from their settings.
 
 Shape suffixes: B rows, L tokens of the longest row of a micro-batch, P pairs.
 
@@ -13,7 +13,7 @@ from flowrl.config import PreferenceActorConfig, PreferenceConfig, RewardModelCo
 from flowrl.workers.loss import Loss, MaskedMetric
 
 PAIR, REFERENCE = "pair", "ref_response_logprobs"
-"""Names of the row columns with the pair of a row, and with the reference's log-probability of a response."""
+"""Names of the row columns with the id of a pair, and with the log-probability under the reference."""
 
 
 def preference_loss(config: PreferenceActorConfig) -> Loss:
@@ -27,7 +27,7 @@ def preference_loss(config: PreferenceActorConfig) -> Loss:
     reference = [REFERENCE] if any(column.startswith("ref_") for column in inputs) else []
     if not loss.IS_PAIRED:
         reads = (*reference, "desirable", "reference_kl")
-        return Loss(_single_objective, {"loss": loss}, aggregation="row_mean", reads=reads, name=name)
+        return Loss(_labeled_objective, {"loss": loss}, aggregation="row_mean", reads=reads, name=name)
     if unknown := [column for column in inputs if not column.removeprefix("ref_").startswith(("chosen_", "rejected_"))]:
         raise UserError(f"{name} reads {', '.join(unknown)}, which a loss of pairs does not receive: remove it")
     return Loss(
@@ -42,7 +42,7 @@ def preference_loss(config: PreferenceActorConfig) -> Loss:
 
 
 def reward_model_loss(config: RewardModelConfig) -> Loss:
-    """Returns the loss of a reward model, a mean over pairs. The optional column `margin` replaces the setting."""
+    """Returns the loss of a reward model, a mean over pairs. The optional column `margin` overrides the setting."""
     return Loss(
         _reward_objective,
         {"loss": config.loss},
@@ -72,7 +72,7 @@ def _pair_objective(
     return loss_P, metrics | {"chosen_logprobs": chosen_P, "rejected_logprobs": rejected_P}
 
 
-def _single_objective(
+def _labeled_objective(
     logprobs: Tensor, mask: Tensor, *, loss: PreferenceConfig, **columns: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | MaskedMetric]]:
     sums_B = sequence_logprobs(logprobs, mask, mode="sum")
@@ -112,4 +112,4 @@ def _split_pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:
 def _check(result: object, what: str) -> tuple[Tensor, dict[str, Tensor]]:
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         return result
-    raise UserError(f"{what} returned {described(result)}, it must return a loss per pair and a dictionary of metrics")
+    raise UserError(f"{what} returned {described(result)}, but must return a loss per pair and a dictionary of metrics")

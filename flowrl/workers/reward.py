@@ -96,7 +96,7 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
 
     @staticmethod
     def _choose_tokenizer(config: RewardConfig) -> ChatTokenizer | None:
-        """Returns the tokenizer for which the conversations are rendered again. None: the policy's tokens are read."""
+        """Returns the tokenizer that must render conversations again. None: the model reads the policy's tokens."""
         assert config.model is not None
         policy, own = config.policy_tokenizer, config.model.tokenizer_path
         if policy is None or has_same_rendering(policy, own, config.policy_template):
@@ -121,7 +121,7 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
 
 
 def render_again(batch: TensorDict, tokenizer: ChatTokenizer) -> TensorDict:
-    """Returns the token ids of each conversation and its response for another tokenizer and chat template.
+    """Renders each conversation and its response for another tokenizer and chat template. Returns their token ids.
 
     A truncated response has no end token, as in the policy's tokens. Raises DataError if a row is too long.
     """

@@ -68,5 +68,5 @@ class TrainedRewardModel(TrainedWorker["TrainedRewardModelGroup"]):
 
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path) -> None:
-        """Saves the model as a sequence classifier with one label, and its tokenizer, for `save_pretrained` folders."""
+        """Saves the model, a sequence classifier with one label, and its tokenizer in the `save_pretrained` format."""
         save_model(self.model, self.config.model.tokenizer_path, folder, is_writer=self.rank == 0)

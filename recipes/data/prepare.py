@@ -19,13 +19,13 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow")
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A dataset on the Hub, and the names of its parts."""
+    """A dataset on the Hub, and the names of its splits."""
 
     hub: str
     kind: str
     subsets: tuple[str | None, ...] = (None,)
     train: str = "train"
-    """Split for training. Local files begin with it, or are in a folder of this name."""
+    """Training split. The names of its local files begin with this name, or the files are in a folder of this name."""
     test: str = "test"
 
 
@@ -64,7 +64,7 @@ def find_files(dataset: PublicDataset, split: str, source: Path | None) -> list[
     ]
     if not files:
         raise ConfigError(
-            f"source is {source}, but no file of it begins with {split!r} or is in a folder {split}: download "
+            f"source is {source}, but it has no file whose name begins with {split!r}, and no folder {split}: download "
             f"{dataset.hub}, or omit source to read it from the Hub"
         )
     return [DataFile(path=path) for path in files]
@@ -88,8 +88,8 @@ def main(arguments: Sequence[str]) -> None:
     for part, split in (("train", dataset.train), ("test", dataset.test)):
         files = find_files(dataset, split, source)
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        template = load(None, [*overrides, "files=[-]", f"output={output / part}"], PreparationConfig)
-        manifest = prepare(template.model_copy(update={"files": tuple(files)}))
+        config = load(None, [*overrides, "files=[-]", f"output={output / part}"], PreparationConfig)
+        manifest = prepare(config.model_copy(update={"files": tuple(files)}))
         dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest["dropped"].items())
         sys.stdout.write(
             f"{output / part}: {manifest['num_rows']:,} of {manifest['num_read']:,} rows"

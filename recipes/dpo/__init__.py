@@ -1,1 +1,1 @@
-"""Preference optimization on pairs or labeled answers: DPO, IPO, SimPO, ORPO, CPO and KTO."""
+"""Preference optimization on pairs or labeled responses: DPO, IPO, SimPO, ORPO, CPO and KTO."""

@@ -8,12 +8,12 @@ from flowrl.config import EpochConfig, PreferenceActorConfig, ReferenceConfig
 
 
 class DPOConfig(EpochConfig):
-    """Settings of preference optimization (recipes/dpo/train.py). The training file has pairs of answers, or single
-    answers with a label for `actor.loss: kto`.
+    """Settings of preference optimization (recipes/dpo/train.py). The training file has preference pairs, or
+    labeled responses for `actor.loss: kto`.
     """
 
     batch_size: PositiveInt
-    """Pairs per step, over all ranks. With `actor.loss: kto`, answers per step."""
+    """Pairs per step, over all ranks. With `actor.loss: kto`, labeled responses per step."""
 
     actor: PreferenceActorConfig
     """The policy that is trained, and its loss."""
@@ -45,8 +45,8 @@ class DPOConfig(EpochConfig):
     def _check_stored(self) -> "DPOConfig":
         if self.reference_logprobs == "stored" and not self.actor.loss.IS_PAIRED:
             raise ValueError(
-                f"reference_logprobs is stored, but actor.loss {self.actor.loss.kind} pairs each prompt with other "
-                "answers in every epoch: set auto or live"
+                f"reference_logprobs is stored, but actor.loss {self.actor.loss.kind} combines each prompt with a "
+                "different response in every epoch: set auto or live"
             )
         return self
 

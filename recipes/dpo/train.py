@@ -35,7 +35,7 @@ def train(config: DPOConfig) -> Summary:
             # 1. Log-probabilities of the responses under the reference, and KTO's estimate of the KL.
             batch = preference_inputs(batch, actor, reference)
 
-            # 2. Raise the chosen response relative to the rejected one.
+            # 2. Increase the probability of the chosen response relative to the rejected response.
             run.log(actor.update(batch))
 
             if run.due(config.evaluate_every):

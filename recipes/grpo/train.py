@@ -48,7 +48,7 @@ def train(config: GRPOConfig) -> Summary:
 
             # 3. Update the actor. The KL to the reference, if any, is part of its loss.
             for minibatch in batch.minibatches(config.minibatch_size, epochs=config.ppo_epochs):
-                if text:  # ptx: the gradient of its loss is added to that of the update
+                if text:  # PTX: the update also includes the gradient of the language-modeling loss on text
                     run.log(actor.forward_backward(next(text), PTX, weight=text.weight))
                 run.log(actor.update(minibatch, weight=text.policy_weight))
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PPO of deepseek-llm-7b-chat on one node with eight GPUs, split in halves. Arguments are settings: key=value. Prepares
-# GSM8K from the Hub, or from the folder in the environment variable GSM8K, unless data/gsm8k exists.
+# GSM8K from the Hub, or from the folder in the environment variable GSM8K, unless data/gsm8k/test exists.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../install.sh"
 enter_repository data

@@ -52,7 +52,7 @@ def train(config: PPOConfig) -> Summary:
 
             # 3. Update critic and actor. On separate pools they run at the same time.
             for minibatch in batch.minibatches(config.minibatch_size, epochs=config.ppo_epochs):
-                if text:  # ptx: the gradient of its loss is added to that of the update
+                if text:  # PTX: the update also includes the gradient of the language-modeling loss on text
                     run.log(actor.forward_backward(next(text), PTX, weight=text.weight))
                 run.log(critic.update(minibatch), actor.update(minibatch, weight=text.policy_weight))
 

@@ -37,7 +37,7 @@ train_detached() {
     train_grpo "runs/detached_$1" placement="detached_$2" placement.device=cpu schedule.kind=async "${@:3}"
 }
 
-# train_on_pairs RECIPE FOLDER ROLE SETTINGS...: trains ROLE of RECIPE on pairs of answers, after the warm start. FOLDER
+# train_on_pairs RECIPE FOLDER ROLE SETTINGS...: trains ROLE of RECIPE on preference pairs, after the warm start. FOLDER
 # is as in train_ppo.
 train_on_pairs() {
     enter_repository

@@ -1,1 +1,1 @@
-"""Training of a reward model on pairs of answers."""
+"""Training of a reward model on preference pairs."""

@@ -9,11 +9,12 @@ from flowrl.config import Config, EpochConfig, RewardModelConfig
 
 
 class AcceptanceConfig(Config):
-    """Criteria for a reward model that PPO can use. They apply to the last evaluation on `data.test`."""
+    """Acceptance criteria of the trained reward model, for the last evaluation on `data.test`."""
 
     min_accuracy: float = Field(default=0.6, ge=0, le=1)
-    """Smallest fraction of pairs whose chosen answer has the higher score. In addition, the mean score of the chosen
-    answers must exceed that of the rejected answers."""
+    """The fraction of pairs whose chosen response has the higher score must exceed this value. In addition, the mean
+    score of the chosen responses must exceed that of the rejected responses.
+    """
 
     on_failure: Literal["warn", "fail"] = "warn"
     """Reaction to a model that does not meet the criteria: log a warning, or end the program with exit code 1. The
@@ -21,7 +22,7 @@ class AcceptanceConfig(Config):
     """
 
     def find_problem(self, summary: Mapping[str, float | None]) -> str | None:
-        """Returns the criterion that the held-out metrics in the summary of a run miss, or None."""
+        """Returns an error message if the held-out metrics in the summary of a run violate a criterion, or None."""
         accuracy, chosen, rejected = (
             summary.get(f"{name}_after")
             for name in ("accuracy", "evaluation/chosen_reward", "evaluation/rejected_reward")
@@ -32,14 +33,15 @@ class AcceptanceConfig(Config):
             return f"its held-out accuracy is {accuracy:.3f}, not above acceptance.min_accuracy, {self.min_accuracy:g}"
         if chosen <= rejected:
             return (
-                f"the mean score of the chosen answers, {chosen:.3f}, is not above that of the rejected, {rejected:.3f}"
+                f"the mean score of the chosen responses, {chosen:.3f}, is not above that of the rejected responses, "
+                f"{rejected:.3f}"
             )
         return None
 
 
 class RewardModelRunConfig(EpochConfig):
-    """Settings of the training of a reward model (recipes/reward_model/train.py). The training file has pairs of
-    answers.
+    """Settings of the training of a reward model (recipes/reward_model/train.py). The training file has
+    preference pairs.
     """
 
     batch_size: PositiveInt

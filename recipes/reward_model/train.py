@@ -36,7 +36,7 @@ def train(config: RewardModelRunConfig) -> Summary:
             run.log(evaluate_preferences(reward, held_out))
         stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.shuffle)
         for batch in run.batches(stream, policy=reward):
-            # Raise the score of the chosen answer above that of the rejected one.
+            # Raise the score of the chosen response above that of the rejected response.
             run.log(reward.update(batch))
 
             if run.due(config.evaluate_every):

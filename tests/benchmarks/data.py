@@ -1,4 +1,4 @@
-"""Rows per second of `flowrl data prepare`, its memory, and the start of a run on the prepared folder.
+"""Measures the speed and memory of `flowrl data prepare`, and the start of a run on the prepared folder.
 
 Usage: python -m tests.benchmarks.data [--rows 20000] [--repeats 3] [--memory-rows 1000000] [--near-duplicates]
 
@@ -92,7 +92,7 @@ def baseline(path: Path, tokenizer_path: Path, clock: Clock) -> int:
 
 
 def prepared(path: Path, tokenizer_path: Path, output: Path, clock: Clock, **settings: object) -> int:
-    """Returns rows per second, without the start of the first process, which imports transformers."""
+    """Returns rows per second from the first report on, which excludes the imports of the first process."""
     from flowrl.config import PreparationConfig  # noqa: PLC0415 (see above)
     from flowrl.data.preparation.prepare import prepare  # noqa: PLC0415 (see above)
 
@@ -118,8 +118,8 @@ def on_one_core(function: Callable[..., int], *arguments: object, **settings: ob
         return pool.apply(function, arguments, settings)
 
 
-def peak_mb(path: Path, tokenizer_path: Path, output: Path) -> tuple[int, float]:
-    """Prepares rows. Returns rows per second, and the growth of the memory from the first tenth of the rows on."""
+def rate_and_memory_growth(path: Path, tokenizer_path: Path, output: Path) -> tuple[int, float]:
+    """Prepares rows. Returns rows per second, and the growth of the memory in MB after the first tenth of the rows."""
     from flowrl.config import PreparationConfig  # noqa: PLC0415 (see above)
     from flowrl.data.preparation.prepare import prepare  # noqa: PLC0415 (see above)
 
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--memory-rows", type=int, default=0, help="also measure memory and start over so many rows")
+    parser.add_argument("--memory-rows", type=int, default=0, help="also measure memory and run start with N rows")
     parser.add_argument("--near-duplicates", action="store_true", help="also measure with near_duplicates: 0.8")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -176,7 +176,7 @@ def main() -> None:
             show(f"{name}: {rate:,} rows/s, {rate / base:.2f} of the loop")
         if options.memory_rows:
             many = write_rows(folder / "many.jsonl", options.memory_rows)
-            rate, grown = peak_mb(many, tokenizer, folder / "many")
+            rate, grown = rate_and_memory_growth(many, tokenizer, folder / "many")
             show(f"{options.memory_rows:,} rows: {rate:,} rows/s, memory grows by {grown:.0f} MB after the first tenth")
             begun = start_seconds(folder / "many", tokenizer)
             show(f"first batch of the prepared folder after {begun:.2f} s")

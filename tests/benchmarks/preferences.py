@@ -3,7 +3,7 @@
 python -m tests.benchmarks.preferences [--stages dpo kto reward_model]
 
 Both sides train the same random Qwen2 models in float32 with the same pairs, in the same order: AdamW with lr 1e-3, 16
-pairs (KTO: 16 answers) per step. The benchmark installs TRL into an environment in `--trl-env` (1.5 GB).
+pairs (KTO: 16 responses) per step. The benchmark installs TRL into an environment in `--trl-env` (1.5 GB).
 """
 
 import argparse
@@ -60,7 +60,7 @@ def write_inputs(folder: Path) -> None:
     generator = random.Random(0)
     pairs = [make_pair(problem, generator) for problem in deal(0).prompts[: ROWS * STEPS]]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    # The chat template of the quickstart adds "=" to a question. TRL adds the end token to an answer.
+    # The chat template of the quickstart adds "=" to a question. TRL adds the end token to a response.
     texts = [
         {"prompt": f"{pair['context'][0]['content']}="}
         | {name: pair[name][0]["content"] for name in ("chosen", "rejected")}

@@ -72,7 +72,7 @@ def main() -> None:
             for row in rows
             for name in ("chosen", "rejected")
         ]
-        # TRL pairs a prompt with the answer of the row before it, and flowrl with that of the row after it.
+        # TRL combines a prompt with the response of the previous row, and flowrl with that of the next row.
         steps = [answers[start : start + options.rows] for start in range(0, len(answers), options.rows)]
         rows = [row for step in steps for row in reversed(step)]
     auto = AutoModelForSequenceClassification if options.stage == "reward_model" else AutoModelForCausalLM

@@ -17,7 +17,7 @@ def file(folder: Path, **values: object) -> Path:
     return path
 
 
-def test_the_seeds_fields_are_read_and_written_back(tmp_path: Path) -> None:
+def test_the_keys_of_colossalchat_files_are_read_and_written_back(tmp_path: Path) -> None:
     path = file(tmp_path, chat_template="{{ 1 }}", system_message="s", end_of_assistant="</s>", stop_ids=[2])
     template = read_template(path)
     assert template == ConversationTemplate("{{ 1 }}", "s", "</s>", ((2,),))

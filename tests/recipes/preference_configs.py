@@ -1,4 +1,4 @@
-"""Settings of the recipes that train on preferences, with the quickstart's task."""
+"""Settings of the recipes that train on preferences, for the quickstart's task."""
 
 from pathlib import Path
 from typing import Any

@@ -35,7 +35,7 @@ def records(config: DPOConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_loss_separates_chosen_and_rejected_answers(task: Path, tmp_path: Path, kind: str) -> None:
+def test_every_loss_separates_chosen_and_rejected_responses(task: Path, tmp_path: Path, kind: str) -> None:
     file = task / "pairs_test.jsonl"
     data = {"train": file, "test": file, "max_prompt_tokens": 16}
     config = dpo_config(task, tmp_path / "run", actor={"loss": kind}, steps=10, evaluate_every=10, data=data)

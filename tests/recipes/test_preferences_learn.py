@@ -1,4 +1,4 @@
-"""The recipes that train on preferences improve their held-out measure for several seeds."""
+"""The recipes that train on preferences improve their held-out metric for several seeds."""
 
 import subprocess
 from pathlib import Path

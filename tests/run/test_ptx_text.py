@@ -1,4 +1,4 @@
-"""Text of ptx: its batches, their saved position, and their effect on a run."""
+"""Text of PTX: its batches, their saved position, and their effect on a run."""
 
 import json
 from pathlib import Path

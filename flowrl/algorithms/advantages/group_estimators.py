@@ -212,8 +212,8 @@ def pass_at_k(
     rows, or scale by the group size.
 
     k = n: Tang et al. 2025, https://arxiv.org/abs/2503.19595. k < n: Walder and Karkhanis 2025,
-    https://arxiv.org/abs/2505.15201, with a leave-one-out baseline over sets of k - 1. verl's estimator for pass@k is
-    k = n with normalize_std, where it gives the advantage to the first of several best rows, 0 as here.
+    https://arxiv.org/abs/2505.15201, with a leave-one-out baseline over sets of k - 1. verl's pass@k estimator
+    equals k = n with normalize_std. If several rows are best, all advantages are 0 in both.
     """
     if k is not None and k < 2:
         raise ValueError(f"k is {k}, but must be 2 or more, or None for the group size; use rloo for one sample")

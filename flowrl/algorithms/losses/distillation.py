@@ -2,8 +2,8 @@
 
 Shape suffixes: B rows, T token positions, K candidate tokens.
 
-Both losses return (loss [B, T], metrics [B, T] without gradient) in at least float32. Masked tokens are the caller's
-concern: `aggregate` leaves them out.
+Both losses return (loss [B, T], metrics [B, T] without gradient) in at least float32. They do not mask tokens. The
+caller passes the mask to `aggregate`.
 """
 
 import torch

@@ -11,7 +11,7 @@ def ptx_weights(*, coef: float, form: PtxForm) -> tuple[float, float]:
         add   policy_loss + coef lm_loss
         mix   (1 - coef) policy_loss + coef lm_loss
 
-    Each loss has its own tokens and denominator. The 27.8 of the paper assumes other denominators.
+    Each loss has its own tokens and denominator. The coefficient 27.8 of the paper assumes different denominators.
 
     Args:
         coef: weight of lm_loss. It is >= 0 for add, and in [0, 1] for mix.

@@ -1,6 +1,4 @@
-"""Losses of preference optimization and of reward models, and text on which a policy is trained together with its
-rollouts (ptx).
-"""
+"""Settings of preference losses, reward model losses and PTX (language modeling on text in policy updates)."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -20,7 +18,7 @@ class PreferenceConfig(Member):
     NOUN = "a preference loss"
 
     IS_PAIRED: ClassVar[bool] = True
-    """False: the loss reads single answers with a label instead of pairs."""
+    """Whether the loss reads pairs. False: it reads single labeled responses."""
 
     NEEDS_REFERENCE: ClassVar[bool | None] = False
     """Whether the loss reads the log-probabilities of a reference. None: depends on the user function."""
@@ -151,13 +149,13 @@ AnyRewardModelLoss = Annotated[
 
 
 class PtxConfig(Config):
-    """Text on which the policy is trained together with its rollouts (PPO-ptx), so that it keeps its ability to model
-    this text. Each optimizer step adds the cross-entropy of a batch of text to the policy loss.
+    """Language modeling on text in every policy update (PPO-ptx), which preserves the policy's ability to model
+    this text. Each optimizer step combines the policy loss with the cross-entropy of a batch of text.
     """
 
     data: Files
-    """Text: conversations as for SFT, or plain text, such as `source` and `Target`. A path, or a list of files with
-    their settings, as in `data.train`. The template and the policies for invalid rows are those of `data`.
+    """Conversations as for SFT, or plain text, for example with the keys `source` and `Target`. A path, or a list of
+    files with their settings, as in `data.train`. The template and the policies for invalid rows are those of `data`.
     """
 
     form: Literal["add", "mix"] = "add"
@@ -170,7 +168,7 @@ class PtxConfig(Config):
     """Sequences of text per optimizer step, over all ranks."""
 
     max_tokens: PositiveInt
-    """Maximum number of tokens of a sequence. `data.too_long` selects what happens to longer ones."""
+    """Maximum number of tokens of a sequence. `data.too_long` selects the treatment of longer sequences."""
 
     @model_validator(mode="after")
     def _check(self) -> "PtxConfig":
@@ -184,5 +182,5 @@ class PtxConfig(Config):
         return as_data_files(self.data)
 
     def files(self, group: str) -> dict[str, Path]:
-        """Returns the paths of all files by the key of their setting. `group` is the key of this group."""
+        """Returns the path of each file by the key of its setting. `group` is the key of this settings group."""
         return paths_of(f"{group}.data", self.data)

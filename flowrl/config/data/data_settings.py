@@ -20,7 +20,8 @@ RefuseOrDrop = Literal["refuse", "drop"]
 def read_stop_ids(template: Path) -> tuple[tuple[int, ...], ...]:
     """Returns the stop sequences in a conversation template file, or none if there is no file or it is invalid.
 
-    A flat list of several ids is ambiguous without a tokenizer, and is left to the checks of the data.
+    Also returns none for a flat list of several ids, which is ambiguous without a tokenizer. The data checks resolve
+    or reject it.
     """
     try:
         stop_ids = json.loads(template.read_text(encoding="utf-8"))["stop_ids"]
@@ -35,19 +36,19 @@ def read_stop_ids(template: Path) -> tuple[tuple[int, ...], ...]:
 
 
 class DataFile(Config):
-    """One source of rows, with its weight and its columns."""
+    """One data source, with its weight and column mapping."""
 
     path: FilePath
-    """JSON lines (`.jsonl`, also `.gz` and `.zst`), a JSON array, parquet, arrow, a folder of such files, a folder of
-    `flowrl data prepare`, or a dataset on the Hugging Face Hub, such as `openai/gsm8k`.
+    """JSON lines (`.jsonl`, also `.gz` and `.zst`), a JSON array, parquet, arrow, a folder of such files, a folder that
+    `flowrl data prepare` created, or a dataset on the Hugging Face Hub, such as `openai/gsm8k`.
     """
 
     weight: PositiveFloat = 1.0
-    """Number of times that an epoch has each row. With 0.5, an epoch has half of the rows, which change every epoch."""
+    """Occurrences of each row per epoch. With 0.5, an epoch has half of the rows, and the next epoch the other half."""
 
     columns: Mapping[str, str] = Field(default_factory=dict)
-    """Name of a field -> its name in the file, such as `{prompt: input_text, answer: meta.solution}`. Dots select
-    nested fields. Known shapes need no mapping (docs/data.md).
+    """Maps a field to its name in the file, such as `{prompt: input_text, answer: meta.solution}`. Dots select nested
+    fields. Rows with a known shape (docs/data.md) need no mapping.
     """
 
     subset: str | None = None
@@ -72,12 +73,12 @@ def as_data_files(files: Path | tuple[DataFile, ...]) -> tuple[DataFile, ...]:
 
 
 def paths_of(key: str, files: Path | tuple[DataFile, ...]) -> dict[str, Path]:
-    """Returns the paths of files by the keys of their settings. `key` is the key of all files."""
+    """Returns the path of each file by the key of its setting. `key` is the key of the setting with all files."""
     return {key: files} if isinstance(files, Path) else {f"{key}.{i}.path": file.path for i, file in enumerate(files)}
 
 
 class DataConfig(Config):
-    """Training and evaluation data. `docs/data.md` describes formats and shapes."""
+    """Training and evaluation data. `docs/data.md` describes file formats and row shapes."""
 
     train: Files
     """Training data: a path, or a list of files with their settings, such as
@@ -88,23 +89,25 @@ class DataConfig(Config):
     """Evaluation data. Without it and `tests`, there is no evaluation."""
 
     tests: Mapping[str, Files] = Field(default_factory=dict)
-    """Further evaluation data by name. Their metrics end with `/NAME`."""
+    """Additional evaluation data by name. The names of their metrics end with `/NAME`."""
 
     max_prompt_tokens: PositiveInt
-    """Maximum number of tokens of a prompt, of a row of SFT, or of each side of a preference pair. `too_long` selects
-    what happens to longer ones.
+    """Maximum number of tokens of a prompt, of an SFT example, or of a prompt plus one response of a preference pair.
+    `too_long` selects the treatment of longer rows.
     """
 
     too_long: TooLong = "refuse"
     """Rows with more than max_prompt_tokens. `refuse`: raise an error with file and line before the run starts.
-    `drop`: leave them out. `truncate`: drop the first turns of a prompt, or the end of a response.
+    `drop`: drop the row. `truncate`: drop the first turns of a prompt, or the end of a response.
     """
 
     trailing_assistant: RefuseOrDrop = "refuse"
     """Prompts that end with the assistant. `refuse`: raise an error. `drop`: remove the last message."""
 
     strict: bool = True
-    """Stop at the first invalid row, with file and line. False drops invalid rows, and logs their number by reason."""
+    """Stop at the first invalid row, with file and line. False drops invalid rows, and logs the number of dropped rows
+    per reason.
+    """
 
     template: FilePath | None = None
     """Conversation template file (docs/data.md). Null uses `conversation_template.json` in the model's folder if it
@@ -136,7 +139,7 @@ class DataConfig(Config):
         return as_data_files(self.train)
 
     def files(self, group: str) -> dict[str, Path]:
-        """Returns the paths of all files by the key of their setting. `group` is the key of this group."""
+        """Returns the path of each file by the key of its setting. `group` is the key of this settings group."""
         settings: dict[str, Path | tuple[DataFile, ...]] = {f"{group}.train": self.train}
         if self.test is not None:
             settings[f"{group}.test"] = self.test
@@ -145,17 +148,17 @@ class DataConfig(Config):
 
 
 class RowsConfig(Config):
-    """Settings that select and tokenize rows: those of `flowrl data check` and `flowrl data show`."""
+    """Settings of `flowrl data check` and `flowrl data show`, which select and tokenize rows."""
 
     files: Annotated[tuple[_AnyFile, ...], Field(strict=False, min_length=1)]
-    """Files to read. Their weights are not used; runs weight prepared folders."""
+    """Files to read. Weights are ignored: set them in the run that reads the prepared folder."""
 
     tokenizer: FilePath | None = None
     """Folder of the model or tokenizer, or a Hub name. `flowrl data check` also works without it."""
 
     kind: Literal["prompts", "sft", "preference", "kto", "text"] | None = None
-    """Use of the rows: prompts for reinforcement learning, responses for SFT, preference pairs, single labeled
-    responses, or plain text. Null infers it from the first row.
+    """Kind of training: prompts for reinforcement learning, responses for SFT, preference pairs, single labeled
+    responses (KTO), or plain text. Null infers it from the first row.
     """
 
     template: FilePath | None = None
@@ -164,25 +167,25 @@ class RowsConfig(Config):
     """
 
     turns: Literal["all", "last"] = "all"
-    """Responses of an SFT conversation that are trained: all of them, or the last."""
+    """Responses of an SFT conversation that enter the loss: all, or only the last."""
 
     strict: bool = False
-    """Stop at the first row that would be dropped, with file and line."""
+    """Stop at the first invalid row, with file and line. Length and duplicate filters still drop rows."""
 
     max_tokens: PositiveInt | None = None
-    """Maximum number of tokens of a row; of each side of a preference pair. Null has no limit."""
+    """Maximum number of tokens of a row, or of each side of a preference pair. Null sets no limit."""
 
     min_tokens: NonNegativeInt = 0
     """Minimum number of tokens of a row."""
 
     min_response_tokens: NonNegativeInt = 0
-    """Minimum number of trained tokens of a row; of each side of a preference pair."""
+    """Minimum number of trained tokens of a row, or of each side of a preference pair."""
 
     max_response_tokens: PositiveInt | None = None
-    """Maximum number of trained tokens of a row; of each side of a preference pair. Null has no limit."""
+    """Maximum number of trained tokens of a row, or of each side of a preference pair. Null sets no limit."""
 
     too_long: TooLong = "drop"
-    """Rows above max_tokens. `refuse`: stop with file and line. `drop`: leave them out. `truncate`: drop the first
+    """Rows above max_tokens. `refuse`: stop with file and line. `drop`: drop the row. `truncate`: drop the first
     turns of a prompt, or the end of a response.
     """
 
@@ -195,8 +198,8 @@ class RowsConfig(Config):
     """Rows whose messages equal those of an earlier row."""
 
     near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Similarity (Jaccard index of word 5-grams) from which a row counts as a duplicate of an earlier row, such as 0.8.
-    Null disables the detection, which takes several times as long as the rest.
+    """Minimum similarity (Jaccard index of word 5-grams) of near duplicates, such as 0.8. A near duplicate of an
+    earlier row is dropped. Null disables the detection, which takes several times as long as all other steps.
     """
 
     max_row_mb: PositiveFloat = 8.0
@@ -216,4 +219,4 @@ class PreparationConfig(RowsConfig):
     """Rows per file of the prepared folder."""
 
     processes: PositiveInt = 1
-    """Processes that parse and tokenize. The result does not depend on it."""
+    """Number of processes that parse and tokenize. The result does not depend on it."""

@@ -1,4 +1,5 @@
-"""Settings of training stages on files: supervised fine-tuning, reward models and preference optimization.
+"""Base classes of recipe configs, by the source of the training data.
 
-Entry point: `EpochConfig`. May import `flowrl.config`.
+Entry points: `EpochConfig` (epochs over a file), `RolloutRunConfig` (generated responses) and `OnPolicyConfig` (scored
+responses, policy gradients). May import `flowrl.config`.
 """

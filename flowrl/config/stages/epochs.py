@@ -12,11 +12,11 @@ class EpochConfig(DatasetConfig):
     """Settings of recipes that train on a file for a number of epochs. A step is one optimizer update."""
 
     steps: NonNegativeInt = 0
-    """Number of training steps. 0 trains as many steps as `epochs` take; with both, the run ends after the fewer."""
+    """Number of training steps. 0 derives it from `epochs`. If both are set, the run ends at whichever comes first."""
 
     epochs: PositiveInt | None = None
-    """Passes over the training file. Null trains for `steps`. A run replaces it by the number of steps when it has read
-    the file, so its config.yaml has `steps` instead.
+    """Passes over the training file. Null uses `steps`. After reading the file, a run replaces `epochs` by `steps`,
+    also in its config.yaml.
     """
 
     @model_validator(mode="after")

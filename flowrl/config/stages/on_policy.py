@@ -33,7 +33,7 @@ class OnPolicyConfig(RolloutRunConfig):
     """The reward function or model."""
 
     ptx: PtxConfig | None = None
-    """Text on which the policy is trained in addition; null trains on rollouts only."""
+    """Language modeling on text in every policy update (PPO-ptx). Null disables it."""
 
     @classmethod
     def uses_reference(cls, actor: ActorConfig, algorithm: AnyAdvantage) -> bool | None:

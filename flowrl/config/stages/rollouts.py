@@ -1,4 +1,4 @@
-"""Settings of runs that train on the responses of a policy."""
+"""Settings of runs that train on generated responses."""
 
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ class RolloutRunConfig(DatasetConfig):
 
     @property
     def reward_settings(self) -> RewardConfig | None:
-        """Settings of the role that scores responses; None if no role does."""
+        """Settings of the role that scores responses. None if no such role exists."""
         return next((role for role in self.role_settings.values() if isinstance(role, RewardConfig)), None)
 
     @property

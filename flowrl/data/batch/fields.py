@@ -61,12 +61,12 @@ FIELDS: dict[str, Field] = {
     "response_logprobs": Field(
         "row, f32", "actor", "log-probability of the response, summed over the tokens of `response_mask`"
     ),
-    "ref_response_logprobs": Field("row, f32", "reference", "the same under the reference"),
+    "ref_response_logprobs": Field("row, f32", "reference", "log-probability of the response under the reference"),
     "teacher_logprobs": Field("token, f32", "teacher", "the teacher's log-probability; 0 outside `response_mask`"),
     "topk_ids": Field("token, int32", "teacher", "most likely tokens of the teacher, k per position"),
     "teacher_topk_logprobs": Field("token, f32", "teacher", "the teacher's log-probabilities of `topk_ids`"),
-    "pair": Field("row, int64", "data", "id of a pair of answers, whose rows are adjacent, the chosen one first"),
-    "desirable": Field("row, bool", "data", "label of a single answer, for KTO"),
-    "mismatched": Field("row, bool", "data", "the answer belongs to another prompt, for KTO's estimate of the KL"),
+    "pair": Field("row, int64", "data", "id of a preference pair; its rows are adjacent, the chosen response first"),
+    "desirable": Field("row, bool", "data", "KTO: whether the response is desirable"),
+    "mismatched": Field("row, bool", "data", "KTO: the response belongs to another prompt; used to estimate the KL"),
     "reference_kl": Field("row, f32", "run", "KTO's estimate of the KL, the same in all rows of a step"),
 }

@@ -21,7 +21,7 @@ from flowrl.data.reading.row_problems import RowCounts
 def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
     """Reads all rows, and tokenizes them if the settings have a tokenizer. Returns their kind and counts.
 
-    Raises DataError if a prepared folder is damaged, and in strict mode at the first invalid row.
+    Raises DataError if a prepared folder is corrupt, and in strict mode at the first invalid row.
     """
     prepared = [source for source in config.files if is_prepared(source.path)]
     if prepared:
@@ -58,7 +58,10 @@ def _check_prepared(path: Path) -> tuple[Kind, RowCounts]:
 
 
 def first_rows(config: RowsConfig, *, start: int, count: int) -> tuple[Kind, list[TokenizedRow], ChatTokenizer]:
-    """Returns usable rows, their kind and the tokenizer. A prepared folder knows its tokenizer."""
+    """Returns `count` usable rows from row `start` on, their kind, and the tokenizer.
+
+    Without the setting `tokenizer`, the tokenizer of a prepared folder is the one in its manifest.
+    """
     source: DataFile = config.files[0]
     if is_prepared(source.path):
         folder = PreparedFolder(source.path)

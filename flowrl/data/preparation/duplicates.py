@@ -14,26 +14,26 @@ _NGRAM_WORDS = 5
 
 
 def contents(row: Conversation) -> str:
-    """Returns all texts of a row, with roles and sides, without its columns."""
+    """Returns the concatenated texts of a row, with separators for roles and responses. Excludes the columns."""
     turns = [f"{message.role}\x1e{message.content}" for message in (*row.messages, *row.chosen)]
-    worse = [message.content for message in row.rejected]
-    return "\x1f".join([*turns, "\x1d", *worse, *(row.text or ()), str(row.label)])
+    rejected = [message.content for message in row.rejected]
+    return "\x1f".join([*turns, "\x1d", *rejected, *(row.text or ()), str(row.label)])
 
 
 def row_key(row: Conversation) -> int:
-    """Returns a 64-bit hash of the texts of a row. Two of a million different rows collide with a chance of 3e-8."""
+    """Returns a 64-bit hash of the texts of a row. A million different rows have a collision with probability 3e-8."""
     return int.from_bytes(hashlib.blake2b(contents(row).encode(), digest_size=8).digest())
 
 
 class SeenKeys:
-    """The keys of all rows so far, 8 bytes each."""
+    """Set of the keys of all earlier rows, with 8 bytes per key."""
 
     def __init__(self) -> None:
         self._levels: list[np.ndarray] = []
         """Sorted arrays, each more than twice as large as the next."""
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Adds keys (uint64). Returns a mask of those that are new, of which the first of equal keys is one."""
+        """Adds keys (uint64). Returns a mask of the new keys. If new keys are equal, only the first counts as new."""
         unique, first = np.unique(keys, return_index=True)
         is_known = np.zeros(len(unique), dtype=bool)
         for level in self._levels:
@@ -62,7 +62,7 @@ def signature(row: Conversation) -> np.ndarray:
 
 
 class NearDuplicates:
-    """Signatures of all kept rows, in the buckets of locality-sensitive hashing. Memory grows with the rows."""
+    """Locality-sensitive index of the signatures of all kept rows. Its memory grows with the number of rows."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -72,10 +72,10 @@ class NearDuplicates:
         self._signatures: list[np.ndarray] = []
 
     def add(self, signatures: Sequence[np.ndarray], is_candidate: np.ndarray) -> np.ndarray:
-        """Adds the signatures of candidate rows. Returns a mask of those that resemble no earlier row."""
+        """Adds the signatures of candidate rows. Returns a mask of the candidates without a similar earlier row."""
         is_new = np.zeros(len(signatures), dtype=bool)
-        for number, values in enumerate(signatures):
-            if not is_candidate[number]:
+        for index, values in enumerate(signatures):
+            if not is_candidate[index]:
                 continue
             minhash = self._sketch.MinHash(_NUM_PERMUTATIONS)
             minhash.hashvalues = values
@@ -84,5 +84,5 @@ class NearDuplicates:
                 continue
             self._index.insert(len(self._signatures), minhash, check_duplication=False)
             self._signatures.append(values)
-            is_new[number] = True
+            is_new[index] = True
         return is_new

@@ -16,7 +16,7 @@ FORMAT_VERSION = 1
 
 
 class Rows(Protocol):
-    """Rows of one chunk, as `prepare` makes them."""
+    """Rows of one chunk. `prepare.PreparedChunk` implements this protocol."""
 
     batch: Any
     lines: list[str]
@@ -75,7 +75,7 @@ class FolderWriter:
                 self._columns[name] = self._columns.get(name, 0) + 1
 
     def finish(self, **values: Any) -> dict[str, Any]:
-        """Writes and returns the manifest, with `values` in addition."""
+        """Writes the manifest, including `values`, and returns it."""
         self._close_shard()
         try:
             written_by = f"flowrl {version('flowrl')}"
@@ -126,7 +126,7 @@ class FolderWriter:
 
 
 def _add_histogram(histogram: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns the number of rows by length. Its memory does not grow with the rows."""
+    """Returns `histogram`, the number of rows per length, after adding the lengths `values`."""
     added = np.bincount(values, minlength=len(histogram))
     added[: len(histogram)] += histogram
     return added

@@ -30,7 +30,7 @@ from flowrl.data.template import write_template
 
 _ROWS_PER_CHUNK = 500
 _FILTERS = frozenset({"duplicate", "near_duplicate", "too_short", "short_response", "long_response"})
-"""Reasons that do not stop a strict preparation, because the settings ask for them."""
+"""Reasons of the filters, which drop rows on purpose. They do not stop a strict preparation."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class PreparedChunk:
 
 
 class ChunkPreparation:
-    """Parses, filters and tokenizes chunks. Each process has one."""
+    """Parses, filters and tokenizes chunks. Each process has its own instance."""
 
     def __init__(self, config: RowsConfig, kind: Kind) -> None:
         self._config = config
@@ -75,7 +75,10 @@ class ChunkPreparation:
         return RowCounts(strict=self._config.strict, allowed=self._allowed)
 
     def __call__(self, chunk: RawChunk, columns: Mapping[str, str]) -> PreparedChunk:
-        """Returns the usable rows of a chunk. Raises DataError in strict mode, or if a refused row is too long."""
+        """Returns the usable rows of a chunk.
+
+        Raises DataError for an invalid row in strict mode, and for a row that is too long if `too_long` is `refuse`.
+        """
         counts = self.new_counts()
         rows = list(self.tokenize(chunk, columns, counts))
         config = self._config
@@ -106,12 +109,12 @@ class ChunkPreparation:
                 yield tokenize_row(row, self._kind, self.tokenizer, self._limits, turns=self._config.turns)
             except RowProblem as problem:
                 if problem.reason == "too_long" and self._config.too_long == "refuse":
-                    raise DataError(f"{row.location}: {problem}; too_long: drop leaves such rows out") from problem
+                    raise DataError(f"{row.location}: {problem}, or set too_long: drop") from problem
                 counts.drop(problem, row.file, row.line)
 
 
 def load_tokenizer(config: RowsConfig) -> ChatTokenizer:
-    """Returns the tokenizer with the template of the settings. A template file that does not exist is not used.
+    """Returns the tokenizer with the template of the settings. Ignores a template file that does not exist.
 
     Raises DataError if the settings have no tokenizer, or if it has no chat template.
     """
@@ -145,7 +148,7 @@ def prepare(config: PreparationConfig, report: Callable[[int, int], None] | None
         config: the settings. The folder does not depend on `processes`.
         report: receives the numbers of bytes and rows that were read since the last call.
     Raises:
-        DataError: the folder exists, no row can be used, or a row is refused.
+        DataError: the folder exists, no row can be used, or the settings refuse a row.
     """
     if config.output.exists():
         raise DataError(f"output {config.output} already exists: choose another folder, or delete it")
@@ -171,7 +174,7 @@ def prepare(config: PreparationConfig, report: Callable[[int, int], None] | None
 
 
 def find_kind(config: RowsConfig) -> Kind:
-    """Returns the kind of the settings, or that of the first usable row. Raises DataError if no row has a shape."""
+    """Returns the kind in the settings, or that of the first row with a known shape. Raises DataError if none has."""
     if config.kind is not None:
         return config.kind
     for source in config.files:
@@ -244,7 +247,7 @@ def _in_order(
 
 
 def total_bytes(config: RowsConfig) -> int | None:
-    """Returns the size of all files, or None if the progress in bytes is unknown, as for tables."""
+    """Returns the size of all files, or None if the bytes read are not known, as for parquet, arrow and the Hub."""
     files = [file for source in config.files for file in data_files(source)]
     if any(not file.is_file() or file.suffix in (".parquet", ".arrow") for file in files):
         return None

@@ -26,7 +26,7 @@ SIDES: Mapping[str, tuple[str, ...]] = {
     "kto": ("input",),
     "preference": ("chosen", "rejected"),
 }
-"""Kind -> prefixes of the token columns: `input_ids` and `input_mask`, for example."""
+"""Kind -> prefixes of its token columns, such as `input` for `input_ids` and `input_mask`."""
 
 
 def row_values(row: Conversation, kind: Kind) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
         "line": arrow.array([row.conversation.line for row in rows], arrow.int64()),
         "length": arrow.array([row.length for row in rows], arrow.int32()),
     }
-    for number, name in enumerate(SIDES[kind]):
-        sides = [row.sides[number] for row in rows]
+    for index, name in enumerate(SIDES[kind]):
+        sides = [row.sides[index] for row in rows]
         offsets = arrow.array([0, *accumulate(len(side.ids) for side in sides)], arrow.int32())
         ids, masks = np.concatenate([s.ids for s in sides]), np.concatenate([s.mask for s in sides])
         columns[f"{name}_ids"] = arrow.ListArray.from_arrays(offsets, arrow.array(ids, arrow.int32()))
@@ -89,7 +89,7 @@ def is_prepared(path: Path) -> bool:
 
 
 class PreparedFolder(Sequence[TokenizedRow]):
-    """The rows of a prepared dataset. Files are mapped into memory, and a row is read when it is used."""
+    """The rows of a prepared dataset. The files are memory-mapped, and a row is read on access."""
 
     def __init__(self, path: Path) -> None:
         """Opens the folder. Raises DataError if it is incomplete."""
@@ -99,7 +99,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
             shards = self.manifest["shards"]
             self._batches = [batch for shard in shards for batch in open_arrow(path / shard["file"])]
         except (OSError, ValueError, LookupError) as error:
-            raise DataError(f"the prepared folder {path} is damaged ({error}): prepare it again") from error
+            raise DataError(f"the prepared folder {path} is corrupt ({error}): prepare it again") from error
         if self.manifest["version"] != FORMAT_VERSION:
             raise DataError(f"the prepared folder {path} was written by another version of flowrl: prepare it again")
         self.kind: Kind = self.manifest["kind"]
@@ -115,7 +115,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
         for name, now in (("tokenizer", tokenizer_hash(tokenizer)), ("template", template_hash(tokenizer))):
             if self.manifest[f"{name}_hash"] != now:
                 raise DataError(
-                    f"the prepared folder {self.path} was made with another {name} than that of {tokenizer.path} "
+                    f"the prepared folder {self.path} was made with a different {name} from that of {tokenizer.path} "
                     f"(hash {self.manifest[f'{name}_hash']} instead of {now}): prepare the data again with this "
                     f"{name}, or use the model that it was prepared for"
                 )
@@ -153,9 +153,9 @@ class PreparedFolder(Sequence[TokenizedRow]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        batch = self._batches[number]
-        offset = index - (int(self._ends[number - 1]) if number else 0)
+        batch_index = int(np.searchsorted(self._ends, index, side="right"))
+        batch = self._batches[batch_index]
+        offset = index - (int(self._ends[batch_index - 1]) if batch_index else 0)
         file, line = Path(batch.column("file")[offset].as_py()), batch.column("line")[offset].as_py()
         row = recognize(json.loads(batch.column("row")[offset].as_py()), {}, file, line)
         return TokenizedRow(row, tuple(self._side(batch, name, offset) for name in SIDES[self.kind]))

@@ -1,4 +1,4 @@
-"""Prints tokenized rows with their training mask, for inspection."""
+"""Renders tokenized rows with their training mask, for inspection."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -16,7 +16,7 @@ _OPEN, _CLOSE = "[[", "]]"
 
 def marked_text(tokens: Tokens, tokenizer: ChatTokenizer) -> str:
     """Returns the text of tokens, with trained tokens between [[ and ]]."""
-    parts = (f"{_OPEN}{text}{_CLOSE}" if trained else text for text, trained in _stretches(tokens, tokenizer))
+    parts = (f"{_OPEN}{text}{_CLOSE}" if trained else text for text, trained in _mask_runs(tokens, tokenizer))
     return "".join(parts)
 
 
@@ -33,15 +33,15 @@ def render_rows(
                 yield Text(marked_text(side, tokenizer))
                 continue
             yield Text.assemble(
-                *((text, TRAINED_STYLE if trained else "") for text, trained in _stretches(side, tokenizer))
+                *((text, TRAINED_STYLE if trained else "") for text, trained in _mask_runs(side, tokenizer))
             )
         if columns := {name: value for name, value in row.conversation.columns.items() if value is not None}:
             yield Text(f"columns: {columns}", style="dim")
         yield Text("")
 
 
-def _stretches(tokens: Tokens, tokenizer: ChatTokenizer) -> Iterator[tuple[str, bool]]:
-    """Yields the text of consecutive tokens that are all trained, or all not, with special tokens."""
+def _mask_runs(tokens: Tokens, tokenizer: ChatTokenizer) -> Iterator[tuple[str, bool]]:
+    """Yields (text, mask value) of each run of tokens with the same mask value. Keeps special tokens."""
     pairs = zip(tokens.ids.tolist(), tokens.mask.tolist(), strict=True)
     for trained, group in groupby(pairs, key=lambda pair: pair[1]):
         yield tokenizer.decode_all([token for token, _ in group]), trained

@@ -32,7 +32,7 @@ class Tokens:
     ids: np.ndarray
     """int32 [T]."""
     mask: np.ndarray
-    """bool [T], true for tokens to train. All false for a prompt."""
+    """bool [T], true for trained tokens, which enter the loss. All false for a prompt."""
 
     @property
     def num_trained(self) -> int:
@@ -91,7 +91,7 @@ def _encode_sides(
         first = len(row.messages) - 1 if turns == "last" else 0
         return [_tokens(*tokenizer.encode_example(row.messages, first))]
     continuations = (row.chosen, row.rejected) if kind == "preference" else (row.chosen,)
-    # The last turn of a continuation is compared, as in ColossalChat.
+    # Only the last turn of a continuation enters the loss, as in ColossalChat.
     return [
         _tokens(*tokenizer.encode_example((*row.messages, *added), len(row.messages) + len(added) - 1))
         for added in continuations
@@ -103,7 +103,7 @@ def _tokens(ids: list[int], mask: list[bool]) -> Tokens:
 
 
 def _truncate(row: TokenizedRow, limits: LengthLimits) -> TokenizedRow:
-    """Cuts the end of a long row. Raises RowProblem if it may not be cut, or if no trained token remains."""
+    """Drops the end of a long row. Raises RowProblem if `too_long` forbids it, or if no trained token remains."""
     limit = limits.max_tokens
     if limit is None or row.length <= limit:
         return row
@@ -126,7 +126,7 @@ def _check_lengths(row: TokenizedRow, limits: LengthLimits, *, has_response: boo
         return
     counts = [side.num_trained for side in row.sides]
     if not min(counts):
-        raise RowProblem("no_answer", "the row has no token to train")
+        raise RowProblem("no_answer", "the row has no trained tokens")
     if min(counts) < limits.min_response_tokens:
         raise RowProblem(
             "short_response",

@@ -1,4 +1,4 @@
-"""The turns that each kind of training needs from a conversation, and the order of turns."""
+"""Selects the turns of a conversation that each kind of training needs, and checks the order of turns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from flowrl.data.reading.row_problems import RowProblem
 
 Kind = Literal["prompts", "sft", "preference", "kto", "text"]
 KINDS: tuple[Kind, ...] = ("prompts", "sft", "preference", "kto", "text")
-"""`prompts`: for reinforcement learning. `sft`: responses to learn. `preference`: two responses to compare. `kto`: one
+"""`prompts`: for reinforcement learning. `sft`: trained responses. `preference`: two responses to compare. `kto`: one
 labeled response. `text`: plain text, or the conversations of `sft`."""
 
 _FOLLOWERS = {
@@ -23,7 +23,7 @@ _FOLLOWERS = {
 
 
 def infer_kind(row: Conversation) -> Kind:
-    """Returns the kind of training that a row was made for."""
+    """Returns the kind of training that the content of a row matches."""
     if row.rejected:
         return "preference"
     if row.text is not None:
@@ -34,7 +34,7 @@ def infer_kind(row: Conversation) -> Kind:
 
 
 def split_pair(row: Conversation, kind: Kind | None) -> tuple[Conversation, ...]:
-    """Returns the rows for `kind` that a row has: for kto, a pair has a desirable and an undesirable response."""
+    """Returns the row, or for kto the two rows of a pair: a desirable and an undesirable response."""
     if kind != "kto" or not row.rejected:
         return (row,)
     return (
@@ -131,8 +131,7 @@ def check_order(messages: Sequence[Message]) -> None:
         if not message.content.strip():
             raise RowProblem(
                 "empty_turn",
-                f"message {number}, from the {message.role}, is empty: the message from the user is a prompt, and that "
-                "from the assistant a response; write it, or remove the row",
+                f"message {number}, from the {message.role}, is empty: write the message, or remove the row",
             )
         if message.role not in _FOLLOWERS[before]:
             expected = " or ".join(_FOLLOWERS[before])

@@ -29,17 +29,17 @@ class RawChunk:
 
     file: Path
     first_line: int
-    """Number of the first row, from 1."""
+    """Line of the first row, or its 1-based index in a table."""
     rows: list[Any] = field(default_factory=list)
     """Rows as bytes (a JSON line), as Python values, or as RowProblem."""
     num_bytes: int = 0
-    """Bytes of the file that have been read, for progress."""
+    """Bytes of the file that were read for this chunk, for progress reports."""
 
 
 def read_chunks(source: DataFile, *, rows_per_chunk: int = 1000, max_row_bytes: int = 8 << 20) -> Iterator[RawChunk]:
     """Yields all rows of a file, a folder of files, or a dataset of the Hub.
 
-    A row that cannot be read is a RowProblem. Damage of a file is one RowProblem after its last complete row.
+    A row that cannot be read is a RowProblem. A corrupt file yields one RowProblem after its last complete row.
 
     Raises DataError if the path does not exist, or if a library that the format needs is missing.
     """
@@ -55,7 +55,7 @@ def read_chunks(source: DataFile, *, rows_per_chunk: int = 1000, max_row_bytes: 
 
 
 def data_files(source: DataFile) -> list[Path]:
-    """Returns the files of a source. A name on the Hub is returned as it is."""
+    """Returns the files of a source. A name on the Hub is returned unchanged."""
     path = source.path
     if not path.is_dir():
         return [path]
@@ -118,7 +118,7 @@ def _chain(first: bytes | RowProblem, rest: Iterator[bytes | RowProblem]) -> Ite
 
 
 def _is_object_of_lines(block: bytes) -> bool:
-    """Returns whether a file has one JSON object on several lines, as the problems of MATH do."""
+    """Returns whether a file has one JSON object on several lines, as the files of MATH do."""
     return block.lstrip()[:1] == b"{" and not block.lstrip().partition(b"\n")[0].rstrip().endswith(b"}")
 
 
@@ -133,11 +133,11 @@ def _is_list_per_line(block: bytes) -> bool:
 
 
 def _lines(blocks: Iterable[bytes | RowProblem], max_bytes: int) -> Iterator[bytes | RowProblem]:
-    """Yields the lines of a file without their ends. A line above `max_bytes` is never held in memory."""
+    """Yields the lines of a file without their ends. A line longer than `max_bytes` is not buffered."""
     pending, is_skipping = b"", False
     for block in blocks:
         if isinstance(block, RowProblem):
-            # The incomplete last line is a part of the damage.
+            # Drops the incomplete last line, which belongs to the corrupt part.
             yield block
             return
         start = 0
@@ -165,7 +165,7 @@ def _too_large(max_bytes: int) -> RowProblem:
 
 
 def _array_rows(first: bytes, blocks: Iterator[bytes | RowProblem]) -> Iterator[Any]:
-    """Yields the elements of a JSON array. Holds the text of the file in memory."""
+    """Yields the elements of a JSON array. Reads the complete file into memory."""
     problem, parts = None, [first]
     for block in blocks:
         if isinstance(block, RowProblem):
@@ -182,7 +182,7 @@ def _array_rows(first: bytes, blocks: Iterator[bytes | RowProblem]) -> Iterator[
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            yield problem or RowProblem("invalid_json", f"the JSON array is damaged from this element on ({error})")
+            yield problem or RowProblem("invalid_json", f"the JSON array is corrupt from this element on ({error})")
             return
         yield value
         position = _skip_space(text, position)
@@ -199,7 +199,7 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def _decompressed(file: Path, handle: BinaryIO) -> Iterator[bytes | RowProblem]:
-    """Yields the content of a file in blocks, and a RowProblem at damage."""
+    """Yields the content of a file in blocks, and a RowProblem where the file is corrupt."""
     try:
         if file.suffix == ".gz":
             yield from _gzip_blocks(handle)
@@ -209,7 +209,7 @@ def _decompressed(file: Path, handle: BinaryIO) -> Iterator[bytes | RowProblem]:
             while block := handle.read(_BLOCK_BYTES):
                 yield block
     except (EOFError, OSError, zlib.error) as error:
-        yield RowProblem("unreadable_file", f"the file is truncated or damaged ({error}): copy or download it again")
+        yield RowProblem("unreadable_file", f"the file is truncated or corrupt ({error}): copy or download it again")
 
 
 def _gzip_blocks(handle: BinaryIO) -> Iterator[bytes | RowProblem]:
@@ -236,7 +236,7 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[bytes | RowProblem]:
                 if stream.eof and block:
                     stream = zstandard.ZstdDecompressor().decompressobj()
     except zstandard.ZstdError as error:
-        yield RowProblem("unreadable_file", f"the file is damaged ({error}): copy or download it again")
+        yield RowProblem("unreadable_file", f"the file is corrupt ({error}): copy or download it again")
         return
     if not stream.eof:
         yield RowProblem("unreadable_file", "the file is truncated: copy or download it again")
@@ -251,7 +251,7 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
             yield from batch.to_pylist()
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield _damaged_table(error)
+        yield _corrupt_table(error)
 
 
 def _arrow_rows(file: Path) -> Iterator[Any]:
@@ -260,12 +260,12 @@ def _arrow_rows(file: Path) -> Iterator[Any]:
         for batch in open_arrow(file):
             yield from batch.to_pylist()
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield _damaged_table(error)
+        yield _corrupt_table(error)
 
 
-def _damaged_table(error: Exception) -> RowProblem:
+def _corrupt_table(error: Exception) -> RowProblem:
     reason = str(error).split("\n")[0]
-    return RowProblem("unreadable_file", f"the file is truncated or damaged ({reason}): copy or download it again")
+    return RowProblem("unreadable_file", f"the file is truncated or corrupt ({reason}): copy or download it again")
 
 
 def open_arrow(file: Path) -> Sequence[Any]:

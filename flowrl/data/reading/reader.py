@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 Files = Path | str | DataFile | Sequence[DataFile]
 """A path, or files with their column mappings."""
 
-Read = Callable[[Conversation], Conversation]
+RowCheck = Callable[[Conversation], Conversation]
 """Converts or checks a conversation. Raises RowProblem to drop it."""
 
 
@@ -26,12 +26,12 @@ def parse_rows(
     chunk: RawChunk,
     columns: Mapping[str, str],
     counts: RowCounts,
-    check: Read | None = None,
+    check: RowCheck | None = None,
     kind: Kind | None = None,
 ) -> Iterator[Conversation]:
-    """Yields the conversations of a chunk, and counts its rows. `check` receives each conversation first.
+    """Yields the conversations of a chunk, and counts its rows.
 
-    For kto, a pair has two conversations.
+    `check` may convert or drop each conversation. For kto, a pair yields two conversations.
     """
     for line, raw in enumerate(chunk.rows, start=chunk.first_line):
         counts.num_read += 1

@@ -1,4 +1,4 @@
-"""Reasons for which rows are dropped, and their counts."""
+"""Reasons for dropping rows, and the number of dropped rows per reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,23 +7,23 @@ from pathlib import Path
 from flowrl.data.messages import DataError
 
 REASONS: Mapping[str, str] = {
-    "unreadable_file": "the file is truncated or damaged; rows before the damage are used",
+    "unreadable_file": "the file is truncated or corrupt; rows before the corrupt part are used",
     "row_too_large": "the row exceeds `max_row_mb`",
-    "invalid_utf8": "the row is not UTF-8 text, or contains half of a surrogate pair",
+    "invalid_utf8": "the row is not UTF-8 text, or contains an unpaired surrogate",
     "invalid_json": "the row is not valid JSON, or the line is empty",
     "unknown_shape": "the keys of the row match no known shape",
     "content_not_text": "a message is null, a number or a list instead of text",
     "unknown_role": "the role of a message is unknown",
     "empty_turn": "a message is empty",
-    "wrong_order": "turns do not alternate: two turns of one side, or a conversation that the assistant begins",
+    "wrong_order": "user and assistant do not alternate, or the conversation begins with the assistant",
     "no_prompt": "there is no message from the user",
-    "no_answer": "there is no response to learn",
+    "no_answer": "there is no response to train on",
     "trailing_assistant": "the last message of a prompt is from the assistant",
     "equal_pair": "chosen and rejected are equal",
     "wrong_margin": "the margin of a pair is not a number of at least 0",
-    "reserved_column": "a column has a name that flowrl writes",
+    "reserved_column": "a column has a name that is reserved for flowrl",
     "missing_column": "a column that the reward function requires is missing or null",
-    "template": "the chat template rejects the conversation, or its responses cannot be located",
+    "template": "the chat template rejects the conversation, or the responses cannot be located in the rendered text",
     "too_long": "the row has more than `max_tokens` tokens",
     "too_short": "the row has fewer than `min_tokens` tokens",
     "short_response": "the response has fewer than `min_response_tokens` tokens",
@@ -52,10 +52,10 @@ class RowCounts:
 
     strict: bool = False
     allowed: frozenset[str] = frozenset()
-    """Reasons that do not stop a strict run, because a filter asks for them."""
+    """Reasons that do not raise in strict mode, because filters drop these rows on purpose."""
     num_read: int = 0
     num_truncated: int = 0
-    """Rows that were shortened, which are not dropped."""
+    """Number of truncated rows, which are kept."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of dropped rows."""
     first: dict[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class RowCounts:
         self.first.setdefault(problem.reason, message)
 
     def add(self, other: "RowCounts") -> None:
-        """Adds the counts of rows that come after those of this object."""
+        """Adds the counts of later rows."""
         self.num_read += other.num_read
         self.num_truncated += other.num_truncated
         for reason, count in other.dropped.items():

@@ -1,4 +1,4 @@
-"""Recognizes the shapes of public datasets, and converts a row to a conversation.
+"""Converts rows of public datasets to conversations. The shape of a row is its set of keys.
 
 docs/data.md lists the shapes.
 """
@@ -114,7 +114,7 @@ def _message(role: str, content: str, key: str) -> Message:
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise RowProblem("invalid_utf8", f"{key} contains half of a surrogate pair ({error.reason})") from error
+        raise RowProblem("invalid_utf8", f"{key} contains an unpaired surrogate ({error.reason})") from error
     return Message(ROLE_NAMES[role], content)
 
 
@@ -160,11 +160,11 @@ class _Parts:
 
 @dataclass(frozen=True)
 class Shape:
-    """A set of keys, and how a row with these keys becomes a conversation."""
+    """A set of keys, and the function that converts a row with these keys to a conversation."""
 
     name: str
     keys: tuple[str, ...]
-    """Keys that a row of this shape has."""
+    """Required keys."""
     convert: Callable[[Values], _Parts]
     optional: tuple[str, ...] = ()
     """Further keys that are read or ignored. All others become columns."""
@@ -185,7 +185,7 @@ def _pair(row: Values) -> _Parts:
 
 def _read_continuation(value: Any, key: str, *, has_prompt: bool) -> tuple[Message, ...]:
     if has_prompt and isinstance(value, str) and not _DIALOGUE.match(value):
-        # rm-static: the answers to a dialogue begin with a space
+        # rm-static: the responses to a dialogue begin with a space
         return (_message("assistant", value.strip(), key),)
     return read_turns(value, key)
 
@@ -226,8 +226,8 @@ def _question(row: Values) -> _Parts:
 
 def _problem(row: Values) -> _Parts:
     solution = _text(row["solution"], "solution")
-    given = row.get("answer")
-    return _answered(_text(row["problem"], "problem"), solution, answer=given if given is not None else boxed(solution))
+    answer = boxed(solution) if row.get("answer") is None else row["answer"]
+    return _answered(_text(row["problem"], "problem"), solution, answer=answer)
 
 
 def _instruction(row: Values) -> _Parts:
@@ -291,4 +291,4 @@ SHAPES: tuple[Shape, ...] = (
     Shape("source and target", ("source", "target"), _source),
     Shape("text (TRL)", ("text",), _plain),
 )
-"""Known shapes. The first whose keys a row has is used."""
+"""Known shapes. A row has the first shape whose keys it contains."""

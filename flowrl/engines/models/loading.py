@@ -226,7 +226,7 @@ def save_model(
         state_dict = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
         if isinstance(model, RewardModel) and language_model.config.pad_token_id is None:
-            # transformers needs it to find the last token of each row of a batch.
+            # transformers needs the pad token to find the last token of each row of a batch.
             language_model.config.pad_token_id = tokenizer.pad_token_id
         language_model.save_pretrained(partial, state_dict=state_dict)
         tokenizer.save_pretrained(partial)

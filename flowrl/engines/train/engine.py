@@ -338,7 +338,7 @@ class TrainEngine:
     def _split(
         self, batch: TensorDictBase, mask_column: str, groups: Groups | None
     ) -> tuple[Iterator[MicroBatch], int, Denominators]:
-        """Returns the micro-batches of a loss, the number of those with rows of the batch, and the denominators."""
+        """Returns the micro-batches, the number of them before the dummy micro-batches, and the denominators."""
         groups_B = None if groups is None else index_groups(batch, groups)
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing, groups_B=groups_B)
         denominators, num_passes = self._count_globally(batch, mask_column, groups_B, len(micros))

@@ -1,7 +1,7 @@
 """The data of a run, read and validated before the run starts.
 
-Entry points: `read_prompts` (prompts of reinforcement learning), `Examples` (responses to learn), `PtxText` (text that
-is trained together with rollouts), `read_rows` (tokenized_data.py: tokenized rows of any kind).
+Entry points: `read_prompts` (prompts of reinforcement learning), `Examples` (SFT examples and text), `PtxText` (text of
+PTX), `read_rows` (tokenized_data.py: tokenized rows of any kind).
 May import `flowrl.algorithms`, `flowrl.config`, `flowrl.data`, `flowrl.memory` and `flowrl.rewards`.
 """
 

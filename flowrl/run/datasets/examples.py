@@ -1,4 +1,4 @@
-"""Batches of given responses and texts, for supervised fine-tuning."""
+"""Batches of conversations and texts with a mask of the trained tokens, for SFT and PTX."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from flowrl.run.datasets.tokenized_data import check_context, read_rows, read_to
 
 
 class Examples:
-    """Tokenized conversations or texts, with a mask of the tokens to train."""
+    """Tokenized conversations or texts, with a mask of the trained tokens."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Examples:
             model: the model, whose tokenizer is used.
             max_tokens: maximum number of tokens of a row.
             max_examples: number of rows to keep.
-            data: the template, and policies for invalid and long rows. None refuses such rows.
+            data: the template, and policies for invalid and long rows. None rejects such rows.
             kind: `sft` or `text`.
             setting: key of `max_tokens` in error messages.
         Raises:
@@ -57,7 +57,7 @@ class Examples:
         return examples, held_out
 
     def __len__(self) -> int:
-        """Returns the number of examples of an epoch, which is that of the dataset unless files have weights."""
+        """Returns the number of examples per epoch, which is the size of the dataset unless files have weights."""
         return len(self.order(seed=0))
 
     def order(self, *, seed: int, shuffle: bool = True) -> EpochOrder:

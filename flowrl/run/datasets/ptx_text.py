@@ -1,4 +1,4 @@
-"""Batches of the text on which a policy is trained together with its rollouts."""
+"""Batches of text for PTX, the language modeling in policy updates."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from flowrl.run.datasets.examples import Examples
 class PtxText:
     """Endless batches of the text in `config.ptx`, in a new random order in every pass. Checkpoints save the position.
 
-    Without `config.ptx`, the object is empty, so it is false.
+    Without `config.ptx`, its length is 0, so that `if text:` skips PTX.
     """
 
     def __init__(self, config: OnPolicyConfig) -> None:
@@ -22,7 +22,7 @@ class PtxText:
         Raises DataError if a row is invalid or too long.
         """
         self.policy_weight, self.weight = 1.0, 0.0
-        """Weights of the policy loss and of the cross-entropy of the text."""
+        """Weight of the policy loss, and weight of the cross-entropy of the text."""
         self._seed, self._num_drawn, self._num_rows = config.seed, 0, 1
         self._examples: Examples | None = None
         self._order = EpochOrder([], seed=config.seed)
@@ -40,7 +40,7 @@ class PtxText:
             self._order = self._examples.order(seed=config.seed)
 
     def __len__(self) -> int:
-        """Returns the number of sequences of a pass."""
+        """Returns the number of sequences per pass."""
         return len(self._order)
 
     def __next__(self) -> Batch:
@@ -52,7 +52,7 @@ class PtxText:
         return self._examples.batch(self._order.rows(epoch)[index * self._num_rows : (index + 1) * self._num_rows])
 
     def state(self) -> dict[str, int]:
-        """Returns the position, and the numbers on which the order depends."""
+        """Returns the position, and the values that determine the order."""
         return {"drawn": self._num_drawn, "seed": self._seed, "batch_size": self._num_rows, "num_examples": len(self)}
 
     def restore(self, state: Mapping[str, int]) -> None:

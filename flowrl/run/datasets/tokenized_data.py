@@ -55,7 +55,7 @@ class TokenizedData(Sequence[TokenizedRow]):
         parts: Sequence[tuple[int, float]],
         folders: Sequence[PreparedFolder] = (),
     ) -> None:
-        """Takes the rows, the number of rows and the weight of each file, and the prepared folders of the rows."""
+        """Stores the rows, (number of rows, weight) of each file, and the prepared folders of the rows, if any."""
         self._rows, self._parts, self._folders = rows, parts, folders
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class TokenizedData(Sequence[TokenizedRow]):
             has_any = not all(missing for missing, _ in is_missing)
         location = next((location for missing, location in is_missing if missing), None)
         if has_any and location is not None:
-            raise DataError(f"{location}: {name} is missing, but other rows have it: add it, or remove the others")
+            raise DataError(f"{location}: {name} is missing, but other rows have it: add it, or remove it from all")
         return has_any
 
 
@@ -104,7 +104,7 @@ def read_rows(
     Args:
         files: a path, or files with weights and column mappings.
         tokenizer: tokenizer of the model.
-        kind: use of the rows, not `prompts`.
+        kind: kind of training, except `prompts`.
         data: maximum number of tokens, and policies for invalid and long rows.
         setting: key of the maximum number of tokens, for error messages.
         max_rows: number of rows to keep, from the start; None keeps all.
@@ -190,16 +190,16 @@ def open_prepared(
     data: DataConfig,
     setting: str = "data.max_prompt_tokens",
 ) -> list[tuple[PreparedFolder, float]]:
-    """Returns the prepared folders with their weights, or nothing if the sources are raw files.
+    """Returns the prepared folders with their weights, or an empty list if the sources are raw files.
 
-    Raises DataError if a folder has another kind, tokenizer, template or longer rows than the run.
+    Raises DataError if a folder has a different kind, tokenizer or template from the run, or rows that are too long.
     """
     are_prepared = [is_prepared(source.path) for source in sources]
     if not any(are_prepared):
         return []
     if not all(are_prepared):
         raw = next(source.path for source, prepared in zip(sources, are_prepared, strict=True) if not prepared)
-        raise DataError(f"{raw} is not a prepared folder, but other training files are: prepare it, too")
+        raise DataError(f"{raw} is not a prepared folder, but other files of the same setting are: prepare {raw}, too")
     folders = []
     for source in sources:
         folder = PreparedFolder(source.path)

@@ -1,4 +1,4 @@
-"""Tokenizes pairs and labeled answers, and forms the batches of a run from them."""
+"""Reads pairs and labeled responses, and forms the batches of a run from them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,39 +15,39 @@ from flowrl.run.datasets.tokenized_data import TokenizedData, check_context, rea
 from flowrl.workers.preference_losses import REFERENCE
 
 MISMATCHED = "mismatched"
-"""Name of the row column that is true for rows whose answer belongs to another prompt."""
+"""Name of the row column that is true for rows whose response belongs to another prompt."""
 
 
 PREFERENCE_ROLES = (PreferenceActorConfig, RewardModelConfig)
-"""Classes of the settings of roles that are trained on preferences."""
+"""Config classes of the roles that are trained on preferences."""
 
 
 class _Tokens(NamedTuple):
-    """A conversation and its last answer. The answer ends with its end token."""
+    """Token ids of a conversation before its last response, and of this response, which ends with its end token."""
 
     prompt: np.ndarray
-    answer: np.ndarray
+    response: np.ndarray
 
 
 class PreferenceExamples:
-    """Tokenized pairs, or single answers with labels, in the order of their files.
+    """Tokenized pairs, or single labeled responses, in the order of their files.
 
-    Only the last assistant turn is trained, and tokens after its end token are dropped, so that a reward model scores
-    the end token, as it does for a response of a rollout.
+    Only the last assistant turn is trained. Tokens after its end token are dropped, so that a reward model scores the
+    end token, as in a response of a rollout.
     """
 
     def __init__(self, rows: TokenizedData, *, is_paired: bool, max_tokens: int) -> None:
-        """Takes rows of kind `preference`, or of kind `kto` if `is_paired` is false.
+        """Stores rows of kind `preference`, or of kind `kto` if `is_paired` is false.
 
-        Raises DataError if there are fewer than 2 labeled answers, or if only some pairs have a margin.
+        Raises DataError if there are fewer than 2 labeled responses, or if only some pairs have a margin.
         """
         self._rows, self._max_tokens = rows, max_tokens
         self.is_paired = is_paired
         if not is_paired and len(rows) < 2:
-            raise DataError(f"{rows[0].conversation.location}: KTO compares with the answer of another row: add rows")
+            raise DataError(f"{rows[0].conversation.location}: KTO needs the response of another row: add rows")
         self._has_margin = is_paired and rows.has_column("margin")
         self.reference_logprobs: np.ndarray | None = None
-        """Log-probability of each answer under the reference. Set by `store_reference`."""
+        """Log-probability of each response under the reference. `store_reference` sets it."""
 
     @staticmethod
     def read(
@@ -55,7 +55,7 @@ class PreferenceExamples:
     ) -> "tuple[PreferenceExamples, dict[str, Batch]]":
         """Returns the training rows, and the held-out rows of each evaluation file by its name.
 
-        A loss of pairs reads pairs, and KTO reads labeled answers. Raises DataError if a row is invalid.
+        KTO reads labeled responses, and all other losses read pairs. Raises DataError if a row is invalid.
         """
         tokenizer, max_tokens = read_tokenizer(role.model, data), data.max_prompt_tokens
         check_context(tokenizer, max_tokens, "data.max_prompt_tokens")
@@ -70,25 +70,25 @@ class PreferenceExamples:
         return read(data.training_files), held_out
 
     def __len__(self) -> int:
-        """Returns the number of pairs or labeled answers of an epoch, which is `num_rows` unless files have weights."""
+        """Returns the number of pairs or labeled responses per epoch, which is `num_rows` unless files have weights."""
         return len(self._rows.order(seed=0))
 
     @property
     def num_rows(self) -> int:
-        """Number of pairs or labeled answers of the dataset."""
+        """Number of pairs or labeled responses of the dataset."""
         return len(self._rows)
 
     def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
-        """Returns batches of `num_rows` pairs or answers, in an order that depends only on the seed and the epoch."""
+        """Returns batches of `num_rows` pairs or responses, in an order that depends only on the seed and the epoch."""
         order = self._rows.order(seed=seed, shuffle=shuffle)
         return (self.batch(indices) for indices in order.batches(num_rows, epochs=epochs))
 
     def batch(self, indices: np.ndarray | None = None) -> Batch:
-        """Returns the pairs or labeled answers at `indices`, or all.
+        """Returns the pairs or labeled responses at `indices`, or all.
 
-        A pair has two adjacent rows, first the chosen one, with the same value of `pair`. Labeled answers have the
-        column `desirable`. As many rows follow, in which `mismatched` is true: each prompt with the answer of the next
-        row of the batch, for KTO's estimate of the KL.
+        A pair has two adjacent rows with the same value of `pair`, the chosen response first. Labeled responses have
+        the column `desirable`. After them, the batch has one mismatched row per labeled response: its prompt with the
+        response of the next row. KTO estimates the KL from the rows in which `mismatched` is true.
         """
         indices = np.arange(len(self._rows)) if indices is None else indices
         if not self.is_paired:
@@ -103,14 +103,14 @@ class PreferenceExamples:
         return _make_batch([_split(side) for pair in pairs for side in pair.sides], columns)
 
     def _labeled_batch(self, indices: np.ndarray) -> Batch:
-        # A batch of one row takes the answer of the next row of the file.
+        # A batch of one row uses the response of the next row of the dataset.
         others = np.roll(indices, -1) if len(indices) > 1 else (indices + 1) % len(self._rows)
         own = [self._rows[int(index)] for index in indices]
         rows = [_split(row.sides[0]) for row in own]
-        answers = [_split(self._rows[int(other)].sides[0]).answer for other in others]
+        responses = [_split(self._rows[int(other)].sides[0]).response for other in others]
         rows += [
-            _Tokens(row.prompt, answer[: max(1, self._max_tokens - len(row.prompt))])
-            for row, answer in zip(rows, answers, strict=True)
+            _Tokens(row.prompt, response[: max(1, self._max_tokens - len(row.prompt))])
+            for row, response in zip(rows, responses, strict=True)
         ]
         labels = [row.conversation.label for row in own]
         columns = {
@@ -121,7 +121,7 @@ class PreferenceExamples:
 
 
 def _split(side: Tokens) -> _Tokens:
-    """Returns the tokens before and of the trained turn, which is one interval. Omits those after its end token."""
+    """Splits a row into the tokens before its trained turn and those of this turn. Drops tokens after its end token."""
     trained = np.flatnonzero(side.mask)
     start, end = int(trained[0]), int(trained[-1]) + 1
     return _Tokens(side.ids[:start], side.ids[start:end])
@@ -132,4 +132,4 @@ def _make_batch(rows: Sequence[_Tokens], columns: dict[str, np.ndarray]) -> Batc
         "input_ids": np.concatenate([part for row in rows for part in row]).astype(np.int64),
         "response_mask": np.repeat([False, True] * len(rows), [len(part) for row in rows for part in row]),
     }
-    return Batch.from_columns(columns, tokens, [len(row.prompt) + len(row.answer) for row in rows])
+    return Batch.from_columns(columns, tokens, [len(row.prompt) + len(row.response) for row in rows])

@@ -1,4 +1,4 @@
-"""Adds the values of the reference to batches of preferences, and evaluates a model on held-out preferences."""
+"""Adds the reference's values to batches of preferences, and evaluates a model on held-out preferences."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
@@ -28,8 +28,8 @@ _ROWS_PER_CALL = 256
 def preference_inputs(batch: Batch, actor: "ActorGroup", reference: "ReferenceGroup | None") -> Batch:
     """Returns the batch that `actor.update` and `actor.measure` read. Does not block.
 
-    With a reference, adds `ref_response_logprobs` to `batch`, unless it has this column. For labeled answers, computes
-    the row column `reference_kl` from the mismatched rows of the whole batch, and drops these rows.
+    With a reference, adds the column `ref_response_logprobs` if `batch` does not have it. For labeled responses,
+    computes the row column `reference_kl` from all mismatched rows of the batch, and drops these rows.
     """
     if reference is not None and REFERENCE not in batch:
         batch[REFERENCE] = reference.response_logprobs(batch)
@@ -72,10 +72,10 @@ def evaluate_preferences(
     examples: Batch | Mapping[str, Batch],
     reference: "ReferenceGroup | None" = None,
 ) -> Evaluation:
-    """Returns the metrics of the loss of the settings on held-out preferences. Blocks.
+    """Returns the metrics of the configured loss on held-out preferences. Blocks.
 
-    `accuracy` is the fraction of pairs whose chosen answer has the higher reward, and `validation_loss` is the loss.
-    The other metrics of the loss begin with `evaluation/`. For named sets of examples, the names end with `/NAME`.
+    `accuracy` is the fraction of pairs whose chosen response has the higher reward, and `validation_loss` is the loss.
+    All other metrics have the prefix `evaluation/`. The metrics of a named set of examples end with `/NAME`.
     """
     sets = {"": examples} if isinstance(examples, Batch) else examples
     metrics: dict[str, float] = {}
@@ -87,5 +87,5 @@ def evaluate_preferences(
             short = key.partition("/")[2]
             renamed = {"accuracy": "accuracy", "loss": "validation_loss"}.get(short, f"evaluation/{short}")
             metrics[f"{renamed}/{name}" if name else renamed] = metric.result()
-    # The rows of a pair, and the rows of a labeled answer, are two.
+    # A pair has two rows. A labeled response also has two rows: its own and the mismatched one.
     return Evaluation(metrics, sum(len(batch) for batch in sets.values()) // 2)

@@ -1,4 +1,4 @@
-"""Settings of the text that a policy update is mixed with."""
+"""Settings of PTX, the language modeling on text in policy updates."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Prepared folders: contents, filters, counts, and damaged input."""
+"""Prepared folders: contents, filters, counts, and corrupt input."""
 
 import gzip
 import json
@@ -122,7 +122,7 @@ def test_strict_stops_at_the_first_malformed_row(row: Any, reason: str, model: P
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_before_the_damage_of_a_file_are_kept(model: Path, tmp_path: Path) -> None:
+def test_rows_before_the_corrupt_part_of_a_file_are_kept(model: Path, tmp_path: Path) -> None:
     lines = b"".join(json.dumps(example(f"{i}+1", "2")).encode() + b"\n" for i in range(3000))
     path = tmp_path / "rows.jsonl.gz"
     packed = gzip.compress(lines, 1)

@@ -1,4 +1,4 @@
-"""Rows of all file formats, and damaged files."""
+"""Rows of all file formats, and corrupt files."""
 
 import gzip
 import json

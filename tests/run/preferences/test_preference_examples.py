@@ -1,4 +1,4 @@
-"""Batches of pairs and labeled answers, and the inputs of their losses."""
+"""Batches of pairs and labeled responses, and the inputs of their losses."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ def test_tokens_after_the_end_token_are_dropped(folder: Path, read: Reader, tmp_
     assert texts(batch, tokenizer) == [("1+1=2<eos>", "2<eos>"), ("1+1=11<eos>", "11<eos>")]
 
 
-def test_mismatched_rows_have_the_answer_of_the_next_row(folder: Path, read: Reader) -> None:
+def test_mismatched_rows_have_the_response_of_the_next_row(folder: Path, read: Reader) -> None:
     tokenizer = ChatTokenizer(folder)
     examples = read(ANSWERS, max_tokens=8)
     batch = examples.batch(np.array([2, 0, 1]))
@@ -122,7 +122,7 @@ def test_mismatched_rows_have_the_answer_of_the_next_row(folder: Path, read: Rea
     assert batch.get("desirable").tolist() == [False, False, True] * 2
 
 
-def test_a_single_answer_is_compared_with_that_of_the_next_row_of_the_file(folder: Path, read: Reader) -> None:
+def test_a_batch_of_one_response_is_mismatched_with_the_next_row_of_the_file(folder: Path, read: Reader) -> None:
     tokenizer = ChatTokenizer(folder)
     examples = read(ANSWERS[:3], max_tokens=8)
     assert texts(examples.batch(np.array([2])), tokenizer)[1] == ("3=1<eos>", "1<eos>")
@@ -135,7 +135,7 @@ def test_a_mismatched_row_has_at_most_the_allowed_tokens(folder: Path, read: Rea
     assert texts(examples.batch(), tokenizer)[2] == ("123=444", "444")
 
 
-def test_a_row_that_is_too_long_and_too_few_answers_are_rejected(read: Reader) -> None:
+def test_a_row_that_is_too_long_and_too_few_responses_are_rejected(read: Reader) -> None:
     with rejects(2, 12, 11, "data.max_prompt_tokens", error=DataError):
         read(PAIRS, max_tokens=11)
     with rejects(1, error=DataError):
@@ -182,5 +182,5 @@ def test_the_inputs_of_kto_are_computed_over_the_whole_batch(folder: Path, read:
 
 
 def raise_all(logprobs: torch.Tensor) -> torch.Tensor:
-    """A loss that raises the probability of every answer."""
+    """A loss that raises the probability of every response."""
     return -logprobs
