@@ -16,8 +16,8 @@ train_grpo() {
     exec python -m recipes.grpo.train recipes/grpo/arithmetic.yaml output="$(next_folder "$1")" "${_common[@]}" "${@:2}"
 }
 
-# train_detached NAME PLACEMENT SETTINGS...: trains with GRPO, schedule async and placement/detached_PLACEMENT.yaml on CPU
-# devices. The run writes to runs/detached_NAME, as in train_ppo.
+# train_detached NAME PLACEMENT SETTINGS...: trains with GRPO, schedule async and placement/detached_PLACEMENT.yaml on
+# CPU devices. The run writes to runs/detached_NAME, as in train_ppo.
 train_detached() {
     train_grpo "runs/detached_$1" placement="detached_$2" placement.device=cpu schedule.kind=async "${@:3}"
 }
