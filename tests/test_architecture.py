@@ -135,7 +135,7 @@ IMPORTERS = {
 }
 """Library -> path prefixes of the files that may import it."""
 
-DATA_SCRIPTS = {"recipes/quickstart/prepare.py", "recipes/data/prepare.py"}
+DATA_SCRIPTS = {"recipes/quickstart/prepare.py", "recipes/data/prepare.py", "recipes/pipeline/prepare.py"}
 """Scripts that create a model or data for a recipe. They may import any library."""
 
 CONFIG_LOOKUPS: dict[str, str] = {}

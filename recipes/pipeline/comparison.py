@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,8 +25,8 @@ COLUMNS = {
 }
 """Columns of the table: title and format. KL is per story."""
 
-Summary = dict[str, Any]  # Any: a JSON value
-Measures = Mapping[str, Mapping[str, Any]]
+Summary = dict
+Measures = Mapping[str, dict]
 """Results of `measure` (sampling.py) by policy."""
 
 

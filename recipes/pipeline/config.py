@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
@@ -75,7 +74,7 @@ POLICIES = ("sft", "ppo", "ppo_without_ptx", "dpo")
 """Stages whose model is a policy."""
 
 
-def read_settings(words: Sequence[str]) -> tuple[PipelineConfig, dict[str, Any]]:  # Any: the configs of the stages
+def read_settings(words: Sequence[str]) -> tuple[PipelineConfig, dict[str, EpochConfig | OnPolicyConfig]]:
     """Returns the settings of the pipeline and of each stage. Raises ConfigError."""
     own: list[str] = []
     of_stage: dict[str, list[str]] = {name: [] for name in STAGES}

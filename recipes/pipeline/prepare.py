@@ -2,9 +2,8 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -45,16 +44,16 @@ def prepare(pipeline: PipelineConfig) -> None:
         save_model(folder / "model", len(tokenizer), pipeline.seed)
 
 
-def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(path: Path, rows: Sequence[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def question(prompt: Prompt) -> dict[str, Any]:
+def question(prompt: Prompt) -> dict:
     """Returns a row with a prompt."""
     return {"messages": [{"from": "human", "content": prompt.text}]}
 
 
-def example(prompt: Prompt, generator: random.Random) -> dict[str, Any]:
+def example(prompt: Prompt, generator: random.Random) -> dict:
     """Returns a row with a prompt and a story."""
     return {"messages": [{"from": "human", "content": prompt.text}, *answer(tell(prompt, generator))]}
 

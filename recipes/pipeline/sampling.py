@@ -5,7 +5,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from flowrl import Cluster, Placement
 from flowrl.checkpoints.run_folder import replacing, write_json
@@ -24,7 +23,7 @@ from recipes.pipeline.stories import Prompt
 NUM_SHOWN = 20
 """Stories that are saved with the measures of a policy."""
 
-Row = dict[str, Any]  # Any: a JSON value
+Row = dict
 
 
 def write_pairs(pipeline: PipelineConfig) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import LOCK, RunFolderError, folder_lock, write_json
@@ -56,7 +55,7 @@ def train(stage: str, config: RunConfig) -> None:
         return
 
 
-def check_folder(output: Path, settings: Mapping[str, Any]) -> None:
+def check_folder(output: Path, settings: dict) -> None:
     """Writes the settings of all stages into a new output folder.
 
     Raises RunFolderError if the folder has results of other settings or other files.
@@ -78,14 +77,14 @@ def check_folder(output: Path, settings: Mapping[str, Any]) -> None:
             f"output folder {output} is not empty (it has {others[0]}) and has no {SETTINGS}: set output to a new "
             "folder"
         )
-    write_json(path, dict(settings))
+    write_json(path, settings)
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _flatten(settings: dict, prefix: str = "") -> dict[str, object]:
+    values: dict[str, object] = {}
     for name, value in settings.items():
         key = f"{prefix}.{name}" if prefix else name
-        values |= _flatten(value, key) if isinstance(value, Mapping) else {key: value}
+        values |= _flatten(value, key) if isinstance(value, dict) else {key: value}
     return values
 
 

@@ -31,8 +31,8 @@ distill() {
         "${_common[@]}" teacher.model.path="$_task/teacher/model" "${@:2}"
 }
 
-# train_detached NAME PLACEMENT SETTINGS...: trains with GRPO, schedule async and placement/detached_PLACEMENT.yaml on CPU
-# devices. The run writes to runs/detached_NAME, as in train_ppo.
+# train_detached NAME PLACEMENT SETTINGS...: trains with GRPO, schedule async and placement/detached_PLACEMENT.yaml on
+# CPU devices. The run writes to runs/detached_NAME, as in train_ppo.
 train_detached() {
     train_grpo "runs/detached_$1" placement="detached_$2" placement.device=cpu schedule.kind=async "${@:3}"
 }
