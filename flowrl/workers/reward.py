@@ -129,10 +129,10 @@ def render_again(batch: TensorDict, tokenizer: ChatTokenizer) -> TensorDict:
     num_end_tokens = len(tokenizer.encode(tokenizer.end_of_assistant))
     is_truncated = batch["rows"].get("truncated", torch.zeros(num_rows(batch), dtype=torch.bool)).tolist()
     texts = zip(objects(batch, "conversation"), objects(batch, "response"), is_truncated, strict=True)
-    for conversation, response, is_cut in texts:
+    for conversation, response, is_truncated in texts:
         messages = [Message(turn["role"], turn["content"]) for turn in conversation]
         ids, mask = tokenizer.encode_example([*messages, Message("assistant", response)], first=len(messages))
-        end = len(mask) - mask[::-1].index(True) - (num_end_tokens if is_cut else 0)
+        end = len(mask) - mask[::-1].index(True) - (num_end_tokens if is_truncated else 0)
         rows.append(torch.tensor(ids[:end]))
         if limit is not None and len(rows[-1]) > limit:
             raise DataError(

@@ -39,7 +39,7 @@ def write_pairs(pipeline: PipelineConfig) -> None:
     rows = {}
     for name, prompts in (("train", "prompts"), ("test", "prompts_test")):
         with _open_cluster(("rollout",)) as cluster:
-            batch = _tell(cluster, pipeline, "sft", f"{prompts}.jsonl", num_samples=2, seed=pipeline.seed)
+            batch = _generate_stories(cluster, pipeline, "sft", f"{prompts}.jsonl", num_samples=2, seed=pipeline.seed)
             texts, stories = batch.get("prompt"), batch.get("response")
         drawn = [label(*row, generator) for row in zip(texts[::2], stories[::2], stories[1::2], strict=True)]
         rows[name] = [pair for pair in drawn if pair is not None]
@@ -85,7 +85,9 @@ def measure(pipeline: PipelineConfig, policy: str) -> Row:
     # Each policy has its own seed. With a common seed, similar policies would tell many equal stories.
     seed = pipeline.seed + 1 + POLICIES.index(policy)
     with _open_cluster(("rollout", "policy", "sft", "reward")) as cluster:
-        batch = _tell(cluster, pipeline, policy, "prompts_test.jsonl", num_samples=pipeline.num_samples, seed=seed)
+        batch = _generate_stories(
+            cluster, pipeline, policy, "prompts_test.jsonl", num_samples=pipeline.num_samples, seed=seed
+        )
         batch["rewards"] = cluster.group("reward", Reward, RewardConfig(model=_model(pipeline, "reward_model"))).score(
             batch
         )
@@ -119,7 +121,7 @@ def _open_cluster(roles: Sequence[str]) -> Iterator[Cluster]:
         yield cluster
 
 
-def _tell(
+def _generate_stories(
     cluster: Cluster, pipeline: PipelineConfig, policy: str, prompts: str, *, num_samples: int, seed: int
 ) -> Batch:
     """Returns `num_samples` adjacent stories of a policy for each prompt of a file."""

@@ -24,6 +24,8 @@ STAGE = {key: COMMON[key] for key in ("output", "steps", "batch_size", "data.tra
 REQUIRED: dict[str, dict[str, Any]] = {
     "grpo": COMMON | {"algorithm.estimator": "grpo"},
     "ppo": COMMON | {"algorithm.estimator": "gae", "critic.model.path": "m", "critic.optimizer.lr": 1e-3},
+    "rejection_sampling": COMMON,
+    "distillation": {key: value for key, value in COMMON.items() if key != "reward.function"} | {"teacher.model.path": "t"},
     "dpo": STAGE | {"actor.model.path": "m", "actor.optimizer.lr": 1e-3},
     "reward_model": STAGE | {"reward.model.path": "m", "reward.optimizer.lr": 1e-3},
     "sft": STAGE | {"actor.model.path": "m", "actor.optimizer.lr": 1e-3},
@@ -52,7 +54,11 @@ def test_exactly_the_required_settings_are_marked_and_have_no_value(recipe: str,
     path.write_text(render_template(cls))
     lines = path.read_text().splitlines()
     marked = {number for number, line in enumerate(lines, 1) if re.match(r" *\w+:  # required", line)}
-    is_defaulted = {"grpo": set(), "ppo": {"samples_per_prompt"}}.get(recipe, {"steps"})  # or epochs
+    samples = {"samples_per_prompt"}
+    is_defaulted = {"grpo": set(), "rejection_sampling": set(), "ppo": samples, "distillation": samples}.get(
+        recipe,
+        {"steps"},  # or epochs
+    )
     assert len(marked) == len(REQUIRED[recipe].keys() - is_defaulted)
     with rejects(error=ConfigError) as caught:
         load(path, [], cls)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, ReferenceConfig, RolloutConfig, RunConfig
 from flowrl.weight_sync.transfer import WeightSync
-from flowrl.workers import LANGUAGE_MODELING, Actor, Loss, Reference, Rollout
+from flowrl.workers import PTX, Actor, Loss, Reference, Rollout
 
 
 class SplitRun(RunConfig):
@@ -77,7 +77,7 @@ def test_the_fragments_with_a_loss_run(model: ModelConfig) -> None:
         names: dict[str, Any] = {"Tensor": Tensor, "Loss": Loss, "batch": batch, "replace": replace}
         names |= {"actor": cluster.group("actor", Actor, config), "minibatch": batch, "text": batch}
         names |= {"teacher": cluster.group("teacher", Reference, ReferenceConfig(model=model)), "logged": []}
-        names |= {"LANGUAGE_MODELING": LANGUAGE_MODELING, "my_loss": lambda logprobs, *, beta: -beta * logprobs}
+        names |= {"PTX": PTX, "my_loss": lambda logprobs, *, beta: -beta * logprobs}
         exec(example("extend_loss", 0).replace("run.log(", "logged.append("), names)
         exec(example("extend_loss", 2), names)
         assert names["logged"][0].get()["actor/skipped_update"].result() == 0

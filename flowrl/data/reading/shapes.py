@@ -73,7 +73,7 @@ def _select(row: Values, path: str) -> Any:  # Any: a value of the row
     return value
 
 
-# Turns.
+# Conversations.
 
 
 def read_turns(value: Any, key: str) -> tuple[Message, ...]:
@@ -221,25 +221,25 @@ def _prompt(row: Values) -> _Parts:
 
 def _question(row: Values) -> _Parts:
     solution = _text(row["answer"], "answer")
-    return _answered(_text(row["question"], "question"), solution, answer=solution.rpartition("####")[2].strip())
+    return _with_response(_text(row["question"], "question"), solution, answer=solution.rpartition("####")[2].strip())
 
 
 def _problem(row: Values) -> _Parts:
     solution = _text(row["solution"], "solution")
     answer = boxed(solution) if row.get("answer") is None else row["answer"]
-    return _answered(_text(row["problem"], "problem"), solution, answer=answer)
+    return _with_response(_text(row["problem"], "problem"), solution, answer=answer)
 
 
 def _instruction(row: Values) -> _Parts:
     instruction, context = _text(row["instruction"], "instruction"), row.get("input")
     text = f"{instruction}\n\n{_text(context, 'input')}" if context else instruction
-    parts = _answered(text, _text(row["output"], "output"))
+    parts = _with_response(text, _text(row["output"], "output"))
     if not (system := row.get("system")):
         return parts
     return _Parts((_message("system", _text(system, "system"), "system"), *parts.messages), parts.chosen)
 
 
-def _answered(question: str, response: str, **columns: Any) -> _Parts:
+def _with_response(question: str, response: str, **columns: Any) -> _Parts:
     known = {name: value for name, value in columns.items() if value is not None}
     return _Parts((Message("user", question),), (Message("assistant", response),), columns=known)
 

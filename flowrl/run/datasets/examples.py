@@ -43,7 +43,7 @@ class Examples:
         data = data.model_copy(update={"max_prompt_tokens": max_tokens})
         tokenizer = read_tokenizer(model, data)
         check_context(tokenizer, max_tokens, setting)
-        self._rows = read_rows(files, tokenizer, kind, data, setting=setting, max_rows=max_examples)
+        self._rows = read_rows(files, tokenizer, kind, data, setting=setting, row_limit=max_examples)
 
     @staticmethod
     def read(data: DataConfig, model: ModelConfig) -> "tuple[Examples, dict[str, Batch]]":

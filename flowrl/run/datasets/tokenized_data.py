@@ -97,7 +97,7 @@ def read_rows(
     data: DataConfig,
     *,
     setting: str = "data.max_prompt_tokens",
-    max_rows: int | None = None,
+    row_limit: int | None = None,
 ) -> TokenizedData:
     """Returns the tokenized rows of files or prepared folders.
 
@@ -107,7 +107,7 @@ def read_rows(
         kind: kind of training, except `prompts`.
         data: maximum number of tokens, and policies for invalid and long rows.
         setting: key of the maximum number of tokens, for error messages.
-        max_rows: number of rows to keep, from the start; None keeps all.
+        row_limit: number of rows to keep, from the start; None keeps all.
     Raises:
         DataError: a row is invalid or too long, or a folder was prepared for other settings.
     """
@@ -115,8 +115,8 @@ def read_rows(
     if prepared := open_prepared(sources, tokenizer, kind, data, setting):
         selected = [SelectedRows(folder, data.max_prompt_tokens) for folder, _ in prepared]
         parts = [(len(part), weight) for part, (_, weight) in zip(selected, prepared, strict=True)]
-        return TokenizedData(Concatenated(selected), parts, [folder for folder, _ in prepared]).first(max_rows)
-    return _tokenize_files(sources, data, tokenizer, kind, setting, max_rows).first(max_rows)
+        return TokenizedData(Concatenated(selected), parts, [folder for folder, _ in prepared]).first(row_limit)
+    return _tokenize_files(sources, data, tokenizer, kind, setting, row_limit).first(row_limit)
 
 
 def _tokenize_files(
@@ -125,14 +125,14 @@ def _tokenize_files(
     tokenizer: ChatTokenizer,
     kind: Kind,
     setting: str,
-    max_rows: int | None,
+    row_limit: int | None,
 ) -> TokenizedData:
     """Returns the tokenized rows of raw files. Warns about rows that are dropped."""
     limits = LengthLimits(data.max_prompt_tokens, data.too_long, setting=setting)
     allowed = frozenset() if data.too_long == "refuse" else frozenset({"too_long"})
     counts = RowCounts(strict=data.strict, allowed=allowed)
     conversations, parts = read_files(sources, data, kind)
-    conversations = conversations[:max_rows]
+    conversations = conversations[:row_limit]
     rows: list[TokenizedRow] = []
     num_rows: list[tuple[int, float]] = []
     start = 0

@@ -63,7 +63,7 @@ class PreferenceExamples:
         kind: Kind = "preference" if is_paired else "kto"
 
         def read(files: reader.Files, num_rows: int | None = None) -> PreferenceExamples:
-            rows = read_rows(files, tokenizer, kind, data, max_rows=num_rows)
+            rows = read_rows(files, tokenizer, kind, data, row_limit=num_rows)
             return PreferenceExamples(rows, is_paired=is_paired, max_tokens=max_tokens)
 
         held_out = {name: read(files, data.evaluation_rows).batch() for name, files in data.evaluation_files.items()}

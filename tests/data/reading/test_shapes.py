@@ -1,4 +1,4 @@
-"""The shapes of public datasets, with rows as their authors publish them."""
+"""The shapes of public datasets, with rows as in the published files."""
 
 import json
 import re
