@@ -25,7 +25,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "grpo": COMMON | {"algorithm.estimator": "grpo"},
     "ppo": COMMON | {"algorithm.estimator": "gae", "critic.model.path": "m", "critic.optimizer.lr": 1e-3},
     "rejection_sampling": COMMON,
-    "distillation": {key: value for key, value in COMMON.items() if key != "reward.function"} | {"teacher.model.path": "t"},
+    "distillation": {name: COMMON[name] for name in COMMON if name != "reward.function"} | {"teacher.model.path": "m"},
     "dpo": STAGE | {"actor.model.path": "m", "actor.optimizer.lr": 1e-3},
     "reward_model": STAGE | {"reward.model.path": "m", "reward.optimizer.lr": 1e-3},
     "sft": STAGE | {"actor.model.path": "m", "actor.optimizer.lr": 1e-3},

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, ReferenceConfig, RolloutConfig, RunConfig
 from flowrl.weight_sync.transfer import WeightSync
-from flowrl.workers import PTX, Actor, Loss, Reference, Rollout
+from flowrl.workers import LANGUAGE_MODELING, PTX, Actor, Loss, Reference, Rollout
 
 
 class SplitRun(RunConfig):
