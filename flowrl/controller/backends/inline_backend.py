@@ -12,7 +12,7 @@ from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Request
 from flowrl.data.batch.block import LocalRef, Ref
-from flowrl.data.batch.payload import Payload, copy_objects
+from flowrl.data.batch.payload import Payload
 
 
 class InlineBackend:
@@ -51,7 +51,7 @@ class InlineBackend:
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         # Copies objects, as calls between processes do. Arrays are shared, also between processes.
         objects = [value.with_own_objects() if isinstance(value := ref.get(), Payload) else value for ref in refs]
-        value, report = self._hosts[slot.pool, slot.rank].call(copy_objects(request), *objects)
+        value, report = self._hosts[slot.pool, slot.rank].call(copy.deepcopy(request), *objects)
         return LocalRef(_snapshot(value, request)), LocalRef(report)
 
     def share(self, payload: Payload) -> Ref:

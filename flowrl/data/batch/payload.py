@@ -39,7 +39,7 @@ def copy_objects(value: Value) -> Value:
     """
     try:
         return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, ImportError, TypeError):
         return copy.deepcopy(value)
 
 
