@@ -5,7 +5,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../install.sh"
 enter_repository data
 if [[ ! -d data/gsm8k/test ]]; then
-    rm -rf data/gsm8k
     python -m recipes.data.prepare gsm8k tokenizer=deepseek-ai/deepseek-llm-7b-chat output=data/gsm8k max_tokens=512 \
         ${GSM8K:+source="$GSM8K"}
 fi
