@@ -142,6 +142,7 @@ runpy.run_module("tests.benchmarks.gpu", run_name="__main__")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_benchmark_fails_if_a_measurement_fails() -> None:
     command = [sys.executable, "-m", "tests.benchmarks.gpu", "--device", "cuda:0", "--tiny"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

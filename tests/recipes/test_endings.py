@@ -274,7 +274,7 @@ def stable_cluster_state() -> tuple[float, list[str], int]:
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
-        (None, 0),
+        pytest.param(None, 0, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
     ],

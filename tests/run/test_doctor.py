@@ -84,6 +84,7 @@ def rows_of(printed: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in cells}
 
 
+@pytest.mark.slow
 def test_a_rollout_in_another_process_passes(recipe: Path) -> None:
     done = doctor(recipe, "actor.model.dtype=float64")
     assert done.returncode == 0, done.stderr

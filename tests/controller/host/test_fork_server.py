@@ -66,6 +66,7 @@ def wait(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_forked_process_equals_one_started_by_python(server: ForkServer, program: Path, tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "OWN": "value\nof two lines"}
     folder = tmp_path / "folder"

@@ -86,6 +86,7 @@ def all_end(processes: list[psutil.Process]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_tp_responses_match_transformers_before_and_after_updates(tp_pair: Pair) -> None:
     assert len(workers_of(leader_of(tp_pair))) == 2
     for seed in range(3):
