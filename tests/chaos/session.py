@@ -186,7 +186,8 @@ class Session:
                 return None
         result = self._observe(case, rank, step, event_s or time.monotonic(), filler)
         result.during, result.load, result.seed = during, round(load, 1), self.seed
-        if case.fault == "stop" and _is_alive(process_id):
+        # The process is reported before it is killed.
+        if case.fault == "stop" and not self._wait(lambda: not _is_alive(process_id), REPORT_S):
             result.leftovers = [*(result.leftovers or []), f"stopped process of {case.target}"]
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
@@ -291,11 +292,12 @@ class Session:
         )
 
     def _wait_for_report(self, case: Case, event_s: float) -> None:
-        """Waits for the report of a stopped process.
+        """Waits for the report of a stopped or killed process.
 
-        Until the deadline of the stopped call, the run may progress with buffered rows.
+        Until the deadline of the stopped call, or the next call of the killed process, the run may progress with
+        buffered rows and other processes.
         """
-        if case.fault == "stop":
+        if case.fault in PROCESS_FAULTS:
             limit_s = event_s + CALL_TIMEOUT_S + 2 * REPORT_S - time.monotonic()
             self._wait(lambda: _find_report(self.program, event_s)[0] is not None, limit_s)
 
