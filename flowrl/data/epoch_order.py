@@ -56,7 +56,7 @@ class EpochOrder:
             passes, offsets = positions // num_rows, positions % num_rows
             if self._shuffle:
                 for index in np.unique(passes):
-                    # The third seed makes these orders independent of the order of an epoch.
+                    # The number of the file is part of the seed, so that this order differs from the order of an epoch.
                     order = np.random.default_rng([self._seed, int(index), part + 1]).permutation(num_rows)
                     offsets[passes == index] = order[offsets[passes == index]]
             chosen.append(first + offsets)

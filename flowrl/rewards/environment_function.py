@@ -21,7 +21,7 @@ _ALLOWED = "return the text or the token ids of the next segment, or None to end
 
 
 class EnvironmentFunctionError(UserError):
-    """An environment function cannot be loaded, has raised an exception, or has returned a wrong value."""
+    """Error of a user's environment function: its import failed, it raised an exception, or its result is invalid."""
 
 
 def load_environment_function(name: str) -> EnvironmentFunction:

@@ -66,7 +66,7 @@ def evaluate_sets(
     generate: Callable[[Batch], Batch],
     measure: Callable[[Batch], Mapping[str, float]],
 ) -> Evaluation:
-    """Returns the metrics and the rows of the responses to held-out prompts. Blocks.
+    """Generates responses to held-out prompts. Returns their metrics, and their rows for the log of rollouts. Blocks.
 
     Args:
         prompts: prompts, or several named sets of prompts. For named sets, the names of metrics end with `/NAME`.

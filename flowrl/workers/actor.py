@@ -70,8 +70,9 @@ class Actor(TrainedWorker["ActorGroup"]):
         balance="tokens",
     )
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """Returns the log-probability `[T]` of each token under the current weights. It is 0 outside `response_mask` if
-        the batch has this column.
+        """Returns the log-probability `[T]` of each token under the current weights.
+
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
         """
         values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))

@@ -20,8 +20,9 @@ class ActorGroup(TypedGroup):
 
     @batched
     def logprobs(self, batch: Batch) -> Batch:
-        """Returns the log-probability `[T]` of each token under the current weights. It is 0 outside `response_mask` if
-        the batch has this column.
+        """Returns the log-probability `[T]` of each token under the current weights.
+
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
         """
 
     @batched
@@ -213,8 +214,9 @@ class ReferenceGroup(TypedGroup):
 
     @batched
     def logprobs(self, batch: Batch) -> Batch:
-        """Returns the log-probability `[T]` of each token under the reference model. It is 0 outside `response_mask` if
-        the batch has this column.
+        """Returns the log-probability `[T]` of each token under the reference model.
+
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
         """
 
     @batched

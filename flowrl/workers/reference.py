@@ -85,8 +85,9 @@ class Reference(ModelWorker["ReferenceGroup"]):
         balance="tokens",
     )
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """Returns the log-probability `[T]` of each token under the reference model. It is 0 outside `response_mask` if
-        the batch has this column.
+        """Returns the log-probability `[T]` of each token under the reference model.
+
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
         """
         with adapter_disabled(self.engine.model):
             values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))

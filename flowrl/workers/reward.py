@@ -96,7 +96,10 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
 
     @staticmethod
     def _choose_tokenizer(config: RewardConfig) -> ChatTokenizer | None:
-        """Returns the tokenizer that must render conversations again. None: the model reads the policy's tokens."""
+        """Returns the reward model's tokenizer, if it encodes a conversation differently from that of the policy.
+
+        Returns None if the reward model can read the tokens of the policy.
+        """
         assert config.model is not None
         policy, own = config.policy_tokenizer, config.model.tokenizer_path
         if policy is None or has_same_rendering(policy, own, config.policy_template):

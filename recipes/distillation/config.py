@@ -6,7 +6,7 @@ from flowrl.config import ReferenceConfig, RolloutRunConfig, StudentConfig
 
 
 class DistillationConfig(RolloutRunConfig):
-    """Settings of on-policy distillation (recipes/distillation/train.py). The student is the role `actor`."""
+    """Settings of recipes/distillation/train.py. The role `actor` is the student."""
 
     actor: StudentConfig
     """The student, which generates the responses and is trained to agree with the teacher."""

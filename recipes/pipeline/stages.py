@@ -47,7 +47,10 @@ def run_pipeline(pipeline: PipelineConfig, configs: Mapping[str, RunConfig]) -> 
 
 
 def train(stage: str, config: RunConfig) -> None:
-    """Trains a stage, or continues it from its newest checkpoint. Does nothing if it is finished."""
+    """Runs the recipe of a stage. An interrupted stage resumes from its newest checkpoint.
+
+    A finished stage is skipped.
+    """
     try:
         check_run(config)
         with_restarts(import_function(STAGES[stage].train), config)

@@ -46,11 +46,11 @@ class RejectionSamplingConfig(RolloutRunConfig):
     def _check_selection(self) -> "RejectionSamplingConfig":
         samples, trained = self.samples_per_prompt, self.trained_per_step
         if samples < 2:
-            raise ValueError(f"samples_per_prompt is {samples}, so nothing is selected: set it to at least 2")
+            raise ValueError(f"samples_per_prompt is {samples}, so every response is selected: set it to at least 2")
         if self.keep >= samples:
             raise ValueError(
-                f"keep is {self.keep}, not less than samples_per_prompt, {samples}, so nothing is selected: set it to "
-                f"at most {samples - 1}"
+                f"keep is {self.keep}, not less than samples_per_prompt, {samples}, so every response is selected: set "
+                f"it to at most {samples - 1}"
             )
         if self.minibatch_size > trained:
             raise ValueError(

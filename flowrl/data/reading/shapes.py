@@ -167,7 +167,7 @@ class Shape:
     """Required keys."""
     convert: Callable[[Values], _Parts]
     optional: tuple[str, ...] = ()
-    """Further keys that are read or ignored. All others become columns."""
+    """Keys that a row of this shape may have in addition, and that do not become columns. Other keys become columns."""
 
 
 def _pair(row: Values) -> _Parts:

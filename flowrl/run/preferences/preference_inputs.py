@@ -72,7 +72,7 @@ def evaluate_preferences(
     examples: Batch | Mapping[str, Batch],
     reference: "ReferenceGroup | None" = None,
 ) -> Evaluation:
-    """Returns the metrics of the configured loss on held-out preferences. Blocks.
+    """Computes the configured loss on held-out pairs or labeled responses, and returns its metrics. Blocks.
 
     `accuracy` is the fraction of pairs whose chosen response has the higher reward, and `validation_loss` is the loss.
     All other metrics have the prefix `evaluation/`. The metrics of a named set of examples end with `/NAME`.
