@@ -78,6 +78,7 @@ def test_a_recoverable_process_that_failed_restarts(cluster: Cluster):
     assert restarted["judge"].score(BATCH).get("score").tolist() == [10, 20]
 
 
+@pytest.mark.slow
 def test_calls_of_retained_processes_are_awaited_and_dropped(cluster: Cluster):
     groups = make_groups(cluster)
     get_process_ids(groups)

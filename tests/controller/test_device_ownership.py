@@ -113,6 +113,7 @@ def test_a_call_without_device_memory_evicts_nothing(open_cluster: ClusterMaker,
     assert two.lines() == before
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_offload_stays_on_the_device(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False)
     assert two.rollout.is_evicted_by(two.actor) and not two.actor.is_evicted_by(two.rollout)
@@ -123,6 +124,7 @@ def test_a_process_that_cannot_offload_stays_on_the_device(open_cluster: Cluster
     assert two.lines() == ["actor start", "rollout start", *one_turn, *one_turn]
 
 
+@pytest.mark.slow
 def test_without_offload_nothing_is_evicted(open_cluster: ClusterMaker, backend, tmp_path: Path) -> None:
     two = Two(open_cluster, backend, tmp_path, actor=False, rollout=False)
     assert not two.rollout.is_evicted_by(two.actor)

@@ -56,14 +56,16 @@ CASES = {
     "fsdp on 2": Case(2, {"strategy": "fsdp"}, slow=True),
     "fsdp on 4": Case(4, {"strategy": "fsdp"}, slow=True),
     "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}),
-    "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}),
+    "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}, slow=True),
     "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}, slow=True),
     "fsdp on 4, padded": Case(4, {"strategy": "fsdp", "packing": "never"}, slow=True),
     "fsdp on 2, checkpointed": Case(2, {"strategy": "fsdp", "gradient_checkpointing": True}, slow=True),
-    "hybrid on 2 x 2, optimizer on the CPU": Case(4, {"strategy": "fsdp", "shard_ranks": 2, "offload": "optimizer"}),
+    "hybrid on 2 x 2, optimizer on the CPU": Case(
+        4, {"strategy": "fsdp", "shard_ranks": 2, "offload": "optimizer"}, slow=True
+    ),
     "tp on 2": Case(2, {}, tp=2, slow=True),
     "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
-    "tp x fsdp on 2 x 2, float32": Case(4, {"strategy": "fsdp"}, tp=2, dtype=torch.float32),
+    "tp x fsdp on 2 x 2, float32": Case(4, {"strategy": "fsdp"}, tp=2, dtype=torch.float32, slow=True),
     "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, slow=True),
     "tp on 2, norms split, padded": Case(2, {**SPLIT, "packing": "never"}, tp=2),
     "tp x fsdp on 2 x 2, norms split, checkpointed": Case(
@@ -75,7 +77,7 @@ CASES = {
     "sp on 2, padded": Case(2, {"strategy": "ddp", "packing": "never"}, sp=2, slow=True),
     "sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2, slow=True),
     "sp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, slow=True),
-    "sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2),
+    "sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, slow=True),
     "lora, ddp on 2": Case(2, {"strategy": "ddp"}, lora=True, slow=True),
     "lora, fsdp on 2": Case(2, {"strategy": "fsdp"}, lora=True, slow=True),
     "lora, fsdp on 4, checkpointed": Case(

@@ -40,17 +40,10 @@ BFLOAT16 = (
 )
 """Settings of the expected figures; the recipe itself trains float32 weights."""
 
-QUICK = ("reference",)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_estimate_equals_measured_peak(name: str) -> None:
-    assert estimated_peak(POINTS[name]) == pytest.approx(measure_growth(name), rel=0.2)
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in POINTS if name not in QUICK])
-def test_estimate_equals_measured_peak_of_more_settings(name: str) -> None:
+@pytest.mark.parametrize("name", POINTS)
+def test_estimate_equals_measured_peak(name: str) -> None:
     assert estimated_peak(POINTS[name]) == pytest.approx(measure_growth(name), rel=0.2)
 
 

@@ -148,9 +148,8 @@ def lines(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_recipe_leaves_complete_results(
     number: signal.Signals, code: int, start_recipe: StartRecipe, ray_folder: Path, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_all_nodes_end_with_the_driver_and_no_command_line_contains_the_token(
     assert facts["arguments"][:2] == ["x=1", "--address"] and not facts["token_is_seen"]
 
 
+@pytest.mark.slow
 def test_an_unreachable_host_is_a_one_line_error_and_ends_the_others(
     ssh: None, hostfile: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,9 +34,9 @@ from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 
 
-def as_parameters(cases: Collection[str], *slow: str) -> list[Any]:
-    """Returns parameters by name; cases that only combine features of other cases are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in cases]
+def as_parameters(cases: Collection[str], *fast: str) -> list[Any]:
+    """Returns parameters by name; cases that are not named as fast are slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in cases]
 
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "rollout_gap_max"}
@@ -95,9 +95,7 @@ def inline_ppo(results: dict[str, list[dict[str, float]]], name: str, config: PP
     return results[name]
 
 
-@pytest.mark.parametrize(
-    "name", as_parameters(PLACEMENTS, "one rank", "colocated on 3", "split", "partly colocated with the actor")
-)
+@pytest.mark.parametrize("name", as_parameters(PLACEMENTS, "colocated on 2", "overlapping"))
 def test_ppo_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -144,7 +142,7 @@ STRATEGIES = {
 """Engine of the three models, and where roles run instead of on both ranks."""
 
 
-@pytest.mark.parametrize("name", as_parameters(STRATEGIES, *(name for name in STRATEGIES if "fsdp" in name)))
+@pytest.mark.parametrize("name", as_parameters(STRATEGIES, "sp"))
 def test_ppo_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -189,9 +187,8 @@ def with_adapters(config: PPOConfig, engines: dict[str, dict[str, str]]) -> PPOC
     return PPOConfig.model_validate(config.model_dump() | models)
 
 
-@pytest.mark.parametrize(
-    "name", as_parameters(ADAPTED, *(name for name in ADAPTED if name != "the rollout and the reference elsewhere"))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTED)
 def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -237,7 +234,7 @@ SFT = {
 """Settings, and sizes of the actor on two ranks."""
 
 
-@pytest.mark.parametrize("name", as_parameters(SFT, "tp", "sp", "an adapter under fsdp"))
+@pytest.mark.parametrize("name", as_parameters(SFT, "fsdp"))
 def test_sft_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, task_folder: Path, tmp_path: Path
 ) -> None:

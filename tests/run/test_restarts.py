@@ -114,6 +114,7 @@ def test_the_last_error_without_checkpoints_names_the_setting(config: RunConfig)
     assert "checkpoint.every=N" in str(lost.value).partition("\n")[0]
 
 
+@pytest.mark.slow
 def test_no_restart_after_an_exception_before_the_first_checkpoint(config: RunConfig):
     program = Program(lambda self, actor: actor.commit("raise").get())
     with pytest.raises(WorkerError, match="KeyError"):
@@ -136,6 +137,7 @@ def test_no_restart_if_an_error_repeats_from_the_same_checkpoint(config: RunConf
     assert len(program.replica_processes) == 2
 
 
+@pytest.mark.slow
 def test_restart_if_an_error_repeats_after_a_later_checkpoint(config: RunConfig, tmp_path: Path):
     def body(self: Program, actor: WorkerGroup) -> None:
         if len(self.replica_processes) < 3:
@@ -181,6 +183,7 @@ def test_no_restart_after_an_error_of_the_driver(config: RunConfig):
     assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])
 
 
+@pytest.mark.slow
 def test_no_restart_outside_of_with_restarts(config: RunConfig):
     program = Program(kill_actor)
     with pytest.raises(ProcessLost):

@@ -42,7 +42,7 @@ def in_order(config: SleepingConfig) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param({"kind": "sync"}, marks=pytest.mark.slow), {"kind": "one_step_off"}, ASYNC]
+    "schedule", [*(pytest.param({"kind": kind}, marks=pytest.mark.slow) for kind in ("sync", "one_step_off")), ASYNC]
 )
 def test_prompts_are_trained_in_order_and_no_token_is_too_old(
     task: Path, tmp_path: Path, ray_session: None, schedule: dict[str, Any]
@@ -86,6 +86,7 @@ def pump_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "flowrl-event-pump"]
 
 
+@pytest.mark.slow
 def test_prompts_and_weights_are_sent_while_the_driver_computes(task: Path, tmp_path: Path, ray_session: None) -> None:
     """After step 1, the driver calls nothing until replicas received weights and were polled again."""
     config = sleeping_config(task, tmp_path / "out", schedule=ASYNC, steps=4)

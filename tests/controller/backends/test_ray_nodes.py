@@ -111,6 +111,7 @@ PLANNED = {
 """Pool -> rank, local rank and node of each of its workers, on nodes of 2, 4 and 4 CPU slots."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANNED)
 def test_ranks_run_on_the_planned_devices(case: str, layouts: dict[str, Any]) -> None:
     ids, pools = layouts["ids"], layouts["cases"][case]
@@ -120,6 +121,7 @@ def test_ranks_run_on_the_planned_devices(case: str, layouts: dict[str, Any]) ->
     ]
 
 
+@pytest.mark.slow
 def test_nodes_are_numbered_from_the_driver_node_by_address_and_id(layouts: dict[str, Any]) -> None:
     ids = layouts["ids"]
     assert len(set(ids)) == 3
@@ -180,6 +182,7 @@ def check_apart(ranks: list[tuple[int, list[str]]]) -> None:
     assert len({(node, indices[0]) for node, indices in ranks}) == len(ranks)
 
 
+@pytest.mark.slow
 def test_devices_that_the_cluster_does_not_have_are_rejected(layouts: dict[str, Any]) -> None:
     too_many, too_large, planned = layouts["rejected"]
     assert too_many.startswith("devices is [2, 4, 4, 1], ")

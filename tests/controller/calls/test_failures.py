@@ -156,6 +156,7 @@ def test_a_driver_that_waits_late_gets_the_first_cause(pair: Cluster):
     assert caught.value.rank == 1 and not caught.value.symptom and caught.value.cause.startswith("KeyError")
 
 
+@pytest.mark.slow
 def test_the_deadline_error_names_the_rank_that_its_peers_wait_for(pair: Cluster):
     group = pair.group("first", Faulty)
     group.process_id()
@@ -168,6 +169,7 @@ def test_the_deadline_error_names_the_rank_that_its_peers_wait_for(pair: Cluster
     assert caught.value.remote_traceback.rstrip().endswith("in linger")
 
 
+@pytest.mark.slow
 def test_every_failure_group_raises_its_own_failure(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"a": [1], "b": [1]}, {"first": "a", "second": "b"})
     for role in ("first", "second"):
@@ -194,6 +196,7 @@ def test_a_pool_that_fails_while_a_call_waits_for_its_lengths(ray_session: None,
     assert (caught.value.role, caught.value.rank, caught.value.method) == ("second", 0, "fail_on")
 
 
+@pytest.mark.slow
 def test_a_call_of_another_pool_that_reads_a_hanging_call_raises_its_deadline(
     ray_session: None, open_cluster: ClusterMaker
 ):

@@ -76,6 +76,7 @@ def test_inline_callbacks_run_when_a_wait_ends_and_not_without_a_wait(open_clust
     assert len(called) == count and pump_threads() == []
 
 
+@pytest.mark.slow
 def test_a_callback_may_wait_and_is_never_nested(cluster: Cluster):
     first, second = cluster.group("first", RaisingWorker), cluster.group("second", RaisingWorker)
     depths, depth = [], 0
@@ -93,6 +94,7 @@ def test_a_callback_may_wait_and_is_never_nested(cluster: Cluster):
     assert set(depths) == {1} and len(depths) >= 2
 
 
+@pytest.mark.slow
 def test_threads_do_not_run_callbacks_concurrently(cluster: Cluster):
     first = cluster.group("first", RaisingWorker)
     inside, overlapping = threading.Lock(), []
@@ -259,6 +261,7 @@ def test_a_callback_may_remove_itself(remote: Cluster, monkeypatch: pytest.Monke
     assert pump_threads() == []
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_size_of_a_batch_does_not_block_a_callback_that_reads_a_size(remote: Cluster):
     """Both read the sizes of blocks, of which one is computed later."""
     first, second = remote.group("first", SizedWorker), remote.group("second", SizedWorker)

@@ -69,6 +69,7 @@ def test_calls_of_a_process_that_restarts_fail_or_run_on_the_new_one(cluster: Cl
     assert group.shifted(BATCH).get("y").tolist() == [11, 12]
 
 
+@pytest.mark.slow
 def test_calls_queued_behind_a_lost_call_are_lost_or_sent_again(cluster: Cluster):
     group = cluster.group("rollout", Replica)
     replica = group.replica(0)

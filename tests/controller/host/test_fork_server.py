@@ -81,6 +81,7 @@ def test_a_forked_process_equals_one_started_by_python(server: ForkServer, progr
     assert {"torch", PREPARED, *PRELOADED} <= set(facts["modules"]) and "ray" not in facts["modules"]
 
 
+@pytest.mark.slow
 def test_the_server_has_one_thread_and_leaves_no_zombies(server: ForkServer, program: Path, tmp_path: Path) -> None:
     facts, _, _ = start(server.py_executable, program, tmp_path / "facts")
     assert facts["threads"] == 1

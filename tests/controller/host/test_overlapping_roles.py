@@ -13,6 +13,7 @@ ROLES = {"all": "a+b", "front": "a[0:1]", "back": "a[1:2]+b", "pair": {"pool": "
 BATCH = {"x": [1, 2, 3, 4, 5]}
 
 
+@pytest.mark.slow
 def test_meshes_that_overlap_sum_over_their_own_ranks(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", POOLS, ROLES, num_threads=1)
     groups = {role: cluster.group(role, Summing, factor) for role, factor in (("all", 1), ("back", 10), ("pair", 100))}

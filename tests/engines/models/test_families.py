@@ -41,12 +41,6 @@ SAME = {"split norms": "tp"}
 """Kinds of parallelism that reject the same families as another kind."""
 
 
-SPLIT_ADAPTERS = ("LLaMA", "GLM 4", "OPT")
-"""Families whose adapters train with sequence-parallel norms in default CI: one family with few norms, one with many,
-one that is rejected.
-"""
-
-
 @pytest.fixture(scope="module")
 def two_rank_results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict]:
     """Runs two processes; returns one mapping from (family, kind) to results per process."""
@@ -129,6 +123,7 @@ def test_a_reward_model_starts_from_its_backbone(name: str, tmp_path: Path):
     assert torch.equal(again(IDS, lengths), reward(IDS, lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SHARED, "split norms"])
 def test_two_ranks_train_the_weights_of_one_or_reject_the_model(
     two_rank_results: list[dict], alone: dict[str, dict], name: str, kind: str
@@ -150,13 +145,15 @@ def check_adapter(results_by_rank: list[dict], name: str, case: str) -> None:
             assert_norm_close(results[name, case], expected)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_train_the_adapter_of_one_or_reject_the_model(two_rank_results: list[dict], name: str):
     check_adapter(two_rank_results, name, "tp of an adapter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split_adapter",
-    [family if family in SPLIT_ADAPTERS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+    FAMILIES,
 )
 def test_ranks_with_split_norms_train_the_adapter_of_one_or_reject_the_model(
     two_rank_results: list[dict], split_adapter: str
@@ -164,6 +161,7 @@ def test_ranks_with_split_norms_train_the_adapter_of_one_or_reject_the_model(
     check_adapter(two_rank_results, split_adapter, "split norms of an adapter")
 
 
+@pytest.mark.slow
 def test_the_documented_table_equals_the_measured_support(two_rank_results: list[dict]):
     assert markdown(two_rank_results[0]) in Path("docs/models.md").read_text()
 

@@ -52,6 +52,7 @@ def cases() -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) if case.slow else name for name, case in CASES.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", cases())
 def test_the_gradient_does_not_depend_on_ranks(results: list[dict], name: str, step: str) -> None:

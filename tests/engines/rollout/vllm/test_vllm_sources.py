@@ -48,6 +48,7 @@ def groups(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_weights_of_a_sharded_actor_arrive(source: str, groups: dict[str, WorkerGroup]) -> None:
     actor, rollout = groups[source], groups["rollout"]

@@ -25,6 +25,7 @@ from tests.engines.closeness import FLOAT32_RTOL
 from tests.engines.rollout.vllm.test_engine import PROMPTS, RESPONSE, SIZES, TF32_RTOL, Pair, check_sleep_by_tags
 
 pytestmark = [
+    pytest.mark.slow,  # the first engine with two workers takes 100 s to start
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
 ]
@@ -86,7 +87,6 @@ def all_end(processes: list[psutil.Process]) -> bool:
     return False
 
 
-@pytest.mark.slow
 def test_tp_responses_match_transformers_before_and_after_updates(tp_pair: Pair) -> None:
     assert len(workers_of(leader_of(tp_pair))) == 2
     for seed in range(3):
@@ -131,7 +131,6 @@ def test_tp_engine_sleeps_and_wakes_by_tags(tp_pair: Pair) -> None:
     tp_pair.send()  # updates of a test function are not in the replay log
 
 
-@pytest.mark.slow
 def test_updates_do_not_leak_memory_in_any_process(tp_pair: Pair) -> None:
     weights = export_weights(tp_pair.model)
     weight_bytes = sum(array.nbytes for array in weights.values())
@@ -143,7 +142,6 @@ def test_updates_do_not_leak_memory_in_any_process(tp_pair: Pair) -> None:
     tp_pair.send()
 
 
-@pytest.mark.slow
 def test_a_dead_worker_process_restarts_the_replica(tp_pair: Pair) -> None:
     leader = leader_of(tp_pair)
     old = [leader, *started_by(leader)]
@@ -155,7 +153,6 @@ def test_a_dead_worker_process_restarts_the_replica(tp_pair: Pair) -> None:
     assert leader_of(tp_pair).pid != leader.pid
 
 
-@pytest.mark.slow
 def test_the_error_of_a_worker_that_cannot_start_is_reported(ray_session: None, tmp_path: Path) -> None:
     save(tmp_path / "model", intermediate_size=97)
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
@@ -166,7 +163,6 @@ def test_the_error_of_a_worker_that_cannot_start_is_reported(ray_session: None, 
             group.run(vllm_checks.state)
 
 
-@pytest.mark.slow
 def test_no_worker_outlives_a_killed_leader(tp_pair: Pair) -> None:
     leader = leader_of(tp_pair)
     old = started_by(leader)
