@@ -71,7 +71,7 @@ def quickstart_settings(task: Path, output: Path, **changes: Any) -> dict[str, A
 def with_float64_models(config: AnyConfig) -> AnyConfig:
     """Returns the config with float64 models in all roles, for runs that differ in summation order only."""
     settings = config.model_dump()
-    if settings["actor"].get("old_logprobs") == "rollout":
+    if settings.get("actor", {}).get("old_logprobs") == "rollout":
         settings["actor"]["old_logprobs"] = "auto"  # the rollout stores float32
     for group in (settings, *settings.values()):
         if isinstance(group, dict) and isinstance(group.get("model"), dict):
