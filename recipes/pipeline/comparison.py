@@ -1,7 +1,7 @@
 """The comparison of all policies: a summary, a table, a figure, and stories side by side."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -21,20 +21,22 @@ COLUMNS = {
     "true_score": ("true score", ".2f"),
     "reward": ("reward", ".2f"),
     "kl": ("KL to SFT (nats)", ".1f"),
-    "perplexity": ("held-out perplexity", ".2f"),
+    "perplexity": ("held-out perplexity", ".3f"),
 }
 """Columns of the table: title and format. KL is per story."""
 
+Row = dict
 Summary = dict
 Measures = Mapping[str, dict]
 """Results of `measure` (sampling.py) by policy."""
 
 
-def compare(pipeline: PipelineConfig, measures: Measures) -> Summary:
+def compare(pipeline: PipelineConfig, measures: Measures, checkpoints: Mapping[str, Sequence[Row]]) -> Summary:
     """Returns the summary of the pipeline.
 
     `policies` has the columns of the table for each policy; `NAME_error` is half the width of a 95 % confidence
-    interval. `sft` and `reward_model` have the held-out results of these stages.
+    interval. `sft` and `reward_model` have the held-out results of these stages. `ppo_checkpoints` has the measures of
+    the checkpoints of both PPO stages (`checkpoints`), and `equal_reward` the perplexity of both at the same reward.
     """
     size, baseline = pipeline.num_samples, measures["sft"]["scores"]
     policies = {}
@@ -47,6 +49,8 @@ def compare(pipeline: PipelineConfig, measures: Measures) -> Summary:
             groups = [values[key][start : start + size] for start in range(0, len(values[key]), size)]
             row[name], row[f"{name}_error"] = mean_with_error([sum(group) / len(group) for group in groups])
         policies[policy] = row | {"perplexity": values["perplexity"], "aspects": dict(values["aspects"])}
+    start = {name: policies["sft"][name] for name in ("reward", "kl", "perplexity")} | {"step": 0}
+    curves = {name: [start, *rows] for name, rows in checkpoints.items()}
     stages = {name: _read(pipeline.output / name / "summary.json") for name in ("sft", "reward_model")}
     return {
         "policies": policies,
@@ -57,8 +61,31 @@ def compare(pipeline: PipelineConfig, measures: Measures) -> Summary:
         },
         "num_prompts": len(baseline) // size,
         "num_samples": size,
-        "ppo_curves": {name: read_curve(pipeline.output / name) for name in ("ppo", "ppo_without_ptx")},
+        "ppo_curves": {name: read_curve(pipeline.output / name) for name in curves},
+        "ppo_checkpoints": curves,
+        "equal_reward": compare_at_equal_reward(curves),
     }
+
+
+def compare_at_equal_reward(curves: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """Returns the highest reward that all runs reach, and the perplexity of each run where it first reaches it.
+
+    Args:
+        curves: measures of the checkpoints of each run, with `reward` and `perplexity`. Between two checkpoints both
+            are interpolated linearly.
+    """
+    reward = min(max(row["reward"] for row in curve) for curve in curves.values())
+    return {"reward": reward} | {name: _perplexity_at(reward, curve) for name, curve in curves.items()}
+
+
+def _perplexity_at(reward: float, curve: Sequence[Row]) -> float:
+    after = next(i for i, row in enumerate(curve) if row["reward"] >= reward)
+    last = curve[after]
+    if after == 0:
+        return last["perplexity"]
+    first = curve[after - 1]
+    share = (reward - first["reward"]) / (last["reward"] - first["reward"])
+    return first["perplexity"] + share * (last["perplexity"] - first["perplexity"])
 
 
 def _read(path: Path) -> Summary:
@@ -80,11 +107,13 @@ def _cells(summary: Summary, policy: str) -> list[str]:
 
 
 def _notes(summary: Summary) -> list[str]:
-    model = summary["reward_model"]
+    model, equal = summary["reward_model"], summary["equal_reward"]
     return [
         f"{summary['num_prompts']} held-out prompts, {summary['num_samples']} stories each; ± is a 95 % interval.",
         f"Reward model: accuracy {model['accuracy']:.3f} on held-out pairs. The true score itself has "
         f"{model['accuracy_of_the_true_score']:.3f}, because labels are noisy.",
+        f"At a reward of {equal['reward']:.2f}, PPO has a perplexity of {equal['ppo']:.3f} with ptx, and of "
+        f"{equal['ppo_without_ptx']:.3f} without.",
     ]
 
 
@@ -114,14 +143,14 @@ def render_markdown(summary: Summary, measures: Measures) -> str:
 
 
 def draw_comparison(output: Path, summary: Summary) -> None:
-    """Draws `comparison.png`: win rates, reward against KL, perplexity, and the aspects of the true preference."""
+    """Draws `comparison.png`: win rates, reward against KL, perplexity against reward, and aspects of the preference."""
     figure = Figure(figsize=(12.5, 8.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, gridspec_kw={"width_ratios": [1, 1.15]})
     policies = [policy for policy in POLICIES if policy in summary["policies"]]
     _draw_win_rates(axes[0, 0], summary, [policy for policy in policies if policy != "sft"])
     _draw_frontier(axes[0, 1], summary, policies)
-    _draw_perplexity(axes[1, 0], summary, policies)
+    _draw_drift(axes[1, 0], summary, policies)
     _draw_aspects(axes[1, 1], summary, policies)
     with replacing(output / "comparison.png") as temporary:
         figure.savefig(temporary, format="png", dpi=130, facecolor="white")
@@ -168,17 +197,16 @@ def _draw_frontier(axes: Axes, summary: Summary, policies: list[str]) -> None:
     _style(axes, "Reward against KL (lines: steps of PPO)", "KL to the SFT model (nats per story)", grid="both")
 
 
-def _draw_perplexity(axes: Axes, summary: Summary, policies: list[str]) -> None:
-    values = [summary["policies"][policy]["perplexity"] for policy in policies]
-    # Bars begin at 1, the smallest perplexity.
-    heights, colors = [value - 1 for value in values], [COLORS[policy] for policy in policies]
-    axes.barh(range(len(policies)), heights, left=1, color=colors, height=0.6)
-    for y, value in enumerate(values):
-        axes.annotate(f"{value:.2f}", (value, y), (4, 0), textcoords="offset points", va="center", fontsize=10)
-    axes.set_yticks(range(len(policies)), [LABELS[policy] for policy in policies])
-    axes.invert_yaxis()
-    axes.set_xlim(1, 1 + 1.15 * max(heights))
-    _style(axes, "Drift: perplexity of held-out stories", "perplexity (lower is better)")
+def _draw_drift(axes: Axes, summary: Summary, policies: list[str]) -> None:
+    for name, curve in summary["ppo_checkpoints"].items():
+        rewards, perplexities = ([row[key] for row in curve] for key in ("reward", "perplexity"))
+        axes.plot(rewards, perplexities, color=COLORS[name], linewidth=1.2, alpha=0.7, marker=".", markersize=6)
+    for policy in policies:
+        row = summary["policies"][policy]
+        axes.plot(row["reward"], row["perplexity"], "o", color=COLORS[policy], markersize=9, zorder=3)
+    axes.set_ylabel("perplexity of held-out stories", fontsize=9.5, color="#444444")
+    title = "Drift against reward (lines: checkpoints of PPO)"
+    _style(axes, title, "score of the reward model", grid="both")
 
 
 def _draw_aspects(axes: Axes, summary: Summary, policies: list[str]) -> None:

@@ -70,6 +70,9 @@ STAGES: Mapping[str, Stage] = {
 }
 """Training stages, in order."""
 
+PPO_STAGES = ("ppo", "ppo_without_ptx")
+"""Stages that differ only in ptx."""
+
 POLICIES = ("sft", "ppo", "ppo_without_ptx", "dpo")
 """Stages whose model is a policy."""
 

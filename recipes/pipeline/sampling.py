@@ -5,12 +5,17 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
 
 from flowrl import Cluster, Placement
+from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.run_folder import replacing, write_json
 from flowrl.config import DataConfig, ModelConfig, ReferenceConfig, RewardConfig, RolloutConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer
+from flowrl.engines.checkpoint.export import export_model
 from flowrl.run.datasets import Examples
 from flowrl.run.datasets.prompt_data import read_stream
 from flowrl.run.evaluation import mean_loss
@@ -39,7 +44,9 @@ def write_pairs(pipeline: PipelineConfig) -> None:
     rows = {}
     for name, prompts in (("train", "prompts"), ("test", "prompts_test")):
         with _open_cluster(("rollout",)) as cluster:
-            batch = _generate_stories(cluster, pipeline, "sft", f"{prompts}.jsonl", num_samples=2, seed=pipeline.seed)
+            batch = _generate_stories(
+                cluster, pipeline, _model(pipeline, "sft"), f"{prompts}.jsonl", num_samples=2, seed=pipeline.seed
+            )
             texts, stories = batch.get("prompt"), batch.get("response")
         drawn = [label(*row, generator) for row in zip(texts[::2], stories[::2], stories[1::2], strict=True)]
         rows[name] = [pair for pair in drawn if pair is not None]
@@ -72,45 +79,68 @@ def judge_accuracy(pairs: Sequence[Row]) -> float:
 
 
 def measure(pipeline: PipelineConfig, policy: str) -> Row:
-    """Returns the measures of a policy on the held-out prompts and stories. Reads them from a file if it exists.
+    """Returns the measures of a stage's model (`measure_model`). Reads them from a file if it exists."""
+    path = pipeline.output / "comparison" / f"{policy}.json"
+    if not path.exists():
+        # Each policy has its own seed. With a common seed, similar policies would tell many equal stories.
+        seed = pipeline.seed + 1 + POLICIES.index(policy)
+        measures = measure_model(pipeline, _model(pipeline, policy), num_samples=pipeline.num_samples, seed=seed)
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, measures)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def measure_checkpoints(pipeline: PipelineConfig, policy: str) -> list[Row]:
+    """Returns the mean reward, the KL and the perplexity of each checkpoint of a PPO stage, with its step.
+
+    Every checkpoint tells one story per held-out prompt, with the same seed. Reads the results from a file if it
+    exists.
+    """
+    path = pipeline.output / "comparison" / f"{policy}_checkpoints.json"
+    if not path.exists():
+        checkpoints = Checkpoints(pipeline.output / policy)
+        rows = []
+        for step in checkpoints.require_steps():
+            with TemporaryDirectory(dir=pipeline.output) as folder:
+                model = ModelConfig(path=Path(folder) / "model")
+                export_model(checkpoints.read(step).role("actor"), model.path)
+                measures = measure_model(pipeline, model, num_samples=1, seed=pipeline.seed)
+            means = {"reward": mean(measures["rewards"]), "kl": mean(measures["log_ratios"])}
+            rows.append({"step": step, **means, "perplexity": measures["perplexity"]})
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, rows)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def measure_model(pipeline: PipelineConfig, model: ModelConfig, *, num_samples: int, seed: int) -> Row:
+    """Returns the measures of a policy on the held-out prompts and stories.
 
     `scores` (hidden scores), `rewards` (of the reward model) and `log_ratios` (to the SFT model; their mean is the KL)
     have one value per story. Stories with the same prompt are adjacent. `aspects` has the mean of each aspect, and
     `perplexity` is that of the held-out stories.
     """
-    path = pipeline.output / "comparison" / f"{policy}.json"
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
-    reference, own = (ReferenceConfig(model=_model(pipeline, stage)) for stage in ("sft", policy))
-    # Each policy has its own seed. With a common seed, similar policies would tell many equal stories.
-    seed = pipeline.seed + 1 + POLICIES.index(policy)
     with _open_cluster(("rollout", "policy", "sft", "reward")) as cluster:
-        batch = _generate_stories(
-            cluster, pipeline, policy, "prompts_test.jsonl", num_samples=pipeline.num_samples, seed=seed
-        )
-        batch["rewards"] = cluster.group("reward", Reward, RewardConfig(model=_model(pipeline, "reward_model"))).score(
-            batch
-        )
-        batch["own"] = (group := cluster.group("policy", Reference, own)).response_logprobs(batch)
-        batch["sft"] = cluster.group("sft", Reference, reference).response_logprobs(batch)
-        held_out = Examples(pipeline.output / "data" / "sft_test.jsonl", own.model, max_tokens=MAX_TOKENS).batch()
-        held_out["logprobs"] = group.logprobs(held_out)
+        batch = _generate_stories(cluster, pipeline, model, "prompts_test.jsonl", num_samples=num_samples, seed=seed)
+        reward = cluster.group("reward", Reward, RewardConfig(model=_model(pipeline, "reward_model")))
+        own = cluster.group("policy", Reference, ReferenceConfig(model=model))
+        sft = cluster.group("sft", Reference, ReferenceConfig(model=_model(pipeline, "sft")))
+        batch["rewards"] = reward.score(batch)
+        batch["own"], batch["sft"] = own.response_logprobs(batch), sft.response_logprobs(batch)
+        held_out = Examples(pipeline.output / "data" / "sft_test.jsonl", model, max_tokens=MAX_TOKENS).batch()
+        held_out["logprobs"] = own.logprobs(held_out)
         loss = held_out.reduce(mean_loss, ("logprobs", "response_mask")).get()
         prompts, stories = batch.get("prompt"), batch.get("response")
         rewards, log_ratios = batch.get("rewards").tolist(), (batch.get("own") - batch.get("sft")).tolist()
     subjects = [Prompt.parse(prompt) for prompt in prompts]
     rated = [rate_aspects(subject, story) for subject, story in zip(subjects, stories, strict=True)]
-    measures = {
+    return {
         "scores": [score(subject, story) for subject, story in zip(subjects, stories, strict=True)],
         "rewards": rewards,
         "log_ratios": log_ratios,
-        "aspects": {name: sum(row[name] for row in rated) / len(rated) for name in WEIGHTS},
+        "aspects": {name: mean(row[name] for row in rated) for name in WEIGHTS},
         "perplexity": math.exp(loss),
         "stories": [{"prompt": p, "story": s} for p, s in zip(prompts, stories, strict=True)][:NUM_SHOWN],
     }
-    path.parent.mkdir(exist_ok=True)
-    write_json(path, measures)
-    return measures
 
 
 @contextmanager
@@ -122,10 +152,9 @@ def _open_cluster(roles: Sequence[str]) -> Iterator[Cluster]:
 
 
 def _generate_stories(
-    cluster: Cluster, pipeline: PipelineConfig, policy: str, prompts: str, *, num_samples: int, seed: int
+    cluster: Cluster, pipeline: PipelineConfig, model: ModelConfig, prompts: str, *, num_samples: int, seed: int
 ) -> Batch:
     """Returns `num_samples` adjacent stories of a policy for each prompt of a file."""
-    model = _model(pipeline, policy)
     config = RolloutConfig(max_response_tokens=MAX_STORY_TOKENS)
     rollout = cluster.group("rollout", Rollout, config, model, seed=seed)
     file = pipeline.output / "data" / prompts

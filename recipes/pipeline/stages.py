@@ -13,9 +13,9 @@ from flowrl.data.console import make_console
 from flowrl.run.preflight import check_run
 from flowrl.run.restarts import with_restarts
 from recipes.pipeline.comparison import compare, draw_comparison, render_markdown, render_table
-from recipes.pipeline.config import POLICIES, STAGES, PipelineConfig
+from recipes.pipeline.config import POLICIES, PPO_STAGES, STAGES, PipelineConfig
 from recipes.pipeline.prepare import prepare
-from recipes.pipeline.sampling import measure, write_pairs
+from recipes.pipeline.sampling import measure, measure_checkpoints, write_pairs
 
 SETTINGS = "pipeline.json"
 
@@ -38,7 +38,8 @@ def run_pipeline(pipeline: PipelineConfig, configs: Mapping[str, RunConfig]) -> 
                 train(name, config)
         with clock.stage("comparison"):
             measures = {policy: measure(pipeline, policy) for policy in POLICIES}
-        summary = compare(pipeline, measures) | {"seconds": clock.seconds}
+            checkpoints = {name: measure_checkpoints(pipeline, name) for name in PPO_STAGES}
+        summary = compare(pipeline, measures, checkpoints) | {"seconds": clock.seconds}
         write_json(output / "summary.json", summary)
         draw_comparison(output, summary)
         (output / "comparison.md").write_text(render_markdown(summary, measures), encoding="utf-8")

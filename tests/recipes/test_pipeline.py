@@ -45,7 +45,13 @@ def test_every_stage_has_a_result(output: Path) -> None:
     assert set(summary["seconds"]) == {"prepare", "pairs", *STAGES, "comparison"}
     assert (output / "comparison.png").read_bytes().startswith(b"\x89PNG")
     table = (output / "comparison.md").read_text()
-    assert f"{policies['dpo']['perplexity']:.2f}" in table
+    assert f"{policies['dpo']['perplexity']:.3f}" in table
+    for name in ("ppo", "ppo_without_ptx"):
+        assert [row["step"] for row in summary["ppo_checkpoints"][name]] == [0, 1]
+        assert min(row["perplexity"] for row in summary["ppo_checkpoints"][name]) > 1
+    # Step 0 is the SFT model.
+    assert summary["ppo_checkpoints"]["ppo"][0]["perplexity"] == policies["sft"]["perplexity"]
+
 
 
 def test_ptx_is_the_only_difference_of_the_two_ppo_stages(output: Path) -> None:
@@ -151,4 +157,4 @@ def test_the_whole_pipeline(tmp_path: Path) -> None:
     for policy in ("ppo", "dpo"):
         assert policies[policy]["win_rate"] - policies[policy]["win_rate_error"] > 0.5
         assert policies[policy]["reward"] > policies["sft"]["reward"]
-    assert policies["ppo"]["perplexity"] < policies["ppo_without_ptx"]["perplexity"]
+    assert summary["equal_reward"]["ppo"] < summary["equal_reward"]["ppo_without_ptx"]

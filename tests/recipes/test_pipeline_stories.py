@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from recipes.pipeline.comparison import compare_at_equal_reward
 from recipes.pipeline.judge import (
     WEIGHTS,
     count_win,
@@ -137,3 +138,17 @@ def test_the_win_rates_of_both_policies_add_up_to_one() -> None:
     generator = random.Random(0)
     first, second = ([generator.randrange(4) for _ in range(60)] for _ in range(2))
     assert win_rate(first, second, 3)[0] + win_rate(second, first, 3)[0] == pytest.approx(1)
+
+
+def test_perplexities_are_compared_at_the_highest_common_reward() -> None:
+    """The second run reaches reward 3 halfway between its checkpoints; the first run ends there."""
+    with_ptx = [{"reward": 1.0, "perplexity": 1.4}, {"reward": 3.0, "perplexity": 1.5}]
+    without = [{"reward": 1.0, "perplexity": 1.4}, {"reward": 2.0, "perplexity": 1.6}, {"reward": 4.0, "perplexity": 2}]
+    result = compare_at_equal_reward({"ppo": with_ptx, "ppo_without_ptx": without})
+    assert result == pytest.approx({"reward": 3.0, "ppo": 1.5, "ppo_without_ptx": 1.8})
+
+
+def test_a_run_that_never_exceeds_the_first_reward_is_compared_there() -> None:
+    falling, rising = ([{"reward": 1.0, "perplexity": 1.4}, {"reward": end, "perplexity": 2.0}] for end in (0.5, 2.0))
+    result = compare_at_equal_reward({"falling": falling, "rising": rising})
+    assert result == pytest.approx({"reward": 1.0, "falling": 1.4, "rising": 1.4})
