@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import (
@@ -65,6 +65,36 @@ def test_scores_are_those_of_transformers_at_the_last_token(cluster: Cluster, fo
         rows = torch.tensor(IDS).split(LENGTHS)
         expected = torch.stack([model(row[None]).logits[0, 0] for row in rows])
     assert_norm_close(scores, expected)
+
+
+def with_special_tokens(folder: Path, copy: Path, **tokens: str | None) -> Path:
+    """Returns a copy of a model whose tokenizer has other special tokens. The copy's config has the same pad token."""
+    copytree(folder, copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text()) | tokens
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((copy / "config.json").read_text())
+    pad = None if tokens["pad_token"] is None else ChatTokenizer(copy).tokenizer.pad_token_id
+    (copy / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+    return copy
+
+
+@pytest.mark.parametrize("pad", ["<eos>", None])
+@pytest.mark.parametrize("unknown", ["<pad>", "<eos>"])
+def test_transformers_scores_the_last_token_if_the_pad_token_is_the_end_token(
+    cluster: Cluster, folder: Path, tmp_path: Path, pad: str | None, unknown: str
+) -> None:
+    start = with_special_tokens(folder, tmp_path / "start", pad_token=pad, unk_token=unknown)
+    reward = cluster.group("reward", TrainedRewardModel, config(start))
+    reward.save(tmp_path / "saved")
+    batch = rollouts(start, "46", "1", "-7")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    texts = [f"12+34={answer}<eos>" for answer in ("46", "1", "-7")]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
+    assert_norm_close(reward.scores(batch).get("scores"), expected)
+    judge = cluster.group("judge", Reward, reward_config(tmp_path / "saved", start))
+    assert_norm_close(judge.score(batch.drop("conversation")).get("scores").double(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
