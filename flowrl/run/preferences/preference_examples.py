@@ -117,7 +117,6 @@ class PreferenceExamples:
         }
         return _make_batch(rows, columns)
 
-
     def _other_responses(self, indices: np.ndarray, rows: "Sequence[_Tokens]") -> list[np.ndarray]:
         """Returns for each row the response of the next row of the batch with another prompt. If all prompts of the
         batch are equal, the response is that of the next row of the dataset with another prompt.
