@@ -94,7 +94,9 @@ class PolicyModel(SequenceShardable):
     @property
     def num_embeddings(self) -> int:
         """Number of token ids of the model, which is that of its tokenizer or larger."""
-        return self.language_model.get_input_embeddings().weight.shape[0]
+        embeddings = self.language_model.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        return embeddings.weight.shape[0]
 
     def forward(
         self,

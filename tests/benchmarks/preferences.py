@@ -67,10 +67,10 @@ def write_inputs(folder: Path) -> None:
         for pair in pairs
     ]
     (folder / "pairs.json").write_text(json.dumps(texts))
-    (folder / "answers.json").write_text(json.dumps(_answers(texts)))
+    (folder / "answers.json").write_text(json.dumps(_label_responses(texts)))
 
 
-def _answers(pairs: list[dict[str, str]]) -> list[dict[str, Any]]:
+def _label_responses(pairs: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Returns labeled responses. Those of one prompt are in the same step, but not adjacent."""
     steps = [pairs[start : start + ROWS // 2] for start in range(0, len(pairs), ROWS // 2)]
     return [
@@ -81,7 +81,7 @@ def _answers(pairs: list[dict[str, str]]) -> list[dict[str, Any]]:
     ]
 
 
-def _write_answers(folder: Path) -> Path:
+def _write_responses(folder: Path) -> Path:
     """Writes the labeled responses for flowrl, whose chat template adds the "=" to a question."""
     answers = json.loads((folder / "answers.json").read_text())
     lines = [json.dumps(row | {"prompt": row["prompt"].removesuffix("=")}) + "\n" for row in answers]
@@ -101,7 +101,7 @@ def flowrl_losses(folder: Path, stage: str) -> list[float]:
         "batch_size": ROWS,
         role: trained,
         "data": {
-            "train": _write_answers(folder) if stage == "kto" else folder / "pairs.jsonl",
+            "train": _write_responses(folder) if stage == "kto" else folder / "pairs.jsonl",
             "max_prompt_tokens": 16,
             "shuffle": False,
         },
