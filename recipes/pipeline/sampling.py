@@ -88,9 +88,8 @@ def measure(pipeline: PipelineConfig, policy: str) -> Row:
         batch = _generate_stories(
             cluster, pipeline, policy, "prompts_test.jsonl", num_samples=pipeline.num_samples, seed=seed
         )
-        batch["rewards"] = cluster.group("reward", Reward, RewardConfig(model=_model(pipeline, "reward_model"))).score(
-            batch
-        )
+        scorer = cluster.group("reward", Reward, RewardConfig(model=_model(pipeline, "reward_model")))
+        batch["rewards"] = scorer.score(batch).select("scores")
         batch["own"] = (group := cluster.group("policy", Reference, own)).response_logprobs(batch)
         batch["sft"] = cluster.group("sft", Reference, reference).response_logprobs(batch)
         held_out = Examples(pipeline.output / "data" / "sft_test.jsonl", own.model, max_tokens=MAX_TOKENS).batch()
