@@ -67,7 +67,6 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "corrections": {"masking", "kl"},
         "preference": {"masking"},
         "advantages": {"masking"},
-        "dynamic_sampling": {"advantages"},
         "best_of_n": {"advantages"},
     },
     "flowrl.data": {

@@ -32,7 +32,6 @@ from flowrl.algorithms.corrections import (
     RatioLevel,
     RejectionLevel,
     WeightSums,
-    importance_ratios,
     masked_weights,
     mismatch_metrics,
     normalized_weights,
@@ -40,13 +39,11 @@ from flowrl.algorithms.corrections import (
     truncated_weights,
     weight_sums,
 )
-from flowrl.algorithms.dynamic_sampling import FullBatch, full_batches, informative_groups
 from flowrl.algorithms.hidden_logprobs import (
     logprobs_and_entropy_from_hidden,
     logprobs_from_hidden,
     top_tokens_from_hidden,
 )
-from flowrl.algorithms.kl.exact_kl import exact_kl
 from flowrl.algorithms.kl.kl_control import AdaptiveKlControl, FixedKlControl, KlControl
 from flowrl.algorithms.kl.kl_estimates import KlKind, kl_estimate, kl_loss, kl_shaped_rewards
 from flowrl.algorithms.logprobs import candidate_logprobs, token_entropy, token_logprobs
@@ -67,7 +64,6 @@ from flowrl.algorithms.losses.value_loss import clipped_value_loss, explained_va
 from flowrl.algorithms.masking import (
     AggregationMode,
     aggregate,
-    aggregation_count,
     last_masked,
     masked_mean,
     masked_range,
@@ -94,7 +90,6 @@ __all__ = [
     "Divergence",
     "DpoKind",
     "FixedKlControl",
-    "FullBatch",
     "KlControl",
     "KlKind",
     "PtxForm",
@@ -104,7 +99,6 @@ __all__ = [
     "SequenceMode",
     "WeightSums",
     "aggregate",
-    "aggregation_count",
     "best_of_n",
     "best_of_n_kl_bound",
     "candidate_logprobs",
@@ -117,9 +111,7 @@ __all__ = [
     "decoupled_policy_loss",
     "dpo_loss",
     "dppo_loss",
-    "exact_kl",
     "explained_variance",
-    "full_batches",
     "gae",
     "gdpo",
     "gmpo_loss",
@@ -128,8 +120,6 @@ __all__ = [
     "grpo",
     "gspo_loss",
     "gspo_token_loss",
-    "importance_ratios",
-    "informative_groups",
     "kl_cov_loss",
     "kl_estimate",
     "kl_loss",

@@ -32,22 +32,6 @@ RejectionLevel = Literal["token", "sequence_sum", "sequence_mean", "sequence_max
 
 
 @torch.no_grad()
-def importance_ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, level: RatioLevel) -> Tensor:
-    """Returns the probability ratios of the trained policy to the policy that sampled the tokens.
-
-        token      rho_t                              unbiased for a token given its prefix
-        sequence   prod_t rho_t                       unbiased for a row; its variance grows with the length
-        geometric  (prod_t rho_t)^(1 / tokens)        biased; comparable between lengths
-
-    The module docstring describes the arguments. The result is [B, T] in at least float32. A row's ratio is repeated at
-    its tokens.
-
-    Geometric mean: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. (7).
-    """
-    return _ratios(_log_ratios(logprobs, rollout_logprobs, mask, level), mask)
-
-
-@torch.no_grad()
 def truncated_weights(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -59,8 +43,14 @@ def truncated_weights(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns truncated importance ratios (TIS): ratios clipped to [min_weight, max_weight].
 
+    The ratios are those of the trained policy to the policy that sampled the tokens:
+
+        token      rho_t                              unbiased for a token given its prefix
+        sequence   prod_t rho_t                       unbiased for a row; its variance grows with the length
+        geometric  (prod_t rho_t)^(1 / tokens)        biased; comparable between lengths
+
     Args (the module docstring describes the others):
-        level: level of the ratio, see `importance_ratios`.
+        level: level of the ratio. A row's ratio is repeated at its tokens.
         max_weight: > 0 and at least min_weight, usually 2 at level "token". Infinity disables the upper bound.
         min_weight: >= 0. The papers have no lower bound (0).
     Returns: a tuple (weights [B, T], metrics). NaN ratios have weight 0. Metrics:
@@ -68,7 +58,8 @@ def truncated_weights(
         truncated_fraction_low, truncated_fraction_high: 1 where the ratio is below or above the range.
 
     Ionides 2008, https://doi.org/10.1198/106186008X320456. For engine mismatch: Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl.
+    https://fengyao.notion.site/off-policy-rl. Geometric mean: Zheng et al. 2025 (GSPO),
+    https://arxiv.org/abs/2507.18071, eq. (7).
     """
     _check_bounds(min_weight, max_weight)
     log_ratios_BT = _log_ratios(logprobs, rollout_logprobs, mask, level)
@@ -98,7 +89,7 @@ def masked_weights(
     denominator.
 
     Args (the module docstring describes the others):
-        level: level of the ratio, see `importance_ratios`.
+        level: level of the ratio, see `truncated_weights`.
         max_weight: > 0 and at least min_weight.
         min_weight: >= 0.
     Returns: a tuple (weights [B, T], metrics). NaN ratios have weight 0. Metrics:

@@ -109,7 +109,8 @@ def aggregate(
         loss: [B, T], per token.
         mask: bool [B, T], true for tokens that count. All tokens of a row must be in the same micro-batch.
         mode: one of the four formulas above.
-        denominator: sum of `aggregation_count` over the whole step, a number or a scalar tensor. 0 gives loss 0.
+        denominator: over the whole step, the number of true positions of the mask for token_mean, and otherwise the
+            number of rows that have such a position. A number or a scalar tensor. 0 gives loss 0.
         scale: > 0, maximum response length in tokens. Required for seq_mean_token_sum_norm, rejected for other modes.
     Returns: a scalar, differentiable in the loss. Rows without a true position contribute 0.
     Raises: ValueError for invalid settings, mismatched shapes, or a mask that is not bool.
@@ -127,18 +128,6 @@ def aggregate(
         rows_B = rows_B / scale
     # Changes only an empty step, to 0 / 1 instead of 0 / 0, because counts are integers.
     return rows_B.sum() / (denominator + (denominator == 0))
-
-
-def aggregation_count(mask: Tensor, *, mode: AggregationMode) -> Tensor:
-    """Returns this micro-batch's term of the step's denominator, an int64 scalar.
-
-    For token_mean, it is the number of positions where the mask is true. For other modes, it is the number of rows that
-    have such a position, which excludes filtered rows and padding. Raises ValueError for an unknown mode or a mask that
-    is not bool.
-    """
-    _check_mode(mode)
-    masked_tokens(mask)
-    return mask.sum() if mode == "token_mean" else mask.any(-1).sum()
 
 
 def _check(mode: AggregationMode, denominator: Tensor | float, scale: float | None) -> None:

@@ -319,7 +319,9 @@ def _translate(key: Key, paths: Sequence[str]) -> list[str]:
         if not all(setting in paths for setting in _IN_BRACES.findall(value)):
             continue
         value = _IN_BRACES.sub(r"\1", value)
-        if matches := [path for path in dict.fromkeys(paths) if f".{path}".endswith(f".{end}")]:
+        if end in paths:
+            return [f"{end}{colon}{value}"]
+        if matches := [path for path in dict.fromkeys(paths) if path.endswith(f".{end}")]:
             groups = (dotted(key[start:depth]) for start in range(len(key)) for depth in range(len(key) - 1, start, -1))
             near = ([path for path in matches if path.startswith(f"{group}.")] for group in groups)
             return [f"{path}{colon}{value}" for path in next(filter(None, near), matches)]

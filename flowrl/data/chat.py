@@ -345,7 +345,10 @@ def has_same_rendering(policy: Path, other: Path, template: Path | None = None) 
         return True
     tokenizer = _load_tokenizer(other)
     first = ChatTokenizer(policy, template)
-    if tokenizer.get_vocab() != first.tokenizer.get_vocab():
+    vocabulary, known = tokenizer.get_vocab(), first.tokenizer.get_vocab()
+    if tokenizer.pad_token not in known:  # saved reward models may have an additional pad token
+        vocabulary.pop(tokenizer.pad_token, None)
+    if vocabulary != known:
         return False
     if not tokenizer.chat_template and not (other / TEMPLATE_FILE).is_file():
         return True

@@ -49,8 +49,7 @@ def evaluate(
 
     def generate(rows: Batch) -> Batch:
         batch = generate_responses(rollout, rows, config)
-        batch["scores"] = reward.score.submit(batch, evaluation=True)
-        return batch
+        return batch.union(reward.score.submit(batch, evaluation=True))
 
     return evaluate_sets(prompts, generate, partial(_measure_scores, samples=config.samples))
 

@@ -83,15 +83,20 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig) -> None:
-    """Raises ConfigError if the model that reads the data is a local directory, and supports fewer tokens than the data
-    and the rollout allow.
+    """Raises ConfigError if a local model supports fewer tokens than the data and the rollout allow.
+
+    Reward models are not checked, because they also score rows that are too long.
     """
-    encoder = models_of(config).get(find_tokenizer_role(config) or "")
-    if encoder is None or encoder.model is None or (limit := read_max_positions(encoder.model.path)) is None:
-        return
-    for setting, num_tokens in _sequence_lengths(config):
-        if num_tokens > limit:
-            raise ConfigError(excess_tokens_message(setting, num_tokens, encoder.model.path, limit))
+    for role in models_of(config).values():
+        if (
+            isinstance(role, RewardConfig)
+            or role.model is None
+            or (limit := read_max_positions(role.model.path)) is None
+        ):
+            continue
+        for setting, num_tokens in _sequence_lengths(config):
+            if num_tokens > limit:
+                raise ConfigError(excess_tokens_message(setting, num_tokens, role.model.path, limit))
 
 
 def _sequence_lengths(config: RunConfig) -> Iterator[tuple[str, int]]:

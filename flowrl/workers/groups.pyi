@@ -216,7 +216,8 @@ class ReferenceGroup(TypedGroup):
     def logprobs(self, batch: Batch) -> Batch:
         """Returns the log-probability `[T]` of each token under the reference model.
 
-        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. A token for which
+        the model has no embedding gets `UNKNOWN_LOGPROB`.
         """
 
     @batched
@@ -229,7 +230,8 @@ class ReferenceGroup(TypedGroup):
         distillation.
 
         The tokens at position t are predictions of token t. Both columns are 0 at position 0, and outside
-        `response_mask` if the batch has this column.
+        `response_mask` if the batch has this column. Only tokens of the tokenizer are candidates, because another model
+        with the same tokenizer may have fewer unused embeddings. The log-probabilities are not renormalized.
         """
 
 class RewardGroup(TypedGroup):
@@ -244,7 +246,11 @@ class RewardModelGroup(TypedGroup):
 
     @batched
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:
-        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one."""
+        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one.
+
+        `reward_input_changed` is true for rows that are longer than the model supports. They are scored without the end
+        of the response, and, if the prompt has more than half of the tokens, without the beginning of the prompt.
+        """
 
 class RolloutGroup(TypedGroup):
     """Group of `Rollout` workers."""

@@ -80,6 +80,7 @@ class _Request:
     temperature: float
     entropy: Literal["none", "value", "gradient"]
     topk: int
+    num_tokens: int
     has_hidden: bool
 
 
@@ -90,6 +91,13 @@ class PolicyModel(SequenceShardable):
         super().__init__()
         self.language_model = language_model
 
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids of the model, which is that of its tokenizer or larger."""
+        embeddings = self.language_model.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        return embeddings.weight.shape[0]
+
     def forward(
         self,
         input_ids_BL: Tensor,
@@ -99,6 +107,7 @@ class PolicyModel(SequenceShardable):
         pack: Pack | None = None,
         *,
         topk: Tensor | int = 0,
+        num_tokens: int | None = None,
         has_hidden: bool = False,
     ) -> PolicyOutput:
         """Returns the log-probability of each token given the previous tokens, and other requested outputs.
@@ -111,10 +120,12 @@ class PolicyModel(SequenceShardable):
             pack: packed layout of the rows. None for padded rows.
             topk: candidate tokens whose log-probabilities are computed: ids, int64 [B, L, K], or a number for the most
                 likely tokens of this model. 0 computes none.
+            num_tokens: only ids below it are among the most likely tokens. None allows all ids.
             has_hidden: whether to return hidden states.
         """
         ids_BLK, num_top = (topk, 0) if isinstance(topk, Tensor) else (None, topk)
-        request = _Request(temperature, entropy, num_top, has_hidden)
+        num_tokens = min(num_tokens or self.num_embeddings, self.num_embeddings)
+        request = _Request(temperature, entropy, num_top, num_tokens, has_hidden)
         if pack is None:
             return self._run_rows(input_ids_BL, mask_BL, ids_BLK, request, None)
         # In a pack, the token before a row's first token belongs to another row.
@@ -147,10 +158,10 @@ class PolicyModel(SequenceShardable):
     ) -> PolicyOutput:
         head = self.language_model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
-        if request.topk > len(head.weight):
+        if request.topk > request.num_tokens:
             raise UserError(
-                f"{request.topk} most likely tokens are requested of a model with a vocabulary of {len(head.weight)} "
-                f"tokens: request at most {len(head.weight)}"
+                f"{request.topk} most likely tokens are requested of a model with a vocabulary of {request.num_tokens} "
+                f"tokens: request at most {request.num_tokens}"
             )
         settings = self.language_model.config.get_text_config()
         softcap = getattr(settings, "final_logit_softcapping", None)
@@ -161,7 +172,8 @@ class PolicyModel(SequenceShardable):
             return _from_logits(logits_BlV, targets_Bl, ids_BlK, request)
         weight, bias = head_weights(head, self.sequence_sharding)
         if request.topk:
-            ids_BlK = top_tokens_from_hidden(hidden_BlD, weight, mask_Bl, k=request.topk, bias=bias, softcap=softcap)
+            top, top_bias = weight[: request.num_tokens], None if bias is None else bias[: request.num_tokens]
+            ids_BlK = top_tokens_from_hidden(hidden_BlD, top, mask_Bl, k=request.topk, bias=top_bias, softcap=softcap)
         # One pass computes the log-probabilities of the tokens and of all candidates.
         tokens = targets_Bl if ids_BlK is None else torch.cat([targets_Bl[..., None], ids_BlK], dim=-1)
         weights = (weight, tokens, mask_Bl)
@@ -186,7 +198,7 @@ def _from_logits(logits_BlV: Tensor, targets_Bl: Tensor, ids_BlK: Tensor | None,
     temperature = request.temperature
     logprobs_Bl = token_logprobs(logits_BlV, targets_Bl, temperature=temperature)
     if request.topk:
-        ids_BlK = _shift(logits_BlV.detach()[:, :-1].topk(request.topk).indices)
+        ids_BlK = _shift(logits_BlV.detach()[:, :-1, : request.num_tokens].topk(request.topk).indices)
     topk_BlK = None if ids_BlK is None else candidate_logprobs(logits_BlV, ids_BlK, temperature=temperature)
     if request.entropy == "none":
         return PolicyOutput(logprobs_Bl, torch.zeros_like(logprobs_Bl), ids_BlK, topk_BlK)

@@ -1,6 +1,6 @@
 """Worker of the frozen reference policy, to which the KL divergence is measured."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from flowrl.config import ModelConfig, ReferenceConfig
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
+from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import adapter_disabled
 from flowrl.engines.train.engine import TrainEngine, is_sharded
@@ -21,6 +22,10 @@ from flowrl.workers.policy_model import PolicyModel, policy_logprobs, response_l
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import ReferenceGroup
+
+
+UNKNOWN_LOGPROB = -20.0
+"""Log-probability of a token for which the reference has no embedding. It is finite, so that losses stay finite."""
 
 
 class Reference(ModelWorker["ReferenceGroup"]):
@@ -34,6 +39,7 @@ class Reference(ModelWorker["ReferenceGroup"]):
 
     def __init__(self, config: ReferenceConfig) -> None:
         self.temperature = config.temperature or 1.0
+        self._tokenizer_path = config.model.tokenizer_path
         mesh = build_rank_mesh(self, config.engine)
         self._actor = self._find_base_actor(config.model)
         self.engine = (
@@ -47,6 +53,9 @@ class Reference(ModelWorker["ReferenceGroup"]):
             if self._actor is None
             else self._actor.engine
         )
+        policy = self.engine.model
+        assert isinstance(policy, PolicyModel)
+        self._num_embeddings = policy.num_embeddings
 
     def _find_base_actor(self, model: ModelConfig) -> Actor | None:
         """Returns the actor in this process if the reference can use the actor's base model instead of loading `model`.
@@ -87,10 +96,13 @@ class Reference(ModelWorker["ReferenceGroup"]):
     def logprobs(self, batch: TensorDict) -> TensorDict:
         """Returns the log-probability `[T]` of each token under the reference model.
 
-        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. A token for which
+        the model has no embedding gets `UNKNOWN_LOGPROB`.
         """
+        known, is_unknown_T = self._replace_unknown(batch)
         with adapter_disabled(self.engine.model):
-            values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
+            values_T = self.engine.evaluate(known, partial(policy_logprobs, temperature=self.temperature))
+        values_T = values_T.masked_fill(is_unknown_T & (values_T != 0), UNKNOWN_LOGPROB)
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
     @register(
@@ -118,19 +130,39 @@ class Reference(ModelWorker["ReferenceGroup"]):
         distillation.
 
         The tokens at position t are predictions of token t. Both columns are 0 at position 0, and outside
-        `response_mask` if the batch has this column.
+        `response_mask` if the batch has this column. Only tokens of the tokenizer are candidates, because another model
+        with the same tokenizer may have fewer unused embeddings. The log-probabilities are not renormalized.
         """
+        known, _ = self._replace_unknown(batch)
+        topk = partial(_topk, k=k, num_tokens=self._num_tokens, temperature=self.temperature)
         with adapter_disabled(self.engine.model):
-            values_TK2 = self.engine.evaluate(batch, partial(_topk, k=k, temperature=self.temperature))
+            values_TK2 = self.engine.evaluate(known, topk)
         if not len(values_TK2):
             values_TK2 = values_TK2.new_zeros(0, k, 2)
         tokens = {"topk_ids": values_TK2[..., 0].int(), "topk_logprobs": values_TK2[..., 1].contiguous()}
         return make_tensordict(tokens=tokens, lengths=lengths(batch))
 
+    @cached_property
+    def _num_tokens(self) -> int:
+        """Largest token id of the tokenizer, plus 1."""
+        return 1 + max(ChatTokenizer(self._tokenizer_path).tokenizer.get_vocab().values())
 
-def _topk(model: nn.Module, micro: MicroBatch, *, k: int, temperature: float) -> torch.Tensor:
+    def _replace_unknown(self, batch: TensorDict) -> tuple[TensorDict, torch.Tensor]:
+        """Returns the batch with token 0 in place of tokens for which the model has no embedding, and their mask [T].
+
+        A student may sample one of its unused embeddings, which the teacher does not have.
+        """
+        ids_T = batch["tokens", "input_ids"]
+        is_unknown_T = ids_T >= self._num_embeddings
+        if not is_unknown_T.any():
+            return batch, is_unknown_T
+        tokens = dict(batch["tokens"].items()) | {"input_ids": ids_T.masked_fill(is_unknown_T, 0)}
+        return make_tensordict(tokens=tokens, lengths=lengths(batch)), is_unknown_T
+
+
+def _topk(model: nn.Module, micro: MicroBatch, *, k: int, num_tokens: int, temperature: float) -> torch.Tensor:
     mask_BL = micro.tokens.get("response_mask", micro.mask)
-    output = model(micro.input_ids, mask_BL, temperature, pack=micro.pack, topk=k)
+    output = model(micro.input_ids, mask_BL, temperature, pack=micro.pack, topk=k, num_tokens=num_tokens)
     # One tensor, because `evaluate` returns one. Ids up to 2^24 are exact in float32.
     values_BLK2 = torch.stack([output.topk_ids.to(output.topk_logprobs.dtype), output.topk_logprobs], dim=-1)
     return values_BLK2.masked_fill(~mask_BL[..., None, None], 0)

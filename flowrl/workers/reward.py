@@ -9,8 +9,9 @@ from torch import nn
 from flowrl.config import RewardConfig
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Dispatch, Worker, register
-from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
-from flowrl.data.chat import ChatTokenizer, DataError, Message, has_same_rendering
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
+from flowrl.data.chat import ChatTokenizer, Message, has_same_rendering
+from flowrl.data.input_paths import MAX_POSITIONS
 from flowrl.engines.models.loading import load_reward_model
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
@@ -79,6 +80,8 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
             config.model, head=config.head, seed=config.head_seed, on_meta=is_sharded(config.engine, mesh)
         )
         self.engine = TrainEngine(model, None, config.engine, mesh=mesh, device=torch.device(self.device))
+        settings = model.model.config.get_text_config().to_dict()
+        self._max_tokens: int | None = next((settings[name] for name in MAX_POSITIONS if name in settings), None)
         self._tokenizer = self._choose_tokenizer(config)
         self._evaluation = load_reward_function(config.evaluation) if config.evaluation else None
         self._evaluation_name = config.evaluation or ""
@@ -109,42 +112,67 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        reads=("input_ids", "truncated?", *_FUNCTION_COLUMNS),
-        writes=("scores",),
+        reads=("input_ids", "response_mask?", "truncated?", *_FUNCTION_COLUMNS),
+        writes=("scores", "reward_input_changed"),
         balance="tokens",
     )
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one."""
+        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one.
+
+        `reward_input_changed` is true for rows that are longer than the model supports. They are scored without the end
+        of the response, and, if the prompt has more than half of the tokens, without the beginning of the prompt.
+        """
+        is_changed_B = torch.zeros(num_rows(batch), dtype=torch.bool)
         if evaluation and self._evaluation is not None:
-            return score_rows(batch, self._evaluation, self._evaluation_name)
+            scores = score_rows(batch, self._evaluation, self._evaluation_name)
+            return make_tensordict({"scores": scores["rows", "scores"], "reward_input_changed": is_changed_B})
         if self._tokenizer is not None:
             batch = render_again(batch, self._tokenizer)
+        if self._max_tokens is not None:
+            is_changed_B = lengths(batch) > self._max_tokens
+            batch = cut_rows(batch, self._max_tokens) if is_changed_B.any() else batch
         scores_B = self.engine.evaluate_rows(batch, row_scores)
-        return make_tensordict({"scores": scores_B.float()})
+        return make_tensordict({"scores": scores_B.float(), "reward_input_changed": is_changed_B})
 
 
 def render_again(batch: TensorDict, tokenizer: ChatTokenizer) -> TensorDict:
-    """Renders each conversation and its response for another tokenizer and chat template. Returns their token ids.
+    """Renders each conversation and its response for another tokenizer and chat template. Returns `input_ids` and
+    `response_mask`.
 
-    A truncated response has no end token, as in the policy's tokens. Raises DataError if a row is too long.
+    A truncated response has no end token, as in the policy's tokens.
     """
-    limit, rows = tokenizer.max_positions(), []
+    ids, masks, counts = [], [], []
     num_end_tokens = len(tokenizer.encode(tokenizer.end_of_assistant))
     is_truncated = batch["rows"].get("truncated", torch.zeros(num_rows(batch), dtype=torch.bool)).tolist()
     texts = zip(objects(batch, "conversation"), objects(batch, "response"), is_truncated, strict=True)
     for conversation, response, is_truncated in texts:
         messages = [Message(turn["role"], turn["content"]) for turn in conversation]
-        ids, mask = tokenizer.encode_example([*messages, Message("assistant", response)], first=len(messages))
+        row, mask = tokenizer.encode_example([*messages, Message("assistant", response)], first=len(messages))
         end = len(mask) - mask[::-1].index(True) - (num_end_tokens if is_truncated else 0)
-        rows.append(torch.tensor(ids[:end]))
-        if limit is not None and len(rows[-1]) > limit:
-            raise DataError(
-                f"a response has {len(rows[-1])} tokens with the chat template in {tokenizer.path}, but the reward "
-                f"model supports {limit}: lower data.max_prompt_tokens or rollout.max_response_tokens"
-            )
-    lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    ids_T = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
-    return make_tensordict(tokens={"input_ids": ids_T}, lengths=lengths_B)
+        ids += row[:end]
+        masks += mask[:end]
+        counts.append(end)
+    tokens = {"input_ids": torch.tensor(ids, dtype=torch.int64), "response_mask": torch.tensor(masks, dtype=torch.bool)}
+    return make_tensordict(tokens=tokens, lengths=torch.tensor(counts, dtype=torch.int64))
+
+
+def cut_rows(batch: TensorDict, limit: int) -> TensorDict:
+    """Returns the rows with at most `limit` tokens each, from the end of the prompt and the beginning of the response.
+
+    The prompt loses tokens only if it has more than half of the limit. All tokens from the first of `response_mask`
+    belong to the response. A row without a response keeps its end.
+    """
+    tokens, lengths_B = batch["tokens"], lengths(batch)
+    masks = tokens.get("response_mask", torch.zeros_like(tokens["input_ids"], dtype=torch.bool)).split(
+        lengths_B.tolist()
+    )
+    rows = []
+    for ids_L, mask_L in zip(tokens["input_ids"].split(lengths_B.tolist()), masks, strict=True):
+        num_prompt = int(mask_L.int().argmax()) if mask_L.any() else len(ids_L)
+        num_response = min(len(ids_L) - num_prompt, max(limit - num_prompt, limit // 2))
+        end = num_prompt + num_response
+        rows.append(ids_L[max(0, end - limit) : end])
+    return make_tensordict(tokens={"input_ids": torch.cat(rows)}, lengths=torch.tensor([len(row) for row in rows]))
 
 
 class _CollectiveRewardModel(RewardModel):

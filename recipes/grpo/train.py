@@ -33,7 +33,7 @@ def train(config: GRPOConfig) -> Summary:
             run.log(evaluate(rollout, reward, held_out, config.evaluation))
         for batch in run.rollouts(rollout, prompts, policy=actor):
             # 1. Score the responses.
-            batch["scores"] = reward.score(batch)
+            batch = batch.union(reward.score(batch))
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
             elif config.actor.old_logprobs == "rollout":

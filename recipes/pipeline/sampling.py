@@ -124,7 +124,7 @@ def measure_model(pipeline: PipelineConfig, model: ModelConfig, *, num_samples: 
         reward = cluster.group("reward", Reward, RewardConfig(model=_model(pipeline, "reward_model")))
         own = cluster.group("policy", Reference, ReferenceConfig(model=model))
         sft = cluster.group("sft", Reference, ReferenceConfig(model=_model(pipeline, "sft")))
-        batch["rewards"] = reward.score(batch)
+        batch["rewards"] = reward.score(batch).select("scores")
         batch["own"], batch["sft"] = own.response_logprobs(batch), sft.response_logprobs(batch)
         held_out = Examples(pipeline.output / "data" / "sft_test.jsonl", model, max_tokens=MAX_TOKENS).batch()
         held_out["logprobs"] = own.logprobs(held_out)

@@ -36,7 +36,7 @@ def train(config: PPOConfig) -> Summary:
             run.log(evaluate(rollout, reward, held_out, config.evaluation))
         for batch in run.rollouts(rollout, prompts, policy=actor):
             # 1. Score the responses. Calls return at once, and each waits only for the columns that it reads.
-            batch["scores"] = reward.score(batch)
+            batch = batch.union(reward.score(batch))
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
             elif config.actor.old_logprobs == "rollout":

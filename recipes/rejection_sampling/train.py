@@ -33,7 +33,7 @@ def train(config: RejectionSamplingConfig) -> Summary:
             run.log(evaluate(rollout, reward, held_out, config.evaluation))
         for batch in run.rollouts(rollout, prompts, policy=actor):
             # 1. Score the responses.
-            batch["scores"] = reward.score(batch)
+            batch = batch.union(reward.score(batch))
             run.log(measure_batch(batch))
             run.save_rollouts(batch)
 

@@ -29,9 +29,10 @@ class AcceptanceConfig(Config):
         )
         if accuracy is None or chosen is None or rejected is None:
             return None
-        if accuracy <= self.min_accuracy:
+        # NaN violates both criteria.
+        if not accuracy > self.min_accuracy:
             return f"its held-out accuracy is {accuracy:.3f}, not above acceptance.min_accuracy, {self.min_accuracy:g}"
-        if chosen <= rejected:
+        if not chosen > rejected:
             return (
                 f"the mean score of the chosen responses, {chosen:.3f}, is not above that of the rejected responses, "
                 f"{rejected:.3f}"

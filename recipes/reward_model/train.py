@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def train(config: RewardModelRunConfig) -> Summary:
-    """Trains the reward model. Returns the summary of the run, with `accepted`.
+    """Trains the reward model. Returns the summary of the run, with `accepted`, which is None without an evaluation.
 
     Raises CheckFailed if the model does not meet the criteria and `acceptance.on_failure` is `fail`.
     """
@@ -50,4 +50,5 @@ def train(config: RewardModelRunConfig) -> Summary:
         if config.acceptance.on_failure == "fail":
             raise CheckFailed(f"the reward model is not accepted: {problem}")
         _logger.warning("the reward model is not accepted: %s", problem)
-    return summary | {"accepted": problem is None}
+    is_evaluated = summary.get("accuracy_after") is not None
+    return summary | {"accepted": problem is None if is_evaluated else None}

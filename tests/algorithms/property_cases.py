@@ -1,5 +1,6 @@
 """Functions on [B, T] with common columns and their NumPy formulas, for tests of shared properties."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -164,11 +165,6 @@ def entropy(logits: np.ndarray) -> np.ndarray:
     return before(-(p * np.log(p)).sum(-1))
 
 
-def exact_divergence(table: Arrays) -> np.ndarray:
-    p, q = softmax(table["logits"] / 0.7), softmax(table["ref_logits"] / 0.7)
-    return before((p * np.log(p / q)).sum(-1))
-
-
 def grouped(table: Arrays) -> np.ndarray:
     """GPG with the deviation: B / (B - M) (r - mean) / (std + eps)."""
     r, actual, silent = table["scores"], np.zeros(len(table["scores"])), 0
@@ -223,10 +219,11 @@ CASES: dict[str, Case] = {
     "kl_loss, abs": Case(
         partial(a.kl_loss, kind="abs"), GAP, lambda t: masked(np.abs(t["logprobs"] - t["old_logprobs"]), t)
     ),
-    "exact_kl": Case(partial(a.exact_kl, temperature=0.7), ("logits", "ref_logits"), exact_divergence),
     **{
-        f"importance_ratios, {level}": Case(
-            partial(a.importance_ratios, level=level), GAP, lambda t, level=level: ratios(t, level)
+        f"truncated_weights without bounds, {level}": Case(
+            partial(a.truncated_weights, level=level, max_weight=math.inf),
+            GAP,
+            lambda t, level=level: masked(ratios(t, level), t),
         )
         for level in ("token", "sequence", "geometric")
     },

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import AggregationMode, aggregate, aggregation_count, masked_range
+from flowrl.algorithms import AggregationMode, aggregate, masked_range
 from tests.algorithms.policy_cases import CASES, Case, Columns, columns, take, with_gradient
+from tests.algorithms.unbounded import aggregation_count
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
 
 MODES: list[AggregationMode] = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
@@ -35,11 +36,6 @@ def step_loss(loss: Tensor, mask: Tensor, mode: AggregationMode, parts: list[lis
 )
 def test_aggregate_by_hand(mode: AggregationMode, expected: float):
     assert_close(step_loss(LOSS, MASK, mode, [[0, 1, 2]]), torch.tensor(expected))
-
-
-@pytest.mark.parametrize(("mode", "expected"), list(zip(MODES, [4, 2, 2, 2], strict=True)))
-def test_aggregation_count_counts_tokens_or_nonempty_rows(mode: AggregationMode, expected: int):
-    assert aggregation_count(MASK, mode=mode).item() == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -145,8 +141,6 @@ def test_the_denominator_may_be_a_tensor():
 def test_an_unknown_mode_is_rejected():
     with pytest.raises(ValueError, match=r"mode .*'mean'"):
         aggregate(LOSS, MASK, mode="mean", denominator=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"mode .*'mean'"):
-        aggregation_count(MASK, mode="mean")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("scale", [None, 0.0])

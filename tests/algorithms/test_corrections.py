@@ -17,13 +17,13 @@ from flowrl.algorithms import (
     RejectionLevel,
     WeightSums,
     aggregate,
-    importance_ratios,
     masked_weights,
     normalized_weights,
     rejection_mask,
     truncated_weights,
     weight_sums,
 )
+from tests.algorithms.unbounded import importance_ratios
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close, reduction_rtol
 
 LEVELS: list[RatioLevel] = list(get_args(RatioLevel))

@@ -1,7 +1,5 @@
 """Tokens of an environment between those of the policy: any number of them leaves every function's result as it is."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -102,20 +100,3 @@ def test_gae_continues_with_the_first_policy_token_of_the_next_turn() -> None:
     first = (0.5 + 0.5 * 4.0 - 1.0) + 0.25 * last
     assert advantages.tolist() == [[0, first, 0, 0, 0, last]]
     assert returns.tolist() == [[0, first + 1.0, 0, 0, 0, last + 4.0]]
-
-
-DENOMINATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "token_mean": lambda mask: mask.sum(),
-    "seq_mean_token_sum": lambda mask: mask.any(-1).sum(),
-    "seq_mean_token_mean": lambda mask: mask.any(-1).sum(),
-    "seq_mean_token_sum_norm": lambda mask: mask.any(-1).sum(),
-}
-
-
-@pytest.mark.parametrize("mode", DENOMINATORS)
-def test_environment_tokens_change_no_denominator(mode: a.AggregationMode) -> None:
-    table = columns(12)
-    expected = DENOMINATORS[mode](table["mask"])
-    for num_tokens in (0, 1, 6):
-        mask = with_environment(table, num_tokens)["mask"]
-        assert torch.equal(a.aggregation_count(mask, mode=mode), expected)

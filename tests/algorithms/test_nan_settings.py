@@ -46,7 +46,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "normalized_weights": (partial(a.normalized_weights, ONE, MASK), {"mean": 1.0}),
     "kl_shaped_rewards": (partial(a.kl_shaped_rewards, PAIR, ONE, ONE, MASK, kind="k1"), {"coef": 0.1}),
-    "exact_kl": (partial(a.exact_kl, LOGITS, LOGITS), {"temperature": 1.0}),
     "token_logprobs": (partial(a.token_logprobs, LOGITS, TOKENS), {"temperature": 1.0}),
     "token_entropy": (partial(a.token_entropy, LOGITS), {"temperature": 1.0}),
     "logprobs_from_hidden": (

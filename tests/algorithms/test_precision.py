@@ -15,7 +15,6 @@ from flowrl.algorithms import (
     dppo_loss,
     explained_variance,
     gae,
-    importance_ratios,
     kto_loss,
     kto_reference_kl,
     logprobs_and_entropy_from_hidden,
@@ -32,6 +31,7 @@ from flowrl.algorithms import (
     whiten,
 )
 from flowrl.algorithms import hidden_logprobs as module
+from tests.algorithms.unbounded import importance_ratios
 from tests.engines.closeness import assert_norm_close, reduction_rtol
 
 BIG = 2.0**24

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ from flowrl.config import (
 )
 from flowrl.config.base import CUSTOM, Aggregation, KlKind, Member, members_of
 from tests.algorithms.own_functions import half
+
+ROOT = Path(__file__).parents[2]
 
 OWN_MODULE = "tests.algorithms.own_functions"
 DOCUMENT = Path(__file__).parents[2] / "docs/algorithms.md"
@@ -216,3 +219,11 @@ def test_an_aggregation_must_accept_the_denominator():
 
     with pytest.raises(RegistryError, match=r"my_mean .*\bdenominator"):
         aggregation_modes.register("my_mean")(mean)
+
+
+def test_every_public_function_has_a_caller() -> None:
+    files = [path for package in ("flowrl", "recipes") for path in (ROOT / package).rglob("*.py")]
+    words = Counter(word for path in files for word in re.findall(r"\w+", path.read_text()))
+    functions = [name for name in algorithms.__all__ if inspect.isfunction(getattr(algorithms, name))]
+    # The definition, the import and the entry in `__all__` are no calls.
+    assert [name for name in functions if words[name] < 4 and getattr(algorithms, name).__name__ == name] == []

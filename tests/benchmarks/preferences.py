@@ -67,6 +67,26 @@ def write_inputs(folder: Path) -> None:
         for pair in pairs
     ]
     (folder / "pairs.json").write_text(json.dumps(texts))
+    (folder / "answers.json").write_text(json.dumps(_label_responses(texts)))
+
+
+def _label_responses(pairs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Returns labeled responses. Those of one prompt are in the same step, but not adjacent."""
+    steps = [pairs[start : start + ROWS // 2] for start in range(0, len(pairs), ROWS // 2)]
+    return [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for step in steps
+        for name in ("chosen", "rejected")
+        for pair in step
+    ]
+
+
+def _write_responses(folder: Path) -> Path:
+    """Writes the labeled responses for flowrl, whose chat template adds the "=" to a question."""
+    answers = json.loads((folder / "answers.json").read_text())
+    lines = [json.dumps(row | {"prompt": row["prompt"].removesuffix("=")}) + "\n" for row in answers]
+    (folder / "answers.jsonl").write_text("".join(lines))
+    return folder / "answers.jsonl"
 
 
 def flowrl_losses(folder: Path, stage: str) -> list[float]:
@@ -80,7 +100,11 @@ def flowrl_losses(folder: Path, stage: str) -> list[float]:
         "steps": STEPS,
         "batch_size": ROWS,
         role: trained,
-        "data": {"train": folder / "pairs.jsonl", "max_prompt_tokens": 16, "shuffle": False},
+        "data": {
+            "train": _write_responses(folder) if stage == "kto" else folder / "pairs.jsonl",
+            "max_prompt_tokens": 16,
+            "shuffle": False,
+        },
         "report": {"plots": False, "tensorboard": False},
     }
     if stage == "reward_model":

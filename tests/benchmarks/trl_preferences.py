@@ -3,7 +3,7 @@ the environment of TRL.
 
 python trl_preferences.py {dpo,kto,reward_model} FOLDER ROWS
 
-FOLDER has the models, the tokenizer and `pairs.json`. Rows are used in their order, with ROWS per step.
+FOLDER has the models, the tokenizer, `pairs.json` and `answers.json`. Rows are used in their order, with ROWS per step.
 """
 
 import argparse
@@ -67,11 +67,7 @@ def main() -> None:
         settings["beta"] = 0.1
     rows = json.loads((options.folder / "pairs.json").read_text())
     if options.stage == "kto":
-        answers = [
-            {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
-            for row in rows
-            for name in ("chosen", "rejected")
-        ]
+        answers = json.loads((options.folder / "answers.json").read_text())
         # TRL combines a prompt with the response of the previous row, and flowrl with that of the next row.
         steps = [answers[start : start + options.rows] for start in range(0, len(answers), options.rows)]
         rows = [row for step in steps for row in reversed(step)]

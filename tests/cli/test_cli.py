@@ -155,11 +155,12 @@ def test_a_plan_states_why_the_memory_is_unknown(capsys: pytest.CaptureFixture[s
         assert not missing_facts(line, *expected)
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_plan_rejects_sequences_that_the_model_does_not_support(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, role: str
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "max_position_embeddings": 1535}')
-    recipe = [str(ROOT / "recipes/quickstart/ppo.yaml"), f"actor.model.path={tmp_path}"]
+    recipe = [str(ROOT / "recipes/quickstart/ppo.yaml"), f"{role}.model.path={tmp_path}"]
     lengths = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=512"]
     message = error_of(capsys, "plan", *recipe, *lengths)
     assert message.startswith(f"error: {lengths[0]} and {lengths[1]}: ")

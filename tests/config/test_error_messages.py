@@ -188,7 +188,9 @@ def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, su
 
 
 def test_a_formula_has_only_settings_of_the_config(ppo: Path, tmp_path: Path) -> None:
-    assert not missing_facts(error_of(ppo, "train_batch_size=4"), "batch_size", "samples_per_prompt")
+    message = error_of(ppo, "train_batch_size=4")
+    assert not missing_facts(message, "batch_size", "samples_per_prompt")
+    assert "ptx" not in message
     (tmp_path / "sft.yaml").write_text("steps: 3\n")
     with rejects("train_batch_size", "batch_size", error=ConfigError) as caught:
         load(tmp_path / "sft.yaml", ["train_batch_size=4"], SFTConfig)

@@ -82,7 +82,7 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         ),
         (RolloutConfig, {"max_response_tokens": 8, "stop_ids": [[1], []]}, ("stop_ids",)),
         (DataConfig, {"train": "a", "max_prompt_tokens": 8, "evaluation_rows": 3}, ("evaluation_rows", 3, "test")),
-        (PPOConfig, PPO | {"batch_size": 9}, ("batch_size", 9, "samples_per_prompt", 8)),
+        (PPOConfig, PPO | {"batch_size": 9}, ("batch_size", 9, "samples_per_prompt", 8, 10)),
         (PPOConfig, PPO | {"minibatch_size": 9}, ("minibatch_size", 9, "batch_size", 8)),
         (PPOConfig, PPO | {"rollout": {"max_response_tokens": 8, "top_p": 0.9}}, ("top_p", 0.9, "1.0")),
         (PPOConfig, PPO | {"rollout": {"max_response_tokens": 8, "top_k": 5}}, ("rollout.top_k", 5, 0)),

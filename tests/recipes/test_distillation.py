@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Tokenizer
 
 from flowrl.cli import run_recipe
@@ -85,6 +85,50 @@ def test_an_equal_teacher_has_no_loss_and_agrees_at_every_token(task_folder: Pat
     train(config)
     initial, step = records(config)
     assert abs(step["actor/loss"]) < 1e-5 and initial["agreement"] == 1.0
+
+
+def with_unused_embeddings(model: Path, copy: Path, *, num_unused: int, scale: float) -> Path:
+    """Returns a copy of a model with unused embeddings, whose logits are large if `scale` is."""
+    shutil.copytree(model, copy)
+    own = load_file(copy / "model.safetensors")
+    (name,) = (name for name in own if "embed_tokens" in name)
+    own[name] = torch.cat([own[name], torch.randn(num_unused, own[name].shape[1]) * scale])
+    save_file(own, copy / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | {"vocab_size": len(own[name])}))
+    return copy
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_teacher_and_student_may_have_different_unused_embeddings(
+    task_folder: Path, tmp_path: Path, teacher: Path, loss: str
+) -> None:
+    """Unused embeddings of the teacher are likely, but no candidates. The student samples its unused embeddings."""
+    torch.manual_seed(0)
+    larger = with_unused_embeddings(teacher, tmp_path / "larger", num_unused=5, scale=1.0)
+    changes: dict[str, Any] = {"actor": {"loss": LOSSES[loss]}, "steps": 1}
+    config = distillation_config(task_folder, tmp_path / "teacher", larger, **changes)
+    train(config)
+    initial, step = records(config)
+    batch = first_responses(config)
+    student_TV = response_logits(task_folder / "model", batch).log_softmax(-1)
+    teacher_TV = response_logits(larger, batch).log_softmax(-1)[:, : student_TV.shape[1]]
+    if loss == "topk_forward_kl":
+        assert step["actor/teacher_mass"] == pytest.approx(float(teacher_TV.exp().sum(-1).mean()), rel=1e-4)
+        assert step["actor/teacher_mass"] < 0.9
+        expected = (teacher_TV.exp() * (teacher_TV - student_TV)).sum(-1).mean()
+        assert step["actor/loss"] == pytest.approx(float(expected), rel=1e-4)
+    greedy = first_responses(config, held_out=True)
+    best = response_logits(larger, greedy)[:, : student_TV.shape[1]].argmax(-1)
+    agrees = response_logits(task_folder / "model", greedy).argmax(-1) == best
+    assert initial["agreement"] == pytest.approx(float(agrees.float().mean()))
+
+    own = with_unused_embeddings(task_folder / "model", tmp_path / "own", num_unused=5, scale=0.05)
+    actor = changes["actor"] | {"model": {"path": own}}
+    config = distillation_config(task_folder, tmp_path / "student", teacher, **changes | {"actor": actor})
+    assert (first_responses(config).get("input_ids") >= student_TV.shape[1]).any()
+    train(config)
+    assert math.isfinite(records(config)[1]["actor/loss"])
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sync"])

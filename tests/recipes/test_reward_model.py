@@ -1,6 +1,7 @@
 """Training of a reward model: metrics, acceptance, resume, and use of the saved model."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from flowrl.cli import main
 from flowrl.config import CheckFailed
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.reading.reader import read_conversations
+from recipes.dpo.train import train as train_dpo
 from recipes.ppo.train import train as train_ppo
 from recipes.reward_model.config import AcceptanceConfig, RewardModelRunConfig
 from recipes.reward_model.train import train
 from tests.engines.closeness import FLOAT32_RTOL
 from tests.errors import missing_facts
-from tests.recipes.preference_configs import reward_model_config, write_few_pairs
+from tests.recipes.preference_configs import dpo_config, reward_model_config, write_few_pairs
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,8 @@ def test_the_criteria_are_accuracy_and_mean_scores() -> None:
     assert problem is not None and not missing_facts(problem, "0.600", "acceptance.min_accuracy", "0.6")
     problem = criteria.find_problem(METRICS | {"evaluation/rejected_reward_after": 1.5})
     assert problem is not None and not missing_facts(problem, "1.000", "1.500")
+    for name in METRICS:
+        assert criteria.find_problem(METRICS | {name: math.nan}) is not None
 
 
 def test_a_model_that_is_not_accepted_is_saved_and_can_end_the_program(task: Path, tmp_path: Path) -> None:
@@ -136,6 +140,7 @@ def test_a_model_that_is_not_accepted_is_saved_and_can_end_the_program(task: Pat
     assert (config.output / "model" / "config.json").exists()
     warned = reward_model_config(task, tmp_path / "warned", steps=1, acceptance={"min_accuracy": 1.0})
     assert train(warned)["accepted"] is False
+    assert train(reward_model_config(task, tmp_path / "blind", steps=1, evaluate_every=0))["accepted"] is None
 
 
 def test_acceptance_needs_an_evaluation(task: Path, tmp_path: Path) -> None:
@@ -143,3 +148,21 @@ def test_acceptance_needs_an_evaluation(task: Path, tmp_path: Path) -> None:
     with pytest.raises(ValidationError) as error:
         reward_model_config(task, tmp_path, data=data, acceptance={"on_failure": "fail"})
     assert not missing_facts(str(error.value), "acceptance.on_failure", "data.test")
+
+
+@pytest.mark.parametrize("role", ["reward", "actor"])
+def test_model_and_export_have_the_conversation_template(task: Path, tmp_path: Path, role: str) -> None:
+    template = tmp_path / "template.json"
+    text = (task / "model" / "chat_template.jinja").read_text()
+    template.write_text(json.dumps({"chat_template": text, "end_of_assistant": "<eos>", "stop_ids": [[1]]}))
+    changes: dict[str, Any] = {"steps": 1, "checkpoint": {"every": 1}, "evaluate_every": 0}
+    data = {"train": task / "pairs.jsonl", "max_prompt_tokens": 16, "template": template}
+    if role == "reward":
+        train(config := reward_model_config(task, tmp_path / "run", data=data, **changes))
+    else:
+        train_dpo(config := dpo_config(task, tmp_path / "run", data=data, **changes))
+    exported = tmp_path / "exported"
+    assert main(["export", str(config.output), "--output", str(exported)]) == 0
+    for folder in (config.output / "model", exported):
+        values = json.loads((folder / "conversation_template.json").read_text())
+        assert (values["chat_template"], values["stop_ids"]) == (text, [[1]])

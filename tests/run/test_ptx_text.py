@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from flowrl import Cluster
 from flowrl.algorithms import ptx_weights
 from flowrl.config import ConfigError
+from flowrl.config.placement import SINGLE
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError
 from flowrl.run.datasets import PtxText
 from flowrl.run.preflight import check_start
+from flowrl.workers import PTX, Actor
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from tests.configs import quickstart_settings
@@ -130,4 +134,20 @@ def test_the_text_may_be_plain_text_in_several_files(task: Path, tmp_path: Path)
     rows = sorted(
         (texts.decode_all(row.tolist()), texts.decode_all(row[m].tolist())) for row, m in zip(ids, masks, strict=True)
     )
-    assert rows == [("1+1=2<eos>", "=2<eos>"), ("3<eos>", "3<eos>"), ("3<eos>", "3<eos>")]
+    # The first token of a row is not predicted.
+    assert rows == [("1+1=2<eos>", "=2<eos>"), ("3<eos>", "<eos>"), ("3<eos>", "<eos>")]
+
+
+def test_the_loss_of_text_is_the_mean_over_all_tokens_but_the_first(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.json").write_text(json.dumps([{"source": "", "Target": "12+34"}, {"source": "", "Target": "5"}]))
+    batch = next(PtxText(config(task, tmp_path / "run", {"data": tmp_path / "texts.json"})))
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    losses = []
+    for row in batch.get("input_ids").split(batch.lengths().tolist()):
+        with torch.no_grad():
+            losses.append((model(row[None], labels=row[None]).loss.item(), len(row) - 1))
+    expected = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    settings = config(task, tmp_path / "actor", {})
+    with Cluster(SINGLE, backend="inline", roles=("actor",), num_threads=1) as cluster:
+        measured = cluster.group("actor", Actor, settings.actor).measure(batch, PTX).get()
+    assert measured["actor/ptx/loss"].result() == pytest.approx(expected, rel=1e-5)

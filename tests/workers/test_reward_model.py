@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import (
@@ -20,12 +20,10 @@ from flowrl.config import (
     RewardConfig,
     RewardModelConfig,
 )
-from flowrl.controller.errors import WorkerUserError
 from flowrl.data.chat import ChatTokenizer, Message
 from flowrl.workers import Actor, Reward, TrainedRewardModel
 from recipes.quickstart.prepare import prepare
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
-from tests.errors import rejects
 
 IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3, 2, 3, 9, 1, 5, 12, 3], [8, 4, 4, 3]
 MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2 + [False] + [True] * 3 + [False] + [True] * 2
@@ -65,6 +63,36 @@ def test_scores_are_those_of_transformers_at_the_last_token(cluster: Cluster, fo
         rows = torch.tensor(IDS).split(LENGTHS)
         expected = torch.stack([model(row[None]).logits[0, 0] for row in rows])
     assert_norm_close(scores, expected)
+
+
+def with_special_tokens(folder: Path, copy: Path, **tokens: str | None) -> Path:
+    """Returns a copy of a model whose tokenizer has other special tokens. The copy's config has the same pad token."""
+    copytree(folder, copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text()) | tokens
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((copy / "config.json").read_text())
+    pad = None if tokens["pad_token"] is None else ChatTokenizer(copy).tokenizer.pad_token_id
+    (copy / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+    return copy
+
+
+@pytest.mark.parametrize("pad", ["<eos>", None])
+@pytest.mark.parametrize("unknown", ["<pad>", "<eos>"])
+def test_transformers_scores_the_last_token_if_the_pad_token_is_the_end_token(
+    cluster: Cluster, folder: Path, tmp_path: Path, pad: str | None, unknown: str
+) -> None:
+    start = with_special_tokens(folder, tmp_path / "start", pad_token=pad, unk_token=unknown)
+    reward = cluster.group("reward", TrainedRewardModel, config(start))
+    reward.save(tmp_path / "saved")
+    batch = rollouts(start, "46", "1", "-7")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    texts = [f"12+34={answer}<eos>" for answer in ("46", "1", "-7")]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
+    assert_norm_close(reward.scores(batch).get("scores"), expected)
+    judge = cluster.group("judge", Reward, reward_config(tmp_path / "saved", start))
+    assert_norm_close(judge.score(batch.drop("conversation")).get("scores").double(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
@@ -207,12 +235,36 @@ def test_the_chat_template_of_the_reward_model_is_used_and_a_truncated_response_
         assert score.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_a_rendered_text_that_is_too_long_is_rejected(cluster: Cluster, folder: Path, scorer: Path) -> None:
+def test_a_row_that_is_too_long_is_scored_without_some_of_its_tokens(
+    cluster: Cluster, folder: Path, scorer: Path
+) -> None:
+    """The template adds 20 or 34 tokens to a prompt of 6, and the model supports 64."""
     template = (scorer / "chat_template.jinja").read_text()
-    (scorer / "chat_template.jinja").write_text(f"{'+' * 60}{template}")
+    model, chat = AutoModelForSequenceClassification.from_pretrained(scorer), ChatTokenizer(folder)
+    for role, num_added, answers in (("reward", 20, ["46", "1" * 38, "1" * 90]), ("actor", 34, ["1" * 20, "2" * 33])):
+        (scorer / "chat_template.jinja").write_text(f"{'+' * num_added}{template}")
+        result = cluster.group(role, Reward, reward_config(scorer, folder)).score(rollouts(folder, *answers))
+        prompt = chat.encode("+" * num_added + "12+34=")
+        rows = []
+        for answer in answers:
+            response = chat.encode(f"{answer}<eos>")[: max(64 - len(prompt), 32)]
+            rows.append(prompt[-(64 - len(response)) :] + response)
+        with torch.no_grad():
+            expected = torch.stack([model(torch.tensor([row])).logits[0, 0] for row in rows])
+        assert_norm_close(result.get("scores"), expected, rtol=1e-5)
+        assert result.get("reward_input_changed").tolist() == [False, *[True] * (len(answers) - 1)]
+
+
+def test_tokens_of_the_policy_that_are_too_many_are_cut(cluster: Cluster, folder: Path, scorer: Path) -> None:
     reward = cluster.group("reward", Reward, reward_config(scorer, folder))
-    with rejects(scorer, 64, "data.max_prompt_tokens", error=WorkerUserError):
-        reward.score(rollouts(folder, "46")).get("scores")
+    ids = torch.arange(70) % 10 + 2
+    rows = [ids, ids[:64]]
+    masks = [torch.arange(len(row)) >= 6 for row in rows]
+    columns = {"input_ids": torch.cat(rows), "response_mask": torch.cat(masks)}
+    texts = {"prompt": ["0123-="] * 2, "response": ["1"] * 2}
+    result = reward.score(Batch.from_columns(texts, columns, [len(row) for row in rows]))
+    assert result.get("reward_input_changed").tolist() == [True, False]
+    assert_norm_close(result.get("scores")[:1], result.get("scores")[1:], rtol=1e-5)
 
 
 def weighted(logprobs: torch.Tensor, mask: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:

@@ -171,7 +171,7 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_std: bool = F
     Returns: [B, T].
 
     Chu et al. 2025, https://arxiv.org/abs/2504.02546. Deviation from the paper: B and M count rows instead of groups.
-    Both counts give the same alpha for groups of equal size. `full_batches` implements the paper's batch refill.
+    Both counts give the same alpha for groups of equal size.
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, variances_B = group_deviations(scores_B, group_of_B)

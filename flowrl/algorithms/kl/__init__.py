@@ -1,4 +1,4 @@
-"""KL divergence to the reference policy: estimators, the exact value, and controllers of its coefficient.
+"""KL divergence to the reference policy: estimators, and controllers of its coefficient.
 
 Entry points are exported by `flowrl.algorithms`. May import `flowrl.algorithms`.
 """

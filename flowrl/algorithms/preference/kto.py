@@ -71,8 +71,8 @@ def kto_reference_kl(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tenso
         z = max(0, mean(mismatched_logprobs - mismatched_ref_logprobs))
 
     Args:
-        mismatched_logprobs: [B]. Entry i is the policy's log-probability of the response of row (i + 1) mod B, given
-            the prompt of row i. B must not be 1, because a single row has no mismatched response.
+        mismatched_logprobs: [B]. Entry i is the policy's log-probability of a response to another prompt, given the
+            prompt of row i.
         mismatched_ref_logprobs: [B], the same under the reference.
     Returns: a scalar >= 0, in at least float32, without gradient. The scalar is 0 for B = 0.
     Raises: ValueError for mismatched shapes.

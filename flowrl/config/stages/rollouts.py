@@ -77,8 +77,10 @@ class RolloutRunConfig(DatasetConfig):
     def _check_sizes(self) -> "RolloutRunConfig":
         size, samples = self.batch_size, self.samples_per_prompt
         if size % samples:
-            near = max(size // samples, 1) * samples
-            raise ValueError(f"batch_size is {size}, not a multiple of samples_per_prompt, {samples}: set it to {near}")
+            near = [str(count * samples) for count in (size // samples, size // samples + 1) if count]
+            raise ValueError(
+                f"batch_size is {size}, not a multiple of samples_per_prompt, {samples}: set it to {' or '.join(near)}"
+            )
         if self.minibatch_size > size:
             raise ValueError(f"minibatch_size is {self.minibatch_size}, more than batch_size: set at most {size}")
         schedule, prompts = self.schedule, self.prompts_per_step

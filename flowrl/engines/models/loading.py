@@ -9,6 +9,7 @@ mask. Code in a model folder is never executed. Weights are read only from safet
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -29,7 +30,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
+from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.atomic_folder import write_atomically
+from flowrl.data.chat import ChatTokenizer
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.lora import model_weights
@@ -45,6 +48,8 @@ from flowrl.engines.models.sharded_loading import make_meta_model
 _VALUE_HEAD = "value_head.safetensors"
 _SCORE = "score"
 """Name of the head in transformers' sequence-classification models."""
+
+_NEW_PAD_TOKEN = "<|pad|>"
 
 _logger = logging.getLogger(__name__)
 
@@ -204,8 +209,9 @@ def save_model(
 ) -> None:
     """Saves a model and its tokenizer to a folder that transformers can load. The folder is created atomically.
 
-    Adapters are merged into the saved weights, but not in `model`. All ranks of a sharded model must call this
-    together. Only the rank with `is_writer` writes files.
+    Adapters are merged into the saved weights, but not in `model`. If rows can end with the pad token, a reward model
+    is saved with another pad token. All ranks of a sharded model must call this together. Only the rank with
+    `is_writer` writes files.
 
     Raises ModelError if the folder already exists, and UserError if the folder cannot be written.
     """
@@ -225,13 +231,42 @@ def save_model(
     with write_atomically(folder) as partial, _quiet():
         state_dict = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
-        if isinstance(model, RewardModel) and language_model.config.pad_token_id is None:
-            # transformers needs the pad token to find the last token of each row of a batch.
-            language_model.config.pad_token_id = tokenizer.pad_token_id
+        if isinstance(model, RewardModel):
+            _set_pad_token(tokenizer, tokenizer_path)
+            _add_embedding(language_model, state_dict, tokenizer.pad_token_id)
         language_model.save_pretrained(partial, state_dict=state_dict)
+        if isinstance(model, RewardModel):
+            config = deepcopy(language_model.config)
+            text = config.get_text_config()
+            text.pad_token_id = tokenizer.pad_token_id
+            text.vocab_size = max(text.vocab_size, tokenizer.pad_token_id + 1)
+            config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if heads:
             save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
+
+
+def _set_pad_token(tokenizer: Any, path: Path) -> None:  # Any: as in flowrl.data.chat
+    """Sets a pad token with which no row ends: that of the tokenizer, its bos or unknown token, or a new token.
+
+    A sequence classifier of transformers scores the last token of a row that is not the pad token. If a row ended with
+    the pad token, as many tokenizers use eos for both, it would score another token than a `RewardModel`.
+    """
+    ends = {tokenizer.eos_token_id}
+    if tokenizer.chat_template or (path / TEMPLATE_FILE).is_file():
+        chat = ChatTokenizer(path)
+        ends.update(chat.encode(chat.end_of_assistant)[-1:])
+    known = (tokenizer.pad_token, tokenizer.bos_token, tokenizer.unk_token)
+    suitable = [token for token in known if token and tokenizer.convert_tokens_to_ids(token) not in ends]
+    tokenizer.add_special_tokens({"pad_token": suitable[0] if suitable else _NEW_PAD_TOKEN})
+
+
+def _add_embedding(model: PreTrainedModel, state_dict: dict[str, Tensor], token: int) -> None:
+    """Adds zero rows to the input embeddings in `state_dict`, if they lack a row for the token."""
+    embeddings = model.get_input_embeddings()
+    name = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
+    if (num_missing := token + 1 - len(state_dict[name])) > 0:
+        state_dict[name] = nn.functional.pad(state_dict[name], (0, 0, 0, num_missing))
 
 
 def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:

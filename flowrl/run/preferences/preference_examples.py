@@ -39,12 +39,12 @@ class PreferenceExamples:
     def __init__(self, rows: TokenizedData, *, is_paired: bool, max_tokens: int) -> None:
         """Stores rows of kind `preference`, or of kind `kto` if `is_paired` is false.
 
-        Raises DataError if there are fewer than 2 labeled responses, or if only some pairs have a margin.
+        Raises DataError if all labeled responses have the same prompt, or if only some pairs have a margin.
         """
         self._rows, self._max_tokens = rows, max_tokens
         self.is_paired = is_paired
-        if not is_paired and len(rows) < 2:
-            raise DataError(f"{rows[0].conversation.location}: KTO needs the response of another row: add rows")
+        if not is_paired:
+            self._next_response(0, _split(rows[0].sides[0]).prompt.tobytes())  # raises the error
         self._has_margin = is_paired and rows.has_column("margin")
         self.reference_logprobs: np.ndarray | None = None
         """Log-probability of each response under the reference. `store_reference` sets it."""
@@ -88,7 +88,8 @@ class PreferenceExamples:
 
         A pair has two adjacent rows with the same value of `pair`, the chosen response first. Labeled responses have
         the column `desirable`. After them, the batch has one mismatched row per labeled response: its prompt with the
-        response of the next row. KTO estimates the KL from the rows in which `mismatched` is true.
+        response of the next row of the batch that has another prompt. KTO estimates the KL from the rows in which
+        `mismatched` is true.
         """
         indices = np.arange(len(self._rows)) if indices is None else indices
         if not self.is_paired:
@@ -103,14 +104,11 @@ class PreferenceExamples:
         return _make_batch([_split(side) for pair in pairs for side in pair.sides], columns)
 
     def _labeled_batch(self, indices: np.ndarray) -> Batch:
-        # A batch of one row uses the response of the next row of the dataset.
-        others = np.roll(indices, -1) if len(indices) > 1 else (indices + 1) % len(self._rows)
         own = [self._rows[int(index)] for index in indices]
         rows = [_split(row.sides[0]) for row in own]
-        responses = [_split(self._rows[int(other)].sides[0]).response for other in others]
         rows += [
             _Tokens(row.prompt, response[: max(1, self._max_tokens - len(row.prompt))])
-            for row, response in zip(rows, responses, strict=True)
+            for row, response in zip(rows, self._other_responses(indices, rows), strict=True)
         ]
         labels = [row.conversation.label for row in own]
         columns = {
@@ -118,6 +116,30 @@ class PreferenceExamples:
             MISMATCHED: np.repeat([False, True], len(indices)),
         }
         return _make_batch(rows, columns)
+
+    def _other_responses(self, indices: np.ndarray, rows: "Sequence[_Tokens]") -> list[np.ndarray]:
+        """Returns for each row the response of the next row of the batch with another prompt. If all prompts of the
+        batch are equal, the response is that of the next row of the dataset with another prompt.
+        """
+        prompts, responses = [row.prompt.tobytes() for row in rows], [row.response for row in rows]
+        if len(set(prompts)) < 2:
+            return [self._next_response(int(index), prompt) for index, prompt in zip(indices, prompts, strict=True)]
+        others: list[np.ndarray] = responses.copy()
+        # Twice from the end to the beginning, because the rows before the last change of the prompt continue at row 0.
+        for i in [*reversed(range(len(rows)))] * 2:
+            following = (i + 1) % len(rows)
+            others[i] = responses[following] if prompts[following] != prompts[i] else others[following]
+        return others
+
+    def _next_response(self, index: int, prompt: bytes) -> np.ndarray:
+        for distance in range(1, len(self._rows)):
+            other = _split(self._rows[(index + distance) % len(self._rows)].sides[0])
+            if other.prompt.tobytes() != prompt:
+                return other.response
+        raise DataError(
+            f"{self._rows[index].conversation.location}: KTO needs the response to another prompt, but all rows have "
+            "the same prompt: add rows with other prompts"
+        )
 
 
 def _split(side: Tokens) -> _Tokens:

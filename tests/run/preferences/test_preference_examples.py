@@ -50,6 +50,8 @@ PAIRS: list[Row] = [
 ]
 ANSWERS: list[Row] = [{"prompt": f"{n}", "completion": f"{n}" * n, "label": n % 2 == 0} for n in range(1, 6)]
 
+DIGITS = ("11", "22", "33", "44")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -126,6 +128,32 @@ def test_a_batch_of_one_response_is_mismatched_with_the_next_row_of_the_file(fol
     tokenizer = ChatTokenizer(folder)
     examples = read(ANSWERS[:3], max_tokens=8)
     assert texts(examples.batch(np.array([2])), tokenizer)[1] == ("3=1<eos>", "1<eos>")
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ([0, 1, 2, 3], ["33", "33", "11", "11"]),  # the answers to each prompt are adjacent
+        ([2, 0, 3, 1], ["11", "44", "22", "33"]),
+        ([0, 0, 2, 0], ["33", "33", "11", "33"]),  # row 0 has a weight of 3
+        ([0, 1], ["33", "33"]),  # no other prompt in the step
+        ([3], ["11"]),
+    ],
+)
+def test_a_mismatched_row_has_the_response_to_another_prompt(
+    folder: Path, read: Reader, order: list[int], expected: list[str]
+) -> None:
+    rows = [{"prompt": prompt, "completion": text, "label": True} for prompt, text in zip("5566", DIGITS, strict=True)]
+    batch = read(rows, max_tokens=8).batch(np.array(order))
+    mismatched = texts(batch, ChatTokenizer(folder))[len(order) :]
+    assert mismatched == [
+        (f"{rows[index]['prompt']}={text}<eos>", f"{text}<eos>") for index, text in zip(order, expected, strict=True)
+    ]
+
+
+def test_responses_to_one_prompt_only_are_rejected(read: Reader) -> None:
+    with rejects(1, "prompt", error=DataError):
+        read([{"prompt": "5", "completion": text, "label": True} for text in DIGITS], max_tokens=8)
 
 
 def test_a_mismatched_row_has_at_most_the_allowed_tokens(folder: Path, read: Reader) -> None:
