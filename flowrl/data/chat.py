@@ -20,7 +20,7 @@ from flowrl.data.template import (
     read_template,
     resolve_flat_stop_ids,
 )
-from flowrl.data.turn_layout import Span, TurnLayout, infer_end, make_layout, relocate
+from flowrl.data.turn_layout import Span, TurnLayout, infer_end, locate_responses, make_layout
 
 __all__ = [
     "ChatTokenizer",
@@ -193,7 +193,7 @@ class ChatTokenizer:
             if located is not None:
                 return located
         try:
-            return text, relocate(self.end_of_assistant, text, turns, self._render_turns, first)
+            return text, locate_responses(self.end_of_assistant, text, turns, self._render_turns, first)
         except DataError as error:
             raise DataError(f"{self._source}: {error}") from error
 
@@ -202,7 +202,7 @@ class ChatTokenizer:
         try:
             return make_layout(roles, self._render_turns, self.end_of_assistant, can_append=can_append)
         except DataError:
-            return None  # `relocate` reports the problem of a row, if there is one.
+            return None  # `locate_responses` reports the problem of a row, if there is one.
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         system = self._template.system_message

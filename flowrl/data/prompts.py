@@ -11,7 +11,7 @@ from flowrl.data.chat import ChatTokenizer
 from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import Conversation, DataError
 from flowrl.data.reading import reader
-from flowrl.data.reading.kinds import project
+from flowrl.data.reading.kinds import select_turns
 from flowrl.data.reading.row_problems import RowProblem
 
 RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
@@ -102,7 +102,7 @@ def tokenize_prompt(
     Raises RowProblem if the prompt is too long or does not end with the user.
     """
     if conversation.messages[-1:] and conversation.messages[-1].role == "assistant":
-        project(conversation, "prompts")
+        select_turns(conversation, "prompts")
     ids = tokenizer.encode_prompt(conversation.messages)
     length = len(ids)
     while max_tokens is not None and len(ids) > max_tokens:

@@ -140,7 +140,7 @@ def infer_end(render: Render, eos: str, special: Sequence[str]) -> str | None:
     return next((token for token in special if after.strip() == token), None)
 
 
-def relocate(layout_end: str, text: str, messages: Sequence[Message], render: Render, first: int) -> list[Span]:
+def locate_responses(layout_end: str, text: str, messages: Sequence[Message], render: Render, first: int) -> list[Span]:
     """Returns the spans of the responses, from renderings of the turns up to each response. Used if no layout matches.
 
     Raises DataError if the template renders earlier messages differently when more messages follow.

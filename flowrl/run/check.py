@@ -57,7 +57,7 @@ from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import GB, check_memory, memory_budget
 from flowrl.memory.model_size import read_model_size
 from flowrl.rewards.scoring_process import score_in_process
-from flowrl.run.datasets import Examples, PtxText, read_prompts
+from flowrl.run.datasets import PtxText, SftExamples, read_prompts
 from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preferences.preference_examples import PREFERENCE_ROLES, PreferenceExamples
@@ -177,7 +177,7 @@ class _Checks:
             rows = "training pairs" if examples.is_paired else "labeled training responses"
             return f"{len(examples)} {rows}, {sum(map(len, held_out.values())) // 2} for evaluation"
         counts = [
-            f"{len(Examples(files, self._encoder, max_tokens=value.max_prompt_tokens, data=value))} rows of "
+            f"{len(SftExamples(files, self._encoder, max_tokens=value.max_prompt_tokens, data=value))} rows of "
             f"{', '.join(file.path.name for file in as_files(files))}"
             for value in dict(config).values()
             if isinstance(value, DataConfig)

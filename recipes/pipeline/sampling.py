@@ -11,7 +11,7 @@ from flowrl.checkpoints.run_folder import replacing, write_json
 from flowrl.config import DataConfig, ModelConfig, ReferenceConfig, RewardConfig, RolloutConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer
-from flowrl.run.datasets import Examples
+from flowrl.run.datasets import SftExamples
 from flowrl.run.datasets.prompt_data import read_stream
 from flowrl.run.evaluation import mean_loss
 from flowrl.workers import Reference, Reward, Rollout
@@ -93,7 +93,7 @@ def measure(pipeline: PipelineConfig, policy: str) -> Row:
         )
         batch["own"] = (group := cluster.group("policy", Reference, own)).response_logprobs(batch)
         batch["sft"] = cluster.group("sft", Reference, reference).response_logprobs(batch)
-        held_out = Examples(pipeline.output / "data" / "sft_test.jsonl", own.model, max_tokens=MAX_TOKENS).batch()
+        held_out = SftExamples(pipeline.output / "data" / "sft_test.jsonl", own.model, max_tokens=MAX_TOKENS).batch()
         held_out["logprobs"] = group.logprobs(held_out)
         loss = held_out.reduce(mean_loss, ("logprobs", "response_mask")).get()
         prompts, stories = batch.get("prompt"), batch.get("response")

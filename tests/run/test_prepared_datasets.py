@@ -11,7 +11,7 @@ import torch
 from flowrl.config import DataConfig, ModelConfig, PreferenceActorConfig, PreparationConfig, RewardModelConfig
 from flowrl.data.chat import ChatTokenizer, DataError
 from flowrl.data.preparation.prepare import prepare
-from flowrl.run.datasets import Examples, read_prompts
+from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
 from flowrl.run.preferences.preference_examples import PreferenceExamples
 from flowrl.run.templates import conversation_template, save_template
@@ -64,7 +64,7 @@ def test_a_prepared_folder_has_the_rows_and_the_order_of_its_file(task: Path, tm
 
 def test_prepared_examples_equal_those_of_their_file(task: Path, tmp_path: Path) -> None:
     folder = prepared(task / "sft.jsonl", tmp_path / "out", task, duplicates="keep")
-    both = [Examples(path, ModelConfig(path=task / "model"), max_tokens=16) for path in (task / "sft.jsonl", folder)]
+    both = [SftExamples(path, ModelConfig(path=task / "model"), max_tokens=16) for path in (task / "sft.jsonl", folder)]
     for raw, stored in zip(*(examples.batches(300, seed=1, shuffle=True, epochs=1) for examples in both), strict=True):
         for name in ("input_ids", "response_mask"):
             assert torch.equal(raw.get(name), stored.get(name))
@@ -106,7 +106,7 @@ def test_a_folder_of_another_kind_or_with_long_rows_is_rejected(task: Path, tmp_
     folder = prepared(file, tmp_path / "out", task)
     tokenizer = ChatTokenizer(task / "model")
     with rejects("prompts", "sft", folder, error=DataError):
-        Examples(folder, ModelConfig(path=task / "model"), max_tokens=16)
+        SftExamples(folder, ModelConfig(path=task / "model"), max_tokens=16)
     with rejects("6", "4", folder, error=DataError):
         read_stream(folder, data_config(folder, max_prompt_tokens=4), tokenizer, seed=0)
     short = read_stream(folder, data_config(folder, max_prompt_tokens=4, too_long="drop"), tokenizer, seed=0)

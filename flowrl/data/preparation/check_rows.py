@@ -12,7 +12,7 @@ from flowrl.data.preparation.prepare import ChunkPreparation, find_kind
 from flowrl.data.preparation.prepared_folder import PreparedFolder, is_prepared
 from flowrl.data.preparation.tokenized_rows import TokenizedRow
 from flowrl.data.prompts import RESERVED_COLUMNS
-from flowrl.data.reading.kinds import Kind, project
+from flowrl.data.reading.kinds import Kind, select_turns
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import check_columns, parse_rows
 from flowrl.data.reading.row_problems import RowCounts
@@ -39,7 +39,7 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
 
     def check(row: Conversation) -> Conversation:
         check_columns(row, (), RESERVED_COLUMNS)
-        return project(row, kind, trailing_assistant=config.trailing_assistant)
+        return select_turns(row, kind, trailing_assistant=config.trailing_assistant)
 
     for source in config.files:
         for chunk in read_chunks(source, max_row_bytes=round(config.max_row_mb * (1 << 20))):

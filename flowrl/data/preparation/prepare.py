@@ -22,7 +22,7 @@ from flowrl.data.preparation.folder_writer import FolderWriter
 from flowrl.data.preparation.prepared_folder import encode_batch, template_hash, tokenizer_hash
 from flowrl.data.preparation.tokenized_rows import LengthLimits, TokenizedRow, tokenize_row
 from flowrl.data.prompts import RESERVED_COLUMNS
-from flowrl.data.reading.kinds import Kind, infer_kind, project
+from flowrl.data.reading.kinds import Kind, infer_kind, select_turns
 from flowrl.data.reading.raw_rows import RawChunk, data_files, read_chunks
 from flowrl.data.reading.reader import check_columns, parse_rows
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
@@ -100,7 +100,7 @@ class ChunkPreparation:
 
     def _check(self, row: Conversation) -> Conversation:
         check_columns(row, (), RESERVED_COLUMNS)
-        return project(row, self._kind, trailing_assistant=self._config.trailing_assistant)
+        return select_turns(row, self._kind, trailing_assistant=self._config.trailing_assistant)
 
     def tokenize(self, chunk: RawChunk, columns: Mapping[str, str], counts: RowCounts) -> Iterator[TokenizedRow]:
         """Yields the usable rows of a chunk, and counts all rows."""

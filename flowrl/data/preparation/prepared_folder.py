@@ -16,7 +16,7 @@ from flowrl.data.preparation.folder_writer import FORMAT_VERSION
 from flowrl.data.preparation.tokenized_rows import TokenizedRow, Tokens
 from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.raw_rows import MANIFEST, import_library, open_arrow
-from flowrl.data.reading.shapes import recognize
+from flowrl.data.reading.shapes import parse_row
 from flowrl.data.template import template_values
 
 SIDES: Mapping[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ SIDES: Mapping[str, tuple[str, ...]] = {
 
 
 def row_values(row: Conversation, kind: Kind) -> dict[str, Any]:
-    """Returns a row as a JSON object that `shapes.recognize` converts to the same conversation."""
+    """Returns a row as a JSON object that `shapes.parse_row` converts to the same conversation."""
 
     def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
         return [{"role": message.role, "content": message.content} for message in messages]
@@ -157,7 +157,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
         batch = self._batches[batch_index]
         offset = index - (int(self._ends[batch_index - 1]) if batch_index else 0)
         file, line = Path(batch.column("file")[offset].as_py()), batch.column("line")[offset].as_py()
-        row = recognize(json.loads(batch.column("row")[offset].as_py()), {}, file, line)
+        row = parse_row(json.loads(batch.column("row")[offset].as_py()), {}, file, line)
         return TokenizedRow(row, tuple(self._side(batch, name, offset) for name in SIDES[self.kind]))
 
     def _side(self, batch: Any, name: str, offset: int) -> Tokens:  # Any: pyarrow.RecordBatch

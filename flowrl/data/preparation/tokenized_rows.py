@@ -61,7 +61,7 @@ def tokenize_row(
     *,
     turns: Literal["all", "last"] = "all",
 ) -> TokenizedRow:
-    """Returns the tokens of a row that `kinds.project` returned.
+    """Returns the tokens of a row that `kinds.select_turns` returned.
 
     Raises RowProblem if the chat template rejects the row, or if its length violates the limits.
     """

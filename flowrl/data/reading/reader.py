@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from flowrl.config import DataFile
 from flowrl.data.messages import Conversation, DataError
-from flowrl.data.reading.kinds import Kind, project, split_pair
+from flowrl.data.reading.kinds import Kind, select_turns, split_pair
 from flowrl.data.reading.raw_rows import RawChunk, read_chunks
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
-from flowrl.data.reading.shapes import recognize
+from flowrl.data.reading.shapes import parse_row
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def parse_rows(
             if isinstance(raw, RowProblem):
                 raise raw
             value = _parse_json(raw) if isinstance(raw, bytes) else raw
-            conversation = recognize(value, columns, chunk.file, line)
+            conversation = parse_row(value, columns, chunk.file, line)
             for part in split_pair(conversation, kind):
                 yield part if check is None else check(part)
         except RowProblem as problem:
@@ -88,7 +88,7 @@ def read_conversations(
 
     def check(row: Conversation) -> Conversation:
         check_columns(row, needs, reserved)
-        return row if kind is None else project(row, kind, trailing_assistant=trailing_assistant)
+        return row if kind is None else select_turns(row, kind, trailing_assistant=trailing_assistant)
 
     sources = as_files(files)
     counts = RowCounts(strict=strict)

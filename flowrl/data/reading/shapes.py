@@ -19,7 +19,7 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _DIALOGUE = re.compile(r"\s*(Human|Assistant):")
 
 
-def recognize(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Conversation:
+def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Conversation:
     """Returns the conversation of a row.
 
     Args:

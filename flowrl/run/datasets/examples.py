@@ -12,7 +12,7 @@ from flowrl.data.reading.kinds import Kind
 from flowrl.run.datasets.tokenized_data import check_context, read_rows, read_tokenizer
 
 
-class Examples:
+class SftExamples:
     """Tokenized conversations or texts, with a mask of the trained tokens."""
 
     def __init__(
@@ -46,12 +46,12 @@ class Examples:
         self._rows = read_rows(files, tokenizer, kind, data, setting=setting, row_limit=max_examples)
 
     @staticmethod
-    def read(data: DataConfig, model: ModelConfig) -> "tuple[Examples, dict[str, Batch]]":
+    def read(data: DataConfig, model: ModelConfig) -> "tuple[SftExamples, dict[str, Batch]]":
         """Returns the training examples, and the held-out examples of each evaluation file by its name."""
         max_tokens = data.max_prompt_tokens
-        examples = Examples(data.training_files, model, max_tokens=max_tokens, data=data)
+        examples = SftExamples(data.training_files, model, max_tokens=max_tokens, data=data)
         held_out = {
-            name: Examples(files, model, max_tokens=max_tokens, max_examples=data.evaluation_rows, data=data).batch()
+            name: SftExamples(files, model, max_tokens=max_tokens, max_examples=data.evaluation_rows, data=data).batch()
             for name, files in data.evaluation_files.items()
         }
         return examples, held_out
