@@ -249,8 +249,9 @@ class ChatTokenizer:
     @cached_property
     def _can_encode_parts(self) -> bool:
         """Whether encoding the parts of a text separately gives the same tokens, as for byte-level tokenizers."""
-        end = self.end_of_assistant
-        probes = (("a", "b c"), ("a\n", "b c"), ("]", " b"), (":", "b"), (f"a{end}", "b c"))
+        has_template = bool(self._settings.chat_template or self._tokenizer.chat_template)
+        end = self.end_of_assistant if has_template else str(self._tokenizer.eos_token)
+        probes = (("a", "b c"), ("a\n", "b c"), ("]", " b"), (":", "b"), (f"a{end}", "b c"), (f"a{end}", "\nb"))
         return all(self.encode(a + b) == self.encode(a) + self.encode(b) for a, b in probes)
 
     def find_unknown(self, texts: Sequence[str]) -> list[UnknownTokens]:

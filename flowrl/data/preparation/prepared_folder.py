@@ -67,10 +67,20 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
 
 
 def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
-    """Returns a hash of the vocabulary and the rules of a tokenizer."""
+    """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, and begin and end tokens.
+
+    Truncation, padding and the padding token do not count, because they do not change the tokens of a row, and because
+    calls of the tokenizer change them.
+    """
     known: Any = tokenizer.tokenizer  # Any: transformers types its attributes too loosely
-    rules = known.backend_tokenizer.to_str() if known.is_fast else json.dumps(sorted(known.get_vocab().items()))
-    return _hash(rules)
+    if known.is_fast:
+        rules = json.loads(known.backend_tokenizer.to_str())
+        for name in ("truncation", "padding", "post_processor"):
+            rules.pop(name, None)
+    else:
+        rules = {"vocabulary": known.get_vocab()}
+    tokens = [str(known.bos_token), str(known.eos_token)]
+    return _hash(json.dumps([type(known).__name__ if not known.is_fast else "", rules, tokens], sort_keys=True))
 
 
 def template_hash(tokenizer: ChatTokenizer) -> str:

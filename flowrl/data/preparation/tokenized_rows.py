@@ -85,8 +85,8 @@ def _encode_sides(
 ) -> list[Tokens]:
     if row.text is not None:
         prefix, text = row.text
-        before, after = tokenizer.encode(prefix), tokenizer.encode(text)
-        return [_tokens([*before, *after, tokenizer.eos_id], [False] * len(before) + [True] * (len(after) + 1))]
+        ids, mask = tokenizer.encode_spans(prefix + text, [(len(prefix), len(prefix) + len(text))])
+        return [_tokens([*ids, tokenizer.eos_id], [*mask, True])]
     if kind in ("sft", "text"):
         first = len(row.messages) - 1 if turns == "last" else 0
         return [_tokens(*tokenizer.encode_example(row.messages, first))]

@@ -12,7 +12,7 @@ from flowrl.config import PreparationConfig
 from flowrl.data.chat import ChatTokenizer, DataError
 from flowrl.data.preparation.duplicates import SeenKeys
 from flowrl.data.preparation.prepare import prepare
-from flowrl.data.preparation.prepared_folder import PreparedFolder
+from flowrl.data.preparation.prepared_folder import PreparedFolder, tokenizer_hash
 from flowrl.data.preparation.show_rows import marked_text
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
@@ -180,6 +180,20 @@ def test_a_folder_is_for_one_tokenizer_and_template(model: Path, tmp_path: Path)
         folder.check_tokenizer(ChatTokenizer(model, tmp_path / "t.json"))
     with rejects(tmp_path / "out", error=DataError):
         run(tmp_path, model, tmp_path / "rows.jsonl")
+
+
+def test_the_hash_of_a_tokenizer_does_not_depend_on_earlier_calls(model: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(model)
+    expected = tokenizer_hash(tokenizer)
+    backend: Any = tokenizer.tokenizer
+    backend(["1", "1+1"], truncation=True, max_length=2, padding=True)
+    assert backend.backend_tokenizer.truncation is not None
+    backend.chat_template, backend.padding_side = "{{ messages }}", "left"
+    assert tokenizer_hash(tokenizer) == expected
+    backend.save_pretrained(tmp_path)  # its files contain the truncation
+    assert tokenizer_hash(ChatTokenizer(tmp_path)) == expected
+    backend.add_tokens(["new"])
+    assert tokenizer_hash(tokenizer) != expected
 
 
 def test_a_template_file_is_created_from_the_tokenizer(model: Path, tmp_path: Path) -> None:
