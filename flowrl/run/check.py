@@ -49,6 +49,7 @@ from flowrl.data.chat import DataError, Message
 from flowrl.data.console import make_console
 from flowrl.data.preparation.prepared_folder import is_prepared
 from flowrl.data.prompts import PromptStream
+from flowrl.data.reading.json_columns import to_json_value
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import as_files
 from flowrl.data.reading.row_problems import RowProblem
@@ -440,8 +441,7 @@ def _copy_first_rows(files: Path | tuple[DataFile, ...], copy: Path) -> tuple[Da
 
 
 def _to_json(row: Any) -> bytes:  # Any: a row of a table or of a JSON array, or a RowProblem
-    # Columns of other types, such as dates, are not part of a conversation.
-    return json.dumps(None if isinstance(row, RowProblem) else row, default=str).encode()
+    return json.dumps(None if isinstance(row, RowProblem) else row, default=to_json_value).encode()
 
 
 def _local_engine(engine: EngineConfig) -> EngineConfig:

@@ -249,8 +249,8 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     arrow, parquet = import_library("pyarrow", "parquet"), import_library("pyarrow.parquet", "parquet")
     try:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
-            yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            yield from _values_of(batch)
+    except (arrow.ArrowException, OSError) as error:
         yield _corrupt_table(error)
 
 
@@ -258,9 +258,39 @@ def _arrow_rows(file: Path) -> Iterator[Any]:
     arrow = import_library("pyarrow", "arrow")
     try:
         for batch in open_arrow(file):
-            yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            yield from _values_of(batch)
+    except (arrow.ArrowException, OSError) as error:
         yield _corrupt_table(error)
+
+
+def _values_of(batch: Any) -> list[Any]:  # Any: pyarrow.RecordBatch
+    """Returns the rows of a record batch, and a RowProblem for each row with text that is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):
+        if batch.num_rows > 1:
+            half = batch.num_rows // 2
+            return [*_values_of(batch.slice(0, half)), *_values_of(batch.slice(half))]
+        return [_values_of_row(batch)]
+
+
+def _values_of_row(batch: Any) -> RowProblem | dict[str, Any]:  # Any: pyarrow.RecordBatch
+    """Returns the values of the only row of a batch. Dates that Python does not support become text or null."""
+    arrow = import_library("pyarrow", "a table")
+    values: dict[str, Any] = {}
+    for name in batch.schema.names:
+        column = batch.column(name)
+        try:
+            values[name] = column[0].as_py()
+        except UnicodeDecodeError as error:
+            return RowProblem("invalid_utf8", f"{name} is not UTF-8 text ({error})")
+        except (ValueError, OverflowError):  # nanoseconds without pandas, or a year after 9999
+            try:
+                text = column.cast(arrow.string())[0].as_py()
+            except arrow.ArrowException:
+                text = "<unsupported>"
+            values[name] = None if text.startswith("<") else text  # arrow writes "<value out of range: ...>"
+    return values
 
 
 def _corrupt_table(error: Exception) -> RowProblem:

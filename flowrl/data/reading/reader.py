@@ -38,8 +38,8 @@ def parse_rows(
         try:
             if isinstance(raw, RowProblem):
                 raise raw
-            value = _parse_json(raw) if isinstance(raw, bytes) else raw
-            conversation = parse_row(value, columns, chunk.file, line)
+            is_json = isinstance(raw, bytes)
+            conversation = parse_row(_parse_json(raw) if is_json else raw, columns, chunk.file, line, is_json=is_json)
             for part in split_pair(conversation, kind):
                 yield part if check is None else check(part)
         except RowProblem as problem:

@@ -2,11 +2,15 @@
 
 import gzip
 import json
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from flowrl.config import PreparationConfig
 from flowrl.data.chat import ChatTokenizer, DataError
@@ -14,6 +18,7 @@ from flowrl.data.preparation.duplicates import SeenKeys
 from flowrl.data.preparation.prepare import prepare
 from flowrl.data.preparation.prepared_folder import PreparedFolder, tokenizer_hash
 from flowrl.data.preparation.show_rows import marked_text
+from flowrl.data.reading.reader import read_conversations
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
 
@@ -97,6 +102,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"messages": [{"from": "human", "content": "1"}]}, "no_answer"),
     ({"key": None}, "unknown_shape"),
     (example("1+1", "2", advantages=1), "reserved_column"),
+    (example("1+1", "2", note={"text": ["\ud800"]}), "invalid_utf8"),
     (b'{"messages": "' + b"1" * 10_000_000 + b'"}', "row_too_large"),
 ]
 
@@ -111,6 +117,35 @@ def test_malformed_rows_are_counted_and_the_others_are_correct(model: Path, tmp_
     assert texts(folder, model) == [f"{i}+1=[[{i + 1}<eos>]]" for i in range(20, 20 + len(MALFORMED))]
     first = folder.manifest["first_dropped"]["unknown_role"]
     assert first.startswith(f"{path}, line {2 * reasons.index('unknown_role') + 2}: ")
+
+
+def test_columns_with_dates_and_bytes_become_json_values(model: Path, tmp_path: Path) -> None:
+    table = pa.table({
+        "prompt": ["1+1", "1+2"],
+        "date": [date(2024, 5, 6), None],
+        "time": [datetime(2024, 5, 6, 7, 8), None],
+        "number": [Decimal("1.5"), Decimal("2.0")],
+        "data": [b"ab", b"\xff"],
+        "nested": [{"bytes": b"\xff", "path": "p", "date": [date(2024, 5, 6)]}] * 2,
+    })  # fmt: skip
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(table, path)
+    folder = run(tmp_path, model, path, kind="prompts")
+    nested = {"bytes": None, "path": "p", "date": ["2024-05-06"]}
+    first = {"date": "2024-05-06", "time": "2024-05-06T07:08:00", "number": 1.5, "data": "ab", "nested": nested}
+    second = {"date": None, "time": None, "number": 2, "data": None, "nested": nested}
+    assert [row.conversation.columns for row in folder] == [first, second]
+    assert [row.columns for row in read_conversations(path)] == [first, second]  # raw rows are equal
+    (line, _) = (tmp_path / "out/jsonl/part-00000.jsonl").read_text().splitlines()
+    assert json.loads(line)["date"] == "2024-05-06"
+
+
+def test_a_message_that_is_a_date_or_bytes_is_counted(model: Path, tmp_path: Path) -> None:
+    for number, value in enumerate((date(2024, 5, 6), b"\xff")):
+        path = tmp_path / f"{number}.parquet"
+        parquet.write_table(pa.table({"prompt": ["1+1"], "completion": [value]}), path)
+        with rejects("content_not_text", error=DataError):
+            run(tmp_path, model, path, kind="sft")
 
 
 @pytest.mark.parametrize(("row", "reason"), MALFORMED, ids=[f"{i}-{reason}" for i, (_, reason) in enumerate(MALFORMED)])

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -108,6 +109,23 @@ def test_a_truncated_parquet_or_arrow_file_is_one_problem(tmp_path: Path) -> Non
     for path in (as_parquet(tmp_path / "a.parquet"), as_arrow(tmp_path / "a.arrow")):
         write(path, path.read_bytes()[:-40])
         assert read(path)[-1:] == ["unreadable_file"]
+
+
+def test_one_row_of_a_table_that_is_not_utf8_is_one_problem(tmp_path: Path) -> None:
+    offsets, values = pa.py_buffer(np.array([0, 1, 3, 4], dtype=np.int32)), pa.py_buffer(b"ab\xffc")
+    table = pa.table({"text": pa.Array.from_buffers(pa.string(), 3, [None, offsets, values])})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        assert read(tmp_path / name) == [{"text": "a"}, "invalid_utf8", {"text": "c"}]
+
+
+def test_a_date_that_python_does_not_support_is_null(tmp_path: Path) -> None:
+    dates = pa.array([0, 10**18], pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["a", "b"], "date": dates}), tmp_path / "a.parquet")
+    first, second = read(tmp_path / "a.parquet")
+    assert first["date"].year == 1970 and second == {"text": "b", "date": None}
 
 
 def test_a_truncated_array_ends_with_a_problem(tmp_path: Path) -> None:
