@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.cli.main import main
 from flowrl.config import DataConfig, ModelConfig, PreferenceActorConfig, PreparationConfig, RewardModelConfig
 from flowrl.data.chat import ChatTokenizer, DataError
 from flowrl.data.preparation.prepare import prepare
+from flowrl.data.template import read_template
 from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
 from flowrl.run.preferences.preference_examples import PreferenceExamples
@@ -18,6 +20,8 @@ from flowrl.run.templates import conversation_template, save_template
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.quickstart.prepare import prepare as prepare_quickstart
+from recipes.sft.config import SFTConfig
+from recipes.sft.train import train as train_sft
 from tests.configs import grpo_settings
 from tests.errors import rejects
 
@@ -125,15 +129,19 @@ def test_the_stop_ids_of_a_template_reach_the_rollout_and_the_saved_model(task: 
     data = {"train": file, "max_prompt_tokens": 8, "template": template}
     settings = grpo_settings(model=task / "model", reward={"function": f"{__name__}:any_score"}, data=data)
     config = GRPOConfig.model_validate(settings)
-    assert config.rollout.stop_ids == ((13, 14),)
+    assert config.rollout.template == template
     read_prompts(config)
     saved = tmp_path / "saved"
     saved.mkdir()
     save_template(conversation_template(config), saved)
     assert json.loads((saved / "conversation_template.json").read_text())["stop_ids"] == [[13, 14]]
     assert (saved / "chat_template.jinja").read_text() == jinja
-    template.write_text(json.dumps({"chat_template": jinja, "end_of_assistant": "-="}))
-    with rejects("rollout.stop_ids", error=DataError):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"end_of_assistant": "<eos>"}))
+    with rejects("rollout.template", other, 13, 14, error=DataError):
+        read_prompts(GRPOConfig.model_validate(settings | {"rollout": settings["rollout"] | {"template": other}}))
+    template.write_text(json.dumps({"chat_template": jinja, "stop_ids": [[13, 99999]]}))
+    with rejects(template, 99999, error=DataError):
         read_prompts(GRPOConfig.model_validate(settings))
 
 
@@ -156,6 +164,27 @@ def test_a_template_replaces_the_missing_chat_template_of_a_base_model(task: Pat
         read_prompts(config())
     assert train(config(template=template))["steps"] == 1
     assert (tmp_path / "run" / "model" / "chat_template.jinja").read_text() == jinja
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_checkpoints_and_exports_contain_the_template(has_file: bool, task: Path, tmp_path: Path) -> None:
+    template, run = tmp_path / "t.json", tmp_path / "run"
+    template.write_text(json.dumps({"system_message": "1"}))
+    data = {"train": task / "sft.jsonl", "max_prompt_tokens": 24, "template": template if has_file else None}
+    actor = {"model": {"path": task / "model", "dtype": "float32"}, "optimizer": {"lr": 1e-3}}
+    sizes = {"batch_size": 4, "steps": 1, "checkpoint": {"every": 1}}
+    placement = {"device": "cpu", "pools": {"main": [1]}, "roles": {"actor": "main"}}
+    settings = {"actor": actor, "data": data, "placement": placement, "output": run, "backend": "inline", **sizes}
+    train_sft(SFTConfig.model_validate(settings))
+    assert main(["export", str(run)]) == 0
+    saved = {read_template(path) for path in run.rglob("conversation_template.json")}
+    (path,) = run.glob("checkpoints/*/conversation_template.json")
+    assert saved == {read_template(path)} and len(list(run.rglob("conversation_template.json"))) == 3
+    (values,) = saved
+    assert values.chat_template == (task / "model/chat_template.jinja").read_text()
+    expected = ("1" if has_file else None, "<eos>", ((1,),))
+    assert (values.system_message, values.end_of_assistant, values.stop_ids) == expected
+    assert "conversation_template.json" in json.loads((path.parent / "manifest.json").read_text())["files"]
 
 
 @pytest.mark.parametrize("kind", ["preference", "kto"])

@@ -159,12 +159,14 @@ def _check_vocabularies(config: RolloutRunConfig) -> None:
 
 def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
     """Raises DataError if a rollout would not stop at the end of the assistant's turn."""
-    stops = {*config.rollout.stop_ids, (tokenizer.eos_id,)}
-    if missing := [list(ids) for ids in tokenizer.template.stop_ids if ids not in stops]:
+    rollout, stops = config.rollout, tokenizer.stop_ids
+    if rollout.template == config.data.template:
+        return
+    own = ChatTokenizer(tokenizer.path, rollout.template)
+    if missing := [list(ids) for ids in stops if ids not in (*rollout.stop_ids, *own.stop_ids)]:
         raise DataError(
-            f"rollout.stop_ids lacks {missing}, with which a response ends in the conversation template of "
-            f"{tokenizer.path} (end of turn {tokenizer.end_of_assistant!r}): set rollout.stop_ids: "
-            f"{[*map(list, config.rollout.stop_ids), *missing]}"
+            f"rollout.template {rollout.template} has no stop_ids {missing}, with which a response ends in "
+            f"data.template {config.data.template}: omit rollout.template, or add them to rollout.stop_ids"
         )
 
 
