@@ -57,6 +57,7 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     too_long: Literal["refuse", "drop", "truncate"] = "refuse",
     parts: tuple[tuple[int, float], ...] = (),
+    setting: str = "data.max_prompt_tokens",
 ) -> PromptSet:
     """Tokenizes all prompts.
 
@@ -66,6 +67,7 @@ def tokenize_prompts(
         max_prompt_tokens: maximum number of tokens of a prompt.
         too_long: treatment of a longer prompt: raise an error, drop the prompt, or drop its first turns.
         parts: number of conversations and weight of each file.
+        setting: key of `max_prompt_tokens`, for error messages.
     Raises:
         DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
     """
@@ -76,16 +78,18 @@ def tokenize_prompts(
         before = len(rows)
         for conversation in conversations[start : start + count]:
             try:
-                rows.append(tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long))
+                rows.append(tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long, setting))
             except RowProblem as problem:
-                if problem.reason != "too_long" or too_long == "refuse":
+                if problem.reason != "too_long":
                     raise DataError(f"{conversation.location}: {problem}") from problem
+                if too_long == "refuse":
+                    raise too_long_error(conversation, problem) from problem
         counts.append((len(rows) - before, weight))
         start += count
     if not rows:
         raise DataError(
             f"none of the {len(conversations)} prompts has at most {max_prompt_tokens} tokens: add prompts, or raise "
-            f"max_prompt_tokens"
+            f"{setting}"
         )
     names = dict.fromkeys(name for row in rows for name in row.conversation.columns)
     return PromptSet(rows, tuple(names), tuple(counts))
@@ -96,8 +100,10 @@ def tokenize_prompt(
     tokenizer: ChatTokenizer,
     max_tokens: int | None,
     too_long: Literal["refuse", "drop", "truncate"],
+    setting: str,
 ) -> TokenizedPrompt:
     """Returns the tokens of a prompt. With `truncate`, drops the first turns of a long prompt, not its system message.
+    Error messages name the key of `max_tokens`, `setting`.
 
     Raises RowProblem if the prompt is too long or does not end with the user.
     """
@@ -110,13 +116,17 @@ def tokenize_prompt(
         if too_long != "truncate" or len(users) < 2:
             raise RowProblem(
                 "too_long",
-                f"the prompt has {length} tokens, and at most {max_tokens} are allowed; shorten it or raise "
-                f"max_prompt_tokens",
+                f"the prompt has {length} tokens, more than {setting} ({max_tokens}): shorten it, or raise {setting}",
             )
         system = conversation.messages[: users[0]]
         conversation = replace(conversation, messages=(*system, *conversation.messages[users[1] :]))
         ids = tokenizer.encode_prompt(conversation.messages)
     return TokenizedPrompt(conversation, np.asarray(ids, dtype=np.int32))
+
+
+def too_long_error(row: Conversation, problem: RowProblem) -> DataError:
+    """Returns the error for a row that `data.too_long: refuse` rejects."""
+    return DataError(f"{row.location}: {problem}, or set data.too_long: drop")
 
 
 class PromptStream:

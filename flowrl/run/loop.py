@@ -39,6 +39,7 @@ from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
+from flowrl.run.datasets.row_batches import RowBatches
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
@@ -254,7 +255,11 @@ class Run:
         """
         self._policy = policy
         self._begin()
-        self._stream = _Lookahead(islice(stream, self.step, None))
+        if isinstance(stream, RowBatches):
+            stream.skip(self.step)
+        else:
+            stream = islice(stream, self.step, None)
+        self._stream = _Lookahead(stream)
         for step in self._steps():
             yield self._stream.pop().with_seed((self.config.seed, step))
 

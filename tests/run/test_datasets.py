@@ -177,7 +177,7 @@ def test_every_evaluation_file_is_read_and_named(data: Path, tmp_path: Path) -> 
     (prompt,) = held_out["hard"].get("prompt")
     assert "4+4" in prompt
     broken = lines(tmp_path / "broken", "7" * 99)
-    with rejects(broken, 1, "max_prompt_tokens", error=DataError):
+    with rejects(broken, 1, "data.max_prompt_tokens", "data.too_long", error=DataError):
         read_prompts(
             GRPOConfig.model_validate(settings | {"data": files | {"tests": {"hard": hard, "broken": broken}}})
         )

@@ -15,6 +15,8 @@ from flowrl.data.preparation.prepare import prepare
 from flowrl.data.template import read_template
 from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
+from flowrl.run.datasets.row_batches import RowBatches
+from flowrl.run.datasets.tokenized_data import read_rows
 from flowrl.run.preferences.preference_examples import PreferenceExamples
 from flowrl.run.templates import conversation_template, save_template
 from recipes.grpo.config import GRPOConfig
@@ -201,6 +203,40 @@ def test_prepared_preferences_equal_those_of_their_file(kind: str, task: Path, t
     raw, stored = (examples.batch() for examples in both)
     for name in ("input_ids", "response_mask", *(("margin", "pair") if kind == "preference" else ("desirable",))):
         assert torch.equal(raw.get(name), stored.get(name))
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_weight_without_a_row_is_rejected(is_prepared: bool, task: Path, tmp_path: Path) -> None:
+    one, two = (write(tmp_path / f"{name}.jsonl", *(ask(f"{name}+{i}") for i in range(4))) for name in "12")
+    paths = [prepared(path, tmp_path / path.stem, task) for path in (one, two)] if is_prepared else [one, two]
+    files = [{"path": paths[0]}, {"path": paths[1], "weight": 0.1}]
+    data, tokenizer = data_config(files), ChatTokenizer(task / "model")
+    with rejects(paths[1], 0.1, 4, 0.25, error=DataError):
+        read_stream(data.training_files, data, tokenizer, seed=0)
+    pairs = [write(tmp_path / f"p{i}.jsonl", {"prompt": "1", "chosen": "2", "rejected": "3"}) for i in range(2)]
+    files = [{"path": path, "weight": weight} for path, weight in zip(pairs, (1, 0.5), strict=True)]
+    data = data_config(files, max_prompt_tokens=16)
+    with rejects(pairs[1], 0.5, error=DataError):
+        read_rows(data.training_files, tokenizer, "preference", data)
+
+
+@pytest.mark.parametrize("weight", [1.0, 1.5])
+def test_skipped_batches_read_no_rows(weight: float, task: Path, tmp_path: Path) -> None:
+    rows = ({"prompt": f"{i}+1", "completion": str(i + 1)} for i in range(11))
+    folder = prepared(write(tmp_path / "a.jsonl", *rows), tmp_path / "out", task)
+    data = data_config([{"path": folder, "weight": weight}], max_prompt_tokens=16)
+    examples = SftExamples(data.training_files, ModelConfig(path=task / "model"), max_tokens=16)
+    complete = [batch.get("input_ids").tolist() for batch in examples.batches(3, seed=1, shuffle=True, epochs=3)]
+    for skipped in range(len(complete) + 2):
+        stream = examples.batches(3, seed=1, shuffle=True, epochs=3)
+        stream.skip(skipped)
+        assert [batch.get("input_ids").tolist() for batch in stream] == complete[skipped:]
+    read: list[int] = []
+    stream = RowBatches(examples.order(seed=1), 3, lambda indices: read.extend(indices) or examples.batch(indices))
+    stream.skip(10**9)
+    assert read == []
+    next(stream)
+    assert 0 < len(read) <= 3
 
 
 def test_weights_repeat_pairs_in_an_epoch(task: Path, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def tokenize_row(
     """
     try:
         if kind == "prompts":
-            prompt = tokenize_prompt(row, tokenizer, limits.max_tokens, limits.too_long)
+            prompt = tokenize_prompt(row, tokenizer, limits.max_tokens, limits.too_long, limits.setting)
             side = Tokens(prompt.ids, np.zeros(len(prompt.ids), dtype=bool))
             is_truncated = prompt.conversation.messages != row.messages
             tokenized = TokenizedRow(prompt.conversation, (side,), is_truncated)

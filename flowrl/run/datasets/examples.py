@@ -1,7 +1,5 @@
 """Batches of conversations and texts with a mask of the trained tokens, for SFT and PTX."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from flowrl.config import DataConfig, ModelConfig
@@ -9,6 +7,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import Kind
+from flowrl.run.datasets.row_batches import RowBatches
 from flowrl.run.datasets.tokenized_data import check_context, read_rows, read_tokenizer
 
 
@@ -64,10 +63,10 @@ class SftExamples:
         """Returns the order of the examples in every epoch."""
         return self._rows.order(seed=seed, shuffle=shuffle)
 
-    def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
+    def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> RowBatches:
         """Returns batches of `num_rows` examples, in an order that depends only on the seed and the epoch."""
-        order = self.order(seed=seed, shuffle=shuffle)
-        return (self.batch(indices) for indices in order.batches(num_rows, epochs=epochs))
+        order = self._rows.order(seed=seed, shuffle=shuffle)
+        return RowBatches(order, num_rows, self.batch, epochs=epochs)
 
     def batch(self, indices: np.ndarray | None = None) -> Batch:
         """Returns the examples at `indices`, or all examples."""

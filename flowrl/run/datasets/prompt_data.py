@@ -27,6 +27,7 @@ from flowrl.run.datasets.tokenized_data import (
     Concatenated,
     SelectedRows,
     check_context,
+    check_weights,
     names_of,
     open_prepared,
     read_files,
@@ -184,11 +185,13 @@ def read_stream(
         rows = _PreparedPrompts([SelectedRows(folder, data.max_prompt_tokens) for folder, _ in prepared])
         names = dict.fromkeys(name for folder, _ in prepared for name in folder.columns)
         parts = tuple((len(part), weight) for part, (_, weight) in zip(rows.parts, prepared, strict=True))
+        check_weights(sources, parts)
         return PromptStream.from_prompts(PromptSet(rows, tuple(names), parts), seed=seed, shuffle=data.shuffle)
     conversations, parts = read_files(sources, data, "prompts", needs)
     prompts = tokenize_prompts(
         conversations, tokenizer, max_prompt_tokens=data.max_prompt_tokens, too_long=data.too_long, parts=parts
     )
+    check_weights(sources, prompts.weighted_parts)
     warn_of_unknown_tokens(conversations, tokenizer)
     return PromptStream.from_prompts(prompts, seed=seed, shuffle=data.shuffle)
 

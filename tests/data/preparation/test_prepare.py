@@ -197,6 +197,9 @@ def test_a_long_prompt_loses_its_first_turns(model: Path, tmp_path: Path) -> Non
     path = write(tmp_path, {"messages": turns})
     folder = run(tmp_path, model, path, max_tokens=5, too_long="truncate", kind="prompts")
     assert texts(folder, model) == ["33="] and folder.manifest["num_truncated"] == 1
+    with rejects(path, 1, "max_tokens", error=DataError) as caught:
+        run(tmp_path, model, path, "refused", max_tokens=2, too_long="refuse", kind="prompts")
+    assert "max_prompt_tokens" not in str(caught.value)
 
 
 @pytest.mark.slow
