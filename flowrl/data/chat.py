@@ -93,7 +93,10 @@ class ChatTokenizer:
         if name is not None and not is_jinja(name):
             path = Path(name)
             if path.is_file():
-                name = path.read_text(encoding="utf-8")
+                try:
+                    name = path.read_text(encoding="utf-8")
+                except (OSError, ValueError) as error:
+                    raise DataError(f"{self._source}: chat_template {path} cannot be read ({error})") from error
             elif path.is_dir() or path.name != name:
                 name = _default_template(_load_tokenizer(path))
             else:

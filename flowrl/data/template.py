@@ -76,7 +76,7 @@ def _read_stop_ids(value: Any, path: Path) -> tuple[tuple[tuple[int, ...], ...],
     """Returns stop sequences, and whether they are one flat list whose meaning depends on the tokenizer."""
 
     def is_ids(ids: object) -> bool:
-        return isinstance(ids, list) and bool(ids) and all(isinstance(i, int) and i >= 0 for i in ids)
+        return isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
 
     if value is None or value == []:
         return (), False

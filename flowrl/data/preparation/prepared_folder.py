@@ -106,12 +106,16 @@ class PreparedFolder(Sequence[TokenizedRow]):
         self.path = path
         try:
             self.manifest: Mapping[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            shards = self.manifest["shards"]
-            self._batches = [batch for shard in shards for batch in open_arrow(path / shard["file"])]
-        except (OSError, ValueError, LookupError) as error:
+            if self.manifest["version"] != FORMAT_VERSION:
+                raise DataError(
+                    f"the prepared folder {path} was written by another version of flowrl: prepare it again"
+                )
+            for shard in self.manifest["shards"]:
+                if (size := (path / shard["file"]).stat().st_size) != shard["bytes"]:
+                    raise ValueError(f"{shard['file']} has {size} bytes instead of {shard['bytes']}")
+            self._batches = [batch for shard in self.manifest["shards"] for batch in open_arrow(path / shard["file"])]
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"the prepared folder {path} is corrupt ({error}): prepare it again") from error
-        if self.manifest["version"] != FORMAT_VERSION:
-            raise DataError(f"the prepared folder {path} was written by another version of flowrl: prepare it again")
         self.kind: Kind = self.manifest["kind"]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         if len(self) != self.manifest["num_rows"]:

@@ -28,7 +28,7 @@ def to_json_columns(columns: Mapping[str, Any], *, is_json: bool) -> Mapping[str
         text = json.dumps(columns, ensure_ascii=False, default=to_json_value)
         text.encode()
     except UnicodeEncodeError as error:
-        raise RowProblem("invalid_utf8", f"a column contains an unpaired surrogate ({error.reason})") from error
+        raise RowProblem("invalid_utf8", "a column is not UTF-8 text, or has an unpaired surrogate") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise RowProblem("invalid_json", f"a column cannot be written as JSON ({error}); remove it") from error
     return columns if is_json else json.loads(text)

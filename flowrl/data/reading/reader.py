@@ -134,7 +134,11 @@ def check_columns(row: Conversation, needs: Sequence[str], reserved: frozenset[s
     """Raises RowProblem if a column has a reserved name, or if a column in `needs` is missing."""
     for name in row.columns:
         if name in reserved:
-            raise RowProblem("reserved_column", f"column {name!r} is reserved for the run; rename it")
+            raise RowProblem(
+                "reserved_column",
+                f"column {name!r} is reserved for the run: rename it in the file, or set columns: "
+                f"{{data_{name}: {name}}}",
+            )
     for name in needs:
         if row.columns.get(name) is None:
             others = ", ".join(key for key in row.columns if key != name)

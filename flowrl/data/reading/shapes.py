@@ -41,7 +41,7 @@ def parse_row(
     values = _rename(row, columns) if columns else row
     shape = next((shape for shape in SHAPES if all(values.get(key) is not None for key in shape.keys)), None)
     if shape is None:
-        names = ", ".join(map(str, values)) or "no keys"
+        names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in values.items()) or "none"
         raise RowProblem(
             "unknown_shape",
             f'the keys ({names[:200]}) match no known shape: use {{"messages": [{{"from": "human", "content": '
@@ -49,7 +49,10 @@ def parse_row(
         )
     parts = shape.convert(values)
     used = {*shape.keys, *shape.optional}
-    extra = {name: value for name, value in values.items() if name not in used}
+    # Tables store keys that a row of another shape has as null.
+    extra = {
+        name: value for name, value in values.items() if name not in used and not (value is None and name in _KEYS)
+    }
     return Conversation(
         messages=parts.messages,
         columns=to_json_columns({**extra, **parts.columns}, is_json=is_json),
@@ -118,7 +121,7 @@ def _message(role: str, content: str, key: str) -> Message:
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise RowProblem("invalid_utf8", f"{key} contains an unpaired surrogate ({error.reason})") from error
+        raise RowProblem("invalid_utf8", f"{key} is not UTF-8 text, or has an unpaired surrogate") from error
     return Message(ROLE_NAMES[role], content)
 
 
@@ -285,7 +288,12 @@ SHAPES: tuple[Shape, ...] = (
     ),
     Shape("chosen and rejected dialogues (hh-rlhf, TRL)", ("chosen", "rejected"), _pair, ("prompt", "context")),
     Shape("prompt and completion (TRL, KTO)", ("prompt", "completion"), _completion, ("label",)),
-    Shape("messages (ColossalChat, TRL)", ("messages",), _conversation("messages"), ("gt_answer",)),
+    Shape(
+        "messages (ColossalChat, TRL, UltraChat)",
+        ("messages",),
+        _conversation("messages"),
+        ("gt_answer", "prompt", "prompt_id"),
+    ),
     Shape("conversations (ShareGPT)", ("conversations",), _conversation("conversations"), ("gt_answer",)),
     Shape("prompt (DAPO-Math, TRL)", ("prompt",), _prompt, ("reward_model",)),
     Shape("question and answer (GSM8K)", ("question", "answer"), _question),
@@ -296,3 +304,6 @@ SHAPES: tuple[Shape, ...] = (
     Shape("text (TRL)", ("text",), _plain),
 )
 """Known shapes. A row has the first shape whose keys it contains."""
+
+_KEYS = frozenset(key for shape in SHAPES for key in (*shape.keys, *shape.optional))
+"""Keys of all shapes."""

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from flowrl.config import PreparationConfig
+from flowrl.config import PreparationConfig, RowsConfig
 from flowrl.data.chat import ChatTokenizer, DataError
+from flowrl.data.preparation.check_rows import check_rows
 from flowrl.data.preparation.duplicates import SeenKeys
 from flowrl.data.preparation.prepare import prepare
 from flowrl.data.preparation.prepared_folder import PreparedFolder, tokenizer_hash
@@ -167,6 +168,61 @@ def test_rows_before_the_corrupt_part_of_a_file_are_kept(model: Path, tmp_path: 
     assert 0 < len(folder) == folder.manifest["num_read"] - 1 < 3000
     with rejects(path, error=DataError):
         run(tmp_path, model, path, output="strict", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl.gz", b"text", "unreadable_file"),
+        ("a.parquet", b"PAR1", "unreadable_file"),
+        ("a.jsonl", b"\xff\n", "invalid_utf8"),
+        ("a.jsonl", b'{"messages": 1}', "content_not_text"),
+        ("a.jsonl.gz", gzip.compress(b""), "rows"),
+    ],
+)
+def test_a_file_without_a_usable_row_is_rejected_with_the_reason(
+    name: str, content: bytes, reason: str, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with rejects(reason, error=DataError) as caught:
+        run(tmp_path, model, path)
+    assert str(path) in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_changed_prepared_folder_is_rejected(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, example("1+1", "2"), example("2+3", "5"))
+    folder = run(tmp_path, model, path).path
+    check = RowsConfig.model_validate({"files": [folder]})
+    assert check_rows(check)[1].num_read == 2
+    shard, manifest = folder / "arrow/part-00000.arrow", folder / "manifest.json"
+    content, values = shard.read_bytes(), json.loads(manifest.read_text())
+    shard.write_bytes(content.replace(b"2+3", b"2+4"))  # only its checksum shows this
+    with rejects(shard, error=DataError):
+        check_rows(check)
+    for damaged in (content[:-8], content[: len(content) // 2], content + bytes(8), b""):
+        shard.write_bytes(damaged)
+        with rejects(folder, error=DataError):
+            PreparedFolder(folder)
+    shard.write_bytes(content)
+    for changed in ({}, [], {"version": 1}, values | {"shards": [{"file": "none.arrow"}]}):
+        manifest.write_text(json.dumps(changed))
+        with rejects(folder, error=DataError):
+            PreparedFolder(folder)
+
+
+def test_an_interrupted_preparation_leaves_no_folder_that_looks_complete(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, *(example(f"{i}+1", "2") for i in range(1200)))
+
+    def interrupt(num_bytes: int, num_rows: int) -> None:
+        raise KeyboardInterrupt
+
+    settings = {"files": [path], "tokenizer": model, "output": tmp_path / "out", "rows_per_shard": 100}
+    with pytest.raises(KeyboardInterrupt):
+        prepare(PreparationConfig.model_validate(settings), interrupt)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    (tmp_path / "out.partial/arrow").mkdir(parents=True)  # as after SIGKILL
+    assert len(run(tmp_path, model, path)) == 1200
 
 
 def test_duplicates_lengths_and_near_duplicates_are_counted(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows of all file formats, and corrupt files."""
 
+import codecs
 import gzip
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ import zstandard
 from flowrl.config import DataFile
 from flowrl.data.messages import DataError
 from flowrl.data.reading.raw_rows import read_chunks
+from flowrl.data.reading.reader import read_conversations
 from flowrl.data.reading.row_problems import RowProblem
 from tests.errors import rejects
 
@@ -132,6 +134,42 @@ def test_a_truncated_array_ends_with_a_problem(tmp_path: Path) -> None:
     text = json.dumps(ROWS).encode()
     assert read(write(tmp_path / "a.json", text[:-20])) == [*ROWS[:4], "invalid_json"]
     assert read(write(tmp_path / "b.json", text[:-1])) == [*ROWS, "unreadable_file"]
+
+
+def test_a_corrupt_array_is_never_read_as_complete(tmp_path: Path) -> None:
+    first, second = (json.dumps(row).encode() for row in ROWS[:2])
+    cases = {
+        b"[%b, %b] [%b]" % (first, second, first): [*ROWS[:2], "invalid_json"],
+        b"[%b %b]" % (first, second): [ROWS[0], "invalid_json"],
+    }
+    for number, (content, expected) in enumerate(cases.items()):
+        assert read(write(tmp_path / f"{number}.json", content)) == expected
+
+
+def test_one_element_of_an_array_that_is_not_utf8_is_one_problem(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "c"}]')
+    rows = read_conversations(path, kind="text", strict=False)
+    assert [row.text for row in rows] == [("", "a"), ("", "c")]
+    with rejects(path, 2, "UTF-8", error=DataError):
+        read_conversations(path, kind="text")
+
+
+def test_a_malformed_first_line_does_not_hide_the_other_lines(tmp_path: Path) -> None:
+    lines = LINES.splitlines(keepends=True)
+    for name, first in (("a.json", b'{"question": [\n'), ("b.jsonl", b'[{"question": "a"}]\n')):
+        chunks = read_chunks(DataFile(path=write(tmp_path / name, first + b"".join(lines))))
+        rows = [row for chunk in chunks for row in chunk.rows]
+        assert rows[0] == first.strip() and [json.loads(row) for row in rows[1:]] == ROWS
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.jsonl", codecs.BOM_UTF8 + LINES)) == ROWS
+
+
+def test_a_folder_with_another_manifest_is_a_folder_of_files(tmp_path: Path) -> None:
+    write(tmp_path / "manifest.json", b"{}")
+    write(tmp_path / "a.jsonl", LINES)
+    assert read(tmp_path) == ROWS
 
 
 def test_a_line_of_10_mb_is_one_problem_between_rows(tmp_path: Path) -> None:

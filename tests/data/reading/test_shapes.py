@@ -102,6 +102,16 @@ def test_labels_plain_text_and_alpaca_inputs() -> None:
     assert row({"instruction": "i", "input": "x", "output": "o"}).messages[0].content == "i\n\nx"
 
 
+def test_a_null_key_of_another_shape_is_not_a_column() -> None:
+    merged = {"text": "t", "prompt": None, "chosen": None, "level": None}
+    assert row(merged).columns == {"level": None}
+
+
+def test_a_prompt_next_to_messages_is_not_a_column() -> None:
+    ultrachat = {"prompt": "u", "prompt_id": "f0", "messages": turns("user:u", "assistant:a")}
+    assert row(ultrachat).columns == {} and row(ultrachat).messages == (USER, BOT)
+
+
 def test_a_column_mapping_renames_and_selects_nested_fields() -> None:
     value = {"ask": "u", "meta": {"gold": "7"}, "reply": "a", "kept": 1}
     mapped = row(value, prompt="ask", completion="reply", answer="meta.gold")
