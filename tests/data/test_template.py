@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message, has_same_rendering
 from flowrl.data.template import ConversationTemplate, read_template, write_template
@@ -97,6 +98,22 @@ def test_an_end_without_tokens_would_end_every_response_and_is_rejected(values: 
     save_tokenizer(tmp_path)
     with rejects("é", tmp_path, error=DataError):
         _ = ChatTokenizer(tmp_path, file(tmp_path, **values)).template
+
+
+def test_a_template_file_that_is_not_text_is_rejected(tmp_path: Path) -> None:
+    path = tokenizer(tmp_path / "model")
+    (tmp_path / "x.jinja").write_bytes(b"\xff{{ 1 }}")
+    with rejects(tmp_path / "x.jinja", error=DataError):
+        ChatTokenizer(path, file(tmp_path, chat_template="x.jinja")).check_chat_template()
+
+
+def test_the_default_of_several_chat_templates_is_used(tmp_path: Path) -> None:
+    path = tokenizer(tmp_path)
+    saved = AutoTokenizer.from_pretrained(path)
+    saved.chat_template = {"default": "{{ messages[0].content }}!", "tool_use": "{{ tools }}"}
+    saved.save_pretrained(path)
+    chat = ChatTokenizer(path)
+    assert chat.decode_all(chat.encode_prompt([Message("user", "a")])) == "a!"
 
 
 def test_a_stop_id_outside_of_the_vocabulary_is_rejected(tmp_path: Path) -> None:
