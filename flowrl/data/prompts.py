@@ -1,5 +1,6 @@
 """Streams prompts in random order. The stream can continue at any position."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -12,7 +13,9 @@ from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import Conversation, DataError
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import select_turns
-from flowrl.data.reading.row_problems import RowProblem
+from flowrl.data.reading.row_problems import RowCounts, RowProblem
+
+_logger = logging.getLogger(__name__)
 
 RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
 """Names of columns that flowrl writes. A dataset must not contain these names."""
@@ -58,8 +61,9 @@ def tokenize_prompts(
     too_long: Literal["refuse", "drop", "truncate"] = "refuse",
     parts: tuple[tuple[int, float], ...] = (),
     setting: str = "data.max_prompt_tokens",
+    strict: bool = True,
 ) -> PromptSet:
-    """Tokenizes all prompts.
+    """Tokenizes all prompts. Logs the number of dropped prompts per reason.
 
     Args:
         conversations: the dataset. Each conversation ends with a user message.
@@ -68,9 +72,12 @@ def tokenize_prompts(
         too_long: treatment of a longer prompt: raise an error, drop the prompt, or drop its first turns.
         parts: number of conversations and weight of each file.
         setting: key of `max_prompt_tokens`, for error messages.
+        strict: whether to raise an error if the chat template rejects a prompt. False drops the prompt.
     Raises:
         DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
     """
+    allowed = frozenset() if too_long == "refuse" else frozenset({"too_long"})
+    dropped = RowCounts(strict=strict, allowed=allowed, num_read=len(conversations))
     rows: list[TokenizedPrompt] = []
     counts: list[tuple[int, float]] = []
     start = 0
@@ -80,17 +87,15 @@ def tokenize_prompts(
             try:
                 rows.append(tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long, setting))
             except RowProblem as problem:
-                if problem.reason != "too_long":
-                    raise DataError(f"{conversation.location}: {problem}") from problem
-                if too_long == "refuse":
+                if problem.reason == "too_long" and too_long == "refuse":
                     raise too_long_error(conversation, problem) from problem
+                dropped.drop(problem, conversation.file, conversation.line)
         counts.append((len(rows) - before, weight))
         start += count
     if not rows:
-        raise DataError(
-            f"none of the {len(conversations)} prompts has at most {max_prompt_tokens} tokens: add prompts, or raise "
-            f"{setting}"
-        )
+        raise DataError(f"no prompt can be used: {dropped.summary()}")
+    if dropped.num_dropped:
+        _logger.warning("%s", dropped.summary())
     names = dict.fromkeys(name for row in rows for name in row.conversation.columns)
     return PromptSet(rows, tuple(names), tuple(counts))
 
@@ -105,11 +110,11 @@ def tokenize_prompt(
     """Returns the tokens of a prompt. With `truncate`, drops the first turns of a long prompt, not its system message.
     Error messages name the key of `max_tokens`, `setting`.
 
-    Raises RowProblem if the prompt is too long or does not end with the user.
+    Raises RowProblem if the prompt is too long or does not end with the user, or if the chat template rejects it.
     """
     if conversation.messages[-1:] and conversation.messages[-1].role == "assistant":
         select_turns(conversation, "prompts")
-    ids = tokenizer.encode_prompt(conversation.messages)
+    ids = _encode(conversation, tokenizer)
     length = len(ids)
     while max_tokens is not None and len(ids) > max_tokens:
         users = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
@@ -120,8 +125,15 @@ def tokenize_prompt(
             )
         system = conversation.messages[: users[0]]
         conversation = replace(conversation, messages=(*system, *conversation.messages[users[1] :]))
-        ids = tokenizer.encode_prompt(conversation.messages)
+        ids = _encode(conversation, tokenizer)
     return TokenizedPrompt(conversation, np.asarray(ids, dtype=np.int32))
+
+
+def _encode(prompt: Conversation, tokenizer: ChatTokenizer) -> list[int]:
+    try:
+        return tokenizer.encode_prompt(prompt.messages)
+    except DataError as error:
+        raise RowProblem("template", str(error)) from error
 
 
 def too_long_error(row: Conversation, problem: RowProblem) -> DataError:

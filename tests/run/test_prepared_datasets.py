@@ -107,7 +107,9 @@ def test_invalid_and_long_rows_are_dropped_and_reported(
     assert any("empty_turn 1" in record.getMessage() for record in caplog.records)
 
 
-def test_a_folder_of_another_kind_or_with_long_rows_is_rejected(task: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_or_with_long_rows_is_rejected(
+    task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = write(tmp_path / "a.jsonl", ask("1+1"), ask("11+11"))
     folder = prepared(file, tmp_path / "out", task)
     tokenizer = ChatTokenizer(task / "model")
@@ -116,7 +118,9 @@ def test_a_folder_of_another_kind_or_with_long_rows_is_rejected(task: Path, tmp_
     with rejects("6", "4", folder, error=DataError):
         read_stream(folder, data_config(folder, max_prompt_tokens=4), tokenizer, seed=0)
     short = read_stream(folder, data_config(folder, max_prompt_tokens=4, too_long="drop"), tokenizer, seed=0)
-    assert [row["prompt"] for row in short.evaluation_rows()] == ["1+1"]
+    assert [row["prompt"] for row in short.evaluation_rows()] == ["1+1"] and "1 of 2 rows dropped" in caplog.text
+    with rejects(folder, 3, "data.max_prompt_tokens", error=DataError):
+        read_stream(folder, data_config(folder, max_prompt_tokens=3, too_long="drop"), tokenizer, seed=0)
 
 
 def any_score(response: str) -> float:
@@ -237,6 +241,22 @@ def test_skipped_batches_read_no_rows(weight: float, task: Path, tmp_path: Path)
     assert read == []
     next(stream)
     assert 0 < len(read) <= 3
+
+
+def test_dropped_prompts_are_counted_with_their_reasons(
+    task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "t.json"
+    refuses = "{{ raise_exception('no') if messages[0].content == '9' else messages[0].content }}"
+    template.write_text(json.dumps({"chat_template": refuses, "end_of_assistant": "<eos>"}))
+    file = write(tmp_path / "a.jsonl", ask("1+1"), ask("1" * 20), ask("9"))
+    tokenizer = ChatTokenizer(task / "model", template)
+    data = data_config(file, too_long="drop", strict=False)
+    prompts = read_stream(data.training_files, data, tokenizer, seed=0)
+    assert [row["prompt"] for row in prompts.evaluation_rows()] == ["1+1"]
+    assert f"too_long 1 (first: {file}, line 2" in caplog.text and f"template 1 (first: {file}, line 3" in caplog.text
+    with rejects(file, 3, error=DataError):
+        read_stream(data.training_files, data_config(file, too_long="drop"), tokenizer, seed=0)
 
 
 def test_weights_repeat_pairs_in_an_epoch(task: Path, tmp_path: Path) -> None:

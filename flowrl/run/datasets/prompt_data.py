@@ -189,7 +189,12 @@ def read_stream(
         return PromptStream.from_prompts(PromptSet(rows, tuple(names), parts), seed=seed, shuffle=data.shuffle)
     conversations, parts = read_files(sources, data, "prompts", needs)
     prompts = tokenize_prompts(
-        conversations, tokenizer, max_prompt_tokens=data.max_prompt_tokens, too_long=data.too_long, parts=parts
+        conversations,
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        too_long=data.too_long,
+        parts=parts,
+        strict=data.strict,
     )
     check_weights(sources, prompts.weighted_parts)
     warn_of_unknown_tokens(conversations, tokenizer)

@@ -233,6 +233,11 @@ def open_prepared(
                 f"({data.max_prompt_tokens}): prepare it with max_tokens={data.max_prompt_tokens}, set "
                 f"data.too_long: drop, or raise {setting}"
             )
+        if num_long := int((folder.lengths > data.max_prompt_tokens).sum()):
+            problem = f"{num_long} of {len(folder)} rows dropped: more tokens than {setting} ({data.max_prompt_tokens})"
+            if num_long == len(folder):
+                raise DataError(f"no row of the prepared folder {source.path} can be used: {problem}")
+            _logger.warning("%s: %s", source.path, problem)
         folders.append((folder, source.weight))
     return folders
 
