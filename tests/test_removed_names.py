@@ -18,20 +18,20 @@ _have_newest _hear _is_held _lacking _leave _leave_early _lends _load_whole _loo
 _not_plain _one_each _park _places _refusal _refuse_again _refuse_cuts _refuse_other_settings _refuse_scaled_logits
 _refuse_settings_of_cuts _refuse_without_rows _residency _rooms _rows_taken _saves_nothing _say _settle_one
 _settled_text _speak _steers _stretches_of_all_heads _taken _takes _tell _tell_lost _tell_lost_processes _tell_refused
-_tell_unreached _told _told_to_driver _unfit _wanted_pools _wanted_roles _way _way_between _where_it_lies
-_whole_batches adapter_off any_whole appears_whole at_home beside_driver borrowed_weights brings_back caps_attention
-catch_up check_whole chunk_mb cut_layers cuts_model deliver drop_whole_weights end_with_leader end_with_run ends_with
+_tell_unreached _told _told_to_driver _unfit _wanted_pools _wanted_roles _way _way_between _where_it_lies _whole_batches
+adapter_off any_whole appears_whole at_home beside_driver borrowed_weights brings_back caps_attention catch_up
+check_whole chunk_mb cut_layers cuts_model deliver drop_whole_weights end_with_leader end_with_run ends_with
 for_cut_models goes_on goes_to_all hand_over in_turns input_sums is_cut is_there is_too_slow is_whole join_link
 keep_rows kept_rows lanes_of leaves_devices leaves_for leaves_when_idle lenders lends_copies lends_weights_to lives_in
 lives_with loss_options make_room makers_of max_row_tokens max_rows minibatch_rows next_number num_lanes open_link
-or_broken others_beside own_targets packs_rows pass_on product_by_parts publish redundancy refuse_changed_base
-refuse_changed_inputs refuse_if_held refuse_if_taken refuse_lower_weights refuse_running refuse_wrong rows_per_step
-settle settle_batch settle_states shaping_columns shares_model standing start_again step_state steps_asked sums_of_rest
-take_back take_whole takes_one_by_one tell_ended uncut_layers untrained_state unwritable waited_for_weights went_well
-whole_rows whole_tensor whole_weights why_padded write_json_summed write_summed yields_device
+or_broken others_beside own_targets packs_rows pass_on product_by_parts publish recognize redundancy refuse_changed_base
+refuse_changed_inputs refuse_if_held refuse_if_taken refuse_lower_weights refuse_running refuse_wrong relocate
+rows_per_step settle settle_batch settle_states shaping_columns shares_model standing start_again step_state steps_asked
+sums_of_rest take_back take_whole takes_one_by_one tell_ended uncut_layers untrained_state unwritable waited_for_weights
+went_well whole_rows whole_tensor whole_weights why_padded write_json_summed write_summed yields_device
 """.split()  # noqa: SIM905 (a literal would have one line per name)
-"""Names of classes, functions and settings. Removed names that are also common words (Draws, Streaming, Version, keep)
-are not listed."""
+"""Names of classes, functions and settings. Removed names that are also common words (Draws, Examples, Streaming,
+Version, keep, project) are not listed."""
 
 EXCEPTIONS = {
     f"flowrl/config/error_messages.py:{name}": "the table that maps removed settings to new ones"

@@ -24,6 +24,7 @@ from flowrl.config import (
     import_function,
     models_of,
 )
+from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.checksums import FileChecksum
 
 _FULL_CHECKSUM_BYTES = 256 * 1024**2
@@ -33,7 +34,7 @@ _CHUNK_BYTES = 1024**2
 """Bytes per sampled chunk of a large file. Chunks are evenly spaced over the file."""
 
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+_TEMPLATE_FILES = (TEMPLATE_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 
 
 def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:

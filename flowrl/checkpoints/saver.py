@@ -25,7 +25,7 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import get_registered_methods
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
-from flowrl.data.checksums import FileChecksum, Saved, write_json_with_checksum
+from flowrl.data.checksums import FileChecksum, Saved, write_json_with_checksum, write_with_checksum
 from flowrl.data.metric import finite
 from flowrl.engines.train.random_state import random_state, restore_random_state
 
@@ -114,8 +114,12 @@ class Saver:
 
     # Saving.
 
-    def begin(self, step: int, driver: Mapping[str, Any], *, asynchronous: bool) -> None:
+    def begin(
+        self, step: int, driver: Mapping[str, Any], files: Mapping[str, bytes] | None = None, *, asynchronous: bool
+    ) -> None:
         """Starts a checkpoint, which will contain the effects of all calls submitted so far. Does not wait for workers.
+
+        `driver` is the state of the run. `files` maps names of additional files to their contents.
 
         Raises CheckpointError if the driver's state cannot be written. `advance` raises the errors of the workers.
         """
@@ -129,7 +133,9 @@ class Saver:
         columns = None if rows is None else [name for name in rows.columns if name not in IDENTITY]
         state = finite({**driver, "objects": objects, "rows": columns, "random": random_state()})
         try:
-            files = {DRIVER: write_json_with_checksum(folder / DRIVER, state)}
+            written_files = {DRIVER: write_json_with_checksum(folder / DRIVER, state)}
+            for name, content in (files or {}).items():
+                written_files[name] = write_with_checksum(folder / name, content)
         except OSError as error:
             raise write_error(folder, error) from error
         saves = {
@@ -137,7 +143,7 @@ class Saver:
             for role, group in self.groups.items()
         }
         written = None if rows is None else save_rows(rows, folder / FILE)
-        self._saving = _Saving(step, folder, files, saves, written)
+        self._saving = _Saving(step, folder, written_files, saves, written)
 
     def advance(self, lines: Sequence[Mapping[str, float]], *, wait: bool = False) -> None:
         """Commits the pending checkpoint if all files are written and the metrics of its step are known.

@@ -101,6 +101,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
+    for name in ("rows", "start"):
+        if (value := getattr(arguments, name)) < 0:
+            raise ConfigError(f"--{name} is {value}, but must be at least 0")
     config = _load(arguments.overrides, RowsConfig)
 
     from flowrl.data.console import make_console  # noqa: PLC0415

@@ -334,6 +334,8 @@ def _export(arguments: argparse.Namespace) -> None:
     output = arguments.output or arguments.run_folder / f"{prefix}-step-{step:06d}"
 
     # imported here, because only commands that load a model need torch
+    from flowrl.config.data.data_settings import TEMPLATE_FILE  # noqa: PLC0415
+    from flowrl.data.template import read_template  # noqa: PLC0415
     from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model  # noqa: PLC0415
     from flowrl.run.templates import save_template  # noqa: PLC0415
 
@@ -342,7 +344,8 @@ def _export(arguments: argparse.Namespace) -> None:
         check_base_model(checkpoint, base, role)
     try:
         (export_adapter if arguments.adapter else export_model)(checkpoint.role(role), output)
-        save_template(checkpoint.driver().get("template"), output)
+        template = checkpoint.path / TEMPLATE_FILE
+        save_template(read_template(template) if template.is_file() else None, output)
     except OSError as error:
         if str(error.filename) == str(output):
             raise UserError(f"--output: cannot write {output} ({error.strerror}): choose another folder") from error

@@ -283,7 +283,13 @@ class RolloutConfig(RoleConfig):
     """Total probability of the most likely tokens from which to sample; 1 uses all tokens."""
 
     stop_ids: Annotated[tuple[TokenIds, ...], Field(strict=False)] = ()
-    """Token sequences that end a response, in addition to the EOS token. They remain part of the response."""
+    """Token sequences that end a response, in addition to the EOS token and the stop tokens of the conversation
+    template. They remain part of the response."""
+
+    template: FilePath | None = None
+    """Conversation template file (docs/data.md) whose stop tokens end a response. Null uses `data.template`, and
+    otherwise the template in the model's folder or of its tokenizer.
+    """
 
     max_num_seqs: PositiveInt = 256
     """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16."""

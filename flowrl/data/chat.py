@@ -20,7 +20,7 @@ from flowrl.data.template import (
     read_template,
     resolve_flat_stop_ids,
 )
-from flowrl.data.turn_layout import Span, TurnLayout, infer_end, make_layout, relocate
+from flowrl.data.turn_layout import Span, TurnLayout, infer_end, locate_responses, make_layout
 
 __all__ = [
     "ChatTokenizer",
@@ -93,20 +93,22 @@ class ChatTokenizer:
         if name is not None and not is_jinja(name):
             path = Path(name)
             if path.is_file():
-                name = path.read_text(encoding="utf-8")
+                try:
+                    name = path.read_text(encoding="utf-8")
+                except (OSError, ValueError) as error:
+                    raise DataError(f"{self._source}: chat_template {path} cannot be read ({error})") from error
             elif path.is_dir() or path.name != name:
-                name = _load_tokenizer(path).chat_template
+                name = _default_template(_load_tokenizer(path))
             else:
                 raise DataError(
                     f"{self._source}: chat_template {name!r} is neither Jinja text, nor a file, a model, or an "
                     f"included template ({', '.join(INCLUDED)})"
                 )
-        if not (text := name or self.tokenizer.chat_template):
+        if not (text := name or _default_template(self._tokenizer)):
             raise DataError(
                 f"the tokenizer in {self.path} has no chat template; add a chat_template.jinja to the folder, or set "
                 f"chat_template in a conversation template file (docs/data.md)"
             )
-        assert isinstance(text, str)
         return replace(template, chat_template=text)
 
     @property
@@ -130,6 +132,17 @@ class ChatTokenizer:
         if self._template.is_flat:
             stop_ids = resolve_flat_stop_ids(stop_ids[0], end_ids, self._source)
         strings = tuple(tuple(self.encode(text)) for text in self._template.stop_strings)
+        for text, ids in zip((end, *self._template.stop_strings), (end_ids, *strings), strict=True):
+            if not ids:
+                raise DataError(
+                    f"conversation template {self._source}: {text!r} ends a response, but the tokenizer in {self.path} "
+                    f"has no tokens for it: set end_of_assistant and stop_strings to texts that a model can generate"
+                )
+        if unknown := [token for ids in stop_ids for token in ids if token >= len(self)]:
+            raise DataError(
+                f"conversation template {self._source}: stop_ids has the token {unknown[0]}, which is not in the "
+                f"vocabulary of {self.path}: use ids from 0 to {len(self) - 1}"
+            )
         return replace(
             self._template,
             end_of_assistant=end,
@@ -137,10 +150,21 @@ class ChatTokenizer:
             is_flat=False,
         )
 
+    @cached_property
+    def stop_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Token sequences other than the end token that end a response in the template, if there is a template."""
+        if not self._has_chat_template:
+            return ()
+        return tuple(ids for ids in self.template.stop_ids if ids != (self.eos_id,))
+
+    @property
+    def _has_chat_template(self) -> bool:
+        return bool(self._settings.chat_template or _default_template(self._tokenizer))
+
     @property
     def _rendering(self) -> tuple[str | None, ...]:
         """Values that determine the text of a conversation."""
-        return self._template.chat_template, self._template.system_message, self._template.end_of_assistant
+        return self._template.chat_template, self._template.system_message, self.end_of_assistant
 
     @cached_property
     def end_of_assistant(self) -> str:
@@ -193,7 +217,7 @@ class ChatTokenizer:
             if located is not None:
                 return located
         try:
-            return text, relocate(self.end_of_assistant, text, turns, self._render_turns, first)
+            return text, locate_responses(self.end_of_assistant, text, turns, self._render_turns, first)
         except DataError as error:
             raise DataError(f"{self._source}: {error}") from error
 
@@ -202,7 +226,7 @@ class ChatTokenizer:
         try:
             return make_layout(roles, self._render_turns, self.end_of_assistant, can_append=can_append)
         except DataError:
-            return None  # `relocate` reports the problem of a row, if there is one.
+            return None  # `locate_responses` reports the problem of a row, if there is one.
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         system = self._template.system_message
@@ -249,8 +273,8 @@ class ChatTokenizer:
     @cached_property
     def _can_encode_parts(self) -> bool:
         """Whether encoding the parts of a text separately gives the same tokens, as for byte-level tokenizers."""
-        end = self.end_of_assistant
-        probes = (("a", "b c"), ("a\n", "b c"), ("]", " b"), (":", "b"), (f"a{end}", "b c"))
+        end = self.end_of_assistant if self._has_chat_template else str(self._tokenizer.eos_token)
+        probes = (("a", "b c"), ("a\n", "b c"), ("]", " b"), (":", "b"), (f"a{end}", "b c"), (f"a{end}", "\nb"))
         return all(self.encode(a + b) == self.encode(a) + self.encode(b) for a, b in probes)
 
     def find_unknown(self, texts: Sequence[str]) -> list[UnknownTokens]:
@@ -350,10 +374,16 @@ def has_same_rendering(policy: Path, other: Path, template: Path | None = None) 
         vocabulary.pop(tokenizer.pad_token, None)
     if vocabulary != known:
         return False
-    if not tokenizer.chat_template and not (other / TEMPLATE_FILE).is_file():
+    if not _default_template(tokenizer) and not (other / TEMPLATE_FILE).is_file():
         return True
     second = ChatTokenizer(other)
     return second._rendering == first._rendering
+
+
+def _default_template(tokenizer: Any) -> str | None:  # Any: see `_load_tokenizer`
+    """Returns the chat template of a tokenizer, or that named `default` if there are several."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def compare_vocabularies(first: Path, second: Path) -> str | None:

@@ -1,6 +1,6 @@
 """The order of rows in every epoch: shuffled by a seed, with weights of the files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,15 +39,6 @@ class EpochOrder:
                 rows = rows[np.random.default_rng([self._seed, epoch]).permutation(len(rows))]
             self._epoch, self._order = epoch, rows
         return self._order
-
-    def batches(self, num_rows: int, *, epochs: int | None = None) -> Iterator[np.ndarray]:
-        """Yields the rows of each batch. The last batch of an epoch may be smaller. Endless if `epochs` is None."""
-        epoch = 0
-        while epochs is None or epoch < epochs:
-            rows = self.rows(epoch)
-            for start in range(0, len(rows), num_rows):
-                yield rows[start : start + num_rows]
-            epoch += 1
 
     def _weighted_rows(self, epoch: int) -> np.ndarray:
         chosen, first = [], 0

@@ -1,5 +1,6 @@
 """Streams prompts in random order. The stream can continue at any position."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -11,8 +12,10 @@ from flowrl.data.chat import ChatTokenizer
 from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import Conversation, DataError
 from flowrl.data.reading import reader
-from flowrl.data.reading.kinds import project
-from flowrl.data.reading.row_problems import RowProblem
+from flowrl.data.reading.kinds import select_turns
+from flowrl.data.reading.row_problems import RowCounts, RowProblem
+
+_logger = logging.getLogger(__name__)
 
 RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
 """Names of columns that flowrl writes. A dataset must not contain these names."""
@@ -57,8 +60,10 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     too_long: Literal["refuse", "drop", "truncate"] = "refuse",
     parts: tuple[tuple[int, float], ...] = (),
+    setting: str = "data.max_prompt_tokens",
+    strict: bool = True,
 ) -> PromptSet:
-    """Tokenizes all prompts.
+    """Tokenizes all prompts. Logs the number of dropped prompts per reason.
 
     Args:
         conversations: the dataset. Each conversation ends with a user message.
@@ -66,9 +71,13 @@ def tokenize_prompts(
         max_prompt_tokens: maximum number of tokens of a prompt.
         too_long: treatment of a longer prompt: raise an error, drop the prompt, or drop its first turns.
         parts: number of conversations and weight of each file.
+        setting: key of `max_prompt_tokens`, for error messages.
+        strict: whether to raise an error if the chat template rejects a prompt. False drops the prompt.
     Raises:
         DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
     """
+    allowed = frozenset() if too_long == "refuse" else frozenset({"too_long"})
+    dropped = RowCounts(strict=strict, allowed=allowed, num_read=len(conversations))
     rows: list[TokenizedPrompt] = []
     counts: list[tuple[int, float]] = []
     start = 0
@@ -76,17 +85,17 @@ def tokenize_prompts(
         before = len(rows)
         for conversation in conversations[start : start + count]:
             try:
-                rows.append(tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long))
+                rows.append(tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long, setting))
             except RowProblem as problem:
-                if problem.reason != "too_long" or too_long == "refuse":
-                    raise DataError(f"{conversation.location}: {problem}") from problem
+                if problem.reason == "too_long" and too_long == "refuse":
+                    raise too_long_error(conversation, problem) from problem
+                dropped.drop(problem, conversation.file, conversation.line)
         counts.append((len(rows) - before, weight))
         start += count
     if not rows:
-        raise DataError(
-            f"none of the {len(conversations)} prompts has at most {max_prompt_tokens} tokens: add prompts, or raise "
-            f"max_prompt_tokens"
-        )
+        raise DataError(f"no prompt can be used: {dropped.summary()}")
+    if dropped.num_dropped:
+        _logger.warning("%s", dropped.summary())
     names = dict.fromkeys(name for row in rows for name in row.conversation.columns)
     return PromptSet(rows, tuple(names), tuple(counts))
 
@@ -96,27 +105,40 @@ def tokenize_prompt(
     tokenizer: ChatTokenizer,
     max_tokens: int | None,
     too_long: Literal["refuse", "drop", "truncate"],
+    setting: str,
 ) -> TokenizedPrompt:
     """Returns the tokens of a prompt. With `truncate`, drops the first turns of a long prompt, not its system message.
+    Error messages name the key of `max_tokens`, `setting`.
 
-    Raises RowProblem if the prompt is too long or does not end with the user.
+    Raises RowProblem if the prompt is too long or does not end with the user, or if the chat template rejects it.
     """
     if conversation.messages[-1:] and conversation.messages[-1].role == "assistant":
-        project(conversation, "prompts")
-    ids = tokenizer.encode_prompt(conversation.messages)
+        select_turns(conversation, "prompts")
+    ids = _encode(conversation, tokenizer)
     length = len(ids)
     while max_tokens is not None and len(ids) > max_tokens:
         users = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
         if too_long != "truncate" or len(users) < 2:
             raise RowProblem(
                 "too_long",
-                f"the prompt has {length} tokens, and at most {max_tokens} are allowed; shorten it or raise "
-                f"max_prompt_tokens",
+                f"the prompt has {length} tokens, more than {setting} ({max_tokens}): shorten it, or raise {setting}",
             )
         system = conversation.messages[: users[0]]
         conversation = replace(conversation, messages=(*system, *conversation.messages[users[1] :]))
-        ids = tokenizer.encode_prompt(conversation.messages)
+        ids = _encode(conversation, tokenizer)
     return TokenizedPrompt(conversation, np.asarray(ids, dtype=np.int32))
+
+
+def _encode(prompt: Conversation, tokenizer: ChatTokenizer) -> list[int]:
+    try:
+        return tokenizer.encode_prompt(prompt.messages)
+    except DataError as error:
+        raise RowProblem("template", str(error)) from error
+
+
+def too_long_error(row: Conversation, problem: RowProblem) -> DataError:
+    """Returns the error for a row that `data.too_long: refuse` rejects."""
+    return DataError(f"{row.location}: {problem}, or set data.too_long: drop")
 
 
 class PromptStream:

@@ -38,11 +38,6 @@ def read_template(path: Path) -> ConversationTemplate:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"conversation template {path} cannot be read ({error}): write a JSON object") from error
-    return read_template_values(values, path)
-
-
-def read_template_values(values: Any, path: Path) -> ConversationTemplate:
-    """Returns the template in `values`, the JSON object in the file `path`. Raises DataError if it is invalid."""
     if not isinstance(values, dict):
         raise DataError(f"conversation template {path} is a {type(values).__name__}, but must be a JSON object")
     known = [name for name in ConversationTemplate.__dataclass_fields__ if name != "is_flat"]
@@ -81,7 +76,7 @@ def _read_stop_ids(value: Any, path: Path) -> tuple[tuple[tuple[int, ...], ...],
     """Returns stop sequences, and whether they are one flat list whose meaning depends on the tokenizer."""
 
     def is_ids(ids: object) -> bool:
-        return isinstance(ids, list) and bool(ids) and all(isinstance(i, int) and i >= 0 for i in ids)
+        return isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
 
     if value is None or value == []:
         return (), False
@@ -122,10 +117,15 @@ def template_values(template: ConversationTemplate) -> Mapping[str, Any]:
     }
 
 
+def template_text(template: ConversationTemplate) -> str:
+    """Returns the content of a conversation template file."""
+    return json.dumps(template_values(template), indent=2, ensure_ascii=False) + "\n"
+
+
 def write_template(path: Path, template: ConversationTemplate) -> None:
     """Writes a conversation template file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(template_values(template), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(template_text(template), encoding="utf-8")
 
 
 _ALTERNATING = (

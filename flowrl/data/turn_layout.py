@@ -53,8 +53,11 @@ class TurnLayout:
             response = self.responses.get(index)
             if response is None or index < first:
                 continue
-            if response.appended:
-                text += response.appended
+            content = text[start:end].rstrip()
+            if response.appended and content.endswith(response.appended):
+                spans.append((start - response.lead, start + len(content)))
+                continue
+            text += response.appended
             spans.append((start - response.lead, end + response.tail + len(response.appended)))
         return text, spans
 
@@ -140,10 +143,14 @@ def infer_end(render: Render, eos: str, special: Sequence[str]) -> str | None:
     return next((token for token in special if after.strip() == token), None)
 
 
-def relocate(layout_end: str, text: str, messages: Sequence[Message], render: Render, first: int) -> list[Span]:
-    """Returns the spans of the responses, from renderings of the turns up to each response. Used if no layout matches.
+def locate_responses(end: str, text: str, messages: Sequence[Message], render: Render, first: int) -> list[Span]:
+    """Returns the spans of the responses from `first` on in a rendered conversation. Used if no layout matches.
 
-    Raises DataError if the template renders earlier messages differently when more messages follow.
+    Renders the turns up to each response, and the same turns with a marker as the response, which gives the text after
+    the response. Thus an end of turn in the response itself is never mistaken for the end of the response.
+
+    Raises DataError if the template renders earlier messages differently when more messages follow, or if it does not
+    end a response with `end`.
     """
     spans: list[Span] = []
     for index, message in enumerate(messages):
@@ -156,8 +163,20 @@ def relocate(layout_end: str, text: str, messages: Sequence[Message], render: Re
                 "tokens cannot be located; use single-turn conversations, train only the last turn, or use another "
                 "template"
             )
-        end = until.rfind(layout_end, len(prompt))
-        if end < 0:
-            raise DataError(f"the chat template does not end assistant messages with {layout_end!r}")
-        spans.append((len(prompt), end + len(layout_end)))
+        after = _text_after(messages[:index], render)
+        position = after.find(end)
+        if position < 0 or not until.endswith(after):
+            raise DataError(f"the chat template does not end assistant messages with {end!r}")
+        spans.append((len(prompt), len(until) - len(after) + position + len(end)))
     return spans
+
+
+def _text_after(messages: Sequence[Message], render: Render) -> str:
+    """Returns the text that the template renders after a last response that follows `messages`."""
+    marker = "\ue002"
+    while any(marker in message.content for message in messages):
+        marker += "\ue002"
+    _, found, after = render([*messages, Message("assistant", marker)], False).rpartition(marker)
+    if not found:
+        raise DataError(f"the chat template does not render message {len(messages) + 1}, a response")
+    return after

@@ -49,6 +49,7 @@ from flowrl.data.chat import DataError, Message
 from flowrl.data.console import make_console
 from flowrl.data.preparation.prepared_folder import is_prepared
 from flowrl.data.prompts import PromptStream
+from flowrl.data.reading.json_columns import to_json_value
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import as_files
 from flowrl.data.reading.row_problems import RowProblem
@@ -57,7 +58,7 @@ from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import GB, check_memory, memory_budget
 from flowrl.memory.model_size import read_model_size
 from flowrl.rewards.scoring_process import score_in_process
-from flowrl.run.datasets import Examples, PtxText, read_prompts
+from flowrl.run.datasets import PtxText, SftExamples, read_prompts
 from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preferences.preference_examples import PREFERENCE_ROLES, PreferenceExamples
@@ -177,7 +178,7 @@ class _Checks:
             rows = "training pairs" if examples.is_paired else "labeled training responses"
             return f"{len(examples)} {rows}, {sum(map(len, held_out.values())) // 2} for evaluation"
         counts = [
-            f"{len(Examples(files, self._encoder, max_tokens=value.max_prompt_tokens, data=value))} rows of "
+            f"{len(SftExamples(files, self._encoder, max_tokens=value.max_prompt_tokens, data=value))} rows of "
             f"{', '.join(file.path.name for file in as_files(files))}"
             for value in dict(config).values()
             if isinstance(value, DataConfig)
@@ -440,8 +441,7 @@ def _copy_first_rows(files: Path | tuple[DataFile, ...], copy: Path) -> tuple[Da
 
 
 def _to_json(row: Any) -> bytes:  # Any: a row of a table or of a JSON array, or a RowProblem
-    # Columns of other types, such as dates, are not part of a conversation.
-    return json.dumps(None if isinstance(row, RowProblem) else row, default=str).encode()
+    return json.dumps(None if isinstance(row, RowProblem) else row, default=to_json_value).encode()
 
 
 def _local_engine(engine: EngineConfig) -> EngineConfig:

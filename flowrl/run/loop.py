@@ -21,6 +21,7 @@ from flowrl.checkpoints.run_folder import (
 )
 from flowrl.checkpoints.saver import Checkpointable, Saver
 from flowrl.config import RolloutRunConfig, RunConfig, UserError
+from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.dispatch import Future
@@ -32,11 +33,13 @@ from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.metric import Logged
 from flowrl.data.prompts import PromptStream
+from flowrl.data.template import ConversationTemplate, template_text
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
+from flowrl.run.datasets.row_batches import RowBatches
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
@@ -252,7 +255,11 @@ class Run:
         """
         self._policy = policy
         self._begin()
-        self._stream = _Lookahead(islice(stream, self.step, None))
+        if isinstance(stream, RowBatches):
+            stream.skip(self.step)
+        else:
+            stream = islice(stream, self.step, None)
+        self._stream = _Lookahead(stream)
         for step in self._steps():
             yield self._stream.pop().with_seed((self.config.seed, step))
 
@@ -357,7 +364,8 @@ class Run:
 
     def _save(self, *, asynchronous: bool) -> None:
         if self.step > self._saver.last_step:
-            self._saver.begin(self.step, self._state(), asynchronous=asynchronous)
+            files = {} if self._template is None else {TEMPLATE_FILE: template_text(self._template).encode()}
+            self._saver.begin(self.step, self._state(), files, asynchronous=asynchronous)
             if not asynchronous:
                 self._wait_for_save()
 
@@ -366,7 +374,6 @@ class Run:
         return {
             "step": self.step,
             "version": self.version,
-            "template": self._template,
             "outcomes": self._evaluations.state(),
             "peak_mb": self._memory.peak_mb,
             "seconds": time.monotonic() - self.started_s,
@@ -467,7 +474,7 @@ class Run:
     # The end.
 
     @cached_property
-    def _template(self) -> Mapping[str, Any] | None:
+    def _template(self) -> ConversationTemplate | None:
         """Conversation template that is saved with checkpoints and models."""
         return conversation_template(self.config)
 

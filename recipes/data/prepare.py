@@ -85,8 +85,10 @@ def main(arguments: Sequence[str]) -> None:
     source = Path(settings.pop("source")) if "source" in settings else None
     output = Path(settings.pop("output", f"data/{name}"))
     settings.setdefault("kind", dataset.kind)
-    for part, split in (("train", dataset.train), ("test", dataset.test)):
-        files = find_files(dataset, split, source)
+    splits = (("train", dataset.train), ("test", dataset.test))
+    # Before the first split is prepared, so that a missing split leaves no folder.
+    files_of_parts = {part: find_files(dataset, split, source) for part, split in splits}
+    for part, files in files_of_parts.items():
         overrides = [f"{key}={value}" for key, value in settings.items()]
         config = load(None, [*overrides, "files=[-]", f"output={output / part}"], PreparationConfig)
         manifest = prepare(config.model_copy(update={"files": tuple(files)}))

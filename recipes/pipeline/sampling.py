@@ -16,7 +16,7 @@ from flowrl.config import DataConfig, ModelConfig, ReferenceConfig, RewardConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.checkpoint.export import export_model
-from flowrl.run.datasets import Examples
+from flowrl.run.datasets import SftExamples
 from flowrl.run.datasets.prompt_data import read_stream
 from flowrl.run.evaluation import mean_loss
 from flowrl.workers import Reference, Reward, Rollout
@@ -126,7 +126,7 @@ def measure_model(pipeline: PipelineConfig, model: ModelConfig, *, num_samples: 
         sft = cluster.group("sft", Reference, ReferenceConfig(model=_model(pipeline, "sft")))
         batch["rewards"] = reward.score(batch).select("scores")
         batch["own"], batch["sft"] = own.response_logprobs(batch), sft.response_logprobs(batch)
-        held_out = Examples(pipeline.output / "data" / "sft_test.jsonl", model, max_tokens=MAX_TOKENS).batch()
+        held_out = SftExamples(pipeline.output / "data" / "sft_test.jsonl", model, max_tokens=MAX_TOKENS).batch()
         held_out["logprobs"] = own.logprobs(held_out)
         loss = held_out.reduce(mean_loss, ("logprobs", "response_mask")).get()
         prompts, stories = batch.get("prompt"), batch.get("response")

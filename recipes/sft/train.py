@@ -11,7 +11,7 @@ from recipes.sft.config import SFTConfig
 if __name__ == "__main__":  # here, because a wrong config is reported before the imports below, which take seconds
     sys.exit(run_recipe(SFTConfig, "recipes.sft.train:train"))
 
-from flowrl.run.datasets import Examples
+from flowrl.run.datasets import SftExamples
 from flowrl.run.evaluation import evaluate_loss
 from flowrl.run.loop import Run, Summary
 from flowrl.workers import Actor
@@ -19,7 +19,7 @@ from flowrl.workers import Actor
 
 def train(config: SFTConfig) -> Summary:
     """Trains the model. Returns the summary of the run."""
-    examples, held_out = Examples.read(config.data, config.actor.model)
+    examples, held_out = SftExamples.read(config.data, config.actor.model)
     config = config.with_steps(len(examples))
     stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.shuffle)
     with Run(config) as run:

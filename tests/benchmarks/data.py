@@ -133,10 +133,10 @@ def rate_and_memory_growth(path: Path, tokenizer_path: Path, output: Path) -> tu
 def start_seconds(folder: Path, tokenizer_path: Path) -> float:
     """Returns the seconds from the path of a prepared folder to the first batch."""
     from flowrl.config import ModelConfig  # noqa: PLC0415 (see above)
-    from flowrl.run.datasets import Examples  # noqa: PLC0415 (see above)
+    from flowrl.run.datasets import SftExamples  # noqa: PLC0415 (see above)
 
     begun = time.perf_counter()
-    examples = Examples(folder, ModelConfig(path=tokenizer_path), max_tokens=4096)
+    examples = SftExamples(folder, ModelConfig(path=tokenizer_path), max_tokens=4096)
     next(examples.batches(64, seed=0, shuffle=True))
     return time.perf_counter() - begun
 

@@ -63,6 +63,12 @@ def test_settings_may_be_in_a_file(folder: Path, capsys: pytest.CaptureFixture[s
     assert main(["data", "prepare", "rows.jsonl", "output=out2"]) == 2
 
 
+@pytest.mark.parametrize("option", ["--rows", "--start"])
+def test_show_rejects_negative_numbers(folder: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", "rows.jsonl", "tokenizer=model", option, "-1"]) == 2
+    assert option in capsys.readouterr().err
+
+
 def test_a_template_file_is_filled_in(folder: Path) -> None:
     (folder / "t.json").write_text(json.dumps({"system_message": "1"}))
     assert main(["data", "template", "t.json", "tokenizer=model"]) == 0

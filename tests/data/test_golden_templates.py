@@ -171,3 +171,31 @@ def test_a_template_that_rewrites_earlier_responses_is_refused_or_trained_on_the
         chat.encode_example(messages)
     assert marked(chat, messages, first=2) == "<user>a<assistant>b</s><user>c<assistant>[[yTHINKd</s>]]"
     assert marked(chat, turns("a", "b", "c", "d")) == "<user>a<assistant>[[b</s>]]<user>c<assistant>[[d</s>]]"
+
+
+ENDS_ONCE = (
+    "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content }}"
+    "{{ '</s>' if m.role == 'assistant' and not m.content.endswith('</s>') else '' }}{% endfor %}"
+    "{{ '<assistant>' if add_generation_prompt }}"
+)
+NEVER_ENDS = ENDS_ONCE.replace("'</s>' if", "'' if")
+
+
+def test_a_response_that_contains_the_end_of_its_turn_is_trained_completely(tmp_path: Path) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate(ENDS_ONCE))
+    text = "<user>a<assistant>[[b</s>c</s>]]<user>d<assistant>[[e</s>]]"
+    assert marked(chat, turns("a", "b</s>c", "d", "e</s>")) == text
+    assert marked(chat, turns("a", "b</s>c</s>", "d", "e")) == text
+
+
+def test_an_end_of_turn_in_a_response_does_not_replace_a_missing_one(tmp_path: Path) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate(NEVER_ENDS))
+    for response in ("b</s>c", "b</s>"):
+        with rejects("/s", error=DataError):
+            chat.encode_example(turns("a", response))
+
+
+def test_an_end_of_turn_is_appended_only_once(tmp_path: Path) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate("chatglm3"))
+    for response in ("Ho", "Ho<|user|>"):
+        assert marked(chat, turns("Hi", response)) == "[gMASK]sop<|user|>\n Hi<|assistant|>[[\n Ho<|user|>]]"

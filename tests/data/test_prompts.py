@@ -10,6 +10,7 @@ from flowrl.data.chat import ChatTokenizer, DataError, Message
 from flowrl.data.messages import Conversation
 from flowrl.data.prompts import PromptStream, read_conversations
 from recipes.quickstart.prepare import save_tokenizer
+from tests.errors import rejects
 
 ASK = {"messages": [{"from": "human", "content": "1+1"}], "answer": "2"}
 
@@ -196,7 +197,7 @@ def test_evaluation_reads_the_file_in_order_and_keeps_the_position(tokenizer: Ch
 
 def test_a_prompt_that_is_too_long_is_rejected_with_its_line(tokenizer: ChatTokenizer) -> None:
     long = Conversation((Message("user", "11111+1"),), {}, Path("data.jsonl"), 7)
-    with pytest.raises(DataError, match=r"data.jsonl, line 7: .* 8 .* 7 .*max_prompt_tokens"):
+    with rejects("data.jsonl", 7, 8, "data.max_prompt_tokens", "data.too_long", error=DataError):
         PromptStream([long], tokenizer, seed=0, max_prompt_tokens=7)
 
 

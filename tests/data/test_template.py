@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message, has_same_rendering
 from flowrl.data.template import ConversationTemplate, read_template, write_template
+from recipes.quickstart.prepare import save_tokenizer
 from tests.data.test_golden_templates import CASES, marked, tokenizer, turns
 from tests.errors import rejects
 
@@ -88,6 +91,35 @@ def test_a_flat_list_of_stop_ids_is_resolved_or_refused(tmp_path: Path) -> None:
     assert one.template.stop_ids == (tuple(spelled),)
     with rejects(tmp_path / "t.json", error=DataError):
         _ = ChatTokenizer(path, file(tmp_path, chat_template="zephyr", stop_ids=[7, 8])).template
+
+
+@pytest.mark.parametrize("values", [{"end_of_assistant": "é"}, {"stop_strings": ["1", "é"]}])
+def test_an_end_without_tokens_would_end_every_response_and_is_rejected(values: Any, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    with rejects("é", tmp_path, error=DataError):
+        _ = ChatTokenizer(tmp_path, file(tmp_path, **values)).template
+
+
+def test_a_template_file_that_is_not_text_is_rejected(tmp_path: Path) -> None:
+    path = tokenizer(tmp_path / "model")
+    (tmp_path / "x.jinja").write_bytes(b"\xff{{ 1 }}")
+    with rejects(tmp_path / "x.jinja", error=DataError):
+        ChatTokenizer(path, file(tmp_path, chat_template="x.jinja")).check_chat_template()
+
+
+def test_the_default_of_several_chat_templates_is_used(tmp_path: Path) -> None:
+    path = tokenizer(tmp_path)
+    saved = AutoTokenizer.from_pretrained(path)
+    saved.chat_template = {"default": "{{ messages[0].content }}!", "tool_use": "{{ tools }}"}
+    saved.save_pretrained(path)
+    chat = ChatTokenizer(path)
+    assert chat.decode_all(chat.encode_prompt([Message("user", "a")])) == "a!"
+
+
+def test_a_stop_id_outside_of_the_vocabulary_is_rejected(tmp_path: Path) -> None:
+    path = file(tmp_path, chat_template="zephyr", stop_ids=[[2, 9999]])
+    with rejects(9999, path, error=DataError):
+        _ = ChatTokenizer(tokenizer(tmp_path), path).template
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flowrl.checkpoints.resume import RunComplete
 from flowrl.config import ConfigError, ModelConfig
 from flowrl.data.chat import ChatTokenizer, Message
 from flowrl.report.plots import PANELS, select_lines
-from flowrl.run.datasets import Examples
+from flowrl.run.datasets import SftExamples
 from flowrl.run.preflight import check_run
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train
@@ -45,7 +45,7 @@ def expected_loss(model_path: Path, task_folder: Path) -> float:
     """Returns the mean cross-entropy of the response tokens, computed with transformers."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
     total, count = 0.0, 0
-    batch = Examples(
+    batch = SftExamples(
         task_folder / "sft.jsonl", ModelConfig(path=task_folder / "model"), max_tokens=16, max_examples=50
     ).batch()
     lengths = batch.lengths().tolist()

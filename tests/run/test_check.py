@@ -171,7 +171,7 @@ def test_an_answer_that_is_a_number_is_scored_as_text(check: Checked, recipe: Pa
 
 
 def test_a_row_that_does_not_fit_is_found(check: Checked, recipe: Path) -> None:
-    with rejects(recipe.parent / "data/train.jsonl", 1, "max_prompt_tokens", error=ChecksFailed):
+    with rejects(recipe.parent / "data/train.jsonl", 1, "data.max_prompt_tokens", "data.too_long", error=ChecksFailed):
         check("data.max_prompt_tokens=5")
 
 

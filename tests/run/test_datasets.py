@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from flowrl.config import DataConfig, ModelConfig
 from flowrl.data.chat import ChatTokenizer, DataError
 from flowrl.rewards.reward_function import RewardError
-from flowrl.run.datasets import Examples, read_prompts
+from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
 from recipes.grpo.config import GRPOConfig
 from recipes.quickstart.prepare import prepare
@@ -121,7 +121,7 @@ def test_more_than_one_percent_of_unknown_tokens_is_reported(
     examples = tmp_path / "sft"
     rows = [[{"from": "human", "content": text}, {"from": "assistant", "content": "2"}] for text in contents]
     examples.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    Examples(examples, ModelConfig(path=data / "model"), max_tokens=16)
+    SftExamples(examples, ModelConfig(path=data / "model"), max_tokens=16)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl.run.datasets")]
     assert len(messages) == 2 * is_reported
     for message, file in zip(messages, (tmp_path / "a", examples), strict=False):
@@ -177,7 +177,7 @@ def test_every_evaluation_file_is_read_and_named(data: Path, tmp_path: Path) -> 
     (prompt,) = held_out["hard"].get("prompt")
     assert "4+4" in prompt
     broken = lines(tmp_path / "broken", "7" * 99)
-    with rejects(broken, 1, "max_prompt_tokens", error=DataError):
+    with rejects(broken, 1, "data.max_prompt_tokens", "data.too_long", error=DataError):
         read_prompts(
             GRPOConfig.model_validate(settings | {"data": files | {"tests": {"hard": hard, "broken": broken}}})
         )
@@ -186,12 +186,12 @@ def test_every_evaluation_file_is_read_and_named(data: Path, tmp_path: Path) -> 
 def test_every_evaluation_file_of_examples_is_read_and_named(data: Path) -> None:
     file = data / "sft.jsonl"
     files = {"train": file, "test": file, "tests": {"again": file}, "max_prompt_tokens": 32, "evaluation_rows": 3}
-    examples, held_out = Examples.read(DataConfig.model_validate(files), ModelConfig(path=data / "model"))
+    examples, held_out = SftExamples.read(DataConfig.model_validate(files), ModelConfig(path=data / "model"))
     assert len(examples) > 3 and {name: len(rows) for name, rows in held_out.items()} == {"": 3, "again": 3}
 
 
 def test_examples_come_once_per_epoch(data: Path) -> None:
-    examples = Examples(data / "sft.jsonl", ModelConfig(path=data / "model"), max_tokens=16)
+    examples = SftExamples(data / "sft.jsonl", ModelConfig(path=data / "model"), max_tokens=16)
     batches = list(examples.batches(300, seed=1, shuffle=True, epochs=1))
     assert sum(len(batch) for batch in batches) == len(examples) == 2000
     assert len(batches[-1]) == 200

@@ -1,7 +1,9 @@
 """Rollouts with an environment: the segments of each response and their columns, in batches and in streams."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,20 @@ def batch() -> Batch:
 
 def split(responses: Batch, name: str) -> list[list[Any]]:
     return [row.tolist() for row in responses.get(name).split(responses.lengths().tolist())]
+
+
+def test_a_response_ends_at_the_end_of_turn_of_the_template(
+    open_group: OpenGroup, model: ModelConfig, tmp_path: Path
+) -> None:
+    responses = [ids[5:] for ids in split(open_group(None).generate(batch()), "input_ids")]
+    end = next(ids[1] for ids in responses if len(ids) > 6 and ids[1] > 2)
+    path = tmp_path / "template.json"
+
+    for stop in ({"stop_ids": [end]}, {"end_of_assistant": ChatTokenizer(model.tokenizer_path).decode([end])}):
+        path.write_text(json.dumps({"chat_template": "{{ messages[0].content }}", **stop}))
+        stopped = open_group(None, template=path).generate(batch())
+        for full, ids in zip(responses, split(stopped, "input_ids"), strict=True):
+            assert ids[5:] == full[: full.index(end) + 1 if end in full else None]
 
 
 def segments(mask: list[bool]) -> list[int]:

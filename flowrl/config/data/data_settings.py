@@ -1,6 +1,5 @@
 """Settings of datasets: files, column mappings, policies for invalid rows, and the preparation of data."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,24 +14,6 @@ TEMPLATE_FILE = "conversation_template.json"
 
 TooLong = Literal["refuse", "drop", "truncate"]
 RefuseOrDrop = Literal["refuse", "drop"]
-
-
-def read_stop_ids(template: Path) -> tuple[tuple[int, ...], ...]:
-    """Returns the stop sequences in a conversation template file, or none if there is no file or it is invalid.
-
-    Also returns none for a flat list of several ids, which is ambiguous without a tokenizer. The data checks resolve
-    or reject it.
-    """
-    try:
-        stop_ids = json.loads(template.read_text(encoding="utf-8"))["stop_ids"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return ()
-    if not isinstance(stop_ids, list):
-        return ()
-    if len(stop_ids) == 1 and isinstance(stop_ids[0], int):
-        return ((stop_ids[0],),)
-    sequences = [ids for ids in stop_ids if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids)]
-    return tuple(tuple(ids) for ids in sequences) if len(sequences) == len(stop_ids) else ()
 
 
 class DataFile(Config):

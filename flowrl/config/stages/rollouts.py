@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from pydantic import PositiveInt, model_validator
 
 from flowrl.config.base import ConfigError
-from flowrl.config.data.data_settings import TEMPLATE_FILE, read_stop_ids
 from flowrl.config.roles import (
     RewardConfig,
     RolloutConfig,
@@ -116,12 +115,11 @@ class RolloutRunConfig(DatasetConfig):
         return self
 
     @model_validator(mode="after")
-    def _resolve_stop_ids(self) -> "RolloutRunConfig":
-        """Adds the stop tokens of the conversation template file, so that config.yaml records them."""
-        template = self.data.template or self.actor.model.tokenizer_path / TEMPLATE_FILE
-        if not self.rollout.stop_ids and (stop_ids := read_stop_ids(template)):
+    def _resolve_template(self) -> "RolloutRunConfig":
+        """Replaces a null `rollout.template` by `data.template`, so that config.yaml records it."""
+        if self.rollout.template is None and self.data.template is not None:
             # The model is frozen, and a validator after all fields may not return another instance.
-            object.__setattr__(self, "rollout", self.rollout.model_copy(update={"stop_ids": stop_ids}))
+            object.__setattr__(self, "rollout", self.rollout.model_copy(update={"template": self.data.template}))
         return self
 
     @model_validator(mode="after")

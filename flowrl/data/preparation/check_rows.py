@@ -1,5 +1,6 @@
 """Checks and shows rows of raw files and of prepared folders, without writing files."""
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from flowrl.data.preparation.prepare import ChunkPreparation, find_kind
 from flowrl.data.preparation.prepared_folder import PreparedFolder, is_prepared
 from flowrl.data.preparation.tokenized_rows import TokenizedRow
 from flowrl.data.prompts import RESERVED_COLUMNS
-from flowrl.data.reading.kinds import Kind, project
+from flowrl.data.reading.kinds import Kind, select_turns
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import check_columns, parse_rows
 from flowrl.data.reading.row_problems import RowCounts
@@ -23,9 +24,9 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
 
     Raises DataError if a prepared folder is corrupt, and in strict mode at the first invalid row.
     """
-    prepared = [source for source in config.files if is_prepared(source.path)]
+    prepared = [source.path for source in config.files if is_prepared(source.path)]
     if prepared:
-        return _check_prepared(prepared[0].path)
+        return _check_prepared(config, prepared)
     kind = find_kind(config)
     if config.tokenizer is not None:
         preparation = ChunkPreparation(config, kind)
@@ -39,7 +40,7 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
 
     def check(row: Conversation) -> Conversation:
         check_columns(row, (), RESERVED_COLUMNS)
-        return project(row, kind, trailing_assistant=config.trailing_assistant)
+        return select_turns(row, kind, trailing_assistant=config.trailing_assistant)
 
     for source in config.files:
         for chunk in read_chunks(source, max_row_bytes=round(config.max_row_mb * (1 << 20))):
@@ -48,13 +49,18 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
     return kind, counts
 
 
-def _check_prepared(path: Path) -> tuple[Kind, RowCounts]:
-    folder = PreparedFolder(path)
-    for shard in folder.manifest["shards"]:
-        checksum = checksum_of(path / shard["file"])
-        if (checksum.size, checksum.crc32) != (shard["bytes"], shard["crc32"]):
-            raise DataError(f"{path / shard['file']} differs from its checksum in the manifest: prepare the data again")
-    return folder.kind, RowCounts(num_read=len(folder))
+def _check_prepared(config: RowsConfig, paths: Sequence[Path]) -> tuple[Kind, RowCounts]:
+    """Compares the shards of prepared folders with their checksums."""
+    if len(paths) < len(config.files):
+        raise DataError(f"{paths[0]} is a prepared folder, but other files are not: check them separately")
+    folders = [PreparedFolder(path) for path in paths]
+    for folder in folders:
+        for shard in folder.manifest["shards"]:
+            path = folder.path / shard["file"]
+            checksum = checksum_of(path)
+            if (checksum.size, checksum.crc32) != (shard["bytes"], shard["crc32"]):
+                raise DataError(f"{path} differs from its checksum in the manifest: prepare the data again")
+    return folders[0].kind, RowCounts(num_read=sum(map(len, folders)))
 
 
 def first_rows(config: RowsConfig, *, start: int, count: int) -> tuple[Kind, list[TokenizedRow], ChatTokenizer]:

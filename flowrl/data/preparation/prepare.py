@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from flowrl.data.preparation.folder_writer import FolderWriter
 from flowrl.data.preparation.prepared_folder import encode_batch, template_hash, tokenizer_hash
 from flowrl.data.preparation.tokenized_rows import LengthLimits, TokenizedRow, tokenize_row
 from flowrl.data.prompts import RESERVED_COLUMNS
-from flowrl.data.reading.kinds import Kind, infer_kind, project
+from flowrl.data.reading.kinds import Kind, infer_kind, select_turns
 from flowrl.data.reading.raw_rows import RawChunk, data_files, read_chunks
 from flowrl.data.reading.reader import check_columns, parse_rows
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
@@ -100,7 +101,7 @@ class ChunkPreparation:
 
     def _check(self, row: Conversation) -> Conversation:
         check_columns(row, (), RESERVED_COLUMNS)
-        return project(row, self._kind, trailing_assistant=self._config.trailing_assistant)
+        return select_turns(row, self._kind, trailing_assistant=self._config.trailing_assistant)
 
     def tokenize(self, chunk: RawChunk, columns: Mapping[str, str], counts: RowCounts) -> Iterator[TokenizedRow]:
         """Yields the usable rows of a chunk, and counts all rows."""
@@ -160,9 +161,7 @@ def prepare(config: PreparationConfig, report: Callable[[int, int], None] | None
     with write_atomically(config.output) as folder, FolderWriter(folder, config.rows_per_shard) as writer:
         _write_rows(config, kind, writer, report)
         if not writer.num_rows:
-            raise DataError(
-                f"no row of {', '.join(str(file.path) for file in config.files)} can be used: {writer.counts.summary()}"
-            )
+            raise no_row_error(config, writer.counts)
         write_template(folder / TEMPLATE_FILE, template)
         return writer.finish(
             kind=kind,
@@ -174,14 +173,26 @@ def prepare(config: PreparationConfig, report: Callable[[int, int], None] | None
 
 
 def find_kind(config: RowsConfig) -> Kind:
-    """Returns the kind in the settings, or that of the first row with a known shape. Raises DataError if none has."""
+    """Returns the kind in the settings, or that of the first row with a known shape.
+
+    Raises DataError if no row has a known shape, and in strict mode at the first invalid row.
+    """
     if config.kind is not None:
         return config.kind
+    counts = RowCounts(strict=config.strict)
     for source in config.files:
-        for chunk in read_chunks(source, rows_per_chunk=100):
-            for row in parse_rows(chunk, source.columns, RowCounts()):
+        for chunk in read_chunks(source, rows_per_chunk=100, max_row_bytes=round(config.max_row_mb * (1 << 20))):
+            for row in parse_rows(chunk, source.columns, counts):
                 return infer_kind(row)
-    raise DataError("no row has a known shape: set columns, or correct the files (docs/data.md)")
+    raise no_row_error(config, counts)
+
+
+def no_row_error(config: RowsConfig, counts: RowCounts) -> DataError:
+    """Returns the error for files without a usable row."""
+    names = ", ".join(str(file.path) for file in config.files)
+    if not counts.num_read:
+        return DataError(f"{names} has no rows: write one conversation per line (docs/data.md)")
+    return DataError(f"no row of {names} can be used: {counts.summary()}")
 
 
 def _write_rows(
@@ -230,6 +241,11 @@ def _chunk_results(config: PreparationConfig, kind: Kind) -> Iterator[Iterator[P
     ) as pool:
         try:
             yield _in_order(pool, chunks, 2 * config.processes + 2)
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"a process of the preparation ended unexpectedly, for example because of too little memory: reduce "
+                f"processes ({config.processes}), and start the preparation again"
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

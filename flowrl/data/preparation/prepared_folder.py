@@ -16,7 +16,7 @@ from flowrl.data.preparation.folder_writer import FORMAT_VERSION
 from flowrl.data.preparation.tokenized_rows import TokenizedRow, Tokens
 from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.raw_rows import MANIFEST, import_library, open_arrow
-from flowrl.data.reading.shapes import recognize
+from flowrl.data.reading.shapes import parse_row
 from flowrl.data.template import template_values
 
 SIDES: Mapping[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ SIDES: Mapping[str, tuple[str, ...]] = {
 
 
 def row_values(row: Conversation, kind: Kind) -> dict[str, Any]:
-    """Returns a row as a JSON object that `shapes.recognize` converts to the same conversation."""
+    """Returns a row as a JSON object that `shapes.parse_row` converts to the same conversation."""
 
     def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
         return [{"role": message.role, "content": message.content} for message in messages]
@@ -67,10 +67,20 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
 
 
 def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
-    """Returns a hash of the vocabulary and the rules of a tokenizer."""
+    """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, and begin and end tokens.
+
+    Truncation, padding and the padding token do not count, because they do not change the tokens of a row, and because
+    calls of the tokenizer change them.
+    """
     known: Any = tokenizer.tokenizer  # Any: transformers types its attributes too loosely
-    rules = known.backend_tokenizer.to_str() if known.is_fast else json.dumps(sorted(known.get_vocab().items()))
-    return _hash(rules)
+    if known.is_fast:
+        rules = json.loads(known.backend_tokenizer.to_str())
+        for name in ("truncation", "padding", "post_processor"):
+            rules.pop(name, None)
+    else:
+        rules = {"vocabulary": known.get_vocab()}
+    tokens = [str(known.bos_token), str(known.eos_token)]
+    return _hash(json.dumps([type(known).__name__ if not known.is_fast else "", rules, tokens], sort_keys=True))
 
 
 def template_hash(tokenizer: ChatTokenizer) -> str:
@@ -96,12 +106,16 @@ class PreparedFolder(Sequence[TokenizedRow]):
         self.path = path
         try:
             self.manifest: Mapping[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            shards = self.manifest["shards"]
-            self._batches = [batch for shard in shards for batch in open_arrow(path / shard["file"])]
-        except (OSError, ValueError, LookupError) as error:
+            if self.manifest["version"] != FORMAT_VERSION:
+                raise DataError(
+                    f"the prepared folder {path} was written by another version of flowrl: prepare it again"
+                )
+            for shard in self.manifest["shards"]:
+                if (size := (path / shard["file"]).stat().st_size) != shard["bytes"]:
+                    raise ValueError(f"{shard['file']} has {size} bytes instead of {shard['bytes']}")
+            self._batches = [batch for shard in self.manifest["shards"] for batch in open_arrow(path / shard["file"])]
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"the prepared folder {path} is corrupt ({error}): prepare it again") from error
-        if self.manifest["version"] != FORMAT_VERSION:
-            raise DataError(f"the prepared folder {path} was written by another version of flowrl: prepare it again")
         self.kind: Kind = self.manifest["kind"]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         if len(self) != self.manifest["num_rows"]:
@@ -157,7 +171,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
         batch = self._batches[batch_index]
         offset = index - (int(self._ends[batch_index - 1]) if batch_index else 0)
         file, line = Path(batch.column("file")[offset].as_py()), batch.column("line")[offset].as_py()
-        row = recognize(json.loads(batch.column("row")[offset].as_py()), {}, file, line)
+        row = parse_row(json.loads(batch.column("row")[offset].as_py()), {}, file, line, is_json=True)
         return TokenizedRow(row, tuple(self._side(batch, name, offset) for name in SIDES[self.kind]))
 
     def _side(self, batch: Any, name: str, offset: int) -> Tokens:  # Any: pyarrow.RecordBatch

@@ -61,13 +61,13 @@ def tokenize_row(
     *,
     turns: Literal["all", "last"] = "all",
 ) -> TokenizedRow:
-    """Returns the tokens of a row that `kinds.project` returned.
+    """Returns the tokens of a row that `kinds.select_turns` returned.
 
     Raises RowProblem if the chat template rejects the row, or if its length violates the limits.
     """
     try:
         if kind == "prompts":
-            prompt = tokenize_prompt(row, tokenizer, limits.max_tokens, limits.too_long)
+            prompt = tokenize_prompt(row, tokenizer, limits.max_tokens, limits.too_long, limits.setting)
             side = Tokens(prompt.ids, np.zeros(len(prompt.ids), dtype=bool))
             is_truncated = prompt.conversation.messages != row.messages
             tokenized = TokenizedRow(prompt.conversation, (side,), is_truncated)
@@ -85,8 +85,8 @@ def _encode_sides(
 ) -> list[Tokens]:
     if row.text is not None:
         prefix, text = row.text
-        before, after = tokenizer.encode(prefix), tokenizer.encode(text)
-        return [_tokens([*before, *after, tokenizer.eos_id], [False] * len(before) + [True] * (len(after) + 1))]
+        ids, mask = tokenizer.encode_spans(prefix + text, [(len(prefix), len(prefix) + len(text))])
+        return [_tokens([*ids, tokenizer.eos_id], [*mask, True])]
     if kind in ("sft", "text"):
         first = len(row.messages) - 1 if turns == "last" else 0
         return [_tokens(*tokenizer.encode_example(row.messages, first))]

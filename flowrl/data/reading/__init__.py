@@ -1,6 +1,6 @@
 """Reads rows of any supported format and shape as conversations, and counts the rows that it drops.
 
 Entry points: `reader.read_conversations` (all rows of several files), `raw_rows.read_chunks` (unparsed rows),
-`shapes.recognize` (one row), `kinds.project` (selects the turns that a kind of training needs). May import
+`shapes.parse_row` (one row), `kinds.select_turns` (selects the turns that a kind of training needs). May import
 `flowrl.config` and `flowrl.data`.
 """

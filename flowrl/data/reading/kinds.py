@@ -43,7 +43,9 @@ def split_pair(row: Conversation, kind: Kind | None) -> tuple[Conversation, ...]
     )
 
 
-def project(row: Conversation, kind: Kind, *, trailing_assistant: Literal["refuse", "drop"] = "refuse") -> Conversation:
+def select_turns(
+    row: Conversation, kind: Kind, *, trailing_assistant: Literal["refuse", "drop"] = "refuse"
+) -> Conversation:
     """Returns the row with the turns of `kind`.
 
     `prompts` have only `messages`, which end with the user. `sft` has only `messages`, which end with the assistant.

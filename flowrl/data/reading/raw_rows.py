@@ -1,5 +1,6 @@
 """Reads unparsed rows in chunks: JSON lines (also compressed), JSON arrays, parquet, arrow folders and Hub datasets."""
 
+import codecs
 import importlib
 import json
 import zlib
@@ -59,7 +60,7 @@ def data_files(source: DataFile) -> list[Path]:
     path = source.path
     if not path.is_dir():
         return [path]
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() and (path / "jsonl").is_dir():
         path = path / "jsonl"
     elif (path / source.split).is_dir():
         path = path / source.split
@@ -104,10 +105,14 @@ def _json_rows(file: Path, handle: BinaryIO, max_row_bytes: int) -> Iterator[Any
     with handle:
         blocks = _decompressed(file, handle)
         first = next(blocks, b"")
+        if isinstance(first, bytes):
+            first = first.removeprefix(codecs.BOM_UTF8)
         if isinstance(first, bytes) and first.lstrip()[:1] == b"[" and not _is_list_per_line(first):
             yield from _array_rows(first, blocks)
         elif isinstance(first, bytes) and file.suffix == ".json" and _is_object_of_lines(first):
-            yield b"".join([first, *(block for block in blocks if isinstance(block, bytes))])
+            text = b"".join([first, *(block for block in blocks if isinstance(block, bytes))])
+            # Otherwise the file has JSON lines, and its first line is malformed.
+            yield from [text] if _is_json(text) else _lines([text], max_row_bytes)
         else:
             yield from _lines(_chain(first, blocks), max_row_bytes)
 
@@ -122,12 +127,23 @@ def _is_object_of_lines(block: bytes) -> bool:
     return block.lstrip()[:1] == b"{" and not block.lstrip().partition(b"\n")[0].rstrip().endswith(b"}")
 
 
-def _is_list_per_line(block: bytes) -> bool:
-    """Returns whether the first line is a complete list of turns, and not the start of a list of rows."""
+def _is_json(text: bytes) -> bool:
     try:
-        value = json.loads(block.lstrip().partition(b"\n")[0])
+        json.loads(text)
     except (ValueError, RecursionError):
         return False
+    return True
+
+
+def _is_list_per_line(block: bytes) -> bool:
+    """Returns whether the first line is a complete list of turns, and not the start of a list of rows."""
+    line, _, rest = block.lstrip().partition(b"\n")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    if rest.strip():
+        return True
     turn = value[0] if isinstance(value, list) and value else None
     return isinstance(turn, dict) and bool({"from", "role"} & turn.keys()) and bool({"content", "value"} & turn.keys())
 
@@ -172,11 +188,8 @@ def _array_rows(first: bytes, blocks: Iterator[bytes | RowProblem]) -> Iterator[
             problem = block
         else:
             parts.append(block)
-    try:
-        text = b"".join(parts).decode()
-    except UnicodeDecodeError:
-        yield RowProblem("invalid_utf8", "the JSON array is not UTF-8 text")
-        return
+    # A byte that is not UTF-8 becomes a surrogate, which the parser of the row reports.
+    text = b"".join(parts).decode(errors="surrogateescape")
     decoder, position = json.JSONDecoder(), _skip_space(text, text.index("[") + 1)
     while position < len(text) and text[position] != "]":
         try:
@@ -188,8 +201,13 @@ def _array_rows(first: bytes, blocks: Iterator[bytes | RowProblem]) -> Iterator[
         position = _skip_space(text, position)
         if text[position : position + 1] == ",":
             position = _skip_space(text, position + 1)
+        elif text[position : position + 1] not in ("]", ""):
+            yield RowProblem("invalid_json", "the JSON array has no comma after the element before")
+            return
     if position >= len(text):
         yield problem or RowProblem("unreadable_file", "the JSON array has no end: the file is truncated")
+    elif _skip_space(text, position + 1) < len(text):
+        yield RowProblem("invalid_json", "the file has text after the end of the JSON array: remove it")
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -249,8 +267,8 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     arrow, parquet = import_library("pyarrow", "parquet"), import_library("pyarrow.parquet", "parquet")
     try:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
-            yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            yield from _values_of(batch)
+    except (arrow.ArrowException, OSError) as error:
         yield _corrupt_table(error)
 
 
@@ -258,9 +276,39 @@ def _arrow_rows(file: Path) -> Iterator[Any]:
     arrow = import_library("pyarrow", "arrow")
     try:
         for batch in open_arrow(file):
-            yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            yield from _values_of(batch)
+    except (arrow.ArrowException, OSError) as error:
         yield _corrupt_table(error)
+
+
+def _values_of(batch: Any) -> list[Any]:  # Any: pyarrow.RecordBatch
+    """Returns the rows of a record batch, and a RowProblem for each row with text that is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):
+        if batch.num_rows > 1:
+            half = batch.num_rows // 2
+            return [*_values_of(batch.slice(0, half)), *_values_of(batch.slice(half))]
+        return [_values_of_row(batch)]
+
+
+def _values_of_row(batch: Any) -> RowProblem | dict[str, Any]:  # Any: pyarrow.RecordBatch
+    """Returns the values of the only row of a batch. Dates that Python does not support become text or null."""
+    arrow = import_library("pyarrow", "a table")
+    values: dict[str, Any] = {}
+    for name in batch.schema.names:
+        column = batch.column(name)
+        try:
+            values[name] = column[0].as_py()
+        except UnicodeDecodeError as error:
+            return RowProblem("invalid_utf8", f"{name} is not UTF-8 text ({error})")
+        except (ValueError, OverflowError):  # nanoseconds without pandas, or a year after 9999
+            try:
+                text = column.cast(arrow.string())[0].as_py()
+            except arrow.ArrowException:
+                text = "<unsupported>"
+            values[name] = None if text.startswith("<") else text  # arrow writes "<value out of range: ...>"
+    return values
 
 
 def _corrupt_table(error: Exception) -> RowProblem:

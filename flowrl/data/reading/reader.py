@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from flowrl.config import DataFile
 from flowrl.data.messages import Conversation, DataError
-from flowrl.data.reading.kinds import Kind, project, split_pair
+from flowrl.data.reading.kinds import Kind, select_turns, split_pair
 from flowrl.data.reading.raw_rows import RawChunk, read_chunks
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
-from flowrl.data.reading.shapes import recognize
+from flowrl.data.reading.shapes import parse_row
 
 _logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def parse_rows(
         try:
             if isinstance(raw, RowProblem):
                 raise raw
-            value = _parse_json(raw) if isinstance(raw, bytes) else raw
-            conversation = recognize(value, columns, chunk.file, line)
+            is_json = isinstance(raw, bytes)
+            conversation = parse_row(_parse_json(raw) if is_json else raw, columns, chunk.file, line, is_json=is_json)
             for part in split_pair(conversation, kind):
                 yield part if check is None else check(part)
         except RowProblem as problem:
@@ -88,7 +88,7 @@ def read_conversations(
 
     def check(row: Conversation) -> Conversation:
         check_columns(row, needs, reserved)
-        return row if kind is None else project(row, kind, trailing_assistant=trailing_assistant)
+        return row if kind is None else select_turns(row, kind, trailing_assistant=trailing_assistant)
 
     sources = as_files(files)
     counts = RowCounts(strict=strict)
@@ -134,7 +134,11 @@ def check_columns(row: Conversation, needs: Sequence[str], reserved: frozenset[s
     """Raises RowProblem if a column has a reserved name, or if a column in `needs` is missing."""
     for name in row.columns:
         if name in reserved:
-            raise RowProblem("reserved_column", f"column {name!r} is reserved for the run; rename it")
+            raise RowProblem(
+                "reserved_column",
+                f"column {name!r} is reserved for the run: rename it in the file, or set columns: "
+                f"{{data_{name}: {name}}}",
+            )
     for name in needs:
         if row.columns.get(name) is None:
             others = ", ".join(key for key in row.columns if key != name)

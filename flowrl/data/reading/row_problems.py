@@ -12,7 +12,7 @@ REASONS: Mapping[str, str] = {
     "invalid_utf8": "the row is not UTF-8 text, or contains an unpaired surrogate",
     "invalid_json": "the row is not valid JSON, or the line is empty",
     "unknown_shape": "the keys of the row match no known shape",
-    "content_not_text": "a message is null, a number or a list instead of text",
+    "content_not_text": "a message is null, a number, a date, bytes or a list instead of text",
     "unknown_role": "the role of a message is unknown",
     "empty_turn": "a message is empty",
     "wrong_order": "user and assistant do not alternate, or the conversation begins with the assistant",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.messages import ROLE_NAMES, Conversation, Message
+from flowrl.data.reading.json_columns import to_json_columns
 from flowrl.data.reading.row_problems import RowProblem
 
 Values = Mapping[str, Any]  # Any: the values of a JSON object
@@ -19,7 +20,9 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _DIALOGUE = re.compile(r"\s*(Human|Assistant):")
 
 
-def recognize(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Conversation:
+def parse_row(
+    row: Any, columns: Mapping[str, str], file: Path, line: int, *, is_json: bool = False
+) -> Conversation:  # Any: a JSON value, or the values of a table
     """Returns the conversation of a row.
 
     Args:
@@ -27,8 +30,9 @@ def recognize(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
         columns: name of a field -> its name in the file, where dots select nested fields.
         file: the file of the row, for error messages.
         line: number of the row in the file, from 1.
+        is_json: whether the row is parsed JSON. The values of tables are converted to JSON values.
     Raises:
-        RowProblem: the row has no known shape, or a turn is malformed.
+        RowProblem: the row has no known shape, or a turn or a column is malformed.
     """
     if isinstance(row, list):
         row = {"messages": row}
@@ -37,7 +41,7 @@ def recognize(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
     values = _rename(row, columns) if columns else row
     shape = next((shape for shape in SHAPES if all(values.get(key) is not None for key in shape.keys)), None)
     if shape is None:
-        names = ", ".join(map(str, values)) or "no keys"
+        names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in values.items()) or "none"
         raise RowProblem(
             "unknown_shape",
             f'the keys ({names[:200]}) match no known shape: use {{"messages": [{{"from": "human", "content": '
@@ -45,10 +49,13 @@ def recognize(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
         )
     parts = shape.convert(values)
     used = {*shape.keys, *shape.optional}
-    extra = {name: value for name, value in values.items() if name not in used}
+    # Tables store keys that a row of another shape has as null.
+    extra = {
+        name: value for name, value in values.items() if name not in used and not (value is None and name in _KEYS)
+    }
     return Conversation(
         messages=parts.messages,
-        columns={**extra, **parts.columns},
+        columns=to_json_columns({**extra, **parts.columns}, is_json=is_json),
         file=file,
         line=line,
         chosen=parts.chosen,
@@ -114,7 +121,7 @@ def _message(role: str, content: str, key: str) -> Message:
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise RowProblem("invalid_utf8", f"{key} contains an unpaired surrogate ({error.reason})") from error
+        raise RowProblem("invalid_utf8", f"{key} is not UTF-8 text, or has an unpaired surrogate") from error
     return Message(ROLE_NAMES[role], content)
 
 
@@ -281,7 +288,12 @@ SHAPES: tuple[Shape, ...] = (
     ),
     Shape("chosen and rejected dialogues (hh-rlhf, TRL)", ("chosen", "rejected"), _pair, ("prompt", "context")),
     Shape("prompt and completion (TRL, KTO)", ("prompt", "completion"), _completion, ("label",)),
-    Shape("messages (ColossalChat, TRL)", ("messages",), _conversation("messages"), ("gt_answer",)),
+    Shape(
+        "messages (ColossalChat, TRL, UltraChat)",
+        ("messages",),
+        _conversation("messages"),
+        ("gt_answer", "prompt", "prompt_id"),
+    ),
     Shape("conversations (ShareGPT)", ("conversations",), _conversation("conversations"), ("gt_answer",)),
     Shape("prompt (DAPO-Math, TRL)", ("prompt",), _prompt, ("reward_model",)),
     Shape("question and answer (GSM8K)", ("question", "answer"), _question),
@@ -292,3 +304,6 @@ SHAPES: tuple[Shape, ...] = (
     Shape("text (TRL)", ("text",), _plain),
 )
 """Known shapes. A row has the first shape whose keys it contains."""
+
+_KEYS = frozenset(key for shape in SHAPES for key in (*shape.keys, *shape.optional))
+"""Keys of all shapes."""

@@ -1,7 +1,5 @@
 """Batches of conversations and texts with a mask of the trained tokens, for SFT and PTX."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from flowrl.config import DataConfig, ModelConfig
@@ -9,10 +7,11 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import Kind
+from flowrl.run.datasets.row_batches import RowBatches
 from flowrl.run.datasets.tokenized_data import check_context, read_rows, read_tokenizer
 
 
-class Examples:
+class SftExamples:
     """Tokenized conversations or texts, with a mask of the trained tokens."""
 
     def __init__(
@@ -46,12 +45,12 @@ class Examples:
         self._rows = read_rows(files, tokenizer, kind, data, setting=setting, row_limit=max_examples)
 
     @staticmethod
-    def read(data: DataConfig, model: ModelConfig) -> "tuple[Examples, dict[str, Batch]]":
+    def read(data: DataConfig, model: ModelConfig) -> "tuple[SftExamples, dict[str, Batch]]":
         """Returns the training examples, and the held-out examples of each evaluation file by its name."""
         max_tokens = data.max_prompt_tokens
-        examples = Examples(data.training_files, model, max_tokens=max_tokens, data=data)
+        examples = SftExamples(data.training_files, model, max_tokens=max_tokens, data=data)
         held_out = {
-            name: Examples(files, model, max_tokens=max_tokens, max_examples=data.evaluation_rows, data=data).batch()
+            name: SftExamples(files, model, max_tokens=max_tokens, max_examples=data.evaluation_rows, data=data).batch()
             for name, files in data.evaluation_files.items()
         }
         return examples, held_out
@@ -64,10 +63,10 @@ class Examples:
         """Returns the order of the examples in every epoch."""
         return self._rows.order(seed=seed, shuffle=shuffle)
 
-    def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
+    def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> RowBatches:
         """Returns batches of `num_rows` examples, in an order that depends only on the seed and the epoch."""
-        order = self.order(seed=seed, shuffle=shuffle)
-        return (self.batch(indices) for indices in order.batches(num_rows, epochs=epochs))
+        order = self._rows.order(seed=seed, shuffle=shuffle)
+        return RowBatches(order, num_rows, self.batch, epochs=epochs)
 
     def batch(self, indices: np.ndarray | None = None) -> Batch:
         """Returns the examples at `indices`, or all examples."""

@@ -27,6 +27,7 @@ from flowrl.run.datasets.tokenized_data import (
     Concatenated,
     SelectedRows,
     check_context,
+    check_weights,
     names_of,
     open_prepared,
     read_files,
@@ -159,12 +160,14 @@ def _check_vocabularies(config: RolloutRunConfig) -> None:
 
 def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
     """Raises DataError if a rollout would not stop at the end of the assistant's turn."""
-    stops = {*config.rollout.stop_ids, (tokenizer.eos_id,)}
-    if missing := [list(ids) for ids in tokenizer.template.stop_ids if ids not in stops]:
+    rollout, stops = config.rollout, tokenizer.stop_ids
+    if rollout.template == config.data.template:
+        return
+    own = ChatTokenizer(tokenizer.path, rollout.template)
+    if missing := [list(ids) for ids in stops if ids not in (*rollout.stop_ids, *own.stop_ids)]:
         raise DataError(
-            f"rollout.stop_ids lacks {missing}, with which a response ends in the conversation template of "
-            f"{tokenizer.path} (end of turn {tokenizer.end_of_assistant!r}): set rollout.stop_ids: "
-            f"{[*map(list, config.rollout.stop_ids), *missing]}"
+            f"rollout.template {rollout.template} has no stop_ids {missing}, with which a response ends in "
+            f"data.template {config.data.template}: omit rollout.template, or add them to rollout.stop_ids"
         )
 
 
@@ -182,11 +185,18 @@ def read_stream(
         rows = _PreparedPrompts([SelectedRows(folder, data.max_prompt_tokens) for folder, _ in prepared])
         names = dict.fromkeys(name for folder, _ in prepared for name in folder.columns)
         parts = tuple((len(part), weight) for part, (_, weight) in zip(rows.parts, prepared, strict=True))
+        check_weights(sources, parts)
         return PromptStream.from_prompts(PromptSet(rows, tuple(names), parts), seed=seed, shuffle=data.shuffle)
     conversations, parts = read_files(sources, data, "prompts", needs)
     prompts = tokenize_prompts(
-        conversations, tokenizer, max_prompt_tokens=data.max_prompt_tokens, too_long=data.too_long, parts=parts
+        conversations,
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        too_long=data.too_long,
+        parts=parts,
+        strict=data.strict,
     )
+    check_weights(sources, prompts.weighted_parts)
     warn_of_unknown_tokens(conversations, tokenizer)
     return PromptStream.from_prompts(prompts, seed=seed, shuffle=data.shuffle)
 

@@ -7,7 +7,7 @@ from flowrl.config import OnPolicyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import DataError
-from flowrl.run.datasets.examples import Examples
+from flowrl.run.datasets.examples import SftExamples
 
 
 class PtxText:
@@ -24,12 +24,12 @@ class PtxText:
         self.policy_weight, self.weight = 1.0, 0.0
         """Weight of the policy loss, and weight of the cross-entropy of the text."""
         self._seed, self._num_drawn, self._num_rows = config.seed, 0, 1
-        self._examples: Examples | None = None
+        self._examples: SftExamples | None = None
         self._order = EpochOrder([], seed=config.seed)
         if (ptx := config.ptx) is not None:
             self.policy_weight, self.weight = ptx_weights(coef=ptx.coef, form=ptx.form)
             self._num_rows = ptx.batch_size
-            self._examples = Examples(
+            self._examples = SftExamples(
                 ptx.training_files,
                 config.actor.model,
                 max_tokens=ptx.max_tokens,

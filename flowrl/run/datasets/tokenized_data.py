@@ -12,7 +12,7 @@ from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import Conversation, DataError
 from flowrl.data.preparation.prepared_folder import PreparedFolder, is_prepared
 from flowrl.data.preparation.tokenized_rows import LengthLimits, TokenizedRow, tokenize_row
-from flowrl.data.prompts import RESERVED_COLUMNS
+from flowrl.data.prompts import RESERVED_COLUMNS, too_long_error
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
@@ -115,6 +115,8 @@ def read_rows(
     if prepared := open_prepared(sources, tokenizer, kind, data, setting):
         selected = [SelectedRows(folder, data.max_prompt_tokens) for folder, _ in prepared]
         parts = [(len(part), weight) for part, (_, weight) in zip(selected, prepared, strict=True)]
+        if row_limit is None:
+            check_weights(sources, parts)
         return TokenizedData(Concatenated(selected), parts, [folder for folder, _ in prepared]).first(row_limit)
     return _tokenize_files(sources, data, tokenizer, kind, setting, row_limit).first(row_limit)
 
@@ -144,7 +146,7 @@ def _tokenize_files(
                 rows.append(tokenize_row(conversation, kind, tokenizer, limits))
             except RowProblem as problem:
                 if problem.reason == "too_long" and data.too_long == "refuse":
-                    raise DataError(f"{conversation.location}: {problem}") from problem
+                    raise too_long_error(conversation, problem) from problem
                 counts.drop(problem, conversation.file, conversation.line)
         num_rows.append((len(rows) - before, weight))
         start += count
@@ -152,6 +154,8 @@ def _tokenize_files(
         raise DataError(f"no row of {names_of(sources)} can be used: {counts.summary()}")
     if counts.num_dropped:
         _logger.warning("%s: %s", names_of(sources), counts.summary())
+    if row_limit is None:
+        check_weights(sources, num_rows)
     warn_of_unknown_tokens(conversations, tokenizer)
     return TokenizedData(rows, num_rows)
 
@@ -174,6 +178,19 @@ def read_files(
         conversations += rows
         parts.append((len(rows), source.weight))
     return conversations, tuple(parts)
+
+
+def check_weights(sources: Sequence[DataFile], parts: Sequence[tuple[int, float]]) -> None:
+    """Raises DataError if a weight is so small that an epoch has no row of its file.
+
+    `parts` are the number of usable rows and the weight of each file.
+    """
+    for source, (num_rows, weight) in zip(sources, parts, strict=True):
+        if num_rows and not round(num_rows * weight):
+            raise DataError(
+                f"the weight of {source.path} is {weight:g}, so an epoch has none of its {num_rows} rows: set a weight "
+                f"of at least {1 / num_rows:.3g}, or remove the file"
+            )
 
 
 def names_of(files: Sequence[DataFile]) -> str:
@@ -216,6 +233,11 @@ def open_prepared(
                 f"({data.max_prompt_tokens}): prepare it with max_tokens={data.max_prompt_tokens}, set "
                 f"data.too_long: drop, or raise {setting}"
             )
+        if num_long := int((folder.lengths > data.max_prompt_tokens).sum()):
+            problem = f"{num_long} of {len(folder)} rows dropped: more tokens than {setting} ({data.max_prompt_tokens})"
+            if num_long == len(folder):
+                raise DataError(f"no row of the prepared folder {source.path} can be used: {problem}")
+            _logger.warning("%s: %s", source.path, problem)
         folders.append((folder, source.weight))
     return folders
 

@@ -1,6 +1,6 @@
 """Reads pairs and labeled responses, and forms the batches of a run from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from flowrl.data.messages import DataError
 from flowrl.data.preparation.tokenized_rows import Tokens
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import Kind
+from flowrl.run.datasets.row_batches import RowBatches
 from flowrl.run.datasets.tokenized_data import TokenizedData, check_context, read_rows, read_tokenizer
 from flowrl.workers.preference_losses import REFERENCE
 
@@ -78,10 +79,10 @@ class PreferenceExamples:
         """Number of pairs or labeled responses of the dataset."""
         return len(self._rows)
 
-    def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> Iterator[Batch]:
+    def batches(self, num_rows: int, *, seed: int, shuffle: bool, epochs: int | None = None) -> RowBatches:
         """Returns batches of `num_rows` pairs or responses, in an order that depends only on the seed and the epoch."""
         order = self._rows.order(seed=seed, shuffle=shuffle)
-        return (self.batch(indices) for indices in order.batches(num_rows, epochs=epochs))
+        return RowBatches(order, num_rows, self.batch, epochs=epochs)
 
     def batch(self, indices: np.ndarray | None = None) -> Batch:
         """Returns the pairs or labeled responses at `indices`, or all.

@@ -2,18 +2,24 @@
 
 import gzip
 import json
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
-from flowrl.config import PreparationConfig
+from flowrl.config import PreparationConfig, RowsConfig
 from flowrl.data.chat import ChatTokenizer, DataError
+from flowrl.data.preparation.check_rows import check_rows
 from flowrl.data.preparation.duplicates import SeenKeys
 from flowrl.data.preparation.prepare import prepare
-from flowrl.data.preparation.prepared_folder import PreparedFolder
+from flowrl.data.preparation.prepared_folder import PreparedFolder, tokenizer_hash
 from flowrl.data.preparation.show_rows import marked_text
+from flowrl.data.reading.reader import read_conversations
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
 
@@ -97,6 +103,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"messages": [{"from": "human", "content": "1"}]}, "no_answer"),
     ({"key": None}, "unknown_shape"),
     (example("1+1", "2", advantages=1), "reserved_column"),
+    (example("1+1", "2", note={"text": ["\ud800"]}), "invalid_utf8"),
     (b'{"messages": "' + b"1" * 10_000_000 + b'"}', "row_too_large"),
 ]
 
@@ -111,6 +118,35 @@ def test_malformed_rows_are_counted_and_the_others_are_correct(model: Path, tmp_
     assert texts(folder, model) == [f"{i}+1=[[{i + 1}<eos>]]" for i in range(20, 20 + len(MALFORMED))]
     first = folder.manifest["first_dropped"]["unknown_role"]
     assert first.startswith(f"{path}, line {2 * reasons.index('unknown_role') + 2}: ")
+
+
+def test_columns_with_dates_and_bytes_become_json_values(model: Path, tmp_path: Path) -> None:
+    table = pa.table({
+        "prompt": ["1+1", "1+2"],
+        "date": [date(2024, 5, 6), None],
+        "time": [datetime(2024, 5, 6, 7, 8), None],
+        "number": [Decimal("1.5"), Decimal("2.0")],
+        "data": [b"ab", b"\xff"],
+        "nested": [{"bytes": b"\xff", "path": "p", "date": [date(2024, 5, 6)]}] * 2,
+    })  # fmt: skip
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(table, path)
+    folder = run(tmp_path, model, path, kind="prompts")
+    nested = {"bytes": None, "path": "p", "date": ["2024-05-06"]}
+    first = {"date": "2024-05-06", "time": "2024-05-06T07:08:00", "number": 1.5, "data": "ab", "nested": nested}
+    second = {"date": None, "time": None, "number": 2, "data": None, "nested": nested}
+    assert [row.conversation.columns for row in folder] == [first, second]
+    assert [row.columns for row in read_conversations(path)] == [first, second]  # raw rows are equal
+    (line, _) = (tmp_path / "out/jsonl/part-00000.jsonl").read_text().splitlines()
+    assert json.loads(line)["date"] == "2024-05-06"
+
+
+def test_a_message_that_is_a_date_or_bytes_is_counted(model: Path, tmp_path: Path) -> None:
+    for number, value in enumerate((date(2024, 5, 6), b"\xff")):
+        path = tmp_path / f"{number}.parquet"
+        parquet.write_table(pa.table({"prompt": ["1+1"], "completion": [value]}), path)
+        with rejects("content_not_text", error=DataError):
+            run(tmp_path, model, path, kind="sft")
 
 
 @pytest.mark.parametrize(("row", "reason"), MALFORMED, ids=[f"{i}-{reason}" for i, (_, reason) in enumerate(MALFORMED)])
@@ -132,6 +168,61 @@ def test_rows_before_the_corrupt_part_of_a_file_are_kept(model: Path, tmp_path: 
     assert 0 < len(folder) == folder.manifest["num_read"] - 1 < 3000
     with rejects(path, error=DataError):
         run(tmp_path, model, path, output="strict", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl.gz", b"text", "unreadable_file"),
+        ("a.parquet", b"PAR1", "unreadable_file"),
+        ("a.jsonl", b"\xff\n", "invalid_utf8"),
+        ("a.jsonl", b'{"messages": 1}', "content_not_text"),
+        ("a.jsonl.gz", gzip.compress(b""), "rows"),
+    ],
+)
+def test_a_file_without_a_usable_row_is_rejected_with_the_reason(
+    name: str, content: bytes, reason: str, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with rejects(reason, error=DataError) as caught:
+        run(tmp_path, model, path)
+    assert str(path) in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_changed_prepared_folder_is_rejected(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, example("1+1", "2"), example("2+3", "5"))
+    folder = run(tmp_path, model, path).path
+    check = RowsConfig.model_validate({"files": [folder]})
+    assert check_rows(check)[1].num_read == 2
+    shard, manifest = folder / "arrow/part-00000.arrow", folder / "manifest.json"
+    content, values = shard.read_bytes(), json.loads(manifest.read_text())
+    shard.write_bytes(content.replace(b"2+3", b"2+4"))  # only its checksum shows this
+    with rejects(shard, error=DataError):
+        check_rows(check)
+    for damaged in (content[:-8], content[: len(content) // 2], content + bytes(8), b""):
+        shard.write_bytes(damaged)
+        with rejects(folder, error=DataError):
+            PreparedFolder(folder)
+    shard.write_bytes(content)
+    for changed in ({}, [], {"version": 1}, values | {"shards": [{"file": "none.arrow"}]}):
+        manifest.write_text(json.dumps(changed))
+        with rejects(folder, error=DataError):
+            PreparedFolder(folder)
+
+
+def test_an_interrupted_preparation_leaves_no_folder_that_looks_complete(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, *(example(f"{i}+1", "2") for i in range(1200)))
+
+    def interrupt(num_bytes: int, num_rows: int) -> None:
+        raise KeyboardInterrupt
+
+    settings = {"files": [path], "tokenizer": model, "output": tmp_path / "out", "rows_per_shard": 100}
+    with pytest.raises(KeyboardInterrupt):
+        prepare(PreparationConfig.model_validate(settings), interrupt)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    (tmp_path / "out.partial/arrow").mkdir(parents=True)  # as after SIGKILL
+    assert len(run(tmp_path, model, path)) == 1200
 
 
 def test_duplicates_lengths_and_near_duplicates_are_counted(model: Path, tmp_path: Path) -> None:
@@ -162,6 +253,9 @@ def test_a_long_prompt_loses_its_first_turns(model: Path, tmp_path: Path) -> Non
     path = write(tmp_path, {"messages": turns})
     folder = run(tmp_path, model, path, max_tokens=5, too_long="truncate", kind="prompts")
     assert texts(folder, model) == ["33="] and folder.manifest["num_truncated"] == 1
+    with rejects(path, 1, "max_tokens", error=DataError) as caught:
+        run(tmp_path, model, path, "refused", max_tokens=2, too_long="refuse", kind="prompts")
+    assert "max_prompt_tokens" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -180,6 +274,20 @@ def test_a_folder_is_for_one_tokenizer_and_template(model: Path, tmp_path: Path)
         folder.check_tokenizer(ChatTokenizer(model, tmp_path / "t.json"))
     with rejects(tmp_path / "out", error=DataError):
         run(tmp_path, model, tmp_path / "rows.jsonl")
+
+
+def test_the_hash_of_a_tokenizer_does_not_depend_on_earlier_calls(model: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(model)
+    expected = tokenizer_hash(tokenizer)
+    backend: Any = tokenizer.tokenizer
+    backend(["1", "1+1"], truncation=True, max_length=2, padding=True)
+    assert backend.backend_tokenizer.truncation is not None
+    backend.chat_template, backend.padding_side = "{{ messages }}", "left"
+    assert tokenizer_hash(tokenizer) == expected
+    backend.save_pretrained(tmp_path)  # its files contain the truncation
+    assert tokenizer_hash(ChatTokenizer(tmp_path)) == expected
+    backend.add_tokens(["new"])
+    assert tokenizer_hash(tokenizer) != expected
 
 
 def test_a_template_file_is_created_from_the_tokenizer(model: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Rows of all file formats, and corrupt files."""
 
+import codecs
 import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +15,7 @@ import zstandard
 from flowrl.config import DataFile
 from flowrl.data.messages import DataError
 from flowrl.data.reading.raw_rows import read_chunks
+from flowrl.data.reading.reader import read_conversations
 from flowrl.data.reading.row_problems import RowProblem
 from tests.errors import rejects
 
@@ -110,10 +113,63 @@ def test_a_truncated_parquet_or_arrow_file_is_one_problem(tmp_path: Path) -> Non
         assert read(path)[-1:] == ["unreadable_file"]
 
 
+def test_one_row_of_a_table_that_is_not_utf8_is_one_problem(tmp_path: Path) -> None:
+    offsets, values = pa.py_buffer(np.array([0, 1, 3, 4], dtype=np.int32)), pa.py_buffer(b"ab\xffc")
+    table = pa.table({"text": pa.Array.from_buffers(pa.string(), 3, [None, offsets, values])})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        assert read(tmp_path / name) == [{"text": "a"}, "invalid_utf8", {"text": "c"}]
+
+
+def test_a_date_that_python_does_not_support_is_null(tmp_path: Path) -> None:
+    dates = pa.array([0, 10**18], pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["a", "b"], "date": dates}), tmp_path / "a.parquet")
+    first, second = read(tmp_path / "a.parquet")
+    assert first["date"].year == 1970 and second == {"text": "b", "date": None}
+
+
 def test_a_truncated_array_ends_with_a_problem(tmp_path: Path) -> None:
     text = json.dumps(ROWS).encode()
     assert read(write(tmp_path / "a.json", text[:-20])) == [*ROWS[:4], "invalid_json"]
     assert read(write(tmp_path / "b.json", text[:-1])) == [*ROWS, "unreadable_file"]
+
+
+def test_a_corrupt_array_is_never_read_as_complete(tmp_path: Path) -> None:
+    first, second = (json.dumps(row).encode() for row in ROWS[:2])
+    cases = {
+        b"[%b, %b] [%b]" % (first, second, first): [*ROWS[:2], "invalid_json"],
+        b"[%b %b]" % (first, second): [ROWS[0], "invalid_json"],
+    }
+    for number, (content, expected) in enumerate(cases.items()):
+        assert read(write(tmp_path / f"{number}.json", content)) == expected
+
+
+def test_one_element_of_an_array_that_is_not_utf8_is_one_problem(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "c"}]')
+    rows = read_conversations(path, kind="text", strict=False)
+    assert [row.text for row in rows] == [("", "a"), ("", "c")]
+    with rejects(path, 2, "UTF-8", error=DataError):
+        read_conversations(path, kind="text")
+
+
+def test_a_malformed_first_line_does_not_hide_the_other_lines(tmp_path: Path) -> None:
+    lines = LINES.splitlines(keepends=True)
+    for name, first in (("a.json", b'{"question": [\n'), ("b.jsonl", b'[{"question": "a"}]\n')):
+        chunks = read_chunks(DataFile(path=write(tmp_path / name, first + b"".join(lines))))
+        rows = [row for chunk in chunks for row in chunk.rows]
+        assert rows[0] == first.strip() and [json.loads(row) for row in rows[1:]] == ROWS
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.jsonl", codecs.BOM_UTF8 + LINES)) == ROWS
+
+
+def test_a_folder_with_another_manifest_is_a_folder_of_files(tmp_path: Path) -> None:
+    write(tmp_path / "manifest.json", b"{}")
+    write(tmp_path / "a.jsonl", LINES)
+    assert read(tmp_path) == ROWS
 
 
 def test_a_line_of_10_mb_is_one_problem_between_rows(tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from flowrl.data.messages import Message
-from flowrl.data.reading.kinds import Kind, infer_kind, project
+from flowrl.data.reading.kinds import Kind, infer_kind, select_turns
 from flowrl.data.reading.reader import read_conversations
 from flowrl.data.reading.row_problems import RowProblem
-from flowrl.data.reading.shapes import boxed, recognize
+from flowrl.data.reading.shapes import boxed, parse_row
 
 USER, BOT = Message("user", "u"), Message("assistant", "a")
 
 
 def row(value: Any, **columns: str):
-    return recognize(value, columns, Path("f"), 1)
+    return parse_row(value, columns, Path("f"), 1)
 
 
 def test_the_documented_text_of_ptx_is_read(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ SFT: list[Any] = [
 def test_shapes_with_responses_are_examples(value: Any) -> None:
     recognized = row(value)
     assert infer_kind(recognized) == "sft"
-    assert project(recognized, "sft").messages == (USER, BOT)
+    assert select_turns(recognized, "sft").messages == (USER, BOT)
 
 
 PAIRS: list[Any] = [
@@ -69,16 +69,16 @@ def test_shapes_of_preference_pairs(value: Any) -> None:
         value["context"][0] = {"from": "human", "content": "u"}
     recognized = row(value)
     assert infer_kind(recognized) == "preference"
-    pair = project(recognized, "preference")
+    pair = select_turns(recognized, "preference")
     assert (pair.messages, pair.chosen, pair.rejected) == ((USER,), (BOT,), (Message("assistant", "b"),))
-    assert project(recognized, "sft").messages == (USER, BOT)
-    assert project(recognized, "prompts").messages == (USER,)
+    assert select_turns(recognized, "sft").messages == (USER, BOT)
+    assert select_turns(recognized, "prompts").messages == (USER,)
     assert dict(recognized.columns) == {}
 
 
 def test_dialogues_share_all_but_the_last_turn() -> None:
     shared = "\n\nHuman: u\n\nAssistant: a\n\nHuman: v\n\nAssistant:"
-    pair = project(row({"chosen": f"{shared} x", "rejected": f"{shared} y"}), "preference")
+    pair = select_turns(row({"chosen": f"{shared} x", "rejected": f"{shared} y"}), "preference")
     assert [m.content for m in (*pair.messages, *pair.chosen, *pair.rejected)] == ["u", "a", "v", "x", "y"]
 
 
@@ -96,10 +96,20 @@ def test_answers_of_math_problems_become_columns() -> None:
 
 def test_labels_plain_text_and_alpaca_inputs() -> None:
     kto = row({"prompt": turns("user:u"), "completion": {"role": "assistant", "content": "a"}, "label": False})
-    assert infer_kind(kto) == "kto" and project(kto, "kto").label is False and kto.chosen == (BOT,)
+    assert infer_kind(kto) == "kto" and select_turns(kto, "kto").label is False and kto.chosen == (BOT,)
     assert row({"source": "s", "Target": "t"}).text == ("s", "t")
     assert infer_kind(row({"text": "t"})) == "text" and row({"text": "t"}).text == ("", "t")
     assert row({"instruction": "i", "input": "x", "output": "o"}).messages[0].content == "i\n\nx"
+
+
+def test_a_null_key_of_another_shape_is_not_a_column() -> None:
+    merged = {"text": "t", "prompt": None, "chosen": None, "level": None}
+    assert row(merged).columns == {"level": None}
+
+
+def test_a_prompt_next_to_messages_is_not_a_column() -> None:
+    ultrachat = {"prompt": "u", "prompt_id": "f0", "messages": turns("user:u", "assistant:a")}
+    assert row(ultrachat).columns == {} and row(ultrachat).messages == (USER, BOT)
 
 
 def test_a_column_mapping_renames_and_selects_nested_fields() -> None:
@@ -110,7 +120,7 @@ def test_a_column_mapping_renames_and_selects_nested_fields() -> None:
 
 
 def test_tool_turns_are_kept() -> None:
-    messages = project(row({"messages": turns("user:u", "assistant:a", "tool:t", "assistant:a")}), "sft").messages
+    messages = select_turns(row({"messages": turns("user:u", "assistant:a", "tool:t", "assistant:a")}), "sft").messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
 
 
@@ -152,14 +162,14 @@ PROBLEMS: list[tuple[Any, Kind, str]] = [
 @pytest.mark.parametrize(("value", "kind", "reason"), PROBLEMS)
 def test_a_malformed_row_has_a_reason(value: Any, kind: Kind, reason: str) -> None:
     with pytest.raises(RowProblem) as caught:
-        project(row(value), kind)
+        select_turns(row(value), kind)
     assert caught.value.reason == reason
 
 
 def test_a_trailing_response_of_a_prompt_can_be_removed() -> None:
-    prompt = project(row({"messages": turns("user:u", "assistant:a")}), "prompts", trailing_assistant="drop")
+    prompt = select_turns(row({"messages": turns("user:u", "assistant:a")}), "prompts", trailing_assistant="drop")
     assert prompt.messages == (USER,)
 
 
 def test_an_empty_system_message_is_removed() -> None:
-    assert project(row({"messages": turns("system:", "user:u")}), "prompts").messages == (USER,)
+    assert select_turns(row({"messages": turns("system:", "user:u")}), "prompts").messages == (USER,)

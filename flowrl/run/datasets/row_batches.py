@@ -1,0 +1,46 @@
+"""Batches of the rows of a dataset, in the order of its epochs."""
+
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import numpy as np
+
+from flowrl.data.batch.batch import Batch
+from flowrl.data.epoch_order import EpochOrder
+
+
+class RowBatches(Iterator[Batch]):
+    """Iterator of the batches of all epochs. The last batch of an epoch may have fewer rows. `skip` reads no rows."""
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        num_rows: int,
+        make_batch: Callable[[np.ndarray], Batch],
+        *,
+        epochs: int | None = None,
+    ) -> None:
+        """Starts at the first batch of epoch 0.
+
+        Args:
+            order: the order of the rows in every epoch.
+            num_rows: number of rows of a batch.
+            make_batch: returns the batch of row indices (int64).
+            epochs: number of passes over the rows; None is endless.
+        """
+        self._order, self._num_rows, self._make_batch, self._epochs = order, num_rows, make_batch, epochs
+        self._num_drawn = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        epoch, index = divmod(self._num_drawn, -(-len(self._order) // self._num_rows))
+        if self._epochs is not None and epoch >= self._epochs:
+            raise StopIteration
+        self._num_drawn += 1
+        return self._make_batch(self._order.rows(epoch)[index * self._num_rows : (index + 1) * self._num_rows])
+
+    def skip(self, num_batches: int) -> None:
+        """Advances by `num_batches` batches, without reading their rows."""
+        self._num_drawn += num_batches
