@@ -143,7 +143,7 @@ def render_markdown(summary: Summary, measures: Measures) -> str:
 
 
 def draw_comparison(output: Path, summary: Summary) -> None:
-    """Draws `comparison.png`: win rates, reward against KL, perplexity against reward, and aspects of the preference."""
+    """Draws `comparison.png`: win rates, reward against KL, perplexity against reward, and mean aspects."""
     figure = Figure(figsize=(12.5, 8.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, gridspec_kw={"width_ratios": [1, 1.15]})
