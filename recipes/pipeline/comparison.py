@@ -13,6 +13,7 @@ from flowrl.checkpoints.run_folder import replacing
 from flowrl.report.plots import smooth
 from recipes.pipeline.config import POLICIES, PipelineConfig
 from recipes.pipeline.judge import WEIGHTS, mean_with_error, win_rate
+from recipes.pipeline.sampling import MEANS
 
 LABELS = {"sft": "SFT", "ppo": "PPO with ptx", "ppo_without_ptx": "PPO without ptx", "dpo": "DPO"}
 COLORS = {"sft": "#5b6470", "ppo": "#2a78b5", "ppo_without_ptx": "#c0562f", "dpo": "#2e8b57"}
@@ -44,12 +45,12 @@ def compare(pipeline: PipelineConfig, measures: Measures, checkpoints: Mapping[s
         row: dict[str, float | None] = {"win_rate": None, "win_rate_error": None}
         if policy != "sft":
             row["win_rate"], row["win_rate_error"] = win_rate(values["scores"], baseline, size)
-        for name, key in (("true_score", "scores"), ("reward", "rewards"), ("kl", "log_ratios")):
+        for name, key in MEANS.items():
             # Stories with the same prompt depend on each other, so the error is that of the means of the prompts.
             groups = [values[key][start : start + size] for start in range(0, len(values[key]), size)]
             row[name], row[f"{name}_error"] = mean_with_error([sum(group) / len(group) for group in groups])
         policies[policy] = row | {"perplexity": values["perplexity"], "aspects": dict(values["aspects"])}
-    start = {name: policies["sft"][name] for name in ("reward", "kl", "perplexity")} | {"step": 0}
+    start = {name: policies["sft"][name] for name in (*MEANS, "perplexity")} | {"step": 0}
     curves = {name: [start, *rows] for name, rows in checkpoints.items()}
     stages = {name: _read(pipeline.output / name / "summary.json") for name in ("sft", "reward_model")}
     return {
@@ -143,7 +144,7 @@ def render_markdown(summary: Summary, measures: Measures) -> str:
 
 
 def draw_comparison(output: Path, summary: Summary) -> None:
-    """Draws `comparison.png`: win rates, reward against KL, perplexity against reward, and aspects of the preference."""
+    """Draws `comparison.png`: win rates, reward against KL, perplexity against reward, and mean aspects."""
     figure = Figure(figsize=(12.5, 8.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, gridspec_kw={"width_ratios": [1, 1.15]})

@@ -28,6 +28,9 @@ from recipes.pipeline.stories import Prompt
 NUM_SHOWN = 20
 """Stories that are saved with the measures of a policy."""
 
+MEANS = {"true_score": "scores", "reward": "rewards", "kl": "log_ratios"}
+"""Column of the comparison -> measure of which it is the mean."""
+
 Row = dict
 
 
@@ -91,7 +94,7 @@ def measure(pipeline: PipelineConfig, policy: str) -> Row:
 
 
 def measure_checkpoints(pipeline: PipelineConfig, policy: str) -> list[Row]:
-    """Returns the mean reward, the KL and the perplexity of each checkpoint of a PPO stage, with its step.
+    """Returns the means (`MEANS`) and the perplexity of each checkpoint of a PPO stage, with its step.
 
     Every checkpoint tells one story per held-out prompt, with the same seed. Reads the results from a file if it
     exists.
@@ -105,7 +108,7 @@ def measure_checkpoints(pipeline: PipelineConfig, policy: str) -> list[Row]:
                 model = ModelConfig(path=Path(folder) / "model")
                 export_model(checkpoints.read(step).role("actor"), model.path)
                 measures = measure_model(pipeline, model, num_samples=1, seed=pipeline.seed)
-            means = {"reward": mean(measures["rewards"]), "kl": mean(measures["log_ratios"])}
+            means = {key: mean(measures[name]) for key, name in MEANS.items()}
             rows.append({"step": step, **means, "perplexity": measures["perplexity"]})
         path.parent.mkdir(exist_ok=True)
         write_json(path, rows)

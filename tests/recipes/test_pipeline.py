@@ -53,7 +53,6 @@ def test_every_stage_has_a_result(output: Path) -> None:
     assert summary["ppo_checkpoints"]["ppo"][0]["perplexity"] == policies["sft"]["perplexity"]
 
 
-
 def test_ptx_is_the_only_difference_of_the_two_ppo_stages(output: Path) -> None:
     with_ptx, without = (
         json.loads((output / "pipeline.json").read_text())[name] for name in ("ppo", "ppo_without_ptx")
