@@ -13,7 +13,7 @@ from flowrl.checkpoints.run_folder import replacing
 from flowrl.report.plots import smooth
 from recipes.pipeline.config import POLICIES, PipelineConfig
 from recipes.pipeline.judge import WEIGHTS, mean_with_error, win_rate
-from recipes.pipeline.sampling import MEANS
+from recipes.pipeline.sampling import MEANS, Row
 
 LABELS = {"sft": "SFT", "ppo": "PPO with ptx", "ppo_without_ptx": "PPO without ptx", "dpo": "DPO"}
 COLORS = {"sft": "#5b6470", "ppo": "#2a78b5", "ppo_without_ptx": "#c0562f", "dpo": "#2e8b57"}
@@ -26,7 +26,6 @@ COLUMNS = {
 }
 """Columns of the table: title and format. KL is per story."""
 
-Row = dict
 Summary = dict
 Measures = Mapping[str, dict]
 """Results of `measure` (sampling.py) by policy."""

@@ -31,7 +31,7 @@ class PipelineConfig(Config):
     num_stories: PositiveInt = 5_000
     """Stories for SFT, and for ptx."""
 
-    num_pairs: PositiveInt = 4_000
+    num_pairs: PositiveInt = 6_000
     """Prompts for which the SFT model tells two stories, which become a pair. PPO generates stories for them, too."""
 
     num_held_out: PositiveInt = 300

@@ -3,8 +3,9 @@
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -83,35 +84,42 @@ def judge_accuracy(pairs: Sequence[Row]) -> float:
 
 def measure(pipeline: PipelineConfig, policy: str) -> Row:
     """Returns the measures of a stage's model (`measure_model`). Reads them from a file if it exists."""
-    path = pipeline.output / "comparison" / f"{policy}.json"
-    if not path.exists():
-        # Each policy has its own seed. With a common seed, similar policies would tell many equal stories.
-        seed = pipeline.seed + 1 + POLICIES.index(policy)
-        measures = measure_model(pipeline, _model(pipeline, policy), num_samples=pipeline.num_samples, seed=seed)
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, measures)
-    return json.loads(path.read_text(encoding="utf-8"))
+    # Each policy has its own seed. With a common seed, similar policies would tell many equal stories.
+    seed = pipeline.seed + 1 + POLICIES.index(policy)
+    return _read_or_compute(
+        pipeline.output / "comparison" / f"{policy}.json",
+        lambda: measure_model(pipeline, _model(pipeline, policy), num_samples=pipeline.num_samples, seed=seed),
+    )
 
 
 def measure_checkpoints(pipeline: PipelineConfig, policy: str) -> list[Row]:
     """Returns the means (`MEANS`) and the perplexity of each checkpoint of a PPO stage, with its step.
 
-    Every checkpoint tells one story per held-out prompt, with the same seed. Reads the results from a file if it
-    exists.
+    Each checkpoint generates one story per held-out prompt, with the same seed. Reads the results of a checkpoint from
+    a file if it exists.
     """
-    path = pipeline.output / "comparison" / f"{policy}_checkpoints.json"
+    checkpoints = Checkpoints(pipeline.output / policy)
+
+    def measure_checkpoint(step: int) -> Row:
+        with TemporaryDirectory(dir=pipeline.output) as folder:
+            model = ModelConfig(path=Path(folder) / "model")
+            export_model(checkpoints.read(step).role("actor"), model.path)
+            measures = measure_model(pipeline, model, num_samples=1, seed=pipeline.seed)
+        means = {key: mean(measures[name]) for key, name in MEANS.items()}
+        return {"step": step, **means, "perplexity": measures["perplexity"]}
+
+    folder = pipeline.output / "comparison"
+    return [
+        _read_or_compute(folder / f"{policy}-step-{step:06d}.json", partial(measure_checkpoint, step))
+        for step in checkpoints.require_steps()
+    ]
+
+
+def _read_or_compute(path: Path, compute: Callable[[], Row]) -> Row:
+    """Returns the content of a JSON file. Creates the file if it does not exist."""
     if not path.exists():
-        checkpoints = Checkpoints(pipeline.output / policy)
-        rows = []
-        for step in checkpoints.require_steps():
-            with TemporaryDirectory(dir=pipeline.output) as folder:
-                model = ModelConfig(path=Path(folder) / "model")
-                export_model(checkpoints.read(step).role("actor"), model.path)
-                measures = measure_model(pipeline, model, num_samples=1, seed=pipeline.seed)
-            means = {key: mean(measures[name]) for key, name in MEANS.items()}
-            rows.append({"step": step, **means, "perplexity": measures["perplexity"]})
         path.parent.mkdir(exist_ok=True)
-        write_json(path, rows)
+        write_json(path, compute())
     return json.loads(path.read_text(encoding="utf-8"))
 
 
