@@ -146,7 +146,7 @@ class ChatTokenizer:
         return replace(
             self._template,
             end_of_assistant=end,
-            stop_ids=tuple(dict.fromkeys((*(stop_ids or (tuple(end_ids),)), *strings))),
+            stop_ids=tuple(dict.fromkeys((tuple(end_ids), *stop_ids, *strings))),
             is_flat=False,
         )
 
