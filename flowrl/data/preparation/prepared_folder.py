@@ -102,7 +102,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
     """The rows of a prepared dataset. The files are memory-mapped, and a row is read on access."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the folder. Raises DataError if it is incomplete."""
+        """Opens the folder. Raises DataError if it is incomplete, or if another version of flowrl wrote it."""
         self.path = path
         try:
             self.manifest: Mapping[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -114,6 +114,8 @@ class PreparedFolder(Sequence[TokenizedRow]):
                 if (size := (path / shard["file"]).stat().st_size) != shard["bytes"]:
                     raise ValueError(f"{shard['file']} has {size} bytes instead of {shard['bytes']}")
             self._batches = [batch for shard in self.manifest["shards"] for batch in open_arrow(path / shard["file"])]
+        except DataError:
+            raise
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"the prepared folder {path} is corrupt ({error}): prepare it again") from error
         self.kind: Kind = self.manifest["kind"]
