@@ -69,8 +69,7 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
 def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
     """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, and begin and end tokens.
 
-    Truncation, padding and the padding token do not count, because they do not change the tokens of a row, and because
-    calls of the tokenizer change them.
+    Excludes truncation and padding settings: they do not affect token ids, and tokenizer calls modify them.
     """
     known: Any = tokenizer.tokenizer  # Any: transformers types its attributes too loosely
     if known.is_fast:
