@@ -1,4 +1,4 @@
-"""Checksums of a run's inputs: data files, frozen models, tokenizer, chat template, reward and environment functions.
+"""Checksums of a run's inputs: data files, frozen models, tokenizer, templates, reward and environment functions.
 
 Checkpoints contain only the checksums. A resumed run rejects changed inputs.
 """
@@ -55,8 +55,7 @@ def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]
             functions = _functions(value)
             sources = {key: _source_files(function) for key, function in functions.items() if function is not None}
             yield from ((f"{name}.{key}", files, False) for key, files in sources.items() if files)
-        if isinstance(value, DataConfig) and value.template is not None:
-            yield f"{name}.template", [value.template], False
+        yield from ((f"{name}.{key}", [path], False) for key, path in _templates(value).items() if path is not None)
     yield from _model_files(config)
 
 
@@ -67,6 +66,17 @@ def _functions(settings: object) -> dict[str, str | None]:
             return {"function": settings.function, "evaluation": settings.evaluation}
         case RolloutConfig():
             return {"environment": settings.environment}
+        case _:
+            return {}
+
+
+def _templates(settings: object) -> dict[str, Path | None]:
+    """Returns the conversation template files of a section of the config by setting."""
+    match settings:
+        case DataConfig() | RolloutConfig():
+            return {"template": settings.template}
+        case RewardConfig():
+            return {"policy_template": settings.policy_template}
         case _:
             return {}
 

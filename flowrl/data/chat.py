@@ -146,13 +146,13 @@ class ChatTokenizer:
         return replace(
             self._template,
             end_of_assistant=end,
-            stop_ids=tuple(dict.fromkeys((*(stop_ids or (tuple(end_ids),)), *strings))),
+            stop_ids=tuple(dict.fromkeys((tuple(end_ids), *stop_ids, *strings))),
             is_flat=False,
         )
 
     @cached_property
     def stop_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Token sequences other than the end token that end a response in the template, if there is a template."""
+        """Stop sequences of the conversation template, except EOS. Empty without a chat template."""
         if not self._has_chat_template:
             return ()
         return tuple(ids for ids in self.template.stop_ids if ids != (self.eos_id,))

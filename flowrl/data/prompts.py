@@ -60,7 +60,6 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     too_long: Literal["refuse", "drop", "truncate"] = "refuse",
     parts: tuple[tuple[int, float], ...] = (),
-    setting: str = "data.max_prompt_tokens",
     strict: bool = True,
 ) -> PromptSet:
     """Tokenizes all prompts. Logs the number of dropped prompts per reason.
@@ -71,11 +70,12 @@ def tokenize_prompts(
         max_prompt_tokens: maximum number of tokens of a prompt.
         too_long: treatment of a longer prompt: raise an error, drop the prompt, or drop its first turns.
         parts: number of conversations and weight of each file.
-        setting: key of `max_prompt_tokens`, for error messages.
         strict: whether to raise an error if the chat template rejects a prompt. False drops the prompt.
     Raises:
         DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
     """
+    if not conversations:
+        raise DataError("the dataset has no prompts: give at least one conversation")
     allowed = frozenset() if too_long == "refuse" else frozenset({"too_long"})
     dropped = RowCounts(strict=strict, allowed=allowed, num_read=len(conversations))
     rows: list[TokenizedPrompt] = []
@@ -85,7 +85,9 @@ def tokenize_prompts(
         before = len(rows)
         for conversation in conversations[start : start + count]:
             try:
-                rows.append(tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long, setting))
+                rows.append(
+                    tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long, "data.max_prompt_tokens")
+                )
             except RowProblem as problem:
                 if problem.reason == "too_long" and too_long == "refuse":
                     raise too_long_error(conversation, problem) from problem
@@ -164,8 +166,6 @@ class PromptStream:
         Raises:
             DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
         """
-        if not conversations:
-            raise DataError("a stream of prompts needs at least one conversation")
         prompts = tokenize_prompts(conversations, tokenizer, max_prompt_tokens=max_prompt_tokens)
         self._set_prompts(prompts, seed, shuffle)
 

@@ -24,7 +24,7 @@ class ConversationTemplate:
     end_of_assistant: str | None = None
     """Text that ends a turn of the assistant. None infers it from the chat template."""
     stop_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that end a response. Empty uses the tokens of `end_of_assistant`."""
+    """Token sequences that end a response, in addition to the tokens of `end_of_assistant`."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a response. Each is converted to the token sequence that encodes it."""
     is_flat: bool = False

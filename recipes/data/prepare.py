@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
     output = Path(settings.pop("output", f"data/{name}"))
     settings.setdefault("kind", dataset.kind)
     splits = (("train", dataset.train), ("test", dataset.test))
-    # Before the first split is prepared, so that a missing split leaves no folder.
+    # Find all files first, so that a missing split leaves no folder.
     files_of_parts = {part: find_files(dataset, split, source) for part, split in splits}
     for part, files in files_of_parts.items():
         overrides = [f"{key}={value}" for key, value in settings.items()]

@@ -104,6 +104,24 @@ def test_changed_reward_functions_and_models_are_rejected(
         check_same_inputs(before, grpo)
 
 
+@pytest.mark.parametrize("key", ["data.template", "rollout.template", "reward.policy_template"])
+def test_changed_conversation_templates_are_rejected(key: str, model: Path, tmp_path: Path) -> None:
+    names = ("data.template", "rollout.template", "reward.policy_template")
+    templates = {name: tmp_path / f"{name}.json" for name in names}
+    for path in templates.values():
+        path.write_text("{}")
+    settings = grpo_settings(model=model)
+    settings["data"]["template"] = templates["data.template"]
+    settings["rollout"]["template"] = templates["rollout.template"]
+    settings["reward"] = {"model": {"path": model}, "policy_template": templates["reward.policy_template"]}
+    config = GRPOConfig.model_validate(settings)
+    before = input_checksums(config)
+    check_same_inputs(before, config)
+    templates[key].write_text('{"stop_ids": [[5]]}')
+    with rejects(key, error=RunFolderError):
+        check_same_inputs(before, config)
+
+
 def test_a_fully_trained_model_is_not_an_input(sft: SFTConfig) -> None:
     trained = sft.actor.model_copy(update={"lora": None})
     assert input_checksums(sft.model_copy(update={"actor": trained})).keys() == SFT_INPUTS - {"actor.model.path"}

@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, Message
 from flowrl.data.messages import Conversation
-from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.data.prompts import PromptStream, read_conversations, tokenize_prompts
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
 
@@ -85,6 +86,13 @@ def test_an_error_in_a_line_names_the_file_the_line_and_the_value(tmp_path: Path
 def test_an_example_must_end_with_the_assistant(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 1: "):
         read_conversations(write(tmp_path, ASK), last="assistant")
+
+
+def test_an_empty_dataset_is_not_reported_as_dropped_rows(tokenizer: ChatTokenizer) -> None:
+    for tokenize in (tokenize_prompts, partial(PromptStream, seed=0)):
+        with pytest.raises(DataError) as caught:
+            tokenize([], tokenizer, max_prompt_tokens=8)
+        assert "dropped" not in str(caught.value)
 
 
 def test_an_empty_file_is_rejected(tmp_path: Path) -> None:

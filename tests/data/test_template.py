@@ -80,6 +80,12 @@ def test_stop_strings_become_token_sequences(tmp_path: Path) -> None:
     assert [len(ids) for ids in template.stop_ids] == [1, 7]
 
 
+def test_the_end_of_a_turn_is_a_stop_sequence_in_addition_to_stop_ids(tmp_path: Path) -> None:
+    path = file(tmp_path, chat_template="zephyr", end_of_assistant="-", stop_ids=[[5]])
+    chat = ChatTokenizer(tokenizer(tmp_path), path)
+    assert chat.template.stop_ids == chat.stop_ids == (tuple(chat.encode("-")), (5,))
+
+
 def test_a_flat_list_of_stop_ids_is_resolved_or_refused(tmp_path: Path) -> None:
     path = tokenizer(tmp_path)
     known = ChatTokenizer(path, ConversationTemplate("zephyr"))

@@ -151,6 +151,22 @@ def test_the_stop_ids_of_a_template_reach_the_rollout_and_the_saved_model(task: 
         read_prompts(GRPOConfig.model_validate(settings))
 
 
+def test_stop_ids_of_the_model_that_rollouts_lack_are_rejected_with_its_folder(task: Path, tmp_path: Path) -> None:
+    model = copytree(task / "model", tmp_path / "model")
+    (model / "conversation_template.json").write_text(json.dumps({"stop_ids": [[13, 14]]}))
+    template = tmp_path / "t.json"
+    template.write_text("{}")
+    file = write(tmp_path / "a.jsonl", ask("1+1"))
+    settings = grpo_settings(
+        model=model,
+        reward={"function": f"{__name__}:any_score"},
+        data={"train": file, "max_prompt_tokens": 8},
+        rollout={"max_response_tokens": 8, "template": template},
+    )
+    with rejects("rollout.template", template, model, 13, 14, error=DataError):
+        read_prompts(GRPOConfig.model_validate(settings))
+
+
 def test_a_template_replaces_the_missing_chat_template_of_a_base_model(task: Path, tmp_path: Path) -> None:
     model = copytree(task / "model", tmp_path / "model")
     jinja = (model / "chat_template.jinja").read_text()

@@ -69,8 +69,7 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
 def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
     """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, and begin and end tokens.
 
-    Truncation, padding and the padding token do not count, because they do not change the tokens of a row, and because
-    calls of the tokenizer change them.
+    Excludes truncation and padding settings: they do not affect token ids, and tokenizer calls modify them.
     """
     known: Any = tokenizer.tokenizer  # Any: transformers types its attributes too loosely
     if known.is_fast:
@@ -102,7 +101,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
     """The rows of a prepared dataset. The files are memory-mapped, and a row is read on access."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the folder. Raises DataError if it is incomplete."""
+        """Opens the folder. Raises DataError if it is incomplete, or if another version of flowrl wrote it."""
         self.path = path
         try:
             self.manifest: Mapping[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -114,6 +113,8 @@ class PreparedFolder(Sequence[TokenizedRow]):
                 if (size := (path / shard["file"]).stat().st_size) != shard["bytes"]:
                     raise ValueError(f"{shard['file']} has {size} bytes instead of {shard['bytes']}")
             self._batches = [batch for shard in self.manifest["shards"] for batch in open_arrow(path / shard["file"])]
+        except DataError:
+            raise
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"the prepared folder {path} is corrupt ({error}): prepare it again") from error
         self.kind: Kind = self.manifest["kind"]
@@ -171,7 +172,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
         batch = self._batches[batch_index]
         offset = index - (int(self._ends[batch_index - 1]) if batch_index else 0)
         file, line = Path(batch.column("file")[offset].as_py()), batch.column("line")[offset].as_py()
-        row = parse_row(json.loads(batch.column("row")[offset].as_py()), {}, file, line, is_json=True)
+        row = parse_row(json.loads(batch.column("row")[offset].as_py()), {}, file, line)
         return TokenizedRow(row, tuple(self._side(batch, name, offset) for name in SIDES[self.kind]))
 
     def _side(self, batch: Any, name: str, offset: int) -> Tokens:  # Any: pyarrow.RecordBatch

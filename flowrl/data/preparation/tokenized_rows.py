@@ -32,7 +32,7 @@ class Tokens:
     ids: np.ndarray
     """int32 [T]."""
     mask: np.ndarray
-    """bool [T], true for trained tokens, which enter the loss. All false for a prompt."""
+    """bool [T], true for trained tokens, which enter the loss. False for the first token. All false for a prompt."""
 
     @property
     def num_trained(self) -> int:
@@ -99,7 +99,9 @@ def _encode_sides(
 
 
 def _tokens(ids: list[int], mask: list[bool]) -> Tokens:
-    return Tokens(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool))
+    tokens = Tokens(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool))
+    tokens.mask[:1] = False  # No token precedes the first token, so the model cannot predict it.
+    return tokens
 
 
 def _truncate(row: TokenizedRow, limits: LengthLimits) -> TokenizedRow:

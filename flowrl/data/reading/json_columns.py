@@ -10,28 +10,24 @@ from uuid import UUID
 from flowrl.data.reading.row_problems import RowProblem
 
 
-def to_json_columns(columns: Mapping[str, Any], *, is_json: bool) -> Mapping[str, Any]:
+def to_json_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns columns whose values are all JSON values.
 
     Dates, times and UUIDs become text (ISO 8601), decimals become numbers, and bytes become text if they are UTF-8. All
     other values, such as images, become null.
 
-    Args:
-        columns: the columns of a row.
-        is_json: whether the values are parsed JSON, so that they need no conversion.
-    Raises:
-        RowProblem: a column contains text with an unpaired surrogate.
+    Raises RowProblem if a column contains text with an unpaired surrogate, or cannot be written as JSON.
     """
     if not columns:
         return columns
     try:
         text = json.dumps(columns, ensure_ascii=False, default=to_json_value)
         text.encode()
+        return json.loads(text)
     except UnicodeEncodeError as error:
         raise RowProblem("invalid_utf8", "a column is not UTF-8 text, or has an unpaired surrogate") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise RowProblem("invalid_json", f"a column cannot be written as JSON ({error}); remove it") from error
-    return columns if is_json else json.loads(text)
 
 
 def to_json_value(value: object) -> object:

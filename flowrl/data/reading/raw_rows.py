@@ -267,7 +267,7 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     arrow, parquet = import_library("pyarrow", "parquet"), import_library("pyarrow.parquet", "parquet")
     try:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
-            yield from _values_of(batch)
+            yield from _read_batch_rows(batch)
     except (arrow.ArrowException, OSError) as error:
         yield _corrupt_table(error)
 
@@ -276,23 +276,27 @@ def _arrow_rows(file: Path) -> Iterator[Any]:
     arrow = import_library("pyarrow", "arrow")
     try:
         for batch in open_arrow(file):
-            yield from _values_of(batch)
+            yield from _read_batch_rows(batch)
     except (arrow.ArrowException, OSError) as error:
         yield _corrupt_table(error)
 
 
-def _values_of(batch: Any) -> list[Any]:  # Any: pyarrow.RecordBatch
+_OUT_OF_RANGE = "<value out of range"
+"""Start of the text to which arrow converts a date that it cannot write."""
+
+
+def _read_batch_rows(batch: Any) -> list[Any]:  # Any: pyarrow.RecordBatch
     """Returns the rows of a record batch, and a RowProblem for each row with text that is not UTF-8."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError):
         if batch.num_rows > 1:
             half = batch.num_rows // 2
-            return [*_values_of(batch.slice(0, half)), *_values_of(batch.slice(half))]
-        return [_values_of_row(batch)]
+            return [*_read_batch_rows(batch.slice(0, half)), *_read_batch_rows(batch.slice(half))]
+        return [_read_single_row(batch)]
 
 
-def _values_of_row(batch: Any) -> RowProblem | dict[str, Any]:  # Any: pyarrow.RecordBatch
+def _read_single_row(batch: Any) -> RowProblem | dict[str, Any]:  # Any: pyarrow.RecordBatch
     """Returns the values of the only row of a batch. Dates that Python does not support become text or null."""
     arrow = import_library("pyarrow", "a table")
     values: dict[str, Any] = {}
@@ -305,9 +309,9 @@ def _values_of_row(batch: Any) -> RowProblem | dict[str, Any]:  # Any: pyarrow.R
         except (ValueError, OverflowError):  # nanoseconds without pandas, or a year after 9999
             try:
                 text = column.cast(arrow.string())[0].as_py()
-            except arrow.ArrowException:
-                text = "<unsupported>"
-            values[name] = None if text.startswith("<") else text  # arrow writes "<value out of range: ...>"
+                values[name] = None if text.startswith(_OUT_OF_RANGE) else text
+            except arrow.ArrowException:  # a list or an object that contains such a date
+                values[name] = None
     return values
 
 

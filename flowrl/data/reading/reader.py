@@ -3,11 +3,13 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.config import DataFile
 from flowrl.data.messages import Conversation, DataError
+from flowrl.data.reading.json_columns import to_json_columns
 from flowrl.data.reading.kinds import Kind, select_turns, split_pair
 from flowrl.data.reading.raw_rows import RawChunk, read_chunks
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
@@ -38,8 +40,9 @@ def parse_rows(
         try:
             if isinstance(raw, RowProblem):
                 raise raw
-            is_json = isinstance(raw, bytes)
-            conversation = parse_row(_parse_json(raw) if is_json else raw, columns, chunk.file, line, is_json=is_json)
+            values = _parse_json(raw) if isinstance(raw, bytes) else raw
+            conversation = parse_row(values, columns, chunk.file, line)
+            conversation = replace(conversation, columns=to_json_columns(conversation.columns))
             for part in split_pair(conversation, kind):
                 yield part if check is None else check(part)
         except RowProblem as problem:

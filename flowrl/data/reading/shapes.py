@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.messages import ROLE_NAMES, Conversation, Message
-from flowrl.data.reading.json_columns import to_json_columns
 from flowrl.data.reading.row_problems import RowProblem
 
 Values = Mapping[str, Any]  # Any: the values of a JSON object
@@ -20,19 +19,16 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _DIALOGUE = re.compile(r"\s*(Human|Assistant):")
 
 
-def parse_row(
-    row: Any, columns: Mapping[str, str], file: Path, line: int, *, is_json: bool = False
-) -> Conversation:  # Any: a JSON value, or the values of a table
-    """Returns the conversation of a row.
+def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Conversation:  # Any: see `row` below
+    """Returns the conversation of a row. Its columns have the values of the row, which may be dates or bytes.
 
     Args:
-        row: a JSON object, or a list of turns.
+        row: a JSON object or a list of turns, or a row of a table, whose values may have other types.
         columns: name of a field -> its name in the file, where dots select nested fields.
         file: the file of the row, for error messages.
         line: number of the row in the file, from 1.
-        is_json: whether the row is parsed JSON. The values of tables are converted to JSON values.
     Raises:
-        RowProblem: the row has no known shape, or a turn or a column is malformed.
+        RowProblem: the row has no known shape, or a turn is malformed.
     """
     if isinstance(row, list):
         row = {"messages": row}
@@ -55,7 +51,7 @@ def parse_row(
     }
     return Conversation(
         messages=parts.messages,
-        columns=to_json_columns({**extra, **parts.columns}, is_json=is_json),
+        columns={**extra, **parts.columns},
         file=file,
         line=line,
         chosen=parts.chosen,

@@ -74,7 +74,6 @@ class SftExamples:
         sides = [side for index in indices for side in self._rows[int(index)].sides]
         tokens = {
             "input_ids": np.concatenate([side.ids for side in sides]).astype(np.int64),
-            # The first token of a text without a prefix is trained, but no token precedes it, so it is not predicted.
-            "response_mask": np.concatenate([side.mask & (np.arange(len(side.mask)) > 0) for side in sides]),
+            "response_mask": np.concatenate([side.mask for side in sides]),
         }
         return Batch.from_columns(tokens=tokens, lengths=[len(side.ids) for side in sides])

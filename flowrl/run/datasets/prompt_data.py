@@ -165,9 +165,11 @@ def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
         return
     own = ChatTokenizer(tokenizer.path, rollout.template)
     if missing := [list(ids) for ids in stops if ids not in (*rollout.stop_ids, *own.stop_ids)]:
+        template = config.data.template
+        source = f"the template in {tokenizer.path}" if template is None else f"data.template {template}"
         raise DataError(
-            f"rollout.template {rollout.template} has no stop_ids {missing}, with which a response ends in "
-            f"data.template {config.data.template}: omit rollout.template, or add them to rollout.stop_ids"
+            f"rollout.template {rollout.template} has no stop_ids {missing}, with which a response ends in {source}: "
+            f"omit rollout.template, or add them to rollout.stop_ids"
         )
 
 

@@ -205,7 +205,7 @@ def test_a_changed_prepared_folder_is_rejected(model: Path, tmp_path: Path) -> N
         with rejects(folder, error=DataError):
             PreparedFolder(folder)
     shard.write_bytes(content)
-    for changed in ({}, [], {"version": 1}, values | {"shards": [{"file": "none.arrow"}]}):
+    for changed in ({}, [], {"version": values["version"]}, values | {"shards": [{"file": "none.arrow"}]}):
         manifest.write_text(json.dumps(changed))
         with rejects(folder, error=DataError):
             PreparedFolder(folder)
@@ -274,6 +274,17 @@ def test_a_folder_is_for_one_tokenizer_and_template(model: Path, tmp_path: Path)
         folder.check_tokenizer(ChatTokenizer(model, tmp_path / "t.json"))
     with rejects(tmp_path / "out", error=DataError):
         run(tmp_path, model, tmp_path / "rows.jsonl")
+
+
+def test_a_folder_of_another_version_is_not_reported_as_corrupt(model: Path, tmp_path: Path) -> None:
+    run(tmp_path, model, write(tmp_path, example("1+1", "2")))
+    manifest = tmp_path / "out/manifest.json"
+    values = json.loads(manifest.read_text())
+    for version in (1, values["version"] + 1):
+        manifest.write_text(json.dumps(values | {"version": version}))
+        with rejects(tmp_path / "out", "version", error=DataError) as caught:
+            PreparedFolder(tmp_path / "out")
+        assert "corrupt" not in str(caught.value)
 
 
 def test_the_hash_of_a_tokenizer_does_not_depend_on_earlier_calls(model: Path, tmp_path: Path) -> None:

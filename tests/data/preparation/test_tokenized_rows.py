@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flowrl.data.chat import ChatTokenizer
-from flowrl.data.messages import Conversation
+from flowrl.data.messages import Conversation, Message
+from flowrl.data.preparation.show_rows import marked_text
 from flowrl.data.preparation.tokenized_rows import LengthLimits, tokenize_row
+from flowrl.data.reading.row_problems import RowProblem
+from flowrl.data.template import ConversationTemplate
+from recipes.quickstart.prepare import save_tokenizer
 
 
 def test_the_trained_text_continues_its_source_without_a_space(tmp_path: Path) -> None:
@@ -18,3 +23,23 @@ def test_the_trained_text_continues_its_source_without_a_space(tmp_path: Path) -
     row = Conversation((), text=("b", "a"))
     (side,) = tokenize_row(row, "text", ChatTokenizer(tmp_path), LengthLimits()).sides
     assert (side.ids.tolist(), side.mask.tolist()) == ([2, 4, 3, 1], [False, False, True, True])
+
+
+def test_the_first_token_of_a_text_is_not_trained_and_not_counted(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer, row = ChatTokenizer(tmp_path), Conversation((), text=("", "1+1"))
+    (side,) = tokenize_row(row, "text", tokenizer, LengthLimits(min_response_tokens=3)).sides
+    assert (side.mask.tolist(), side.num_trained) == ([False, True, True, True], 3)
+    assert marked_text(side, tokenizer) == "1[[+1<eos>]]"
+    with pytest.raises(RowProblem) as caught:
+        tokenize_row(row, "text", tokenizer, LengthLimits(min_response_tokens=4))
+    assert caught.value.reason == "short_response"
+
+
+def test_the_first_token_of_a_response_without_a_prompt_is_not_trained(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    jinja = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<eos>{% endfor %}"
+    tokenizer = ChatTokenizer(tmp_path, ConversationTemplate(jinja))
+    row = Conversation((Message("user", "1"), Message("assistant", "2")))
+    (side,) = tokenize_row(row, "sft", tokenizer, LengthLimits()).sides
+    assert side.mask.tolist() == [False, True]

@@ -130,6 +130,20 @@ def test_a_date_that_python_does_not_support_is_null(tmp_path: Path) -> None:
     assert first["date"].year == 1970 and second == {"text": "b", "date": None}
 
 
+def test_a_value_that_contains_a_date_that_python_does_not_support_is_null(tmp_path: Path) -> None:
+    dates = pa.array([[0], [10**18]], pa.list_(pa.timestamp("us")))
+    pq.write_table(pa.table({"text": ["<a", "<b"], "dates": dates}), tmp_path / "a.parquet")
+    first, second = read(tmp_path / "a.parquet")
+    assert first["dates"][0].year == 1970 and second == {"text": "<b", "dates": None}
+
+
+def test_a_date_after_the_year_9999_that_arrow_can_write_is_text(tmp_path: Path) -> None:
+    dates = pa.array([10**18], pa.timestamp("us", tz="UTC"))
+    pq.write_table(pa.table({"date": dates}), tmp_path / "a.parquet")
+    ((text,),) = (row.values() for row in read(tmp_path / "a.parquet"))
+    assert isinstance(text, str) and not text.startswith("<")
+
+
 def test_a_truncated_array_ends_with_a_problem(tmp_path: Path) -> None:
     text = json.dumps(ROWS).encode()
     assert read(write(tmp_path / "a.json", text[:-20])) == [*ROWS[:4], "invalid_json"]
