@@ -74,8 +74,10 @@ class ChatTokenizer:
         self._layouts: dict[tuple[Speaker, ...], TurnLayout | None] = {}
 
     def check_chat_template(self) -> None:
-        """Raises DataError if there is no chat template. Plain text does not need a chat template."""
-        assert self._template.chat_template is not None
+        """Raises DataError if there is no chat template or a value of the template is invalid. Plain text does not need
+        a chat template.
+        """
+        _ = self.template
 
     @cached_property
     def _template(self) -> ConversationTemplate:

@@ -33,7 +33,7 @@ from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.metric import Logged
 from flowrl.data.prompts import PromptStream
-from flowrl.data.template import ConversationTemplate, template_text
+from flowrl.data.template import template_text
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
@@ -74,6 +74,7 @@ class Run:
         CheckpointError: if the newest checkpoint is corrupt.
         RunComplete: if the output folder has this run with all its steps, and `resume` is auto.
         PlacementError: if the placement does not fit the devices.
+        DataError: if the conversation template is invalid.
         Interrupted: if a signal ended the run. It is raised when the `with` block ends.
     """
 
@@ -97,6 +98,8 @@ class Run:
         self._memory = PeakMemory()
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
+        # Read now, because an invalid template would otherwise end the run when it saves the trained model.
+        self._template = conversation_template(config)
         self._saver = Saver(Checkpoints(config.output), config.checkpoint, config.compared_by)
 
     def __enter__(self) -> Self:
@@ -472,11 +475,6 @@ class Run:
             self._saver.advance(self._metrics.history)
 
     # The end.
-
-    @cached_property
-    def _template(self) -> ConversationTemplate | None:
-        """Conversation template that is saved with checkpoints and models."""
-        return conversation_template(self.config)
 
     def save_model(self, group: WorkerGroup) -> None:
         """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""
