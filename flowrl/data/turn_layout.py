@@ -127,7 +127,10 @@ def _end(literal: str, end: str, lead: int, can_append: bool) -> _Response:
         return _Response(lead, position + len(end), "")
     if not literal.strip() and can_append:
         return _Response(lead, len(literal), end)
-    raise DataError(f"a response is followed by {literal[:40]!r} instead of {end!r}")
+    raise DataError(
+        f"the chat template adds {literal[:40]!r} after a response, but must add {end!r}: correct the chat template or "
+        f"end_of_assistant"
+    )
 
 
 def infer_end(render: Render, eos: str, special: Sequence[str]) -> str | None:
@@ -149,8 +152,8 @@ def locate_responses(end: str, text: str, messages: Sequence[Message], render: R
     Renders the turns up to each response, and the same turns with a marker as the response, which gives the text after
     the response. Thus an end of turn in the response itself is never mistaken for the end of the response.
 
-    Raises DataError if the template renders earlier messages differently when more messages follow, or if it does not
-    end a response with `end`.
+    Raises DataError if the template renders earlier messages differently when more messages follow, or if a response is
+    not followed by `end`, or by white space and `end`.
     """
     spans: list[Span] = []
     for index, message in enumerate(messages):
@@ -164,10 +167,10 @@ def locate_responses(end: str, text: str, messages: Sequence[Message], render: R
                 "template"
             )
         after = _text_after(messages[:index], render)
-        position = after.find(end)
-        if position < 0 or not until.endswith(after):
-            raise DataError(f"the chat template does not end assistant messages with {end!r}")
-        spans.append((len(prompt), len(until) - len(after) + position + len(end)))
+        tail = _end(after, end, 0, False).tail
+        if not until.endswith(after):
+            raise DataError(f"the chat template does not add {after[:40]!r} after every response")
+        spans.append((len(prompt), len(until) - len(after) + tail))
     return spans
 
 

@@ -195,6 +195,22 @@ def test_an_end_of_turn_in_a_response_does_not_replace_a_missing_one(tmp_path: P
             chat.encode_example(turns("a", response))
 
 
+ADDS_A_NOTE = (
+    "{% for m in messages %}{{ 'A:' ~ m.content | upper ~ '\\n[note]\\n</s>' if m.role == 'assistant' else m.content }}"
+    "{% endfor %}{{ 'A:' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize("jinja", [ADDS_A_NOTE, ADDS_A_NOTE.replace(" | upper", "")])
+def test_text_of_the_template_between_a_response_and_its_end_is_not_trained(jinja: str, tmp_path: Path) -> None:
+    path = tokenizer(tmp_path)
+    with rejects("note", "/s", error=DataError):
+        ChatTokenizer(path, ConversationTemplate(jinja)).encode_example(turns("Hi", "Yo"))
+    without_note = ChatTokenizer(path, ConversationTemplate(jinja.replace("[note]\\n", "")))
+    response = "YO" if "upper" in jinja else "Yo"
+    assert marked(without_note, turns("Hi", "Yo")) == f"HiA:[[{response}\n</s>]]"
+
+
 def test_an_end_of_turn_is_appended_only_once(tmp_path: Path) -> None:
     chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate("chatglm3"))
     for response in ("Ho", "Ho<|user|>"):
