@@ -77,11 +77,10 @@ def with_special_tokens(folder: Path, copy: Path, **tokens: str | None) -> Path:
 
 
 @pytest.mark.parametrize("pad", ["<eos>", None])
-@pytest.mark.parametrize("unknown", ["<pad>", "<eos>"])
 def test_transformers_scores_the_last_token_if_the_pad_token_is_the_end_token(
-    cluster: Cluster, folder: Path, tmp_path: Path, pad: str | None, unknown: str
+    cluster: Cluster, folder: Path, tmp_path: Path, pad: str | None
 ) -> None:
-    start = with_special_tokens(folder, tmp_path / "start", pad_token=pad, unk_token=unknown)
+    start = with_special_tokens(folder, tmp_path / "start", pad_token=pad)
     reward = cluster.group("reward", TrainedRewardModel, config(start))
     reward.save(tmp_path / "saved")
     batch = rollouts(start, "46", "1", "-7")
@@ -93,6 +92,22 @@ def test_transformers_scores_the_last_token_if_the_pad_token_is_the_end_token(
     assert_norm_close(reward.scores(batch).get("scores"), expected)
     judge = cluster.group("judge", Reward, reward_config(tmp_path / "saved", start))
     assert_norm_close(judge.score(batch.drop("conversation")).get("scores").double(), expected, rtol=1e-5)
+
+
+def test_transformers_scores_the_end_of_a_turn_that_is_the_pad_token_of_the_policy(
+    cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
+    """`data.template` may end responses with another token than eos, here with the pad token of the tokenizer."""
+    reward = cluster.group("reward", TrainedRewardModel, config(folder))
+    reward.save(tmp_path / "saved")
+    texts = ["12+34=46<pad>", "12+34=1<pad>"]
+    rows = [ChatTokenizer(folder).encode(text) for text in texts]
+    batch = Batch.from_columns(tokens={"input_ids": [token for row in rows for token in row]}, lengths=[len(row) for row in rows])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
+    assert_norm_close(reward.scores(batch).get("scores"), expected)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
