@@ -39,7 +39,7 @@ from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
-from flowrl.run.datasets.row_batches import RowBatches
+from flowrl.run.datasets.row_batches import Skippable
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
@@ -252,17 +252,18 @@ class Run:
     def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:
         """Yields the batch of each step from a stream, until `steps` or the end of the stream.
 
-        A resumed run skips the batches of the steps before its checkpoint. `policy` is the group that is trained. The
-        stream may generate its batches: the next one is drawn after the body of the loop, or by `due` and
-        `save_checkpoint`, which need to know whether the step is the last one.
+        A resumed run skips the batches of the steps before its checkpoint. It calls `stream.skip(num_batches)` if the
+        stream has this method, and draws the batches otherwise. `policy` is the group that is trained. The stream may
+        generate its batches: the next one is drawn after the body of the loop, or by `due` and `save_checkpoint`, which
+        need to know whether the step is the last one.
         """
         self._policy = policy
         self._begin()
-        if isinstance(stream, RowBatches):
+        if isinstance(stream, Skippable):
             stream.skip(self.step)
         else:
             stream = islice(stream, self.step, None)
-        self._stream = _Lookahead(stream)
+        self._stream = _Lookahead(iter(stream))
         for step in self._steps():
             yield self._stream.pop().with_seed((self.config.seed, step))
 
