@@ -20,7 +20,7 @@ from flowrl.data.template import (
     read_template,
     resolve_flat_stop_ids,
 )
-from flowrl.data.turn_layout import Span, TurnLayout, infer_end, locate_responses, make_layout
+from flowrl.data.turn_layout import Span, TurnLayout, infer_end, locate_responses, make_layout, text_after
 
 __all__ = [
     "ChatTokenizer",
@@ -74,8 +74,10 @@ class ChatTokenizer:
         self._layouts: dict[tuple[Speaker, ...], TurnLayout | None] = {}
 
     def check_chat_template(self) -> None:
-        """Raises DataError if there is no chat template. Plain text does not need a chat template."""
-        assert self._template.chat_template is not None
+        """Raises DataError if there is no chat template or a value of the template is invalid. Plain text does not need
+        a chat template.
+        """
+        _ = self.template
 
     @cached_property
     def _template(self) -> ConversationTemplate:
@@ -122,6 +124,11 @@ class ChatTokenizer:
 
     def __len__(self) -> int:
         return len(self._tokenizer)
+
+    @property
+    def num_ids(self) -> int:
+        """Largest token id, plus 1. It exceeds the number of tokens if the vocabulary has gaps."""
+        return 1 + max(self._tokenizer.get_vocab().values())
 
     @cached_property
     def template(self) -> ConversationTemplate:
@@ -197,6 +204,24 @@ class ChatTokenizer:
                 messages follow.
         """
         return self.encode_spans(*self.locate_responses(messages, first))
+
+    def encode_for_score(self, messages: Sequence[Message], response: str, *, is_truncated: bool = False) -> list[int]:
+        """Returns the token ids of a conversation and its last response, for a model that scores the response.
+
+        The ids end with the end of the turn, or with the response if it is truncated. The template may change the
+        response and earlier messages. Without such changes, the ids are those of `encode_example`.
+        """
+        answered, end = [*messages, Message("assistant", response)], self.end_of_assistant
+        try:
+            text, ((start, stop),) = self.locate_responses(answered, len(messages))
+        except DataError:
+            turns = self._with_system(messages)
+            text, start = self._render(self._with_system(answered), generate=False), 0
+            after = text_after(turns, self._render_turns)
+            has_end = end in after and text.endswith(after)
+            stop = len(text) - len(after) + after.find(end) + len(end) if has_end else len(text)
+        text = text[:stop].removesuffix(end) if is_truncated else text[:stop]
+        return self.encode_spans(text, [(start, len(text))])[0]
 
     def locate_responses(self, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
         """Returns the text of a conversation, and the spans of the assistant's responses, each with its end of turn.

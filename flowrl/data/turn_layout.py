@@ -166,7 +166,7 @@ def locate_responses(end: str, text: str, messages: Sequence[Message], render: R
                 "tokens cannot be located; use single-turn conversations, train only the last turn, or use another "
                 "template"
             )
-        after = _text_after(messages[:index], render)
+        after = text_after(messages[:index], render)
         tail = _end(after, end, 0, False).tail
         if not until.endswith(after):
             raise DataError(f"the chat template does not add {after[:40]!r} after every response")
@@ -174,7 +174,7 @@ def locate_responses(end: str, text: str, messages: Sequence[Message], render: R
     return spans
 
 
-def _text_after(messages: Sequence[Message], render: Render) -> str:
+def text_after(messages: Sequence[Message], render: Render) -> str:
     """Returns the text that the template renders after a last response that follows `messages`."""
     marker = "\ue002"
     while any(marker in message.content for message in messages):

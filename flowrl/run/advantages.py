@@ -86,7 +86,7 @@ METRIC_COLUMNS = (
     "scores",
     "response_mask",
     "truncated",
-    "reward_input_changed",
+    "reward_truncated",
     "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
@@ -454,7 +454,7 @@ def batch_metrics(table: TensorDict, kl_control: KlControl) -> dict[str, Metric]
         }
     if "shaped_scores" in rows and "scores" in rows:
         metrics["reward_shaping"] = Mean(float((rows["shaped_scores"] - rows["scores"]).sum()), num_rows)
-    flags = [column for column in ("truncated", "reward_input_changed") if column in rows]
+    flags = [column for column in ("truncated", "reward_truncated") if column in rows]
     metrics |= {f"{column}_fraction": Mean(float(rows[column].sum()), num_rows) for column in flags}
     if "old_logprobs" in tokens and "rollout_logprobs" in tokens:
         gap_BT = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()

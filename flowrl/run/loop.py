@@ -33,13 +33,13 @@ from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.metric import Logged
 from flowrl.data.prompts import PromptStream
-from flowrl.data.template import ConversationTemplate, template_text
+from flowrl.data.template import template_text
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
-from flowrl.run.datasets.row_batches import RowBatches
+from flowrl.run.datasets.row_batches import Skippable
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
@@ -74,6 +74,7 @@ class Run:
         CheckpointError: if the newest checkpoint is corrupt.
         RunComplete: if the output folder has this run with all its steps, and `resume` is auto.
         PlacementError: if the placement does not fit the devices.
+        DataError: if the conversation template is invalid.
         Interrupted: if a signal ended the run. It is raised when the `with` block ends.
     """
 
@@ -97,6 +98,8 @@ class Run:
         self._memory = PeakMemory()
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
+        # Read now, because an invalid template would otherwise end the run when it saves the trained model.
+        self._template = conversation_template(config)
         self._saver = Saver(Checkpoints(config.output), config.checkpoint, config.compared_by)
 
     def __enter__(self) -> Self:
@@ -249,17 +252,18 @@ class Run:
     def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:
         """Yields the batch of each step from a stream, until `steps` or the end of the stream.
 
-        A resumed run skips the batches of the steps before its checkpoint. `policy` is the group that is trained. The
-        stream may generate its batches: the next one is drawn after the body of the loop, or by `due` and
-        `save_checkpoint`, which need to know whether the step is the last one.
+        A resumed run skips the batches of the steps before its checkpoint. It calls `stream.skip(num_batches)` if the
+        stream has this method, and draws the batches otherwise. `policy` is the group that is trained. The stream may
+        generate its batches: the next one is drawn after the body of the loop, or by `due` and `save_checkpoint`, which
+        need to know whether the step is the last one.
         """
         self._policy = policy
         self._begin()
-        if isinstance(stream, RowBatches):
+        if isinstance(stream, Skippable):
             stream.skip(self.step)
         else:
             stream = islice(stream, self.step, None)
-        self._stream = _Lookahead(stream)
+        self._stream = _Lookahead(iter(stream))
         for step in self._steps():
             yield self._stream.pop().with_seed((self.config.seed, step))
 
@@ -472,11 +476,6 @@ class Run:
             self._saver.advance(self._metrics.history)
 
     # The end.
-
-    @cached_property
-    def _template(self) -> ConversationTemplate | None:
-        """Conversation template that is saved with checkpoints and models."""
-        return conversation_template(self.config)
 
     def save_model(self, group: WorkerGroup) -> None:
         """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""

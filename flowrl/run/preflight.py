@@ -19,6 +19,7 @@ from flowrl.config import (
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
+    RoleConfig,
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
@@ -94,16 +95,17 @@ def check_positions(config: RunConfig) -> None:
             or (limit := read_max_positions(role.model.path)) is None
         ):
             continue
-        for setting, num_tokens in _sequence_lengths(config):
+        for setting, num_tokens in _sequence_lengths(config, role):
             if num_tokens > limit:
                 raise ConfigError(excess_tokens_message(setting, num_tokens, role.model.path, limit))
 
 
-def _sequence_lengths(config: RunConfig) -> Iterator[tuple[str, int]]:
-    """Yields (settings, number of tokens) of the longest sequence of each kind."""
+def _sequence_lengths(config: RunConfig, role: RoleConfig) -> Iterator[tuple[str, int]]:
+    """Yields (settings, number of tokens) of the longest sequence of each kind that a role receives."""
     for group, data in config:
         if isinstance(data, PtxConfig):
-            yield f"{group}.max_tokens", data.max_tokens
+            if isinstance(role, ActorConfig):  # other roles do not receive this text
+                yield f"{group}.max_tokens", data.max_tokens
         elif isinstance(data, DataConfig) and isinstance(config, RolloutRunConfig):
             total = data.max_prompt_tokens + config.rollout.max_response_tokens
             yield f"{group}.max_prompt_tokens + rollout.max_response_tokens", total

@@ -248,8 +248,7 @@ class RewardModelGroup(TypedGroup):
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:
         """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one.
 
-        `reward_input_changed` is true for rows that are longer than the model supports. They are scored without the end
-        of the response, and, if the prompt has more than half of the tokens, without the beginning of the prompt.
+        `reward_truncated` is true for rows that are longer than the model supports. Only their last tokens are scored.
         """
 
 class RolloutGroup(TypedGroup):

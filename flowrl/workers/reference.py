@@ -97,12 +97,12 @@ class Reference(ModelWorker["ReferenceGroup"]):
         """Returns the log-probability `[T]` of each token under the reference model.
 
         If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. A token for which
-        the model has no embedding gets `UNKNOWN_LOGPROB`.
+        the model has no embedding gets `UNKNOWN_LOGPROB`, and later tokens are conditioned on token 0 instead.
         """
         known, is_unknown_T = self._replace_unknown(batch)
         with adapter_disabled(self.engine.model):
             values_T = self.engine.evaluate(known, partial(policy_logprobs, temperature=self.temperature))
-        values_T = values_T.masked_fill(is_unknown_T & (values_T != 0), UNKNOWN_LOGPROB)
+        values_T = values_T.masked_fill(is_unknown_T, UNKNOWN_LOGPROB)
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
 
     @register(
@@ -113,9 +113,18 @@ class Reference(ModelWorker["ReferenceGroup"]):
         balance="tokens",
     )
     def response_logprobs(self, batch: TensorDict) -> TensorDict:
-        """Returns the log-probability of each row's response, `[B]`, summed over the tokens of `response_mask`."""
+        """Returns the log-probability of each row's response, `[B]`, summed over the tokens of `response_mask`.
+
+        Tokens for which the model has no embedding are treated as in `logprobs`.
+        """
+        known, is_unknown_T = self._replace_unknown(batch)
+        tokens, lengths_B = dict(known["tokens"].items()), lengths(batch)
+        tokens["response_mask"] = tokens["response_mask"] & ~is_unknown_T
+        known = make_tensordict(tokens=tokens, lengths=lengths_B)
         with adapter_disabled(self.engine.model):
-            values_B = self.engine.evaluate_rows(batch, partial(response_logprobs, temperature=self.temperature))
+            values_B = self.engine.evaluate_rows(known, partial(response_logprobs, temperature=self.temperature))
+        rows_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
+        values_B = values_B + UNKNOWN_LOGPROB * rows_T[is_unknown_T].bincount(minlength=len(lengths_B))
         return make_tensordict({"response_logprobs": values_B})
 
     @register(
@@ -145,19 +154,23 @@ class Reference(ModelWorker["ReferenceGroup"]):
     @cached_property
     def _num_tokens(self) -> int:
         """Largest token id of the tokenizer, plus 1."""
-        return 1 + max(ChatTokenizer(self._tokenizer_path).tokenizer.get_vocab().values())
+        return ChatTokenizer(self._tokenizer_path).num_ids
 
     def _replace_unknown(self, batch: TensorDict) -> tuple[TensorDict, torch.Tensor]:
-        """Returns the batch with token 0 in place of tokens for which the model has no embedding, and their mask [T].
+        """Returns the batch with token 0 in place of tokens for which the model has no embedding.
 
-        A student may sample one of its unused embeddings, which the teacher does not have.
+        Also returns the mask [T] of those among them that have a log-probability: tokens of `response_mask`, if the
+        batch has this column, except the first token of each row. A student may sample one of its unused embeddings,
+        which the teacher does not have.
         """
-        ids_T = batch["tokens", "input_ids"]
+        ids_T, lengths_B = batch["tokens", "input_ids"], lengths(batch)
         is_unknown_T = ids_T >= self._num_embeddings
         if not is_unknown_T.any():
             return batch, is_unknown_T
         tokens = dict(batch["tokens"].items()) | {"input_ids": ids_T.masked_fill(is_unknown_T, 0)}
-        return make_tensordict(tokens=tokens, lengths=lengths(batch)), is_unknown_T
+        is_unknown_T = is_unknown_T & tokens.get("response_mask", torch.ones_like(is_unknown_T))
+        is_unknown_T[(lengths_B.cumsum(0) - lengths_B)[lengths_B > 0]] = False
+        return make_tensordict(tokens=tokens, lengths=lengths_B), is_unknown_T
 
 
 def _topk(model: nn.Module, micro: MicroBatch, *, k: int, num_tokens: int, temperature: float) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Reward workers, which score rows with a Python function or a reward model."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,67 +113,52 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        reads=("input_ids", "response_mask?", "truncated?", *_FUNCTION_COLUMNS),
-        writes=("scores", "reward_input_changed"),
+        reads=("input_ids", "truncated?", *_FUNCTION_COLUMNS),
+        writes=("scores", "reward_truncated"),
         balance="tokens",
     )
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
         """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one.
 
-        `reward_input_changed` is true for rows that are longer than the model supports. They are scored without the end
-        of the response, and, if the prompt has more than half of the tokens, without the beginning of the prompt.
+        `reward_truncated` is true for rows that are longer than the model supports. Only their last tokens are scored.
         """
-        is_changed_B = torch.zeros(num_rows(batch), dtype=torch.bool)
+        is_truncated_B = torch.zeros(num_rows(batch), dtype=torch.bool)
         if evaluation and self._evaluation is not None:
             scores = score_rows(batch, self._evaluation, self._evaluation_name)
-            return make_tensordict({"scores": scores["rows", "scores"], "reward_input_changed": is_changed_B})
+            return make_tensordict({"scores": scores["rows", "scores"], "reward_truncated": is_truncated_B})
         if self._tokenizer is not None:
             batch = render_again(batch, self._tokenizer)
         if self._max_tokens is not None:
-            is_changed_B = lengths(batch) > self._max_tokens
-            batch = cut_rows(batch, self._max_tokens) if is_changed_B.any() else batch
+            is_truncated_B = lengths(batch) > self._max_tokens
+            batch = cut_rows(batch, self._max_tokens) if is_truncated_B.any() else batch
         scores_B = self.engine.evaluate_rows(batch, row_scores)
-        return make_tensordict({"scores": scores_B.float(), "reward_input_changed": is_changed_B})
+        return make_tensordict({"scores": scores_B.float(), "reward_truncated": is_truncated_B})
 
 
 def render_again(batch: TensorDict, tokenizer: ChatTokenizer) -> TensorDict:
-    """Renders each conversation and its response for another tokenizer and chat template. Returns `input_ids` and
-    `response_mask`.
+    """Renders each conversation and its response for another tokenizer and chat template. Returns `input_ids`.
 
     A truncated response has no end token, as in the policy's tokens.
     """
-    ids, masks, counts = [], [], []
-    num_end_tokens = len(tokenizer.encode(tokenizer.end_of_assistant))
-    is_truncated = batch["rows"].get("truncated", torch.zeros(num_rows(batch), dtype=torch.bool)).tolist()
-    texts = zip(objects(batch, "conversation"), objects(batch, "response"), is_truncated, strict=True)
+    is_truncated_B = batch["rows"].get("truncated", torch.zeros(num_rows(batch), dtype=torch.bool)).tolist()
+    texts = zip(objects(batch, "conversation"), objects(batch, "response"), is_truncated_B, strict=True)
+    rows = []
     for conversation, response, is_truncated in texts:
         messages = [Message(turn["role"], turn["content"]) for turn in conversation]
-        row, mask = tokenizer.encode_example([*messages, Message("assistant", response)], first=len(messages))
-        end = len(mask) - mask[::-1].index(True) - (num_end_tokens if is_truncated else 0)
-        ids += row[:end]
-        masks += mask[:end]
-        counts.append(end)
-    tokens = {"input_ids": torch.tensor(ids, dtype=torch.int64), "response_mask": torch.tensor(masks, dtype=torch.bool)}
-    return make_tensordict(tokens=tokens, lengths=torch.tensor(counts, dtype=torch.int64))
+        rows.append(tokenizer.encode_for_score(messages, response, is_truncated=is_truncated))
+    return _make_rows(rows)
 
 
 def cut_rows(batch: TensorDict, limit: int) -> TensorDict:
-    """Returns the rows with at most `limit` tokens each, from the end of the prompt and the beginning of the response.
-
-    The prompt loses tokens only if it has more than half of the limit. All tokens from the first of `response_mask`
-    belong to the response. A row without a response keeps its end.
-    """
-    tokens, lengths_B = batch["tokens"], lengths(batch)
-    masks = tokens.get("response_mask", torch.zeros_like(tokens["input_ids"], dtype=torch.bool)).split(
-        lengths_B.tolist()
+    """Returns the last `limit` tokens of each row, so that the model scores the end of the turn, as in training."""
+    return _make_rows(
+        [ids_L[-limit:].tolist() for ids_L in batch["tokens", "input_ids"].split(lengths(batch).tolist())]
     )
-    rows = []
-    for ids_L, mask_L in zip(tokens["input_ids"].split(lengths_B.tolist()), masks, strict=True):
-        num_prompt = int(mask_L.int().argmax()) if mask_L.any() else len(ids_L)
-        num_response = min(len(ids_L) - num_prompt, max(limit - num_prompt, limit // 2))
-        end = num_prompt + num_response
-        rows.append(ids_L[max(0, end - limit) : end])
-    return make_tensordict(tokens={"input_ids": torch.cat(rows)}, lengths=torch.tensor([len(row) for row in rows]))
+
+
+def _make_rows(rows: Sequence[Sequence[int]]) -> TensorDict:
+    tokens = {"input_ids": torch.tensor([token for row in rows for token in row], dtype=torch.int64)}
+    return make_tensordict(tokens=tokens, lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
 
 class _CollectiveRewardModel(RewardModel):

@@ -1,9 +1,9 @@
 """Tests name lookup and signature checks of the registries."""
 
+import ast
 import functools
 import inspect
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -221,9 +221,27 @@ def test_an_aggregation_must_accept_the_denominator():
         aggregation_modes.register("my_mean")(mean)
 
 
+def loaded_names(path: Path) -> set[str]:
+    """Returns the names of the variables and attributes that a module reads, without imports and definitions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
 def test_every_public_function_has_a_caller() -> None:
     files = [path for package in ("flowrl", "recipes") for path in (ROOT / package).rglob("*.py")]
-    words = Counter(word for path in files for word in re.findall(r"\w+", path.read_text()))
-    functions = [name for name in algorithms.__all__ if inspect.isfunction(getattr(algorithms, name))]
-    # The definition, the import and the entry in `__all__` are no calls.
-    assert [name for name in functions if words[name] < 4 and getattr(algorithms, name).__name__ == name] == []
+    loaded = {path: loaded_names(path) for path in files if path.name != "__init__.py"}
+    registered = {registry.load(name) for registry in REGISTRIES for name in registry.names}
+    registered = {function.func if isinstance(function, functools.partial) else function for function in registered}
+    functions = [getattr(algorithms, name) for name in algorithms.__all__]
+    functions = [function for function in functions if inspect.isfunction(function) and function not in registered]
+    unused = [
+        function.__name__
+        for function in functions
+        if not any(
+            function.__name__ in names
+            for path, names in loaded.items()
+            if path != Path(inspect.getsourcefile(function) or "")
+        )
+    ]
+    assert unused == []

@@ -15,5 +15,5 @@ def importance_ratios(
 
 
 def aggregation_count(mask: torch.Tensor, *, mode: AggregationMode) -> torch.Tensor:
-    """Returns the number of tokens, or of rows with a token, as the training engine counts them."""
+    """Returns the number of tokens, or of rows with a token."""
     return mask.sum() if mode == "token_mean" else mask.any(-1).sum()

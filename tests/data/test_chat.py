@@ -35,6 +35,13 @@ def text(chat: ChatTokenizer, ids: list[int]) -> str:
     return "".join(chat.tokenizer.convert_ids_to_tokens(ids))
 
 
+def test_the_number_of_ids_includes_gaps(tmp_path: Path) -> None:
+    assert make(tmp_path).num_ids == 9
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"b": 8', '"b": 20'))
+    assert ChatTokenizer(tmp_path).num_ids == 21
+
+
 def test_a_prompt_ends_where_the_assistant_begins(tmp_path: Path) -> None:
     chat = make(tmp_path)
     assert text(chat, chat.encode_prompt(ASKED)) == "<u>ab|<a>"

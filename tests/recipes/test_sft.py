@@ -14,15 +14,16 @@ from transformers import AutoModelForCausalLM
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
 from flowrl.config import ConfigError, ModelConfig
-from flowrl.data.chat import ChatTokenizer, Message
+from flowrl.data.chat import ChatTokenizer, DataError, Message
 from flowrl.report.plots import PANELS, select_lines
 from flowrl.run.datasets import SftExamples
+from flowrl.run.loop import Run
 from flowrl.run.preflight import check_run
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train
 from tests.configs import with_float64_models
 from tests.engines.closeness import FLOAT64_RTOL
-from tests.errors import missing_facts
+from tests.errors import missing_facts, rejects
 
 CONSTANT = {"lr": 1e-2}
 
@@ -166,3 +167,15 @@ def test_a_missing_tokenizer_is_rejected_before_the_run(task_folder: Path, tmp_p
     with pytest.raises(ConfigError) as error:
         check_run(sft_config(task_folder, output=tmp_path / "run", actor=actor))
     assert not missing_facts(str(error.value), "actor.model.tokenizer", tmp_path / "none")
+
+
+def test_an_invalid_template_is_rejected_before_the_first_step(task_folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.json"
+    template.write_text('{"stop_ids": [[99999]]}')
+    data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16, "template": template}
+    config = sft_config(task_folder, output=tmp_path / "run", data=data)
+    with rejects(template, 99999, error=DataError):
+        train(config)
+    assert not config.output.exists()
+    with rejects(template, 99999, error=DataError):
+        Run(config)  # also for a recipe that does not check the template

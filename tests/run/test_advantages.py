@@ -129,11 +129,11 @@ def test_metrics_are_means_over_rows_and_response_tokens() -> None:
         old_logprobs=[0.0, -1.0, -2.3, 0.0, 0.0, -1.0],
         ref_logprobs=[0.0, -1.0, -2.3, 0.0, 0.0, -1.0],
     )
-    rows = rows.union(Batch.from_columns({"reward_input_changed": [False, True]}))
+    rows = rows.union(Batch.from_columns({"reward_truncated": [False, True]}))
     values = metrics_of(rows, GRPO)
     assert values["reward"] == 2 and values["reward_max"] == 3
     assert values["response_length"] == 1.5 and values["response_tokens"] == 3
-    assert values["truncated_fraction"] == values["reward_input_changed_fraction"] == 0.5
+    assert values["truncated_fraction"] == values["reward_truncated_fraction"] == 0.5
     assert values["kl"] == 0
     assert values["rollout_gap"] == pytest.approx(0.1, abs=1e-6)
     assert not [name for name in values if name.startswith(("correction/", "mismatch/", "reward_shaping", "kl_coef"))]

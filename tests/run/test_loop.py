@@ -78,6 +78,36 @@ def test_a_stream_that_ends_early_ends_the_run(config: Callable[..., EchoConfig]
     assert [line["step"] for line in lines(settings)] == [1, 2, 3]
 
 
+class Skipping(Iterator[Batch]):
+    """A stream of numbered batches that counts how many were computed."""
+
+    def __init__(self) -> None:
+        self.index = self.num_computed = 0
+
+    def __next__(self) -> Batch:
+        self.num_computed += 1
+        self.index += 1
+        return Batch.from_rows([{"scores": float(self.index)}])
+
+    def skip(self, num_batches: int) -> None:
+        self.index += num_batches
+
+
+def test_a_resumed_run_skips_batches_of_a_stream_that_supports_it(config: Callable[..., EchoConfig]) -> None:
+    for steps, num_computed in ((2, 2), (4, 2)):
+        settings = config(steps=steps, checkpoint={"every": 1}, resume="auto", report=QUIET)
+        stream = Skipping()
+        with Run(settings) as run:
+            actor = run.group("actor", Counting)
+            run.add_checkpointable(actor)
+            for batch in run.batches(stream, policy=actor):
+                run.log(actor.update(batch))
+                run.save_checkpoint()
+            run.finish()
+        assert stream.num_computed == num_computed
+    assert [line["reward"] for line in lines(settings)] == [1, 2, 3, 4]
+
+
 def test_a_loop_can_break(config: Callable[..., EchoConfig]) -> None:
     settings = config()
     with Run(settings) as run:

@@ -1,6 +1,7 @@
 """Configurations that are rejected before anything starts."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ from flowrl.config import (
     TrainedConfig,
 )
 from flowrl.controller.placement.plan import Inventory, plan
-from flowrl.run.preflight import check_paths, check_quantization, check_rollouts, plan_run
+from flowrl.run.preflight import check_paths, check_positions, check_quantization, check_rollouts, plan_run
 from recipes.grpo.config import GRPOConfig
-from tests.configs import grpo_settings
+from recipes.ppo.config import PPOConfig
+from tests.configs import grpo_settings, ppo_settings
 from tests.errors import rejects
 
 
@@ -242,6 +244,24 @@ def test_int4_on_the_wrong_device_is_rejected_before_its_compute_dtype() -> None
 def test_int8_in_vllm_without_torchao_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization .*int8.* torchao"):
         check_rollouts(quantized_run("int8"))
+
+
+def test_only_the_actor_must_support_the_length_of_the_ptx_text(tmp_path: Path) -> None:
+    for name, limit in (("small", 32), ("large", 64)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"model_type": "qwen2", "max_position_embeddings": limit})
+        )
+    ptx = {"data": tmp_path / "text.jsonl", "batch_size": 4, "max_tokens": 48, "coef": 1.0}
+
+    def config(actor: str, critic: str) -> PPOConfig:
+        settings = ppo_settings(model=tmp_path / actor, ptx=ptx)
+        critic_model = {"path": tmp_path / critic, "dtype": "float32"}
+        return PPOConfig.model_validate(settings | {"critic": settings["critic"] | {"model": critic_model}})
+
+    check_positions(config("large", "small"))
+    with rejects("ptx.max_tokens", 48, tmp_path / "small", 32, error=ConfigError):
+        check_positions(config("small", "large"))
 
 
 def test_all_missing_paths_are_reported_together_and_each_once(tmp_path: Path) -> None:

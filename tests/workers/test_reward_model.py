@@ -77,11 +77,10 @@ def with_special_tokens(folder: Path, copy: Path, **tokens: str | None) -> Path:
 
 
 @pytest.mark.parametrize("pad", ["<eos>", None])
-@pytest.mark.parametrize("unknown", ["<pad>", "<eos>"])
 def test_transformers_scores_the_last_token_if_the_pad_token_is_the_end_token(
-    cluster: Cluster, folder: Path, tmp_path: Path, pad: str | None, unknown: str
+    cluster: Cluster, folder: Path, tmp_path: Path, pad: str | None
 ) -> None:
-    start = with_special_tokens(folder, tmp_path / "start", pad_token=pad, unk_token=unknown)
+    start = with_special_tokens(folder, tmp_path / "start", pad_token=pad)
     reward = cluster.group("reward", TrainedRewardModel, config(start))
     reward.save(tmp_path / "saved")
     batch = rollouts(start, "46", "1", "-7")
@@ -93,6 +92,22 @@ def test_transformers_scores_the_last_token_if_the_pad_token_is_the_end_token(
     assert_norm_close(reward.scores(batch).get("scores"), expected)
     judge = cluster.group("judge", Reward, reward_config(tmp_path / "saved", start))
     assert_norm_close(judge.score(batch.drop("conversation")).get("scores").double(), expected, rtol=1e-5)
+
+
+def test_transformers_scores_the_end_of_a_turn_that_is_the_pad_token_of_the_policy(
+    cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
+    """`data.template` may end responses with another token than eos, here with the pad token of the tokenizer."""
+    reward = cluster.group("reward", TrainedRewardModel, config(folder))
+    reward.save(tmp_path / "saved")
+    texts = ["12+34=46<pad>", "12+34=1<pad>"]
+    rows = [ChatTokenizer(folder).encode(text) for text in texts]
+    batch = Batch.from_columns(tokens={"input_ids": [token for row in rows for token in row]}, lengths=[len(row) for row in rows])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
+    assert_norm_close(reward.scores(batch).get("scores"), expected)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
@@ -235,7 +250,31 @@ def test_the_chat_template_of_the_reward_model_is_used_and_a_truncated_response_
         assert score.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_a_row_that_is_too_long_is_scored_without_some_of_its_tokens(
+@pytest.mark.parametrize("after", ["", "+"])
+def test_the_chat_template_of_the_reward_model_may_change_responses(
+    cluster: Cluster, folder: Path, scorer: Path, after: str
+) -> None:
+    """The template keeps the part of a response after the last `-`, which the generation prompt opens."""
+    (scorer / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content.split('-')[-1] + eos_token + '"
+        + after
+        + "' }}"
+        "{% else %}{{ m.content + '=' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '-' }}{% endif %}"
+    )
+    question, earlier = Message("user", "12+34"), [Message("user", "1+1"), Message("assistant", "3-2")]
+    conversations = [[question], [*earlier, question], [question], [question]]
+    turns = [[{"role": turn.role, "content": turn.content} for turn in turns] for turns in conversations]
+    texts = ["12+34=46<eos>", f"1+1=2<eos>{after}12+34=46<eos>", "12+34=46", "12+34=46<eos>"]
+    batch = rollouts(folder, "3-46", "3-46", "3-46", "46", truncated=[False, False, True, False])
+    batch = batch.drop("conversation").union(Batch.from_columns({"conversation": turns}))
+    scores = cluster.group("reward", Reward, reward_config(scorer, folder)).score(batch).get("scores")
+    model, chat = AutoModelForSequenceClassification.from_pretrained(scorer), ChatTokenizer(folder)
+    with torch.no_grad():
+        expected = torch.stack([model(torch.tensor([chat.encode(text)])).logits[0, 0] for text in texts])
+    assert_norm_close(scores, expected, rtol=1e-5)
+
+
+def test_only_the_last_tokens_of_a_row_that_is_too_long_are_scored(
     cluster: Cluster, folder: Path, scorer: Path
 ) -> None:
     """The template adds 20 or 34 tokens to a prompt of 6, and the model supports 64."""
@@ -244,26 +283,21 @@ def test_a_row_that_is_too_long_is_scored_without_some_of_its_tokens(
     for role, num_added, answers in (("reward", 20, ["46", "1" * 38, "1" * 90]), ("actor", 34, ["1" * 20, "2" * 33])):
         (scorer / "chat_template.jinja").write_text(f"{'+' * num_added}{template}")
         result = cluster.group(role, Reward, reward_config(scorer, folder)).score(rollouts(folder, *answers))
-        prompt = chat.encode("+" * num_added + "12+34=")
-        rows = []
-        for answer in answers:
-            response = chat.encode(f"{answer}<eos>")[: max(64 - len(prompt), 32)]
-            rows.append(prompt[-(64 - len(response)) :] + response)
+        rows = [chat.encode("+" * num_added + f"12+34={answer}<eos>")[-64:] for answer in answers]
         with torch.no_grad():
             expected = torch.stack([model(torch.tensor([row])).logits[0, 0] for row in rows])
         assert_norm_close(result.get("scores"), expected, rtol=1e-5)
-        assert result.get("reward_input_changed").tolist() == [False, *[True] * (len(answers) - 1)]
+        assert result.get("reward_truncated").tolist() == [False, *[True] * (len(answers) - 1)]
 
 
 def test_tokens_of_the_policy_that_are_too_many_are_cut(cluster: Cluster, folder: Path, scorer: Path) -> None:
     reward = cluster.group("reward", Reward, reward_config(scorer, folder))
     ids = torch.arange(70) % 10 + 2
-    rows = [ids, ids[:64]]
-    masks = [torch.arange(len(row)) >= 6 for row in rows]
-    columns = {"input_ids": torch.cat(rows), "response_mask": torch.cat(masks)}
+    rows = [ids, ids[-64:]]
     texts = {"prompt": ["0123-="] * 2, "response": ["1"] * 2}
-    result = reward.score(Batch.from_columns(texts, columns, [len(row) for row in rows]))
-    assert result.get("reward_input_changed").tolist() == [True, False]
+    batch = Batch.from_columns(texts, {"input_ids": torch.cat(rows)}, [len(row) for row in rows])
+    result = reward.score(batch)
+    assert result.get("reward_truncated").tolist() == [True, False]
     assert_norm_close(result.get("scores")[:1], result.get("scores")[1:], rtol=1e-5)
 
 

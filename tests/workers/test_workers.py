@@ -213,6 +213,28 @@ def test_supervised_steps_lower_the_cross_entropy(cluster: Cluster, model: Model
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_a_token_without_an_embedding_has_a_fixed_logprob(cluster: Cluster, model: ModelConfig) -> None:
+    reference = cluster.group("reference", Reference, ReferenceConfig(model=model))
+    unknown = [1, 6, 8, 10]  # prompt and response of each row
+    ids = [9999 if i in unknown else token for i, token in enumerate(IDS)]
+    known = [0 if i in unknown else token for i, token in enumerate(IDS)]
+    rows, replaced = (
+        Batch.from_columns(tokens={"input_ids": tokens, "response_mask": MASK}, lengths=LENGTHS)
+        for tokens in (ids, known)
+    )
+    expected = reference.logprobs(replaced).get("logprobs")
+    assert (expected[[6, 10]] > -20).all()
+    expected[[6, 10]] = -20  # the tokens of the mask
+    assert torch.equal(reference.logprobs(rows).get("logprobs"), expected)
+    sums = reference.response_logprobs(rows).get("response_logprobs")
+    assert sums.tolist() == pytest.approx([expected[:8].sum().item(), expected[8:].sum().item()])
+    topk = reference.topk(rows, 2)
+    assert torch.equal(topk.get("topk_ids"), reference.topk(replaced, 2).get("topk_ids"))
+    without_mask = reference.logprobs(rows.drop("response_mask")).get("logprobs")
+    assert [i for i, value in enumerate(without_mask.tolist()) if value == -20] == [1, 6, 10]
+    assert without_mask[8] == 0  # the first token of a row
+
+
 def test_a_critic_starts_at_zero_and_learns_its_returns(cluster: Cluster, model: ModelConfig) -> None:
     config = CriticConfig(model=model, optimizer=OptimizerConfig(lr=0.01), value_clip=None)
     critic = cluster.group("critic", Critic, config)

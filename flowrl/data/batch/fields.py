@@ -36,6 +36,9 @@ FIELDS: dict[str, Field] = {
     "ref_logprobs": Field("token, f32", "reference", "the reference's log-probability; 0 at position 0"),
     "values": Field("token, f32", "critic", "value of the state before the token; 0 at position 0"),
     "scores": Field("row, f32", "reward", "score of the response"),
+    "reward_truncated": Field(
+        "row, bool", "reward", "the row is longer than the reward model supports, so only its last tokens are scored"
+    ),
     "shaped_scores": Field("row, f32", "run", "score after reward shaping; advantages are computed from it"),
     "token_rewards": Field(
         "token, f32", "run", "score at the last token of `response_mask`, minus the KL penalty per token"

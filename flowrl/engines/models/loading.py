@@ -30,9 +30,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
-from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.atomic_folder import write_atomically
-from flowrl.data.chat import ChatTokenizer
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.lora import model_weights
@@ -209,9 +207,8 @@ def save_model(
 ) -> None:
     """Saves a model and its tokenizer to a folder that transformers can load. The folder is created atomically.
 
-    Adapters are merged into the saved weights, but not in `model`. If rows can end with the pad token, a reward model
-    is saved with another pad token. All ranks of a sharded model must call this together. Only the rank with
-    `is_writer` writes files.
+    Adapters are merged into the saved weights, but not in `model`. A reward model is saved with a pad token that never
+    ends a row. All ranks of a sharded model must call this together. Only the rank with `is_writer` writes files.
 
     Raises ModelError if the folder already exists, and UserError if the folder cannot be written.
     """
@@ -232,33 +229,39 @@ def save_model(
         state_dict = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
         if isinstance(model, RewardModel):
-            _set_pad_token(tokenizer, tokenizer_path)
-            _add_embedding(language_model, state_dict, tokenizer.pad_token_id)
-        language_model.save_pretrained(partial, state_dict=state_dict)
-        if isinstance(model, RewardModel):
-            config = deepcopy(language_model.config)
-            text = config.get_text_config()
-            text.pad_token_id = tokenizer.pad_token_id
-            text.vocab_size = max(text.vocab_size, tokenizer.pad_token_id + 1)
-            config.save_pretrained(partial)
+            _save_reward_model(language_model, state_dict, tokenizer, partial)
+        else:
+            language_model.save_pretrained(partial, state_dict=state_dict)
         tokenizer.save_pretrained(partial)
         if heads:
             save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
 
 
-def _set_pad_token(tokenizer: Any, path: Path) -> None:  # Any: as in flowrl.data.chat
-    """Sets a pad token with which no row ends: that of the tokenizer, its bos or unknown token, or a new token.
+def _save_reward_model(
+    model: PreTrainedModel,
+    state_dict: dict[str, Tensor],
+    tokenizer: Any,  # Any: as in flowrl.data.chat
+    folder: Path,
+) -> None:
+    """Saves a sequence classifier with the pad token of `_set_pad_token`, which the tokenizer also gets."""
+    _set_pad_token(tokenizer)
+    _add_embedding(model, state_dict, tokenizer.pad_token_id)
+    model.save_pretrained(folder, state_dict=state_dict)
+    config = deepcopy(model.config)  # the model continues to train with its own config
+    text = config.get_text_config()
+    text.pad_token_id = tokenizer.pad_token_id
+    text.vocab_size = max(text.vocab_size, tokenizer.pad_token_id + 1)
+    config.save_pretrained(folder)
 
-    A sequence classifier of transformers scores the last token of a row that is not the pad token. If a row ended with
-    the pad token, as many tokenizers use eos for both, it would score another token than a `RewardModel`.
+
+def _set_pad_token(tokenizer: Any) -> None:  # Any: as in flowrl.data.chat
+    """Sets a pad token that is never the last token of a row: bos if it differs from eos, otherwise a new token.
+
+    Many tokenizers use eos as the pad token. transformers would then skip the final eos, which `RewardModel` scores.
+    Other pad tokens are replaced, too, because a conversation template may end a response with them.
     """
-    ends = {tokenizer.eos_token_id}
-    if tokenizer.chat_template or (path / TEMPLATE_FILE).is_file():
-        chat = ChatTokenizer(path)
-        ends.update(chat.encode(chat.end_of_assistant)[-1:])
-    known = (tokenizer.pad_token, tokenizer.bos_token, tokenizer.unk_token)
-    suitable = [token for token in known if token and tokenizer.convert_tokens_to_ids(token) not in ends]
-    tokenizer.add_special_tokens({"pad_token": suitable[0] if suitable else _NEW_PAD_TOKEN})
+    bos = tokenizer.bos_token
+    tokenizer.add_special_tokens({"pad_token": bos if bos and bos != tokenizer.eos_token else _NEW_PAD_TOKEN})
 
 
 def _add_embedding(model: PreTrainedModel, state_dict: dict[str, Tensor], token: int) -> None:

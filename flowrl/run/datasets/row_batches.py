@@ -1,12 +1,21 @@
 """Batches of the rows of a dataset, in the order of its epochs."""
 
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from flowrl.data.batch.batch import Batch
 from flowrl.data.epoch_order import EpochOrder
+
+
+@runtime_checkable
+class Skippable(Protocol):
+    """A stream of batches that a resumed run can advance without computing the batches."""
+
+    def skip(self, num_batches: int) -> None:
+        """Advances by `num_batches` batches."""
+        ...
 
 
 class RowBatches(Iterator[Batch]):
@@ -30,9 +39,6 @@ class RowBatches(Iterator[Batch]):
         """
         self._order, self._num_rows, self._make_batch, self._epochs = order, num_rows, make_batch, epochs
         self._num_drawn = 0
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Batch:
         epoch, index = divmod(self._num_drawn, -(-len(self._order) // self._num_rows))

@@ -45,7 +45,7 @@ class PreferenceExamples:
         self._rows, self._max_tokens = rows, max_tokens
         self.is_paired = is_paired
         if not is_paired:
-            self._next_response(0, _split(rows[0].sides[0]).prompt.tobytes())  # raises the error
+            self._check_has_two_prompts()
         self._has_margin = is_paired and rows.has_column("margin")
         self.reference_logprobs: np.ndarray | None = None
         """Log-probability of each response under the reference. `store_reference` sets it."""
@@ -107,9 +107,11 @@ class PreferenceExamples:
     def _labeled_batch(self, indices: np.ndarray) -> Batch:
         own = [self._rows[int(index)] for index in indices]
         rows = [_split(row.sides[0]) for row in own]
+        prompts = [row.prompt.tobytes() for row in rows]
+        others = [self._other_response(i, int(index), rows, prompts) for i, index in enumerate(indices)]
         rows += [
             _Tokens(row.prompt, response[: max(1, self._max_tokens - len(row.prompt))])
-            for row, response in zip(rows, self._other_responses(indices, rows), strict=True)
+            for row, response in zip(rows, others, strict=True)
         ]
         labels = [row.conversation.label for row in own]
         columns = {
@@ -118,29 +120,28 @@ class PreferenceExamples:
         }
         return _make_batch(rows, columns)
 
-    def _other_responses(self, indices: np.ndarray, rows: "Sequence[_Tokens]") -> list[np.ndarray]:
-        """Returns for each row the response of the next row of the batch with another prompt. If all prompts of the
-        batch are equal, the response is that of the next row of the dataset with another prompt.
+    def _other_response(self, i: int, index: int, rows: "Sequence[_Tokens]", prompts: Sequence[bytes]) -> np.ndarray:
+        """Returns the response of the next row of the batch with another prompt than row `i`. If all prompts of the
+        batch are equal, the response is that of the next such row of the dataset after `index`.
         """
-        prompts, responses = [row.prompt.tobytes() for row in rows], [row.response for row in rows]
-        if len(set(prompts)) < 2:
-            return [self._next_response(int(index), prompt) for index, prompt in zip(indices, prompts, strict=True)]
-        others: list[np.ndarray] = responses.copy()
-        # Twice from the end to the beginning, because the rows before the last change of the prompt continue at row 0.
-        for i in [*reversed(range(len(rows)))] * 2:
-            following = (i + 1) % len(rows)
-            others[i] = responses[following] if prompts[following] != prompts[i] else others[following]
-        return others
+        for distance in range(1, len(rows)):
+            other = (i + distance) % len(rows)
+            if prompts[other] != prompts[i]:
+                return rows[other].response
+        following = (self._labeled((index + distance) % len(self._rows)) for distance in range(1, len(self._rows)))
+        return next(row.response for row in following if row.prompt.tobytes() != prompts[i])
 
-    def _next_response(self, index: int, prompt: bytes) -> np.ndarray:
-        for distance in range(1, len(self._rows)):
-            other = _split(self._rows[(index + distance) % len(self._rows)].sides[0])
-            if other.prompt.tobytes() != prompt:
-                return other.response
-        raise DataError(
-            f"{self._rows[index].conversation.location}: KTO needs the response to another prompt, but all rows have "
-            "the same prompt: add rows with other prompts"
-        )
+    def _check_has_two_prompts(self) -> None:
+        """Raises DataError if all rows have the same prompt."""
+        prompt = self._labeled(0).prompt
+        if all(np.array_equal(self._labeled(index).prompt, prompt) for index in range(1, len(self._rows))):
+            raise DataError(
+                f"{self._rows[0].conversation.location}: KTO needs the response to another prompt, but all rows have "
+                "the same prompt: add rows with other prompts"
+            )
+
+    def _labeled(self, index: int) -> "_Tokens":
+        return _split(self._rows[index].sides[0])
 
 
 def _split(side: Tokens) -> _Tokens:
