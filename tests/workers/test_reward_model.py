@@ -102,7 +102,8 @@ def test_transformers_scores_the_end_of_a_turn_that_is_the_pad_token_of_the_poli
     reward.save(tmp_path / "saved")
     texts = ["12+34=46<pad>", "12+34=1<pad>"]
     rows = [ChatTokenizer(folder).encode(text) for text in texts]
-    batch = Batch.from_columns(tokens={"input_ids": [token for row in rows for token in row]}, lengths=[len(row) for row in rows])
+    tokens = [token for row in rows for token in row]
+    batch = Batch.from_columns(tokens={"input_ids": tokens}, lengths=[len(row) for row in rows])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float64)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from flowrl.data.reading.row_problems import RowCounts
 
 _PERCENTILES = (50, 95, 99)
 FORMAT_VERSION = 2
-"""Version of the folder's contents. Raise it if the same rows and tokenizer give other files, tokens, masks or hashes."""
+"""Version of the folder's contents. Raise it if equal rows and tokenizers give other files, tokens, masks or hashes."""
 
 
 class Rows(Protocol):
