@@ -217,12 +217,15 @@ class ReferenceGroup(TypedGroup):
         """Returns the log-probability `[T]` of each token under the reference model.
 
         If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. A token for which
-        the model has no embedding gets `UNKNOWN_LOGPROB`.
+        the model has no embedding gets `UNKNOWN_LOGPROB`, and later tokens are conditioned on token 0 instead.
         """
 
     @batched
     def response_logprobs(self, batch: Batch) -> Batch:
-        """Returns the log-probability of each row's response, `[B]`, summed over the tokens of `response_mask`."""
+        """Returns the log-probability of each row's response, `[B]`, summed over the tokens of `response_mask`.
+
+        Tokens for which the model has no embedding are treated as in `logprobs`.
+        """
 
     @batched
     def topk(self, batch: Batch, k: OrFuture[int]) -> Batch:
