@@ -45,7 +45,7 @@ from flowrl.config.schedule import SyncSchedule
 from flowrl.controller.errors import FlowError
 from flowrl.controller.placement.plan import Plan
 from flowrl.data.batch.batch import Batch
-from flowrl.data.chat import DataError, Message
+from flowrl.data.chat import Message
 from flowrl.data.console import make_console
 from flowrl.data.preparation.prepared_folder import is_prepared
 from flowrl.data.prompts import PromptStream
@@ -62,7 +62,7 @@ from flowrl.run.datasets import PtxText, SftExamples, read_prompts
 from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preferences.preference_examples import PREFERENCE_ROLES, PreferenceExamples
-from flowrl.run.preflight import check_functions, check_rollouts, find_path_problems, plan_run
+from flowrl.run.preflight import check_functions, check_rollouts, check_vocabularies, find_path_problems, plan_run
 
 NUM_ROWS = 8
 """Number of rows that the reward function scores."""
@@ -151,15 +151,10 @@ class _Checks:
         return ", ".join(f"{role} {size}" for role, size in sizes.items()) + " parameters"
 
     def tokenizer(self) -> str:
-        """Loads the tokenizer, and renders a message with its chat template."""
-        path = self._encoder.tokenizer_path
+        """Loads the tokenizer, renders a message with its chat template, and compares its ids with all models."""
         data = next((value for _, value in self.config if isinstance(value, DataConfig)), None)
-        tokenizer, size = read_tokenizer(self._encoder, data), read_model_size(self._encoder.path)
-        if size is not None and len(tokenizer) > size.vocabulary:
-            raise DataError(
-                f"the tokenizer in {path} has {len(tokenizer)} tokens, but the model has embeddings for "
-                f"{size.vocabulary}: use the model's own tokenizer"
-            )
+        tokenizer = read_tokenizer(self._encoder, data)
+        check_vocabularies(self.config)
         num_tokens = len(tokenizer.encode_prompt([Message("user", "")]))
         return f"{len(tokenizer)} tokens; the chat template adds {num_tokens} to a prompt"
 
