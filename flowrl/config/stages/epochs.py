@@ -33,7 +33,8 @@ class EpochConfig(DatasetConfig):
     @classmethod
     def is_length_known(cls, settings: SettingValues) -> bool:
         """Returns whether the number of steps is known before the data is read."""
-        return settings["epochs"] is None
+        # Without both, the length is missing, which `_check_length` reports.
+        return settings["epochs"] is None and bool(settings["steps"])
 
     @property
     def can_end_early(self) -> bool:
