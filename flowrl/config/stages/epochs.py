@@ -1,6 +1,6 @@
 """Settings of runs whose length is a number of passes over the training file."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
@@ -10,6 +10,8 @@ from flowrl.config.run import DatasetConfig, SettingValues
 
 class EpochConfig(DatasetConfig):
     """Settings of recipes that train on a file for a number of epochs. A step is one optimizer update."""
+
+    LENGTH_SETTINGS: ClassVar[tuple[str, ...]] = ("epochs", "steps")
 
     steps: NonNegativeInt = 0
     """Number of training steps. 0 derives it from `epochs`. If both are set, the run ends at whichever comes first."""
