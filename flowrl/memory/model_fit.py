@@ -64,6 +64,19 @@ def read_num_token_ids(folder: Path) -> int | None:
         return None
 
 
+def read_weight_names(folder: Path) -> frozenset[str]:
+    """Returns the names of the weights in the safetensors files of `folder`; empty if they cannot be read."""
+    try:
+        if (index := folder / "model.safetensors.index.json").is_file():
+            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with (folder / "model.safetensors").open("rb") as file:
+            # The file starts with the length of its JSON header, which has an entry per weight.
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return frozenset(header) - {"__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
+        return frozenset()
+
+
 def _read_text_config(folder: Path) -> Mapping[str, Any]:  # Any: JSON values
     """Returns the settings of the language model in `config.json`; an empty mapping if the file cannot be read."""
     try:

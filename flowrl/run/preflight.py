@@ -44,6 +44,7 @@ from flowrl.memory.model_fit import (
     read_max_positions,
     read_num_token_ids,
     read_vocabulary_size,
+    read_weight_names,
 )
 from flowrl.rewards.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.reward_function import RewardError, load_reward_function
@@ -84,6 +85,7 @@ def check_start(config: RunConfig) -> None:
     check_rollouts(config)
     check_positions(config)
     check_vocabularies(config)
+    check_reward_heads(config)
     if config.address is None:
         planned = plan_run(config)
         check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=True))
@@ -140,6 +142,19 @@ def check_vocabularies(config: RunConfig) -> None:
             f"{role}.model.path is {value.model.path}, which has embeddings for {size} tokens, but the tokenizer of "
             f"{key} in {tokenizer.tokenizer_path} has {num_ids}: {fix}"
         )
+
+
+def check_reward_heads(config: RunConfig) -> None:
+    """Raises ConfigError if a local reward model has no weights of a head, unless its head is fresh."""
+    for role, value in models_of(config).items():
+        if not isinstance(value, RewardConfig | RewardModelConfig) or value.head == "fresh" or value.model is None:
+            continue
+        names = read_weight_names(value.model.path)
+        if names and not any(name.endswith("score.weight") for name in names):
+            raise ConfigError(
+                f"{role}.model.path is {value.model.path}, which is not a reward model, because it lacks the head "
+                f"score.weight: train one with recipes/reward_model, or set {role}.head: fresh to try out a program"
+            )
 
 
 def check_paths(config: RunConfig) -> None:

@@ -64,6 +64,14 @@ def test_a_critic_with_too_few_embeddings_is_rejected_before_the_start(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_reward_model_without_a_head_is_rejected_before_the_start(
+    rejection: Callable[..., str], tmp_path: Path, task_folder: Path
+) -> None:
+    message = rejection(f"reward={{model: {{path: {task_folder / 'model'}}}}}")
+    assert not missing_facts(message, "reward.model.path", task_folder / "model", "score.weight", "reward.head")
+    assert "starting" not in message and not (tmp_path / "run").exists()
+
+
 def test_empty_dataset_is_rejected(rejection: Callable[..., str], tmp_path: Path) -> None:
     path = data_file(tmp_path)
     assert str(path) in rejection(f"data.train={path}")
