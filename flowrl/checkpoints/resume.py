@@ -64,8 +64,8 @@ def is_resuming(config: RunConfig) -> bool:
         return True  # Checked again when the run has read its data.
     if old_steps == config.steps and _has_complete_summary(folder, config.steps, steps):
         raise RunComplete(
-            f"the run in {config.output} is already complete (steps is {config.steps}), so there is nothing to do: "
-            f"increase steps to continue it"
+            f"the run in {config.output} is already complete ({config.steps} steps), so there is nothing to do: "
+            f"increase {_length_settings(config)} to continue it"
         )
     if not steps and (folder.summary.exists() or folder.model.exists()):
         # Starting over would delete a model, which may be all that is left of a failed run.
@@ -75,8 +75,8 @@ def is_resuming(config: RunConfig) -> bool:
         )
     if steps and steps[-1] > config.steps:
         raise RunFolderError(
-            f"steps is {config.steps}, but the run in {config.output} is at step {steps[-1]}: "
-            f"set steps to {steps[-1]} or more"
+            f"this run has {config.steps} steps, but the run in {config.output} is at step {steps[-1]}: increase "
+            f"{_length_settings(config)}, so that it has at least {steps[-1]} steps"
         )
     return True
 
@@ -141,8 +141,16 @@ def _check_same_settings(config: RunConfig, path: Path) -> int:
     Raises RunFolderError if a setting outside `MAY_DIFFER` differs.
     """
     try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # Checked first, because most settings of another recipe differ or are unknown.
+        recipe = saved.get("recipe") if isinstance(saved, Mapping) else None
+        if recipe is not None and config.recipe is not None and recipe != config.recipe:
+            raise RunFolderError(
+                f"recipe was {recipe} in the run in {path.parent} and is now {config.recipe}, so this run cannot be "
+                f"resumed: set output to a new folder"
+            )
         # Validation adds the default of every setting that did not exist when the earlier run started.
-        earlier = type(config).model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        earlier = type(config).model_validate(saved)
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise RunFolderError(
             f"{path} is not a valid {type(config).__name__} ({str(error).splitlines()[0]}), so this run cannot be "
@@ -150,11 +158,23 @@ def _check_same_settings(config: RunConfig, path: Path) -> int:
         ) from error
     # A run of unknown length is checked again after it has read its data.
     may_differ = MAY_DIFFER if config.is_length_known(dict(config)) else (*MAY_DIFFER, "*optimizer.total_steps")
-    changed = [
-        f"{key} was {_format(before)} in the run in {path.parent} and is now {_format(now)}"
+    different = [
+        (key, before, now)
         for key, before, now in differences(earlier.model_dump(mode="json"), config.model_dump(mode="json"))
         if not any(fnmatchcase(key, pattern) for pattern in may_differ)
     ]
+    changed = [
+        f"{key} was {_format(before)} in the run in {path.parent} and is now {_format(now)}"
+        for key, before, now in different
+    ]
+    if changed and all(fnmatchcase(key, "*optimizer.total_steps") and before for key, before, _ in different):
+        # Usually follows from the length of the run, so that the user has not set it.
+        kept = " ".join(f"{key}={before}" for key, before, _ in different)
+        raise RunFolderError(
+            f"{'; '.join(changed)}, which would change the learning rate: restore the old "
+            f"{_length_settings(config)}, set {kept} (the learning rate is then 0 in later updates), or set output to "
+            f"a new folder"
+        )
     if changed:
         values = "value" if len(changed) == 1 else "values"
         raise RunFolderError(
@@ -171,6 +191,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
             yield from differences(before, now, f"{prefix}{name}.")
         elif before != now:
             yield prefix + name, before, now
+
+
+def _length_settings(config: RunConfig) -> str:
+    return " or ".join(config.LENGTH_SETTINGS)
 
 
 def _format(value: object) -> str:

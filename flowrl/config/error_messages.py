@@ -198,7 +198,8 @@ def _problem(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -
         case "int_type" | "float_type" | "bool_type" if _is_quoted(value, error["type"]):
             return f"{name} is the text {value!r}, but {message[0].lower()}{message[1:]}: remove the quotes"
         case "too_long" | "too_short":
-            message = re.sub(r".*should have (.*?) items? .*", r"must have \1 entries", message)
+            message = re.sub(r".*should have (.*?) items? .*", r"must be a list with \1 entries", message)
+            message = re.sub(r"\b1 entries", "1 entry", message)
         case known:
             message = _TYPES.get(known, message)
     return f"{name} is {'empty' if value is None else repr(value)}, but {message[0].lower()}{message[1:]}"

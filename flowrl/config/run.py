@@ -1,7 +1,7 @@
 """Settings of every run (`RunConfig`), and of runs that read files (`DatasetConfig`)."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -124,6 +124,9 @@ class RunConfig(Config):
 
     Each field whose value is a `RoleConfig` defines a role with the name of the field.
     """
+
+    LENGTH_SETTINGS: ClassVar[tuple[str, ...]] = ("steps",)
+    """Settings that determine the number of steps, for messages."""
 
     @property
     def role_settings(self) -> dict[str, RoleConfig]:

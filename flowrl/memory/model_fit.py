@@ -1,8 +1,11 @@
-"""Checks a model's `config.json` against parallel sizes, LoRA targets and sequence lengths, before it is loaded."""
+"""Checks a model's `config.json` against parallel sizes, LoRA targets, sequence lengths and token ids, before it is
+loaded.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flowrl.config import ConfigError, ModelRoleConfig, TrainedConfig
 from flowrl.controller.placement.plan import RolePlan
@@ -38,15 +41,52 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
 
 def read_max_positions(folder: Path) -> int | None:
     """Returns the maximum sequence length in `config.json` in `folder`; None if there is none or it is unknown."""
+    sizes = _read_text_config(folder)
+    return next((sizes[name] for name in MAX_POSITIONS if name in sizes), None)
+
+
+def read_vocabulary_size(folder: Path) -> int | None:
+    """Returns the number of token ids that the model in `folder` accepts; None if `config.json` does not state it."""
+    size = _read_text_config(folder).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def read_num_token_ids(folder: Path) -> int | None:
+    """Returns the largest token id of the tokenizer in `folder` plus 1; None if `tokenizer.json` cannot be read."""
+    try:
+        settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = settings["model"]["vocab"]
+        # Unigram models have a list of (token, score), in which the index is the id.
+        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
+        added = [token["id"] for token in settings.get("added_tokens") or ()]
+        return max((*ids, *added)) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read_weight_names(folder: Path) -> frozenset[str]:
+    """Returns the names of the weights in the safetensors files of `folder`; empty if they cannot be read."""
+    try:
+        if (index := folder / "model.safetensors.index.json").is_file():
+            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with (folder / "model.safetensors").open("rb") as file:
+            # The file starts with the length of its JSON header, which has an entry per weight.
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return frozenset(header) - {"__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
+        return frozenset()
+
+
+def _read_text_config(folder: Path) -> Mapping[str, Any]:  # Any: JSON values
+    """Returns the settings of the language model in `config.json`; an empty mapping if the file cannot be read."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return {}
     if not isinstance(settings, Mapping):
-        return None
+        return {}
     text = settings.get("text_config")  # of a model with several modalities
-    sizes = text if isinstance(text, Mapping) else settings
-    return next((sizes[name] for name in MAX_POSITIONS if name in sizes), None)
+    return text if isinstance(text, Mapping) else settings
 
 
 def excess_tokens_message(setting: str, num_tokens: int, model: Path, max_positions: int) -> str:

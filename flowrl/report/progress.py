@@ -249,10 +249,13 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def result_table(first: Mapping[str, float], last: Mapping[str, float]) -> Table:
-    """Returns a table of the metrics of the first and the last evaluation."""
+def result_table(
+    first: Mapping[str, float], last: Mapping[str, float], titles: Mapping[str, str] | None = None
+) -> Table:
+    """Returns a table of the metrics of the first and the last evaluation. `titles` replace the default titles."""
+    known = _TITLES | dict(titles or {})
     return before_after_table(
-        [(_TITLES.get(name, name.replace("_", " ")), first[name], last[name]) for name in first if name in last]
+        [(known.get(name, name.replace("_", " ")), first[name], last[name]) for name in first if name in last]
     )
 
 

@@ -45,7 +45,7 @@ from flowrl.config.schedule import SyncSchedule
 from flowrl.controller.errors import FlowError
 from flowrl.controller.placement.plan import Plan
 from flowrl.data.batch.batch import Batch
-from flowrl.data.chat import DataError, Message
+from flowrl.data.chat import Message
 from flowrl.data.console import make_console
 from flowrl.data.preparation.prepared_folder import is_prepared
 from flowrl.data.prompts import PromptStream
@@ -62,7 +62,14 @@ from flowrl.run.datasets import PtxText, SftExamples, read_prompts
 from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preferences.preference_examples import PREFERENCE_ROLES, PreferenceExamples
-from flowrl.run.preflight import check_functions, check_rollouts, find_path_problems, plan_run
+from flowrl.run.preflight import (
+    check_functions,
+    check_reward_heads,
+    check_rollouts,
+    check_vocabularies,
+    find_path_problems,
+    plan_run,
+)
 
 NUM_ROWS = 8
 """Number of rows that the reward function scores."""
@@ -139,6 +146,7 @@ class _Checks:
 
     def models(self) -> str:
         """Reads the config of every model, and compares names and shapes of its weights with its files."""
+        check_reward_heads(self.config)
         sizes = {}
         for role, value in models_of(self.config).items():
             if value.model is None or not value.model.path.is_dir():
@@ -151,15 +159,10 @@ class _Checks:
         return ", ".join(f"{role} {size}" for role, size in sizes.items()) + " parameters"
 
     def tokenizer(self) -> str:
-        """Loads the tokenizer, and renders a message with its chat template."""
-        path = self._encoder.tokenizer_path
+        """Loads the tokenizer, renders a message with its chat template, and compares its ids with all models."""
         data = next((value for _, value in self.config if isinstance(value, DataConfig)), None)
-        tokenizer, size = read_tokenizer(self._encoder, data), read_model_size(self._encoder.path)
-        if size is not None and len(tokenizer) > size.vocabulary:
-            raise DataError(
-                f"the tokenizer in {path} has {len(tokenizer)} tokens, but the model has embeddings for "
-                f"{size.vocabulary}: use the model's own tokenizer"
-            )
+        tokenizer = read_tokenizer(self._encoder, data)
+        check_vocabularies(self.config)
         num_tokens = len(tokenizer.encode_prompt([Message("user", "")]))
         return f"{len(tokenizer)} tokens; the chat template adds {num_tokens} to a prompt"
 
@@ -193,7 +196,10 @@ class _Checks:
         config = self.config
         reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
         if reward is None or reward.function is None:
-            raise _Skipped("the recipe has no reward function")
+            has_model = reward is not None and reward.model is not None
+            raise _Skipped(
+                "the reward is a model, which the check step runs" if has_model else "the recipe has no reward function"
+            )
         train, test = self._prompts
         self.scores = _score_answers(reward.function, train.evaluation_rows(NUM_ROWS), config.call_timeout_s)
         names = [reward.function]

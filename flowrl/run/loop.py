@@ -44,7 +44,7 @@ from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
-from flowrl.run.results import draw_plots, show, write_trace
+from flowrl.run.results import draw_plots, metric_titles, show, write_trace
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.run.step_log import PeakMemory, StepLog, check_logged
 from flowrl.run.templates import conversation_template, save_template
@@ -503,7 +503,7 @@ class Run:
         summary = self._summary()
         write_json(self.folder.summary, summary)
         if self._interruption.signal is None:
-            show(self._progress.console, self._evaluations.results, self.folder)
+            show(self._progress.console, self._evaluations.results, self.folder, metric_titles(self.config))
         return summary
 
     def _write_trace_and_plots(self, until_ns: int | None = None) -> None:

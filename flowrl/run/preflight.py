@@ -38,7 +38,14 @@ from flowrl.data.input_paths import find_dataset_problem, find_model_problem
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget
-from flowrl.memory.model_fit import check_model_fit, excess_tokens_message, read_max_positions
+from flowrl.memory.model_fit import (
+    check_model_fit,
+    excess_tokens_message,
+    read_max_positions,
+    read_num_token_ids,
+    read_vocabulary_size,
+    read_weight_names,
+)
 from flowrl.rewards.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.reward_function import RewardError, load_reward_function
 from flowrl.schedules.schedule_plan import check_schedule
@@ -70,13 +77,15 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Checks functions, sequence lengths, placement, memory and the paths of models and data.
+    """Checks functions, sequence lengths, vocabularies, placement, memory and the paths of models and data.
 
     Raises UserError if a check fails.
     """
     check_functions(config)
     check_rollouts(config)
     check_positions(config)
+    check_vocabularies(config)
+    check_reward_heads(config)
     if config.address is None:
         planned = plan_run(config)
         check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=True))
@@ -111,6 +120,41 @@ def _sequence_lengths(config: RunConfig, role: RoleConfig) -> Iterator[tuple[str
             yield f"{group}.max_prompt_tokens + rollout.max_response_tokens", total
         elif isinstance(data, DataConfig):
             yield f"{group}.max_prompt_tokens", data.max_prompt_tokens
+
+
+def check_vocabularies(config: RunConfig) -> None:
+    """Raises ConfigError if a local model has fewer embeddings than the tokenizer whose ids it receives has ids.
+
+    All roles receive ids of one tokenizer, except reward models, which can have a tokenizer of their own.
+    """
+    models = models_of(config)
+    encoder = find_tokenizer_role(config)
+    for role, value in models.items():
+        source = role if isinstance(value, RewardConfig) else encoder
+        if value.model is None or source is None or (tokenizer := models[source].model) is None:
+            continue
+        size, num_ids = read_vocabulary_size(value.model.path), read_num_token_ids(tokenizer.tokenizer_path)
+        if size is None or num_ids is None or num_ids <= size:
+            continue
+        key = f"{source}.model.{'path' if tokenizer.tokenizer is None else 'tokenizer'}"
+        fix = "use the model's own tokenizer" if role == source else f"use a model with the tokenizer of {source}"
+        raise ConfigError(
+            f"{role}.model.path is {value.model.path}, which has embeddings for {size} tokens, but the tokenizer of "
+            f"{key} in {tokenizer.tokenizer_path} has {num_ids}: {fix}"
+        )
+
+
+def check_reward_heads(config: RunConfig) -> None:
+    """Raises ConfigError if a local reward model has no weights of a head, unless its head is fresh."""
+    for role, value in models_of(config).items():
+        if not isinstance(value, RewardConfig | RewardModelConfig) or value.head == "fresh" or value.model is None:
+            continue
+        names = read_weight_names(value.model.path)
+        if names and not any(name.endswith("score.weight") for name in names):
+            raise ConfigError(
+                f"{role}.model.path is {value.model.path}, which is not a reward model, because it lacks the head "
+                f"score.weight: train one with recipes/reward_model, or set {role}.head: fresh to try out a program"
+            )
 
 
 def check_paths(config: RunConfig) -> None:

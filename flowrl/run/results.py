@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from flowrl.checkpoints.run_folder import RunFolder, write_json
+from flowrl.config import RolloutRunConfig, RunConfig
 from flowrl.data.events import CallEvent
 from flowrl.report.chrome_trace import Trace, chrome_trace
 from flowrl.report.progress import completions_table, result_table
@@ -38,14 +39,27 @@ def draw_plots(
     draw_timeline(loop_events(events), folder.timeline, window_s=window_s, until_ns=until_ns)
 
 
-def show(console: Console, results: Sequence[tuple[int, Mapping[str, float]]], folder: RunFolder) -> None:
+def metric_titles(config: RunConfig) -> dict[str, str]:
+    """Returns the titles of metrics that depend on the config: scores of a reward model are not an accuracy."""
+    reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
+    has_model_scores = reward is not None and reward.model is not None and reward.evaluation is None
+    return {"accuracy": "held-out reward"} if has_model_scores else {}
+
+
+def show(
+    console: Console,
+    results: Sequence[tuple[int, Mapping[str, float]]],
+    folder: RunFolder,
+    titles: Mapping[str, str] | None = None,
+) -> None:
     """Prints the evaluations before and after training, a few saved responses, and the folder of the results.
 
     `results` has the step and the metrics of the first and the last evaluation.
+    `titles` replace the default titles of metrics.
     """
     if results:
         (first_step, first), (last_step, last) = results[0], results[-1]
-        console.print(result_table(first, last))
+        console.print(result_table(first, last, titles))
         _print_responses(console, folder, first_step, last_step)
     console.print(f"results: {folder.path}", markup=False)
 

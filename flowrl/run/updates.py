@@ -31,9 +31,10 @@ def describe_updates(config: RunConfig) -> list[str]:
     if isinstance(config, RolloutRunConfig):
         num_full, last = divmod(config.trained_per_step, config.minibatch_size)
         rest = f" and 1 of {last}" if last else ""
+        minibatches = "minibatch" if num_full == 1 else "minibatches"
         num_epochs = config.ppo_epochs if isinstance(config, OnPolicyConfig) else 1
         epochs = f" x {num_epochs} epochs" if num_epochs > 1 else ""
-        factors = f" = {config.steps} steps x ({num_full} minibatches of {config.minibatch_size}{rest}){epochs}"
+        factors = f" = {config.steps} steps x ({num_full} {minibatches} of {config.minibatch_size}{rest}){epochs}"
     limit = "at most " if config.can_end_early else ""
     return [
         f"optimizer updates: {limit}{total}{factors}",

@@ -11,7 +11,7 @@ from flowrl.config import Config, EpochConfig, RewardModelConfig
 class AcceptanceConfig(Config):
     """Acceptance criteria of the trained reward model, for the last evaluation on `data.test`."""
 
-    min_accuracy: float = Field(default=0.6, ge=0, le=1)
+    min_accuracy: float = Field(default=0.6, ge=0, lt=1)
     """The fraction of pairs whose chosen response has the higher score must exceed this value. In addition, the mean
     score of the chosen responses must exceed that of the rejected responses.
     """

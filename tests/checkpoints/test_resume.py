@@ -122,6 +122,31 @@ def test_more_steps_must_not_change_the_schedule_of_the_learning_rate(run: Path)
     assert is_resuming(config(run, steps=20, **actor(optimizer=linear | {"total_steps": 10})))
 
 
+def test_a_longer_schedule_of_epochs_is_rejected_with_epochs_and_the_end_to_set(run: Path) -> None:
+    linear = actor(optimizer={"lr": 1e-3, "schedule": "linear"})
+    (run / "config.yaml").write_text(to_yaml(config(run, steps=0, epochs=1, **linear).with_steps(20)))
+    longer = config(run, steps=0, epochs=2, **linear).with_steps(20)
+    assert not missing_facts(error_of(longer), "epochs", "actor.optimizer.total_steps", 5, 10)
+    end = actor(optimizer={"lr": 1e-3, "schedule": "linear", "total_steps": 5})
+    assert is_resuming(config(run, steps=0, epochs=2, **end).with_steps(20))
+
+
+def test_a_run_of_epochs_with_more_steps_is_rejected_with_epochs(run: Path) -> None:
+    shorter = config(run, steps=0, epochs=1).with_steps(12)
+    assert not missing_facts(error_of(shorter), "epochs", "steps", 3, 4)
+    ended = finish(run, COMPLETE, steps=0, epochs=1).with_steps(16)
+    (run / "config.yaml").write_text(to_yaml(ended))
+    with rejects(run, 4, "epochs", error=RunComplete):
+        find_checkpoint(ended)
+
+
+def test_the_run_of_another_recipe_is_rejected_with_the_recipe_alone(run: Path) -> None:
+    old, new = "recipes.dpo.config:DPOConfig", "recipes.sft.config:SFTConfig"
+    (run / "config.yaml").write_text(to_yaml(config(run, recipe=old, seed=3)))
+    message = error_of(config(run, recipe=new))
+    assert old in message and new in message and "seed" not in message
+
+
 def test_a_run_with_more_steps_is_rejected(run: Path) -> None:
     assert not missing_facts(error_of(config(run, steps=3)), "steps", 3, 4)
 

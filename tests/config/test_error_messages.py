@@ -280,3 +280,8 @@ def test_a_later_error_about_several_settings_has_the_location_of_each(ppo: Path
     assert locate(message) == f"{ppo}:{line} and {overrides[0]}: {message}"
     assert locate("samples_per_prompt is 1, but rollout.max_response_tokens is 90").startswith(f"{overrides[0]}: ")
     assert locate("a batch_size of 3") == "a batch_size of 3"
+
+
+def test_an_empty_list_of_files_needs_one_entry(ppo: Path) -> None:
+    with rejects("data.train", "path", "list", "1", "entry", error=ConfigError):
+        load(ppo, ["data.train=[]"], PPOConfig)

@@ -1,5 +1,6 @@
 """Parallel sizes and adapters are checked against the model's configuration alone."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from transformers import GPT2Config, LlavaConfig, PreTrainedConfig, Qwen2Config
 
 from flowrl.config import ActorConfig, ConfigError, LoraConfig, ModelConfig, OptimizerConfig, Placement
 from flowrl.config import RolePlacement as Role
-from flowrl.memory.model_fit import read_max_positions
+from flowrl.memory.model_fit import read_max_positions, read_num_token_ids
 from flowrl.run.preflight import plan_run
 from tests.errors import rejects
 from tests.run.test_preflight import ActorRun
@@ -90,3 +91,21 @@ def test_unknown_maximum_positions_are_none(tmp_path: Path, text: str | None) ->
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     assert read_max_positions(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ids"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 6}}}, 7),
+        ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 2}]}, 3),
+        ({"model": {}}, None),
+        ([], None),
+    ],
+)
+def test_token_ids_are_counted_from_the_tokenizer_file(tmp_path: Path, settings: object, num_ids: int | None) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    assert read_num_token_ids(tmp_path) == num_ids
+
+
+def test_a_missing_tokenizer_file_has_no_number_of_token_ids(tmp_path: Path) -> None:
+    assert read_num_token_ids(tmp_path) is None

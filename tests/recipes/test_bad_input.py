@@ -54,6 +54,24 @@ def test_malformed_line_is_named_by_file_and_line(rejection: Callable[..., str],
     assert not (tmp_path / "run").exists()
 
 
+def test_a_critic_with_too_few_embeddings_is_rejected_before_the_start(
+    rejection: Callable[..., str], tmp_path: Path, task_folder: Path
+) -> None:
+    shutil.copytree(task_folder / "model", tmp_path / "small")
+    path = tmp_path / "small" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 5}))
+    assert not missing_facts(rejection(f"critic.model.path={tmp_path / 'small'}"), "critic.model.path", 5)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_model_without_a_head_is_rejected_before_the_start(
+    rejection: Callable[..., str], tmp_path: Path, task_folder: Path
+) -> None:
+    message = rejection(f"reward={{model: {{path: {task_folder / 'model'}}}}}")
+    assert not missing_facts(message, "reward.model.path", task_folder / "model", "score.weight", "reward.head")
+    assert "starting" not in message and not (tmp_path / "run").exists()
+
+
 def test_empty_dataset_is_rejected(rejection: Callable[..., str], tmp_path: Path) -> None:
     path = data_file(tmp_path)
     assert str(path) in rejection(f"data.train={path}")

@@ -131,14 +131,20 @@ def test_the_criteria_are_accuracy_and_mean_scores() -> None:
         assert criteria.find_problem(METRICS | {name: math.nan}) is not None
 
 
+@pytest.mark.parametrize("min_accuracy", [1, 1.5, -0.1])
+def test_a_minimum_accuracy_that_decides_nothing_is_rejected(min_accuracy: float) -> None:
+    with pytest.raises(ValidationError):
+        AcceptanceConfig(min_accuracy=min_accuracy)
+
+
 def test_a_model_that_is_not_accepted_is_saved_and_can_end_the_program(task: Path, tmp_path: Path) -> None:
-    acceptance = {"min_accuracy": 1.0, "on_failure": "fail"}
+    acceptance = {"min_accuracy": 0.999, "on_failure": "fail"}
     config = reward_model_config(task, tmp_path / "run", steps=1, acceptance=acceptance)
     with pytest.raises(CheckFailed) as error:
         train(config)
-    assert not missing_facts(str(error.value), "accuracy", "acceptance.min_accuracy", "1")
+    assert not missing_facts(str(error.value), "accuracy", "acceptance.min_accuracy", "0.999")
     assert (config.output / "model" / "config.json").exists()
-    warned = reward_model_config(task, tmp_path / "warned", steps=1, acceptance={"min_accuracy": 1.0})
+    warned = reward_model_config(task, tmp_path / "warned", steps=1, acceptance={"min_accuracy": 0.999})
     assert train(warned)["accepted"] is False
     assert train(reward_model_config(task, tmp_path / "blind", steps=1, evaluate_every=0))["accepted"] is None
 

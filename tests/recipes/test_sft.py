@@ -84,9 +84,10 @@ def test_the_fewer_of_steps_and_epochs_end_the_run(task_folder: Path, tmp_path: 
     assert sft_config(task_folder, output=tmp_path, steps=3).with_steps(1).steps == 3
 
 
-def test_a_run_without_a_length_is_rejected(task_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_run_without_a_length_is_rejected(task_folder: Path, tmp_path: Path, schedule: str) -> None:
     with pytest.raises(ValidationError) as error:
-        sft_config(task_folder, output=tmp_path, steps=0)
+        sft_config(task_folder, CONSTANT | {"schedule": schedule}, output=tmp_path, steps=0)
     assert not missing_facts(str(error.value), "steps", "epochs")
 
 

@@ -21,7 +21,14 @@ from flowrl.config import (
     TrainedConfig,
 )
 from flowrl.controller.placement.plan import Inventory, plan
-from flowrl.run.preflight import check_paths, check_positions, check_quantization, check_rollouts, plan_run
+from flowrl.run.preflight import (
+    check_paths,
+    check_positions,
+    check_quantization,
+    check_rollouts,
+    check_vocabularies,
+    plan_run,
+)
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import grpo_settings, ppo_settings
@@ -262,6 +269,52 @@ def test_only_the_actor_must_support_the_length_of_the_ptx_text(tmp_path: Path) 
     check_positions(config("large", "small"))
     with rejects("ptx.max_tokens", 48, tmp_path / "small", 32, error=ConfigError):
         check_positions(config("small", "large"))
+
+
+def save_vocabulary(folder: Path, num_embeddings: int, num_ids: int) -> Path:
+    """Writes the sizes of a model and its tokenizer. The last id is an added token."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": num_embeddings}))
+    vocabulary = {f"t{i}": i for i in range(num_ids - 1)}
+    added = [{"id": num_ids - 1, "content": "<end>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+    return folder
+
+
+def test_a_role_with_fewer_embeddings_than_the_tokenizer_of_the_actor_has_ids_is_rejected(tmp_path: Path) -> None:
+    actor = save_vocabulary(tmp_path / "actor", 24, 20)
+    fitting = save_vocabulary(tmp_path / "fitting", 20, 5)
+    small = save_vocabulary(tmp_path / "small", 19, 19)
+
+    def config(critic: Path) -> PPOConfig:
+        settings = ppo_settings(model=actor)
+        return PPOConfig.model_validate(settings | {"critic": settings["critic"] | {"model": {"path": critic}}})
+
+    check_vocabularies(config(fitting))
+    with rejects("critic.model.path", small, 19, "actor.model.path", actor, 20, error=ConfigError):
+        check_vocabularies(config(small))
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings_is_rejected(tmp_path: Path) -> None:
+    model, larger = save_vocabulary(tmp_path / "model", 19, 19), save_vocabulary(tmp_path / "larger", 24, 20)
+
+    def config(tokenizer: Path | None) -> ActorRun:
+        run = run_with(on(1))
+        settings = run.actor.model_dump() | {"model": {"path": model, "tokenizer": tokenizer}}
+        return ActorRun.model_validate(run.model_dump() | {"actor": settings})
+
+    check_vocabularies(config(None))
+    with rejects("actor.model.path", model, 19, "actor.model.tokenizer", larger, 20, error=ConfigError):
+        check_vocabularies(config(larger))
+
+
+def test_a_reward_model_needs_embeddings_for_the_ids_of_its_own_tokenizer_only(tmp_path: Path) -> None:
+    actor, reward = save_vocabulary(tmp_path / "actor", 24, 20), save_vocabulary(tmp_path / "reward", 10, 10)
+    config = ppo_settings(model=actor, reward={"model": {"path": reward}})
+    check_vocabularies(PPOConfig.model_validate(config))
+    config["reward"]["model"]["tokenizer"] = actor
+    with rejects("reward.model.path", 10, "reward.model.tokenizer", 20, error=ConfigError):
+        check_vocabularies(PPOConfig.model_validate(config))
 
 
 def test_all_missing_paths_are_reported_together_and_each_once(tmp_path: Path) -> None:

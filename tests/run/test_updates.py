@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from flowrl.report.progress import result_table
+from flowrl.run.results import metric_titles
 from flowrl.run.updates import ZeroRateWatch, describe_batches, describe_planned_updates, describe_updates
 from recipes.dpo.config import DPOConfig
 from recipes.ppo.config import PPOConfig
@@ -34,6 +36,21 @@ def test_the_number_and_the_sizes_of_updates_are_described() -> None:
     (line,) = describe_updates(PPOConfig.model_validate(ppo_settings(**sizes)))
     assert not missing_facts(line, 30, 5, 100, 56, 2)
     assert len(describe_updates(sft())) == 1
+
+
+def test_one_minibatch_is_singular() -> None:
+    (line,) = describe_updates(PPOConfig.model_validate(ppo_settings(batch_size=8, minibatch_size=8)))
+    assert not missing_facts(line, "minibatch", 8)
+
+
+def test_scores_of_a_reward_model_are_no_accuracy() -> None:
+    model = {"model": {"path": "rm"}}
+    scored = PPOConfig.model_validate(ppo_settings(reward=model))
+    table = result_table({"accuracy": 4.0}, {"accuracy": 5.0}, metric_titles(scored))
+    assert str(next(iter(table.columns[0].cells))) == "held-out reward"
+    assert metric_titles(PPOConfig.model_validate(ppo_settings())) == {}
+    judged = ppo_settings(reward=model | {"evaluation": "rewards:exact"})
+    assert metric_titles(PPOConfig.model_validate(judged)) == {}
 
 
 def test_a_plan_counts_the_updates_of_epochs(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Settings of runs whose length is a number of passes over the training file."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
@@ -10,6 +10,8 @@ from flowrl.config.run import DatasetConfig, SettingValues
 
 class EpochConfig(DatasetConfig):
     """Settings of recipes that train on a file for a number of epochs. A step is one optimizer update."""
+
+    LENGTH_SETTINGS: ClassVar[tuple[str, ...]] = ("epochs", "steps")
 
     steps: NonNegativeInt = 0
     """Number of training steps. 0 derives it from `epochs`. If both are set, the run ends at whichever comes first."""
@@ -33,7 +35,8 @@ class EpochConfig(DatasetConfig):
     @classmethod
     def is_length_known(cls, settings: SettingValues) -> bool:
         """Returns whether the number of steps is known before the data is read."""
-        return settings["epochs"] is None
+        # Without both, the length is missing, which `_check_length` reports.
+        return settings["epochs"] is None and bool(settings["steps"])
 
     @property
     def can_end_early(self) -> bool:
