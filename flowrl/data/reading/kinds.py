@@ -34,9 +34,13 @@ def infer_kind(row: Conversation) -> Kind:
 
 
 def split_pair(row: Conversation, kind: Kind | None) -> tuple[Conversation, ...]:
-    """Returns the row, or for kto the two rows of a pair: a desirable and an undesirable response."""
+    """Returns the row, or for kto the two rows of a pair: a desirable and an undesirable response.
+
+    Raises RowProblem if the responses of the pair have different prompts.
+    """
     if kind != "kto" or not row.rejected:
         return (row,)
+    _check_same_prompt(row, row.messages)
     return (
         replace(row, rejected=(), label=True),
         replace(row, chosen=row.rejected, rejected=(), label=False),
@@ -101,11 +105,28 @@ def _check_continuations(row: Conversation, messages: tuple[Message, ...], names
         check_order((*messages, *turns))
     if "rejected" not in names:
         return
+    _check_same_prompt(row, messages)
     if row.chosen == row.rejected:
         raise RowProblem("equal_pair", "chosen and rejected are equal, so there is nothing to prefer; remove the row")
     margin = row.columns.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not margin >= 0):
         raise RowProblem("wrong_margin", f"margin is {margin!r}, but must be a number of at least 0")
+
+
+def _check_same_prompt(row: Conversation, messages: Sequence[Message]) -> None:
+    """Raises RowProblem if two dialogues of a pair differ before a response of the assistant."""
+    if not any(message.role == "user" for message in (*messages, *row.chosen)):
+        return  # `check_order` reports that there is no prompt.
+    pairs = zip(row.chosen, row.rejected, strict=False)
+    different = next(((chosen, rejected) for chosen, rejected in pairs if chosen != rejected), ())
+    if messages and all(turn.role == "assistant" for turn in different):
+        return
+    turns = " and ".join(f"{turn.content[:40]!r} from the {turn.role}" for turn in different)
+    raise RowProblem(
+        "different_prompts",
+        f"chosen and rejected have different prompts{f' ({turns})' if turns else ''}: use one prompt for both, so that "
+        "only the responses of the assistant differ, or remove the row",
+    )
 
 
 def _prompt_turns(messages: tuple[Message, ...], trailing_assistant: Literal["refuse", "drop"]) -> tuple[Message, ...]:

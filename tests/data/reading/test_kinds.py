@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl.data.messages import DataError, Message
+from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.reader import read_conversations
 from tests.errors import rejects
 
@@ -49,6 +50,13 @@ def test_for_kto_a_pair_is_a_desirable_and_an_undesirable_response(tmp_path: Pat
     rows = read_conversations(write(tmp_path, LABELED, PAIR, LABELED | {"label": False}), kind="kto")
     assert [row.label for row in rows] == [True, True, False, False]
     assert rows[2].chosen == (Message("assistant", "6"),) and not rows[2].rejected
+
+
+@pytest.mark.parametrize("kind", ["preference", "kto"])
+def test_a_pair_with_different_prompts_is_dropped(tmp_path: Path, kind: Kind) -> None:
+    other = {"chosen": [*QUESTION, *GOOD], "rejected": [{"from": "human", "content": "3+3"}, *BAD]}
+    rows = read_conversations(write(tmp_path, other, PAIR), kind=kind, strict=False)
+    assert {row.line for row in rows} == {2}
 
 
 @pytest.mark.parametrize(
