@@ -13,7 +13,7 @@ from flowrl.data.reading.json_columns import to_json_columns
 from flowrl.data.reading.kinds import Kind, select_turns, split_pair
 from flowrl.data.reading.raw_rows import RawChunk, read_chunks
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
-from flowrl.data.reading.shapes import parse_row
+from flowrl.data.reading.shapes import find_absent, parse_row
 
 _logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ def parse_rows(
     """
     for line, raw in enumerate(chunk.rows, start=chunk.first_line):
         counts.num_read += 1
+        values = None
         try:
             if isinstance(raw, RowProblem):
                 raise raw
@@ -46,7 +47,22 @@ def parse_rows(
             for part in split_pair(conversation, kind):
                 yield part if check is None else check(part)
         except RowProblem as problem:
-            counts.drop(problem, chunk.file, line)
+            counts.drop(_name_absent_keys(problem, values, columns), chunk.file, line)
+
+
+_REASONS_OF_ABSENT_KEYS = ("unknown_shape", "no_prompt", "no_answer", "missing_column")
+
+
+def _name_absent_keys(problem: RowProblem, row: Any, columns: Mapping[str, str]) -> RowProblem:  # Any: any JSON value
+    """Returns the problem of a row, preceded by the keys in `columns` that the row does not have, if there are any."""
+    absent = find_absent(row, columns)
+    if not absent or problem.reason not in _REASONS_OF_ABSENT_KEYS:
+        return problem
+    names = ", ".join(f"{name}: {source}" for name, source in absent.items())
+    keys = ", ".join(map(str, row))[:200] or "none"
+    return RowProblem(
+        problem.reason, f"`columns` has {names}, which is not a key of the row (its keys: {keys}); {problem}"
+    )
 
 
 def _parse_json(line: bytes) -> Any:  # Any: any JSON value

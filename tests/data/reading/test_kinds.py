@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.config import DataFile
 from flowrl.data.messages import DataError, Message
 from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.reader import read_conversations
@@ -77,12 +78,31 @@ def test_a_pair_with_different_prompts_is_dropped(tmp_path: Path, kind: Kind) ->
         (PAIR | {"margin": -1}, ("margin", -1)),
         (PAIR | {"margin": True}, ("margin", "True")),
         (LABELED, ("label", "chosen", "rejected", "kto")),
+        ({"messages": [*QUESTION, *GOOD]}, ("chosen", "rejected", "columns", "sft")),
+        ({"prompt": "2+3", "chosen": "5"}, ("no", "rejected", "columns")),
+        ({"question": "2+3", "answer": "5"}, ("chosen", "rejected", "columns", "sft")),
     ],
 )
 def test_an_invalid_pair_is_rejected_with_file_and_line(tmp_path: Path, row: Any, facts: tuple[object, ...]) -> None:
     path = write(tmp_path, PAIR, row)
     with rejects(path, 2, *facts, error=DataError):
         read_conversations(path, kind="preference")
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [("preference", {"chosen": "nix"}), ("sft", {"messages": "nix"}), ("kto", {"completion": "reply.nix"})],
+)
+def test_a_column_that_names_no_key_of_the_row_is_reported(tmp_path: Path, kind: Kind, columns: dict[str, str]) -> None:
+    path = write(tmp_path, {"prompt": "2+3", "better": "5", "rejected": "6", "reply": {}})
+    ((field, source),) = columns.items()
+    with rejects(path, 1, field, source, "columns", "better", error=DataError):
+        read_conversations(DataFile(path=path, columns=columns), kind=kind)
+
+
+def test_a_column_that_a_usable_row_lacks_is_not_a_problem(tmp_path: Path) -> None:
+    (row,) = read_conversations(DataFile(path=write(tmp_path, PAIR), columns={"answer": "nix"}), kind="preference")
+    assert row.chosen == (Message("assistant", "5"),)
 
 
 @pytest.mark.parametrize(
