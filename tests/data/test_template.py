@@ -54,6 +54,17 @@ def test_the_templates_of_two_folders_determine_whether_a_model_reads_the_tokens
     assert not has_same_rendering(policy, other, file(tmp_path, chat_template="zephyr", system_message="s"))
 
 
+def test_an_error_of_a_chat_template_names_the_file_with_the_template(tmp_path: Path) -> None:
+    path = tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    broken = ChatTokenizer(path, file(tmp_path, chat_template="{% if %}"))
+    with rejects(tmp_path / "t.json", "TemplateSyntaxError", error=DataError):
+        broken.encode_prompt([Message("user", "a")])
+    without = ChatTokenizer(path, file(tmp_path, system_message="s"))
+    with rejects(path, "ZeroDivisionError", error=DataError):
+        without.encode_prompt([Message("user", "a")])
+
+
 def test_the_system_message_is_added_to_conversations_without_one(tmp_path: Path) -> None:
     chat = ChatTokenizer(tokenizer(tmp_path), file(tmp_path, chat_template="zephyr", system_message="s"))
     assert marked(chat, turns("a", "b")).startswith("<|system|>\ns</s>\n<|user|>\na</s>")
