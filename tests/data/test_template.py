@@ -148,6 +148,21 @@ def test_an_invalid_file_is_rejected(values: dict[str, object], tmp_path: Path) 
         read_template(file(tmp_path, **values))
 
 
+def test_a_file_that_cannot_be_read_is_rejected_with_its_fix(tmp_path: Path) -> None:
+    path = tmp_path / "nope.json"
+    with rejects(path, "exist", "data.template", error=DataError):
+        read_template(path)
+    with rejects(tmp_path, "folder", error=DataError):
+        read_template(tmp_path)
+    path.write_bytes(b"\x80\x00{}")
+    with rejects(path, "UTF-8", "JSON", error=DataError) as caught:
+        read_template(path)
+    assert "codec" not in str(caught.value)
+    path.write_text("{\n'a': 1}")
+    with rejects(path, "JSON", "line", 2, error=DataError):
+        read_template(path)
+
+
 def test_a_model_folder_with_a_template_file_uses_it(tmp_path: Path) -> None:
     path = tokenizer(tmp_path)
     write_template(path / "conversation_template.json", ConversationTemplate("zephyr"))
