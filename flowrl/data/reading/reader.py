@@ -1,5 +1,6 @@
 """Reads all rows of several files as conversations."""
 
+import codecs
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,11 +72,26 @@ def _parse_json(line: bytes) -> Any:  # Any: any JSON value
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise RowProblem("invalid_utf8", f"the row is not UTF-8 text (byte {error.start})") from error
+        raise RowProblem("invalid_utf8", f"the row is not UTF-8 text, {_encoding_problem(line, error)}") from error
     except json.JSONDecodeError as error:
-        raise RowProblem("invalid_json", f"not valid JSON ({error.msg} at column {error.colno})") from error
+        if b"\0" in line:
+            raise RowProblem("invalid_json", f"the row is not JSON, {_BINARY}") from error
+        reason = error.msg.removesuffix(" starting at")  # json's own message continues with the position
+        raise RowProblem("invalid_json", f"not valid JSON (column {error.colno}: {reason})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested lists
         raise RowProblem("invalid_json", f"not valid JSON ({error})") from error
+
+
+_BINARY = "but binary data or UTF-16: save the file as JSON lines in UTF-8 (docs/data.md lists the formats)"
+
+
+def _encoding_problem(line: bytes, error: UnicodeDecodeError) -> str:
+    """Returns what a row that is not UTF-8 seems to be, and the fix."""
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "but UTF-16: convert the file to UTF-8"
+    if b"\0" in line:
+        return _BINARY
+    return f"because of the byte 0x{line[error.start]:02x} at {error.start}: convert the file to UTF-8"
 
 
 def read_conversations(

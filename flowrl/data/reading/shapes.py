@@ -33,7 +33,7 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
     if isinstance(row, list):
         row = {"messages": row}
     if not isinstance(row, dict):
-        raise RowProblem("unknown_shape", f"the row is a {type(row).__name__}, but must be a JSON object")
+        raise RowProblem("unknown_shape", f"the row is {_show(row)}, but must be a JSON object")
     values = _rename(row, columns) if columns else row
     absent = find_absent(row, columns)
     shape = next((shape for shape in SHAPES if all(values.get(key) is not None for key in shape.keys)), None)
