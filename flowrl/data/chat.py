@@ -360,8 +360,10 @@ class ChatTokenizer:
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             speakers = ", ".join(message.role for message in messages)
+            # A template file without a chat template uses the one of the tokenizer.
+            source = self.path if self._settings.chat_template is None else self._source
             raise DataError(
-                f"the chat template in {self.path} raised {type(error).__name__} for a conversation of {speakers}: "
+                f"the chat template in {source} raised {type(error).__name__} for a conversation of {speakers}: "
                 f"{error}; correct the template or the conversation"
             ) from error
         assert isinstance(text, str)

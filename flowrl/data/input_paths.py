@@ -16,6 +16,8 @@ MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 """Names of the maximum sequence length in the configuration of a language model."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_OTHER_FORMAT = re.compile(r"\.(csv|tsv|xlsx?)(\.gz|\.zst)?$", re.IGNORECASE)
+"""Ends of the names of table files that flowrl does not read."""
 _CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for the Hub over all its addresses."""
 
@@ -55,6 +57,11 @@ def find_dataset_problem(path: Path) -> str | None:
             return None
         return "the folder has no JSON-lines, parquet or arrow files: set a file, or a folder with such files"
     if path.exists():
+        if table := _OTHER_FORMAT.search(path.name):
+            return (
+                f"{table[1]} is not supported: convert the file to JSON lines (.jsonl) or parquet, for example with "
+                "pandas"
+            )
         is_empty = path.is_file() and path.stat().st_size == 0
         return "the file is empty: write one conversation per line (docs/data.md)" if is_empty else None
     if len(path.parts) == 2 and not path.suffix and _HUB_NAME.fullmatch(str(path)):

@@ -36,8 +36,8 @@ def read_template(path: Path) -> ConversationTemplate:
     """Reads a conversation template file. Raises DataError if it is invalid."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"conversation template {path} cannot be read ({error}): write a JSON object") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"conversation template {path} {_read_problem(error)}") from error
     if not isinstance(values, dict):
         raise DataError(f"conversation template {path} is a {type(values).__name__}, but must be a JSON object")
     known = [name for name in ConversationTemplate.__dataclass_fields__ if name != "is_flat"]
@@ -58,6 +58,23 @@ def read_template(path: Path) -> ConversationTemplate:
         stop_strings=tuple(strings),
         is_flat=is_flat,
     )
+
+
+def _read_problem(error: Exception) -> str:
+    """Returns why a template file cannot be read, and the fix."""
+    if isinstance(error, FileNotFoundError):
+        return (
+            "does not exist: correct the path in the setting `template` (such as data.template), or omit the setting "
+            "to use the template of the model's folder"
+        )
+    if isinstance(error, IsADirectoryError):
+        return "is a folder: set the path of a file in it"
+    if isinstance(error, OSError):
+        return f"cannot be read ({error.strerror}): make the file readable"
+    if isinstance(error, UnicodeDecodeError):
+        return "is not UTF-8 text: set a JSON file, such as one written by `flowrl data template`"
+    reason = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return f"is not valid JSON ({reason}): write a JSON object"
 
 
 def _resolve_path(chat_template: str | None, folder: Path) -> str | None:

@@ -14,7 +14,8 @@ from flowrl.cli import exit_code
 from flowrl.config import ConfigError, DataFile, PreparationConfig, load
 from flowrl.data.preparation.prepare import prepare
 
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow")
+"""Ends of the names of files that are read from a local copy."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def find_files(dataset: PublicDataset, split: str, source: Path | None) -> list[
     files = [
         path
         for path in sorted(source.rglob("*"))
-        if path.name.endswith(_SUFFIXES)
+        if path.name.endswith(SUFFIXES)
         and (path.name.startswith(split) or split in path.relative_to(source).parts[:-1])
     ]
     if not files:

@@ -54,6 +54,17 @@ def test_the_templates_of_two_folders_determine_whether_a_model_reads_the_tokens
     assert not has_same_rendering(policy, other, file(tmp_path, chat_template="zephyr", system_message="s"))
 
 
+def test_an_error_of_a_chat_template_names_the_file_with_the_template(tmp_path: Path) -> None:
+    path = tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    broken = ChatTokenizer(path, file(tmp_path, chat_template="{% if %}"))
+    with rejects(tmp_path / "t.json", "TemplateSyntaxError", error=DataError):
+        broken.encode_prompt([Message("user", "a")])
+    without = ChatTokenizer(path, file(tmp_path, system_message="s"))
+    with rejects(path, "ZeroDivisionError", error=DataError):
+        without.encode_prompt([Message("user", "a")])
+
+
 def test_the_system_message_is_added_to_conversations_without_one(tmp_path: Path) -> None:
     chat = ChatTokenizer(tokenizer(tmp_path), file(tmp_path, chat_template="zephyr", system_message="s"))
     assert marked(chat, turns("a", "b")).startswith("<|system|>\ns</s>\n<|user|>\na</s>")
@@ -135,6 +146,21 @@ def test_a_stop_id_outside_of_the_vocabulary_is_rejected(tmp_path: Path) -> None
 def test_an_invalid_file_is_rejected(values: dict[str, object], tmp_path: Path) -> None:
     with rejects(*values, tmp_path / "t.json", error=DataError):
         read_template(file(tmp_path, **values))
+
+
+def test_a_file_that_cannot_be_read_is_rejected_with_its_fix(tmp_path: Path) -> None:
+    path = tmp_path / "nope.json"
+    with rejects(path, "exist", "data.template", error=DataError):
+        read_template(path)
+    with rejects(tmp_path, "folder", error=DataError):
+        read_template(tmp_path)
+    path.write_bytes(b"\x80\x00{}")
+    with rejects(path, "UTF-8", "JSON", error=DataError) as caught:
+        read_template(path)
+    assert "codec" not in str(caught.value)
+    path.write_text("{\n'a': 1}")
+    with rejects(path, "JSON", "line", 2, error=DataError):
+        read_template(path)
 
 
 def test_a_model_folder_with_a_template_file_uses_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flowrl.config import ConfigError
 from flowrl.data.preparation.prepared_folder import PreparedFolder
-from recipes.data.prepare import main
+from recipes.data.prepare import DATASETS, SUFFIXES, main
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
 
@@ -89,3 +89,11 @@ def test_unknown_names_and_missing_splits_are_rejected(tmp_path: Path) -> None:
     with rejects("test", tmp_path / "copy", error=ConfigError):
         main(["gsm8k", f"tokenizer={tmp_path}/model", f"output={tmp_path}/out", f"source={tmp_path}/copy"])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_documentation_has_the_names_of_local_files() -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    for name, dataset in DATASETS.items():
+        (line,) = (line for line in page.splitlines() if f"run_{name}.sh" in line)
+        assert line.endswith(f"| `{dataset.hub}` | `{dataset.train}`, `{dataset.test}` |")
+    assert all(f"`{suffix}`" in page for suffix in SUFFIXES)

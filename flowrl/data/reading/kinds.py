@@ -34,9 +34,13 @@ def infer_kind(row: Conversation) -> Kind:
 
 
 def split_pair(row: Conversation, kind: Kind | None) -> tuple[Conversation, ...]:
-    """Returns the row, or for kto the two rows of a pair: a desirable and an undesirable response."""
+    """Returns the row, or for kto the two rows of a pair: a desirable and an undesirable response.
+
+    Raises RowProblem if the responses of the pair have different prompts.
+    """
     if kind != "kto" or not row.rejected:
         return (row,)
+    _check_same_prompt(row, row.messages)
     return (
         replace(row, rejected=(), label=True),
         replace(row, chosen=row.rejected, rejected=(), label=False),
@@ -63,12 +67,8 @@ def select_turns(
         return replace(row, messages=_example_turns((*messages, *row.chosen)), chosen=(), rejected=())
     if kind == "kto" and not row.chosen and messages and messages[-1].role == "assistant":
         row, messages = replace(row, chosen=messages[-1:]), messages[:-1]
-    if kind == "preference" and row.label is not None and not row.rejected:
-        raise RowProblem(
-            "no_answer",
-            "the row has one response with a label, but this training needs pairs: add chosen and rejected, or train "
-            "with kto (loss: kto)",
-        )
+    if not (row.rejected if kind == "preference" else row.chosen):
+        raise _missing_responses(row, kind)
     _check_continuations(row, messages, ("chosen", "rejected") if kind == "preference" else ("chosen",))
     if kind == "kto" and row.label is None:
         raise RowProblem("unknown_shape", "kto needs a key `label`, which is true or false")
@@ -97,15 +97,56 @@ def _check_continuations(row: Conversation, messages: tuple[Message, ...], names
     for name in names:
         turns = row.chosen if name == "chosen" else row.rejected
         if not turns or turns[-1].role != "assistant":
-            raise RowProblem("no_answer", f"{name} does not end with a message of the assistant")
+            end = f"ends with a message of the {turns[-1].role}" if turns else "has no message after the prompt"
+            raise RowProblem("no_answer", f"{name} {end}: add a response of the assistant, or remove the row")
         check_order((*messages, *turns))
     if "rejected" not in names:
         return
+    _check_same_prompt(row, messages)
     if row.chosen == row.rejected:
         raise RowProblem("equal_pair", "chosen and rejected are equal, so there is nothing to prefer; remove the row")
     margin = row.columns.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not margin >= 0):
         raise RowProblem("wrong_margin", f"margin is {margin!r}, but must be a number of at least 0")
+
+
+def _missing_responses(row: Conversation, kind: Kind) -> RowProblem:
+    """Returns the problem of a row without the responses that `preference` or `kto` needs."""
+    if kind == "kto":
+        return RowProblem(
+            "no_answer", "the row has no response to train on: add completion and label, or chosen and rejected"
+        )
+    if row.label is not None:
+        return RowProblem(
+            "no_answer",
+            "the row has one response with a label, but this training needs pairs: add chosen and rejected, or train "
+            "with kto (loss: kto)",
+        )
+    # A row with one of the two keys has another shape, in which this key is a column.
+    has = [name for name in ("chosen", "rejected") if row.columns.get(name) is not None]
+    other = {"chosen": "rejected", "rejected": "chosen"}
+    found = f"the row has {has[0]}, but no {other[has[0]]}" if len(has) == 1 else "the row is not a pair of responses"
+    return RowProblem(
+        "no_answer",
+        f"{found}, which this training compares: add a prompt with chosen and rejected, name their keys in `columns`, "
+        "or use the row for sft",
+    )
+
+
+def _check_same_prompt(row: Conversation, messages: Sequence[Message]) -> None:
+    """Raises RowProblem if two dialogues of a pair differ before a response of the assistant."""
+    if not any(message.role == "user" for message in (*messages, *row.chosen)):
+        return  # `check_order` reports that there is no prompt.
+    pairs = zip(row.chosen, row.rejected, strict=False)
+    different = next(((chosen, rejected) for chosen, rejected in pairs if chosen != rejected), ())
+    if messages and all(turn.role == "assistant" for turn in different):
+        return
+    turns = " and ".join(f"{turn.content[:40]!r} from the {turn.role}" for turn in different)
+    raise RowProblem(
+        "different_prompts",
+        f"chosen and rejected have different prompts{f' ({turns})' if turns else ''}: use one prompt for both, so that "
+        "only the responses of the assistant differ, or remove the row",
+    )
 
 
 def _prompt_turns(messages: tuple[Message, ...], trailing_assistant: Literal["refuse", "drop"]) -> tuple[Message, ...]:

@@ -1,5 +1,6 @@
 """Reads all rows of several files as conversations."""
 
+import codecs
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from flowrl.data.reading.json_columns import to_json_columns
 from flowrl.data.reading.kinds import Kind, select_turns, split_pair
 from flowrl.data.reading.raw_rows import RawChunk, read_chunks
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
-from flowrl.data.reading.shapes import parse_row
+from flowrl.data.reading.shapes import find_absent, parse_row
 
 _logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def parse_rows(
     """
     for line, raw in enumerate(chunk.rows, start=chunk.first_line):
         counts.num_read += 1
+        values = None
         try:
             if isinstance(raw, RowProblem):
                 raise raw
@@ -46,7 +48,22 @@ def parse_rows(
             for part in split_pair(conversation, kind):
                 yield part if check is None else check(part)
         except RowProblem as problem:
-            counts.drop(problem, chunk.file, line)
+            counts.drop(_name_absent_keys(problem, values, columns), chunk.file, line)
+
+
+_REASONS_OF_ABSENT_KEYS = ("unknown_shape", "no_prompt", "no_answer", "missing_column")
+
+
+def _name_absent_keys(problem: RowProblem, row: Any, columns: Mapping[str, str]) -> RowProblem:  # Any: any JSON value
+    """Returns the problem of a row, preceded by the keys in `columns` that the row does not have, if there are any."""
+    absent = find_absent(row, columns)
+    if not absent or problem.reason not in _REASONS_OF_ABSENT_KEYS:
+        return problem
+    names = ", ".join(f"{name}: {source}" for name, source in absent.items())
+    keys = ", ".join(map(str, row))[:200] or "none"
+    return RowProblem(
+        problem.reason, f"`columns` has {names}, which is not a key of the row (its keys: {keys}); {problem}"
+    )
 
 
 def _parse_json(line: bytes) -> Any:  # Any: any JSON value
@@ -55,11 +72,26 @@ def _parse_json(line: bytes) -> Any:  # Any: any JSON value
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise RowProblem("invalid_utf8", f"the row is not UTF-8 text (byte {error.start})") from error
+        raise RowProblem("invalid_utf8", f"the row is not UTF-8 text, {_encoding_problem(line, error)}") from error
     except json.JSONDecodeError as error:
-        raise RowProblem("invalid_json", f"not valid JSON ({error.msg} at column {error.colno})") from error
+        if b"\0" in line:
+            raise RowProblem("invalid_json", f"the row is not JSON, {_BINARY}") from error
+        reason = error.msg.removesuffix(" starting at")  # json's own message continues with the position
+        raise RowProblem("invalid_json", f"not valid JSON (column {error.colno}: {reason})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested lists
         raise RowProblem("invalid_json", f"not valid JSON ({error})") from error
+
+
+_BINARY = "but binary data or UTF-16: save the file as JSON lines in UTF-8 (docs/data.md lists the formats)"
+
+
+def _encoding_problem(line: bytes, error: UnicodeDecodeError) -> str:
+    """Returns what a row that is not UTF-8 seems to be, and the fix."""
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "but UTF-16: convert the file to UTF-8"
+    if b"\0" in line:
+        return _BINARY
+    return f"because of the byte 0x{line[error.start]:02x} at {error.start}: convert the file to UTF-8"
 
 
 def read_conversations(

@@ -20,6 +20,7 @@ REASONS: Mapping[str, str] = {
     "no_answer": "there is no response to train on",
     "trailing_assistant": "the last message of a prompt is from the assistant",
     "equal_pair": "chosen and rejected are equal",
+    "different_prompts": "chosen and rejected differ before a response of the assistant",
     "wrong_margin": "the margin of a pair is not a number of at least 0",
     "reserved_column": "a column has a name that is reserved for flowrl",
     "missing_column": "a column that the reward function requires is missing or null",

@@ -33,11 +33,13 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
     if isinstance(row, list):
         row = {"messages": row}
     if not isinstance(row, dict):
-        raise RowProblem("unknown_shape", f"the row is a {type(row).__name__}, but must be a JSON object")
+        raise RowProblem("unknown_shape", f"the row is {_show(row)}, but must be a JSON object")
     values = _rename(row, columns) if columns else row
+    absent = find_absent(row, columns)
     shape = next((shape for shape in SHAPES if all(values.get(key) is not None for key in shape.keys)), None)
     if shape is None:
-        names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in values.items()) or "none"
+        keys = {name: value for name, value in values.items() if name not in absent}
+        names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in keys.items()) or "none"
         raise RowProblem(
             "unknown_shape",
             f'the keys ({names[:200]}) match no known shape: use {{"messages": [{{"from": "human", "content": '
@@ -74,6 +76,19 @@ def _select(row: Values, path: str) -> Any:  # Any: a value of the row
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def find_absent(row: Any, columns: Mapping[str, str]) -> dict[str, str]:  # Any: see `parse_row`
+    """Returns the part of `columns` whose names in the file are not keys of the row. Null values count as keys."""
+    return {name: source for name, source in columns.items() if isinstance(row, dict) and not _has_key(row, source)}
+
+
+def _has_key(row: Values, path: str) -> bool:
+    if path in row:
+        return True
+    parent, dot, name = path.rpartition(".")
+    values = _select(row, parent) if dot else None
+    return isinstance(values, dict) and name in values
 
 
 # Conversations.

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from flowrl.config import DataFile
 from flowrl.data.messages import DataError, Message
+from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.reader import read_conversations
 from tests.errors import rejects
 
@@ -51,6 +53,13 @@ def test_for_kto_a_pair_is_a_desirable_and_an_undesirable_response(tmp_path: Pat
     assert rows[2].chosen == (Message("assistant", "6"),) and not rows[2].rejected
 
 
+@pytest.mark.parametrize("kind", ["preference", "kto"])
+def test_a_pair_with_different_prompts_is_dropped(tmp_path: Path, kind: Kind) -> None:
+    other = {"chosen": [*QUESTION, *GOOD], "rejected": [{"from": "human", "content": "3+3"}, *BAD]}
+    rows = read_conversations(write(tmp_path, other, PAIR), kind=kind, strict=False)
+    assert {row.line for row in rows} == {2}
+
+
 @pytest.mark.parametrize(
     ("row", "facts"),
     [
@@ -69,12 +78,31 @@ def test_for_kto_a_pair_is_a_desirable_and_an_undesirable_response(tmp_path: Pat
         (PAIR | {"margin": -1}, ("margin", -1)),
         (PAIR | {"margin": True}, ("margin", "True")),
         (LABELED, ("label", "chosen", "rejected", "kto")),
+        ({"messages": [*QUESTION, *GOOD]}, ("chosen", "rejected", "columns", "sft")),
+        ({"prompt": "2+3", "chosen": "5"}, ("no", "rejected", "columns")),
+        ({"question": "2+3", "answer": "5"}, ("chosen", "rejected", "columns", "sft")),
     ],
 )
 def test_an_invalid_pair_is_rejected_with_file_and_line(tmp_path: Path, row: Any, facts: tuple[object, ...]) -> None:
     path = write(tmp_path, PAIR, row)
     with rejects(path, 2, *facts, error=DataError):
         read_conversations(path, kind="preference")
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [("preference", {"chosen": "nix"}), ("sft", {"messages": "nix"}), ("kto", {"completion": "reply.nix"})],
+)
+def test_a_column_that_names_no_key_of_the_row_is_reported(tmp_path: Path, kind: Kind, columns: dict[str, str]) -> None:
+    path = write(tmp_path, {"prompt": "2+3", "better": "5", "rejected": "6", "reply": {}})
+    ((field, source),) = columns.items()
+    with rejects(path, 1, field, source, "columns", "better", error=DataError):
+        read_conversations(DataFile(path=path, columns=columns), kind=kind)
+
+
+def test_a_column_that_a_usable_row_lacks_is_not_a_problem(tmp_path: Path) -> None:
+    (row,) = read_conversations(DataFile(path=write(tmp_path, PAIR), columns={"answer": "nix"}), kind="preference")
+    assert row.chosen == (Message("assistant", "5"),)
 
 
 @pytest.mark.parametrize(

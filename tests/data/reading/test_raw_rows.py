@@ -168,6 +168,34 @@ def test_one_element_of_an_array_that_is_not_utf8_is_one_problem(tmp_path: Path)
         read_conversations(path, kind="text")
 
 
+@pytest.mark.parametrize(
+    ("content", "facts"),
+    [
+        ('{"text": "ü"}\n'.encode("utf-16"), ("UTF-16", "UTF-8")),
+        ('{"text": "a"}\n'.encode("utf-16-le"), ("UTF-16", "UTF-8", "docs/data.md")),
+        (b"\x89PNG\x00\xff\n", ("binary", "docs/data.md")),
+        (b'{"text": "\xfc"}\n', ("0xfc", "UTF-8")),
+        (b'{"text": "a\n', ("JSON", "column", 10)),
+        (b"5\n", (5, "JSON", "object")),
+        (b"null\n", ("null", "JSON", "object")),
+    ],
+)
+def test_a_row_that_is_not_a_json_object_is_reported_with_its_cause(
+    tmp_path: Path, content: bytes, facts: tuple[object, ...]
+) -> None:
+    path = write(tmp_path / "a.jsonl", content)
+    with rejects(path, 1, *facts, error=DataError) as caught:
+        read_conversations(path, kind="text")
+    assert "at at" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv.gz", "A.XLSX"])
+def test_a_table_of_an_unsupported_format_is_rejected_with_the_supported_ones(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, b"prompt,completion\n1,2\n")
+    with rejects(path, name.split(".")[1], "parquet", ".jsonl", error=DataError):
+        read_conversations(path)
+
+
 def test_a_malformed_first_line_does_not_hide_the_other_lines(tmp_path: Path) -> None:
     lines = LINES.splitlines(keepends=True)
     for name, first in (("a.json", b'{"question": [\n'), ("b.jsonl", b'[{"question": "a"}]\n')):

@@ -141,6 +141,21 @@ PROBLEMS: list[tuple[Any, Kind, str]] = [
     ({"messages": turns("user:u", "assistant:a")}, "preference", "no_answer"),
     ({"prompt": "u", "chosen": "a", "rejected": "a"}, "preference", "equal_pair"),
     ({"prompt": "u", "chosen": "a", "rejected": " "}, "preference", "empty_turn"),
+    (
+        {"chosen": turns("user:u", "assistant:a"), "rejected": turns("user:v", "assistant:b")},
+        "preference",
+        "different_prompts",
+    ),
+    (
+        {"chosen": turns("system:s", "user:u", "assistant:a"), "rejected": turns("system:s", "user:v", "assistant:b")},
+        "preference",
+        "different_prompts",
+    ),
+    (
+        {"prompt": "u", "chosen": turns("user:u", "assistant:a"), "rejected": turns("user:v", "assistant:b")},
+        "preference",
+        "wrong_order",
+    ),
     ({"messages": [ONE, {"role": "assistant", "content": None}]}, "sft", "content_not_text"),
     ({"messages": [ONE, {"role": "assistant", "content": 7}]}, "sft", "content_not_text"),
     ({"messages": [ONE, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, "sft", "content_not_text"),
