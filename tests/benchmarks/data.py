@@ -59,9 +59,9 @@ def write_rows(path: Path, count: int, seed: int = 0) -> Path:
 
 
 def save_tokenizer(folder: Path) -> Path:
-    """Saves a byte-level BPE tokenizer of 8,000 tokens, with the tokens and the template of ChatML."""
+    """Saves a byte-level BPE tokenizer of 8,000 tokens, with the tokens and template of ChatML, and a model config."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 (after TOKENIZERS_...)
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast, Qwen2Config  # noqa: PLC0415
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,6 +72,7 @@ def save_tokenizer(folder: Path) -> Path:
     core.train_from_iterator((turn["content"] for row in make_rows(3000, 1) for turn in row["messages"]), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHATML)
     tokenizer.save_pretrained(folder)
+    Qwen2Config(vocab_size=8000, max_position_embeddings=4096).save_pretrained(folder)  # a run reads these sizes
     return folder
 
 
