@@ -17,7 +17,7 @@ MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _OTHER_FORMAT = re.compile(r"\.(csv|tsv|xlsx?)(\.gz|\.zst)?$", re.IGNORECASE)
-"""Ends of the names of table files that flowrl does not read."""
+"""File extensions of tables that flowrl does not read."""
 _CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for the Hub over all its addresses."""
 

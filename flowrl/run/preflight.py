@@ -145,7 +145,7 @@ def check_vocabularies(config: RunConfig) -> None:
 
 
 def check_reward_heads(config: RunConfig) -> None:
-    """Raises ConfigError if a local reward model has no weights of a head, unless its head is fresh."""
+    """Raises ConfigError if a local reward model lacks the weights of its head, and the settings create no new head."""
     for role, value in models_of(config).items():
         if not isinstance(value, RewardConfig | RewardModelConfig) or value.head == "fresh" or value.model is None:
             continue

@@ -93,7 +93,7 @@ class PolicyModel(SequenceShardable):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of token ids of the model, which is that of its tokenizer or larger."""
+        """Number of rows of the input embeddings. Token ids must be smaller."""
         embeddings = self.language_model.get_input_embeddings()
         assert isinstance(embeddings, nn.Embedding)
         return embeddings.weight.shape[0]

@@ -116,7 +116,7 @@ def measure_checkpoints(pipeline: PipelineConfig, policy: str) -> list[Row]:
 
 
 def _read_or_compute(path: Path, compute: Callable[[], Row]) -> Row:
-    """Returns the content of a JSON file. Creates the file if it does not exist."""
+    """Returns the content of a JSON file. If it does not exist, first writes the result of `compute` to it."""
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_json(path, compute())

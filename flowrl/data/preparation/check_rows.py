@@ -50,7 +50,7 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
 
 
 def _check_prepared(config: RowsConfig, paths: Sequence[Path]) -> tuple[Kind, RowCounts]:
-    """Compares the shards of prepared folders with their checksums."""
+    """Returns the kind and the counts of prepared folders. Raises DataError if a shard differs from its checksum."""
     if len(paths) < len(config.files):
         raise DataError(f"{paths[0]} is a prepared folder, but other files are not: check them separately")
     folders = [PreparedFolder(path) for path in paths]
