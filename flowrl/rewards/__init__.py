@@ -1,7 +1,7 @@
 """Reward functions for the setting `reward.function`, such as `flowrl.rewards.final_number:score`.
 
 A reward function receives the columns of a row as keyword arguments and returns a float. `load_reward_function`
-(reward_function.py) imports a function, and `score_in_process` (scoring_process.py) calls it in a separate process with
-a timeout. An environment function (`rollout.environment`, environment_function.py) returns the next segment of a
+(reward_function.py) imports a function, and `ScoringPool` (processes/pool.py) calls functions in separate processes
+with a timeout. An environment function (`rollout.environment`, environment_function.py) returns the next segment of a
 response. May import only `flowrl.config`.
 """

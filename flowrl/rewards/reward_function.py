@@ -1,27 +1,51 @@
-"""Imports reward functions, checks their signature, and calls them."""
+"""Imports reward functions, checks their signature, calls them, and checks their scores."""
 
+import asyncio
+import functools
 import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, SupportsFloat
 
 from flowrl.config import ImportNameError, UserError, import_function
 
-RewardFunction = Callable[..., SupportsFloat]
-
+RewardFunction = Callable[..., Any]  # Any: a number, an awaitable of a number, or a list of numbers
+"""A function of columns that returns a number. An async function is awaited. A batched function receives a list per
+column and returns a list of numbers.
+"""
 
 MAX_SCORE = 1e18
 """Maximum magnitude of a score. Sums of squares of larger scores may overflow in float32."""
+
+Failure = Literal["raised", "invalid", "memory", "timeout", "exited", "killed", "corrupt", "not_loaded", "closed"]
+"""Kind of a failed call.
+
+- `raised`: an exception. `memory`: MemoryError. `invalid`: no finite number, or an input that cannot be sent.
+- `timeout`: no score in time. `exited`, `killed`: the process ended by itself, or by a signal.
+- `corrupt`: wrote invalid data to the result channel. `not_loaded`: the import failed. `closed`: the pool was closed.
+"""
 
 
 class RewardError(UserError):
     """Raised if a reward function cannot be loaded, raises an exception, or does not return a finite number."""
 
+    kind: Failure = "raised"
 
-def load_reward_function(name: str) -> RewardFunction:
-    """Imports the function `module:function`. Raises RewardError if the import fails or the signature is invalid."""
+
+def _error(kind: Failure, message: str) -> RewardError:
+    error = RewardError(message)
+    error.kind = kind
+    return error
+
+
+def load_reward_function(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Imports the function `module:function` or `file.py:function`, and binds the keyword arguments `options`.
+
+    Raises RewardError if the import fails or the signature is invalid.
+    """
     try:
         function: RewardFunction = import_function(name)  # its result is checked at every call
     except ImportNameError as error:
@@ -32,10 +56,9 @@ def load_reward_function(name: str) -> RewardFunction:
         raise RewardError(
             f"reward function {name} has no signature that Python can read: name a function that calls it"
         ) from error
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise RewardError(
-            f"reward function {name} is asynchronous or a generator, so a call returns no number: write it as a "
-            "function that returns one number"
+            f"reward function {name} is a generator, so a call returns no number: return one number instead of yield"
         )
     parameters = signature.parameters
     foreign = next((library for parameter, library in _FOREIGN.items() if parameter in parameters), None)
@@ -51,7 +74,17 @@ def load_reward_function(name: str) -> RewardFunction:
             f"reward function {name}{signature} has {problem}, but flowrl passes columns by name: write it as "
             "(prompt, response, answer, **columns), or with only the columns that it needs"
         )
-    return function
+    unknown = [option for option in options or () if not accepted_columns(function, [option])]
+    if unknown:
+        raise RewardError(
+            f"reward function {name}{signature} has no parameter {', '.join(unknown)}: correct the name of the option"
+        )
+    return functools.partial(function, **options) if options else function
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Returns whether a call of the function returns an awaitable."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 _FOREIGN = {
@@ -64,38 +97,134 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 """Kinds of parameters that can receive one column by its name."""
 
 
+ONLY_IF_NAMED = ("conversation", "data_source", "token_ids", "finish_reason")
+"""Columns that a function with `**columns` receives only if it names them."""
+
+
+def accepted_names(function: RewardFunction) -> tuple[list[str], bool]:
+    """Returns the columns that a reward function names, and whether it also accepts others (`**columns`)."""
+    parameters = inspect.signature(function).parameters.values()
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return [p.name for p in parameters if p.kind in _NAMED and p.name not in bound], accepts_all
+
+
 def accepted_columns(function: RewardFunction, columns: Iterable[str]) -> list[str]:
     """Returns those `columns` that a reward function accepts. Functions with `**columns` receive all, except
-    `conversation` and `data_source`, which a function receives only if it names them.
+    `ONLY_IF_NAMED`, which a function receives only if it names them.
     """
-    parameters = inspect.signature(function).parameters
-    named = {name for name, parameter in parameters.items() if parameter.kind in _NAMED}
-    accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return [name for name in columns if name in named or (accepts_all and name not in ("conversation", "data_source"))]
+    return select_columns(*accepted_names(function), columns)
+
+
+def select_columns(names: Iterable[str], accepts_all: bool, columns: Iterable[str]) -> list[str]:
+    """Returns those `columns` that a function with these `accepted_names` receives."""
+    return [name for name in columns if name in names or (accepts_all and name not in ONLY_IF_NAMED)]
 
 
 def score_row(function: RewardFunction, name: str, row: Mapping[str, Any]) -> float:
     """Returns the score of one row, whose columns are the keyword arguments of the function `name`.
 
-    Raises RewardError if the function raises an exception or does not return a finite number.
+    Awaits the result of an async function in a new event loop. Raises RewardError if the function raises an exception
+    or does not return a finite number.
     """
-    shown = [column for column in ("prompt", "response", "answer") if column in row] or list(row)
-    inputs = " for " * bool(shown) + ", ".join(f"{column} {SHORT_REPR.repr(row[column])}" for column in shown)
     try:
         value = function(**row)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}{location}{inputs}") from error
-    score = _finite_number(value)
+        raise describe_exception(error, name, row) from error
+    return check_score(value, name, row)
+
+
+async def score_row_async(function: RewardFunction, name: str, row: Mapping[str, Any]) -> float:
+    """Returns the score of one row by an async function, like `score_row`, in the running event loop."""
+    try:
+        value = await function(**row)
+    except Exception as error:
+        raise describe_exception(error, name, row) from error
+    return check_score(value, name, row)
+
+
+def score_batch(function: RewardFunction, name: str, rows: Sequence[Mapping[str, Any]]) -> list[float | RewardError]:
+    """Returns the scores of rows by one call of a batched function, which receives one list per column.
+
+    A column that some rows lack contains None for these rows. An invalid score is returned as its RewardError. Raises
+    RewardError if the function raises an exception or does not return one value per row.
+    """
+    columns = {column: [row.get(column) for row in rows] for row in rows for column in row}
+    try:
+        values = function(**columns)
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
+    except Exception as error:
+        raise describe_exception(error, name, rows[0] if len(rows) == 1 else {}) from error
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple) or len(values) != len(rows):
+        shown = f"{len(values)} values" if isinstance(values, list | tuple) else _repr(values)
+        raise _error("invalid", f"reward function {name} returned {shown}: return a list of {len(rows)} numbers")
+    scores: list[float | RewardError] = []
+    for value, row in zip(values, rows, strict=True):
+        try:
+            scores.append(check_score(value, name, row))
+        except RewardError as error:
+            scores.append(error)
+    return scores
+
+
+def describe_exception(error: BaseException, name: str, row: Mapping[str, Any]) -> RewardError:
+    """Returns a RewardError that names the function, the exception, its location and the row."""
+    text = describe_safely(lambda: str(error))
+    frames = traceback.extract_tb(_below_this_module(error.__traceback__))
+    location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return _error(
+        "memory" if isinstance(error, MemoryError) else "raised",
+        f"reward function {name} raised {type(error).__name__}: {text}{location}{_shown_inputs(row)}",
+    )
+
+
+def _below_this_module(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def check_score(value: object, name: str, row: Mapping[str, Any]) -> float:
+    """Returns the value as a float. Raises RewardError if it is not a finite number of at most `MAX_SCORE`."""
+    try:
+        score = _finite_number(value)
+    except Exception as error:
+        raise _error(
+            "invalid", f"reward function {name} returned a value whose __float__ raised {type(error).__name__}"
+        ) from error
     if score is None:
-        raise RewardError(f"reward function {name} returned {value!r}{inputs}; return a finite number")
+        raise _error(
+            "invalid",
+            f"reward function {name} returned {_repr(value)}{_shown_inputs(row)}; return a finite number",
+        )
     if abs(score) > MAX_SCORE:
-        raise RewardError(
-            f"reward function {name} returned {score:g}{inputs}, and the gradient would overflow: return a number "
-            f"from -{MAX_SCORE:g} to {MAX_SCORE:g}"
+        raise _error(
+            "invalid",
+            f"reward function {name} returned {score:g}{_shown_inputs(row)}, and the gradient would overflow: return a "
+            f"number from -{MAX_SCORE:g} to {MAX_SCORE:g}",
         )
     return score
+
+
+def _shown_inputs(row: Mapping[str, Any]) -> str:
+    shown = [column for column in ("prompt", "response", "answer") if column in row] or list(row)
+    return " for " * bool(shown) + ", ".join(f"{column} {SHORT_REPR.repr(row[column])}" for column in shown)
+
+
+def _repr(value: object) -> str:
+    return describe_safely(lambda: SHORT_REPR.repr(value))
+
+
+def describe_safely(describe: Callable[[], str]) -> str:
+    """Returns a text about an object of the user, whose methods may raise an exception."""
+    try:
+        return describe()
+    except Exception as error:  # noqa: BLE001 - any exception only replaces the text
+        return f"<no text: {type(error).__name__}>"
 
 
 SHORT_REPR = reprlib.Repr()

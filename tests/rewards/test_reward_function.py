@@ -1,11 +1,24 @@
 """Reward functions are imported, and signatures that cannot be called with a row are rejected."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import AsyncIterator, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from flowrl.rewards.reward_function import RewardError, accepted_columns, load_reward_function, score_row
+from flowrl.rewards.reward_function import (
+    RewardError,
+    accepted_columns,
+    is_async,
+    load_reward_function,
+    score_batch,
+    score_row,
+)
 from tests.errors import rejects
 
 
@@ -101,10 +114,65 @@ def as_in_verl(data_source: str, solution_str: str, ground_truth: str, extra_inf
     return 1.0
 
 
-@pytest.mark.parametrize("function", [asynchronous, generator])
+async def asynchronous_generator(response: str) -> AsyncIterator[float]:
+    yield 1.0
+
+
+@pytest.mark.parametrize("function", [generator, asynchronous_generator])
 def test_a_function_whose_call_returns_no_number_is_rejected(function: Any) -> None:
     with rejects(function.__name__, error=RewardError):
         load_reward_function(f"{__name__}:{function.__name__}")
+
+
+def test_an_async_function_is_loaded_and_awaited() -> None:
+    function = load_reward_function(f"{__name__}:asynchronous")
+    assert is_async(function)
+    assert score_row(function, "asynchronous", {"prompt": "", "response": "", "answer": ""}) == 1.0
+
+
+def scaled(response: str, scale: float = 1.0) -> float:
+    return len(response) * scale
+
+
+def test_options_are_keyword_arguments() -> None:
+    function = load_reward_function(f"{__name__}:scaled", {"scale": 0.5})
+    assert score_row(function, "scaled", {"response": "abc"}) == 1.5
+    assert accepted_columns(function, ["response", "scale"]) == ["response"]
+    with rejects("scaled", "size", error=RewardError):
+        load_reward_function(f"{__name__}:scaled", {"size": 0.5})
+
+
+def test_a_function_of_a_file_is_loaded_once(tmp_path: Path) -> None:
+    file = tmp_path / "own_reward.py"
+    file.write_text("calls = []\ndef score(response):\n    calls.append(1)\n    return len(calls)\n")
+    functions = [load_reward_function(f"{file}:score") for _ in range(2)]
+    assert [score_row(function, "score", {"response": ""}) for function in functions] == [1, 2]
+    with rejects(str(tmp_path / "other.py"), error=RewardError):
+        load_reward_function(f"{tmp_path / 'other.py'}:score")
+
+
+def of_lists(response: list[str], factor: list[float | None]) -> list[float]:
+    return [len(text) * (1.0 if number is None else number) for text, number in zip(response, factor, strict=True)]
+
+
+def test_a_batched_function_receives_lists() -> None:
+    rows = [{"response": "ab", "factor": 0.5}, {"response": "abc"}]
+    assert score_batch(of_lists, "of_lists", rows) == [1.0, 3.0]
+
+
+def test_an_invalid_score_of_a_batch_concerns_only_its_row() -> None:
+    rows = [{"response": "ab", "factor": math.inf}, {"response": "abc", "factor": 2.0}]
+    invalid, valid = score_batch(of_lists, "of_lists", rows)
+    assert isinstance(invalid, RewardError) and invalid.kind == "invalid" and valid == 6.0
+
+
+def named_ids(response: str, token_ids: list[int], finish_reason: str) -> float:
+    return float(len(token_ids))
+
+
+@pytest.mark.parametrize(("function", "expected"), [(named_ids, ["token_ids", "finish_reason"]), (of_response, [])])
+def test_token_ids_and_the_finish_reason_are_received_only_by_name(function: Any, expected: list[str]) -> None:
+    assert accepted_columns(function, ["token_ids", "finish_reason"]) == expected
 
 
 def test_the_signature_of_verl_is_explained() -> None:
@@ -147,3 +215,24 @@ def test_a_row_is_scored() -> None:
     assert score_row(of_columns, "own:of_columns", {"response": "r", "answer": "r", "difficulty": 3}) == 3.0
     with rejects("own", "ZeroDivisionError", error=RewardError):
         score_row(lambda **columns: 1 / 0, "own:f", row)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2), Decimal("0.5")]
+)
+def test_a_reward_with_a_finite_float_is_accepted(value: Any) -> None:
+    assert score_row(lambda response: value, "own:score", {"response": "1"}) == 0.5
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32("nan"), torch.tensor(float("inf")), np.zeros(2), torch.zeros(2), None, "1.0", 10**400]
+)
+def test_a_reward_without_a_finite_float_is_rejected(value: Any) -> None:
+    with rejects("own", "score", error=RewardError):
+        score_row(lambda response: value, "own:score", {"response": "1"})
+
+
+@pytest.mark.parametrize("value", [1e308, -1e30])
+def test_a_reward_that_would_overflow_is_rejected(value: float) -> None:
+    with rejects("own", "score", "18", error=RewardError):  # 1e18, the limit
+        score_row(lambda response: value, "own:score", {"response": "1"})

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flowrl.rewards.processes.single_process import score_in_process
 from flowrl.rewards.reward_function import RewardError
-from flowrl.rewards.scoring_process import score_in_process
 from tests.errors import rejects
-from tests.rewards import scored_functions
+from tests.rewards.processes import scored_functions
 
-HERE = "tests.rewards.test_scoring_process"
-FUNCTIONS = "tests.rewards.scored_functions"
-ROOT = Path(__file__).parents[2]
+HERE = "tests.rewards.processes.test_single_process"
+FUNCTIONS = "tests.rewards.processes.scored_functions"
+ROOT = Path(__file__).parents[3]
 ROWS = [{"prompt": "1+1", "response": response, "answer": "2", "level": 3.0} for response in ("2", "", "22")]
 
 
@@ -38,6 +38,13 @@ def fail(**_: object) -> float:
     raise KeyError("level")
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def test_scores_are_returned_in_order() -> None:
     assert score_in_process(f"{HERE}:count", ROWS, 60) == score_in_process(f"{HERE}:count", ROWS, None) == [3, 0, 6]
 
@@ -45,7 +52,7 @@ def test_scores_are_returned_in_order() -> None:
 def test_a_hang_is_reported_with_its_location_and_the_deadline() -> None:
     lines = Path(scored_functions.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if text.strip().startswith("time.sleep"))
-    facts = ("hang", len(ROWS), "wait_for_service", scored_functions.__file__, line, 0.5, "call_timeout_s")
+    facts = ("hang", "wait_for_service", scored_functions.__file__, line, 0.5, "call_timeout_s")
     with rejects(*facts, error=RewardError):
         score_in_process(f"{FUNCTIONS}:hang", ROWS, 0.5)
 
@@ -56,14 +63,23 @@ def test_other_failures_are_reported(function: str, fact: object) -> None:
         score_in_process(f"{HERE}:{function}", ROWS, 60)
 
 
-def test_the_first_process_of_a_program_does_not_receive_interrupts() -> None:
+def test_an_interrupt_ends_the_processes(tmp_path: Path) -> None:
+    """Ctrl-C reaches the process group of the terminal."""
+    file = tmp_path / "pid"
     program = (
-        "from flowrl.rewards.scoring_process import score_in_process\n"
-        "if __name__ == '__main__':\n"
-        f"    print(score_in_process('{FUNCTIONS}:interrupt_is_blocked', [{{'response': ''}}], None))\n"
+        "from flowrl.rewards.processes.single_process import score_in_process\n"
+        f"score_in_process('{FUNCTIONS}:wait_for_sandbox', [{{'response': {str(file)!r}}}], None)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "[1.0]\n", done.stderr
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
+        while not file.exists() and run.poll() is None:
+            time.sleep(0.05)
+        started = psutil.Process(run.pid).children(recursive=True)
+        os.killpg(run.pid, signal.SIGINT)
+        _, errors = run.communicate(timeout=120)
+    assert "KeyboardInterrupt" in errors
+    _, left = psutil.wait_procs(started, timeout=30)
+    assert len(started) > 1 and left == []
 
 
 @pytest.mark.slow
@@ -71,23 +87,17 @@ def test_the_deadline_ends_the_processes_that_the_function_has_started(tmp_path:
     file = tmp_path / "pid"
     with rejects("wait_for_sandbox", error=RewardError):
         score_in_process(f"{FUNCTIONS}:wait_for_sandbox", [{"response": str(file)}], 2)
-    sandbox = int(file.read_text())
-    for _ in range(100):
-        if not psutil.pid_exists(sandbox) or psutil.Process(sandbox).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.1)
-    psutil.Process(sandbox).kill()
-    pytest.fail("the process is still running")
+    assert file.exists()
+    assert [process for process in psutil.process_iter() if str(file) in command_of(process)] == []
 
 
 @pytest.mark.slow
 def test_an_import_that_hangs_is_ended_at_the_deadline() -> None:
     with rejects(
-        "tests.rewards.slow_import",
         "score",
-        ROOT / "tests/rewards/slow_import.py",
+        ROOT / "tests/rewards/processes/slow_import.py",
         2,
         "call_timeout_s",
         error=RewardError,
     ):
-        score_in_process("tests.rewards.slow_import:score", ROWS, 2)
+        score_in_process("tests.rewards.processes.slow_import:score", ROWS, 2)

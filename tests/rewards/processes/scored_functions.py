@@ -1,19 +1,14 @@
-"""Reward functions for the tests of the scoring process. They import little, so the process imports them quickly."""
+"""Reward functions for the tests of `score_in_process`. They import little, so the process imports them quickly."""
 
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 
-def interrupt_is_blocked(**_: object) -> float:
-    return float(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-
-
 def wait_for_sandbox(response: str, **_: object) -> float:
     """Starts a process that does not end, and writes its process id to the file `response`."""
-    command = [sys.executable, "-c", "import time; time.sleep(120)"]
+    command = [sys.executable, "-c", "import time; time.sleep(120)", response]
     with subprocess.Popen(command) as sandbox:
         Path(response).write_text(str(sandbox.pid))
     return 0.0

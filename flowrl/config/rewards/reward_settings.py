@@ -1,0 +1,219 @@
+"""Settings of the reward role: one source of scores, or a list of weighted components."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from flowrl.config.base import ImportName
+from flowrl.config.rewards.judge_settings import JudgeConfig
+from flowrl.config.rewards.service_settings import ServiceConfig
+from flowrl.config.roles import RoleConfig, ScoringModelConfig
+
+Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+SINGLE = "reward"
+"""Name of the only component of a reward that is not a list."""
+
+
+class RewardSource(ScoringModelConfig):
+    """A source of scores: a Python function, a reward model, a judge, or a remote service."""
+
+    ALTERNATIVES = ("function", "model", "judge", "service")
+
+    function: ImportName | None = None
+    """User function `module:function` or `path/file.py:function`. It receives by name the columns for which it has
+    parameters (prompt, response, answer, conversation, or another column of the row), and returns a number. It may be
+    async. docs/rewards.md describes its process.
+    """
+
+    options: Mapping[str, JsonValue] = Field(default_factory=dict)
+    """Additional keyword arguments of the function."""
+
+    rows_per_call: PositiveInt | None = None
+    """Largest number of rows of one call of the function, which receives a list per column and returns a list of
+    numbers. Null calls the function once per row.
+    """
+
+    judge: JudgeConfig | None = None
+    """Language model that judges the responses."""
+
+    service: ServiceConfig | None = None
+    """HTTP service that scores the responses."""
+
+    @model_validator(mode="after")
+    def _check_function(self) -> "RewardSource":
+        for name in ("options", "rows_per_call"):
+            if getattr(self, name) and self.function is None:
+                raise ValueError(f"{name} is set, but only a function has {name}: remove {name}, or set function")
+        return self
+
+    def of_policy(self, tokenizer: Path, template: Path | None) -> Self:
+        """Returns the settings with the tokenizer and template of the policy, unless a model's settings name others."""
+        if self.model is None:
+            return self
+        template = self.policy_template or template
+        return self.model_copy(
+            update={"policy_tokenizer": self.policy_tokenizer or tokenizer, "policy_template": template}
+        )
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a role of its own computes the scores, with a reward model or a judge."""
+        return self.model is not None or self.judge is not None
+
+
+class RewardComponent(RewardSource):
+    """One of several rewards of a run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+    """Name of the reward, of its column and of its metrics: lower-case letters, digits and '_'."""
+
+    weight: float = 1.0
+    """Factor of its score in the sum `scores`. 0 only records the score."""
+
+    data_sources: Names | None = None
+    """Values of the column `data_source` of the rows that this reward scores. Null scores all rows."""
+
+    def applies_to(self, data_source: str | None) -> bool:
+        """Returns whether this reward scores rows with a data source."""
+        return self.data_sources is None or data_source in self.data_sources
+
+
+Components = Annotated[tuple[RewardComponent, ...], Field(strict=False, min_length=1)]
+
+
+class RewardConfig(RewardSource):
+    """The reward: a function or a reward model, or a list of rewards, each with a name and a weight.
+
+    `reward: [{name: ..., weight: ..., function: ...}, ...]` is short for `reward: {components: [...]}`.
+    """
+
+    ALTERNATIVES = ("function", "model", "judge", "service", "components")
+
+    components: Components | None = None
+    """Several rewards. The score of a response is the sum of weight times score. The score of each reward is also a
+    column with the name of the reward.
+    """
+
+    evaluation: ImportName | Components | None = None
+    """User function, or a list of rewards, that scores responses in evaluations. Null uses the training reward."""
+
+    workers: PositiveInt = 2
+    """Number of processes that call reward functions, over all ranks of the role."""
+
+    timeout_s: PositiveFloat = 60.0
+    """Timeout of one call of a reward function in seconds. After the timeout, its process is killed and replaced."""
+
+    retries: NonNegativeInt = 0
+    """Number of times that a failed call is repeated, in a different process."""
+
+    memory_mb: PositiveFloat | None = None
+    """Largest memory of a process that calls reward functions, in MB (10^6 bytes). Null sets no limit."""
+
+    network: bool = False
+    """Whether reward functions can use the network. docs/rewards.md lists the systems that cannot block it."""
+
+    max_concurrent: PositiveInt = 16
+    """Largest number of concurrent calls of an async function in one process."""
+
+    on_failure: Literal["stop", "zero", "drop"] = "stop"
+    """Treatment of a row whose reward failed: an exception, a timeout, a lost process, or a result that is not a finite
+    number. `stop` ends the run. `zero`: the score is 0. `drop`: the row is not trained, and neither is a group of which
+    fewer than two rows are left.
+    """
+
+    max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Largest share of the responses of a step whose reward failed. A run with a larger share saves its state and
+    stops. `on_failure: stop` ends a run at the first failure.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_list(cls, settings: Any) -> Any:  # Any: the settings of the file
+        return {"components": settings} if isinstance(settings, list | tuple) else settings
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "RewardConfig":
+        for setting in ("components", "evaluation"):
+            value = getattr(self, setting)
+            counts = Counter(component.name for component in value or () if isinstance(component, RewardComponent))
+            if repeated := [name for name, count in counts.items() if count > 1]:
+                raise ValueError(f"{setting} has the name {repeated[0]} twice: give each reward a name of its own")
+        if self.judge is not None and self.evaluation is not None:
+            raise ValueError("evaluation is set together with judge: name the judge in components instead")
+        if isinstance(self.evaluation, tuple) and any(component.is_model for component in self.evaluation):
+            raise ValueError(
+                "evaluation has a model, which is supported in components only: name a function, or add the model to "
+                "components with weight 0"
+            )
+        return self
+
+    def roles(self, name: str) -> dict[str, RoleConfig]:
+        """Returns the role `name` for functions, and one role `name_COMPONENT` for each model in `components`."""
+        if self.components is None:
+            return {name: self.judge or self}
+        models = {f"{name}_{part.name}": part.judge or part for part in self.components if part.is_model}
+        return {**({name: self} if self.has_functions else {}), **models}
+
+    def of_policy(self, tokenizer: Path, template: Path | None) -> Self:
+        """Returns the settings with the tokenizer and template of the policy for all models."""
+        if self.components is None:
+            return super().of_policy(tokenizer, template)
+        return self.model_copy(
+            update={"components": tuple(part.of_policy(tokenizer, template) for part in self.components)}
+        )
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether the role calls functions."""
+        return any(not part.is_model for part in (*self.training_components, *self.evaluation_components))
+
+    @property
+    def training_components(self) -> tuple[RewardComponent, ...]:
+        """The rewards of training. A reward that is not a list is one component with the name `reward`."""
+        if self.components is not None:
+            return self.components
+        fields = {name: getattr(self, name) for name in RewardSource.model_fields}
+        return (RewardComponent(name=SINGLE, **fields),)
+
+    @property
+    def evaluation_components(self) -> tuple[RewardComponent, ...]:
+        """The rewards of evaluations."""
+        if isinstance(self.evaluation, str):
+            return (RewardComponent(name=SINGLE, function=self.evaluation),)
+        return self.training_components if self.evaluation is None else self.evaluation
+
+    @property
+    def has_models(self) -> bool:
+        """Whether models compute some of the scores in training."""
+        return any(part.is_model for part in self.training_components)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a scored batch with one number per row: `scores`, and one for each reward of a list."""
+        return ("scores", *(part.name for part in self.components or ()))
+
+    def function_columns(self, *, evaluation: bool = False) -> tuple[str, ...]:
+        """Returns the columns that the functions compute. `scores` is one of them if no reward is a model."""
+        if evaluation and self.evaluation is not None:
+            parts = () if isinstance(self.evaluation, str) else self.evaluation
+            return ("scores", *(part.name for part in parts))
+        functions = tuple(part.name for part in self.components or () if not part.is_model)
+        return functions if self.has_models else ("scores", *functions)
+
+    def functions(self) -> Iterator[tuple[str, str]]:
+        """Yields the key of each setting that names a function, and the function."""
+        if self.function is not None:
+            yield "function", self.function
+        for i, part in enumerate(self.components or ()):
+            if part.function is not None:
+                yield f"components.{i}.function", part.function
+        if isinstance(self.evaluation, str):
+            yield "evaluation", self.evaluation
+            return
+        for i, part in enumerate(self.evaluation or ()):
+            if part.function is not None:
+                yield f"evaluation.{i}.function", part.function

@@ -1,0 +1,43 @@
+"""Settings of HTTP services that score rows."""
+
+import re
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from flowrl.config.base import Config
+
+
+class ServiceConfig(Config):
+    """An HTTP service that scores rows. docs/rewards.md describes requests and responses."""
+
+    url: str
+    """Address to which batches of rows are sent, such as `http://127.0.0.1:8000/score`."""
+
+    batch_size: PositiveInt = 32
+    """Largest number of rows of a request."""
+
+    timeout_s: PositiveFloat = 30.0
+    """Seconds for one request, from the connection to the last byte of the response."""
+
+    deadline_s: PositiveFloat = 300.0
+    """Seconds for all attempts of a batch, including the pauses between them. Then its rows have failed."""
+
+    retries: NonNegativeInt = 5
+    """Number of further attempts after a failed connection, a timeout, status 408, 429 or 5xx, or a malformed response.
+    Pauses grow exponentially, with jitter. `Retry-After` of the service is a lower limit of a pause.
+    """
+
+    max_concurrent: PositiveInt = 8
+    """Largest number of concurrent requests."""
+
+    token_variable: str | None = None
+    """Name of the environment variable with a token, which is sent as `Authorization: Bearer TOKEN`."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        if not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", url):
+            raise ValueError(
+                f"url is {url!r}, but must have the form http://HOST:PORT/PATH or https://HOST/PATH, without a password"
+            )
+        return url

@@ -1,0 +1,183 @@
+"""Reward for Python programs: runs the code of a response against unit tests in a sandbox."""
+
+import ast
+import json
+import logging
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from flowrl.rewards.sandbox.launch import Sandbox, SandboxLimits, find_missing_protections
+
+_logger = logging.getLogger(__name__)
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_LANGUAGES = ("", "python", "python3", "py")
+_MAX_CODE = 200_000
+"""Largest response, in characters, that is searched for code."""
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A test of a program: its output for an input."""
+
+    stdin: str
+    output: str
+
+
+@dataclass(frozen=True)
+class _Statements:
+    """A test that calls functions of the code."""
+
+    code: str
+
+
+def score(
+    response: str,
+    tests: object,
+    entry_point: str | None = None,
+    *,
+    all_or_nothing: bool = False,
+    max_tests: int | None = None,
+    timeout_s: float = 5.0,
+    memory_mb: float = 512.0,
+    max_processes: int = 32,
+    max_file_mb: float = 16.0,
+    **columns: object,
+) -> float:
+    """Returns the share of tests that the code of a response passes.
+
+    Args:
+        response: the text. The code is the last fenced block without a language or with the language python.
+        tests: the tests, or their JSON text. docs/rewards.md describes the formats.
+        entry_point: name of the tested function. None: tests may use all functions of the code.
+        all_or_nothing: returns 1 if the code passes all tests, otherwise 0.
+        max_tests: number of tests to run, from the start. None runs all.
+        timeout_s: wall time of each test.
+        memory_mb: memory of each test, over all processes.
+        max_processes: number of processes and threads of a test.
+        max_file_mb: largest file, also the largest output.
+        columns: ignored.
+    Raises:
+        ValueError: `tests` has an unknown format, or contains no test.
+    """
+    known = _read_tests(tests)[:max_tests]
+    code = find_code(response)
+    if code is None or not _is_valid(code):
+        return 0.0
+    _warn_of_missing_protections()
+    limits = SandboxLimits(timeout_s, memory_mb, max_processes, max_file_mb)
+    passed = 0
+    for test in known:
+        is_passed = _passes(code, test, entry_point, limits)
+        if all_or_nothing and not is_passed:
+            return 0.0
+        passed += is_passed
+    return passed / len(known)
+
+
+def find_code(response: str) -> str | None:
+    """Returns the content of the last fenced block without a language or with the language python, or None."""
+    blocks = _FENCE.findall(response[-_MAX_CODE:])
+    return next((code for language, code in reversed(blocks) if language.lower() in _LANGUAGES), None)
+
+
+def _is_valid(code: str) -> bool:
+    try:
+        compile(code, "solution.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _warn_of_missing_protections() -> None:
+    if missing := find_missing_protections():
+        _logger.warning(
+            "code tests run without the protections %s, which this system does not offer: use a machine for code "
+            "tests, or see docs/rewards.md",
+            ", ".join(missing),
+        )
+
+
+def _passes(code: str, test: _Program | _Statements, entry_point: str | None, limits: SandboxLimits) -> bool:
+    if isinstance(test, _Program):
+        with Sandbox("program", code, limits, stdin=test.stdin) as sandbox:
+            return sandbox.wait() == 0 and _lines(sandbox.read_output()) == _lines(test.output)
+    code_end, test_end = socket.socketpair()
+    # The statements run in another sandbox than the code, which therefore cannot read or replace them.
+    with (
+        Sandbox("serve", code, limits, connection=code_end),
+        Sandbox("check", test.code, limits, connection=test_end, entry_point=entry_point) as checker,
+    ):
+        return checker.wait() == 0
+
+
+def _lines(text: str) -> list[str]:
+    """Returns the lines without white space at their end, and without empty lines at the end of the text."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+# Formats of tests.
+
+
+def _read_tests(tests: object) -> Sequence[_Program | _Statements]:
+    """Returns the tests of a row. Raises ValueError for an unknown format."""
+    if isinstance(tests, str):
+        return _read_text(tests)
+    if isinstance(tests, Mapping):
+        tests = list(_read_columns(tests))
+    if not isinstance(tests, Sequence) or not tests:
+        raise ValueError(f"tests is {str(tests)[:200]!r}, but must be a list with at least one test (docs/rewards.md)")
+    return [_read_test(test) for test in tests]
+
+
+@lru_cache(maxsize=256)
+def _read_text(text: str) -> Sequence[_Program | _Statements]:
+    if not text.strip():
+        raise ValueError("tests is empty: write at least one test (docs/rewards.md)")
+    try:
+        return _read_tests(json.loads(text))
+    except json.JSONDecodeError:
+        return [_read_test(text)]
+
+
+def _read_columns(tests: Mapping[str, Any]) -> Iterator[dict[str, Any]]:  # Any: values of JSON
+    """Yields the tests of the format of APPS: lists of inputs and outputs, and optionally the name of a function."""
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError(
+            f"tests is a mapping with the keys {', '.join(map(str, tests))}, but needs the lists inputs and outputs of "
+            "the same length"
+        )
+    for given, expected in zip(inputs, outputs, strict=True):
+        if tests.get("fn_name") is None:
+            yield {"input": _join(given), "output": _join(expected)}
+        else:
+            yield {"function": tests["fn_name"], "arguments": given, "output": expected}
+
+
+def _join(value: Any) -> Any:  # Any: text, or a list of lines
+    return "\n".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _read_test(test: object) -> _Program | _Statements:
+    match test:
+        case str():
+            try:
+                ast.parse(test)
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                raise ValueError(f"test {test[:200]!r} is not Python code ({error}): correct the data") from error
+            return _Statements(test)
+        case {"function": str(name), "arguments": list(arguments), "output": expected} if name.isidentifier():
+            values = ", ".join(map(repr, arguments))
+            return _Statements(f"assert to_json({name}({values})) == {expected!r}")
+        case {"input": str(stdin), "output": str(output)}:
+            return _Program(stdin, output)
+    raise ValueError(
+        f"test {str(test)[:200]!r} is unknown: write Python code with assert, {{input, output}} or {{function, "
+        "arguments, output}} (docs/rewards.md)"
+    )

@@ -1,0 +1,120 @@
+"""Reward for mathematics: compares the final answer of a response with the ground truth, with the library math-verify.
+
+Needs the extra `rewards`.
+"""
+
+import logging
+import math
+import re
+import threading
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+try:
+    import math_verify
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+except ImportError as error:
+    raise ImportError(
+        f"flowrl.rewards.math needs the library math-verify ({error}): pip install 'flowrl[rewards]'"
+    ) from error
+
+_MAX_CHARACTERS = 20_000
+"""Characters at the end of a response that are searched for the answer."""
+
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3})")
+"""Separators of thousands in LaTeX."""
+_HAS_LATEX = re.compile(r"\\boxed|\\fbox|\\\(|\\\[|\$[^$]+\$")
+_BOX = "\\boxed{"
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_UNESCAPED = re.compile(r"(?<!\\)([%$])")
+
+Expressions = list[Any]  # Any: expressions of sympy, and texts
+
+
+def score(response: str, answer: object, *, only_boxed: bool = False, timeout_s: int = 5, **columns: object) -> float:
+    r"""Returns 1 if the final answer of `response` is mathematically equal to `answer`, otherwise 0.
+
+    Args:
+        response: the text. Its answer is the last `\boxed{...}`, otherwise the text after the last `####`, otherwise
+            the last formula or number.
+        answer: ground truth: a number, LaTeX with or without `$` or `\boxed`, or a solution of GSM8K (`... #### 18`).
+        only_boxed: ignores a response without `\boxed{...}`.
+        timeout_s: seconds after which a response that is hard to evaluate, such as a huge power, scores 0. The limit
+            needs the main thread of a process. In other threads, only `reward.timeout_s` applies.
+        columns: ignored.
+    Raises:
+        ValueError: `answer` contains no expression, or cannot be read within `timeout_s`.
+    """
+    # The library warns that its own timeouts are disabled. The one of `_limit_time` replaces them.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    text = _answer_of(response[-_MAX_CHARACTERS:])
+    try:
+        expected = _limit_time(timeout_s, _parse_answer)(_answer_text(answer))
+    except TimeoutException as error:
+        raise ValueError(f"answer {answer!r} cannot be read within {timeout_s} s: simplify it") from error
+    if not expected:
+        raise ValueError(f"answer {answer!r} contains no number or formula: correct the data, or use another reward")
+    if only_boxed and not text.startswith(_BOX):
+        return 0.0
+    try:
+        return float(_limit_time(timeout_s, _is_equal)(expected, text))
+    except TimeoutException:
+        return 0.0
+    except (RecursionError, MemoryError, OverflowError):  # deep nesting, or numbers that are too large to compute
+        return 0.0
+
+
+def _limit_time(timeout_s: int, function: Any) -> Any:  # Any: a function, which keeps its signature
+    """Returns a function that raises TimeoutException after `timeout_s` seconds, if called in the main thread."""
+    # The library's limit is a signal handler, which Python allows only in the main thread.
+    is_main = threading.current_thread() is threading.main_thread()
+    return timeout(timeout_s if is_main else None)(function)
+
+
+def _is_equal(expected: tuple[Any, ...], text: str) -> bool:
+    return math_verify.verify(list(expected), _parse(text), allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def _answer_of(response: str) -> str:
+    """Returns the last complete box of a response, otherwise the text after the last `####`, otherwise all text."""
+    end = len(response)
+    while (start := response.rfind(_BOX, 0, end)) >= 0:
+        depth = 0
+        for match in _BRACE.finditer(response, start + len(_BOX) - 1, end):
+            depth += 1 if match[0] == "{" else -1
+            if depth == 0:
+                return response[start : match.end()]
+        end = start  # The box is not closed, so an earlier one is the last.
+    return response.rpartition("####")[2]
+
+
+def _parse(text: str) -> Expressions:
+    text = _THOUSANDS.sub("", text.replace("\u2212", "-").replace(r"\$", ""))
+    extraction = [
+        math_verify.LatexExtractionConfig(boxed_match_priority=0),
+        math_verify.ExprExtractionConfig(),
+    ]
+    return math_verify.parse(text, extraction, parsing_timeout=None)  # pyright: ignore[reportArgumentType] (None: off)
+
+
+def _answer_text(answer: object) -> str:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"answer is {answer!r}, but must be text or a number: correct the data")
+    return f"{Decimal(str(answer)):f}" if isinstance(answer, float) and math.isfinite(answer) else str(answer)
+
+
+@lru_cache(maxsize=4096)
+def _parse_answer(answer: str) -> tuple[Any, ...]:  # Any: expressions of sympy, and texts
+    """Returns the expressions of a ground truth, or an empty tuple."""
+    if "####" in answer:
+        answer = answer.rpartition("####")[2]
+    answer = answer.strip()
+    if not answer:
+        return ()
+    answer = _answer_of(answer)
+    if not _HAS_LATEX.search(answer):
+        # A price or percentage is written without the backslash of LaTeX.
+        answer = _BOX + _UNESCAPED.sub(r"\\\1", answer) + "}"
+    return tuple(_parse(answer))

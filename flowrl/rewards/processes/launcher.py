@@ -1,0 +1,245 @@
+"""The process that starts the processes of reward functions by forking itself. It never runs user code.
+
+A pool has one launcher. It imports Python and flowrl once, so a new process starts in milliseconds. Each process of a
+reward function has a guard, its parent, which ends all processes that the function has started:
+
+    pool -> launcher -> guard (first process of a process namespace) -> process of reward functions -> others
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flowrl.rewards.processes.isolation import (
+    Isolation,
+    adopt_orphans,
+    end_with_parent,
+    enter_process_namespace,
+    isolate,
+    limit_process_ids,
+    mount_proc,
+    probe_namespaces,
+)
+from flowrl.rewards.processes.scorer import STACK_SIGNAL
+
+MAX_PROCESSES = 512
+"""Processes and threads of one process of reward functions and its descendants."""
+
+MAX_FILE_MB = 1024.0
+"""Size in MiB of a file that a reward function may write."""
+
+WRITE_STACKS, KILL = b"s", b"k"
+"""Requests of the pool to a guard."""
+
+_GUARDS_END_S = 3.0
+"""Time for the guards to end. Then the launcher kills its children, which a function may have taken from a guard."""
+
+NUM_DESCRIPTORS = 4
+_POLL_MS = 1000
+_DESCRIPTOR = 900
+"""Smallest number of the descriptors of a process, which user code does not reach by accident."""
+
+
+Serve = Callable[[socket.socket, int, dict[str, Any], Sequence[str]], NoReturn]  # Any: values of JSON
+"""Main loop of a process. Receives the socket of its messages, the descriptor for the stacks that `STACK_SIGNAL`
+requests, the settings of the process, and the protections that the system does not offer.
+"""
+
+
+def main(control: socket.socket, parent: int, serve: Serve) -> None:
+    """Starts a process for each message, which brings its descriptors, until the pool closes the socket.
+
+    Args:
+        control: socket of the pool.
+        parent: id of the process of the pool.
+        serve: main loop of the processes.
+    """
+    end_with_parent()
+    if os.getppid() != parent:
+        return
+    adopt_orphans()
+    is_probed = False
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, NUM_DESCRIPTORS)
+        if not data:
+            break
+        settings = json.loads(data)
+        if not is_probed:
+            probe_namespaces(allow_network=settings["allow_network"])
+            is_probed = True
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the processes
+        if os.fork() == 0:
+            _run(lambda settings=settings, fds=descriptors: _start(control, settings, fds, serve), descriptors[1])
+        for descriptor in descriptors:
+            os.close(descriptor)
+    signal.signal(signal.SIGALRM, lambda *_: _kill_children())
+    signal.setitimer(signal.ITIMER_REAL, _GUARDS_END_S, 0.1)
+    with contextlib.suppress(ChildProcessError):  # each guard ends, because the pool has closed its socket
+        os.wait()  # for all, because SIGCHLD is ignored
+
+
+def _run(body: Any, output: int) -> NoReturn:  # Any: a function of the forked process
+    """Runs the body of a forked process, and ends the process without the cleanup of its parent."""
+    code = 1
+    try:
+        body()
+        code = 0
+    except BaseException:  # noqa: BLE001 - reported to the pool
+        os.write(output, traceback.format_exc().encode(errors="replace")[-4000:])
+    finally:
+        os._exit(code)
+
+
+def _start(control: socket.socket, settings: dict[str, Any], descriptors: Sequence[int], serve: Serve) -> None:
+    """Becomes the guard, or starts it as the first process of a new process namespace."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    control.close()
+    has_namespace = enter_process_namespace()
+    if has_namespace:
+        starter = os.pidfd_open(os.getpid())
+        if os.fork() != 0:
+            return  # the launcher adopts the guard
+        # From then on, the launcher is the parent, whose end also ends the guard.
+        select.select([starter], [], [])
+        os.close(starter)
+    unavailable = [] if has_namespace else ["descendants"]
+    is_limited = has_namespace and mount_proc() and limit_process_ids(MAX_PROCESSES)
+    os.setsid()
+    _guard(settings, descriptors, unavailable, serve, has_namespace=has_namespace, is_limited=is_limited)
+
+
+def _guard(
+    settings: dict[str, Any],
+    descriptors: Sequence[int],
+    unavailable: list[str],
+    serve: Serve,
+    *,
+    has_namespace: bool,
+    is_limited: bool,
+) -> None:
+    """Starts the process of reward functions. Reports its end, and ends all its descendants."""
+    channel, output, guard, stacks = descriptors
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    if has_namespace:
+        end_with_parent()  # the kernel then ends all processes of the namespace
+    else:
+        adopt_orphans()
+    parent = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        for descriptor in (wake_read, wake_write, guard):
+            os.close(descriptor)
+        os.dup2(output, 2)
+        own = (channel, output, stacks)
+        _run(lambda: _work(settings, own, unavailable, parent, serve, is_limited=is_limited), 2)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    for descriptor in (channel, output, stacks):
+        os.close(descriptor)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    status = _wait(worker, guard, wake_read)
+    if status is not None:
+        with contextlib.suppress(OSError):
+            os.write(guard, json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
+    if not has_namespace:
+        _kill_descendants(worker)
+
+
+def _wait(worker: int, guard: int, wake: int) -> int | None:
+    """Returns the exit status of the process, or None if the pool asks to end it. Reaps adopted processes."""
+    poller = select.poll()
+    poller.register(guard, select.POLLIN)
+    poller.register(wake, select.POLLIN)
+    while True:
+        events = dict(poller.poll(_POLL_MS))
+        if wake in events:
+            os.read(wake, 1 << 12)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == worker:
+                    return ended[1]
+        if guard in events:
+            request = os.read(guard, 1)
+            if request != WRITE_STACKS:  # KILL, or the pool has closed the socket
+                return None
+            os.kill(worker, STACK_SIGNAL)
+
+
+def _kill_descendants(worker: int) -> None:
+    """Kills the group of the process and all processes that the guard has adopted, until none is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            _kill_children()
+            os.wait()
+
+
+def _kill_children() -> None:
+    for child in _children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def _children() -> Iterator[int]:
+    parent = os.getpid()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # ends meanwhile
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == parent:
+                    yield int(entry.name)
+
+
+def _work(
+    settings: dict[str, Any],
+    descriptors: Sequence[int],
+    unavailable: list[str],
+    parent: int,
+    serve: Serve,
+    *,
+    is_limited: bool,
+) -> NoReturn:
+    """Restricts the current process and runs the main loop."""
+    channel, output, stacks = descriptors
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output, 1)):
+        os.dup2(source, target)
+    channel, stacks = (_move(descriptor) for descriptor in (channel, stacks))
+    os.closerange(3, channel)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+        for number in (1, 2)
+    )
+    isolation = Isolation(
+        memory_mb=settings["memory_mb"],
+        allow_network=settings["allow_network"],
+        max_processes=MAX_PROCESSES,
+        max_file_mb=MAX_FILE_MB,
+    )
+    missing = [name for name in isolate(isolation) if not (name == "processes" and is_limited)]
+    end_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    serve(socket.socket(fileno=channel), stacks, settings, (*unavailable, *missing))
+
+
+def _move(descriptor: int) -> int:
+    """Returns a copy of the descriptor with a high number, which programs that the function starts do not inherit."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min(_DESCRIPTOR, max(limit // 2, 16)))

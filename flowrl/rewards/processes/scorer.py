@@ -1,0 +1,224 @@
+"""The main loop of a process that calls reward functions: reads calls from a socket and sends scores back."""
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from flowrl.rewards.processes.frames import FrameReader, encode_frame
+from flowrl.rewards.reward_function import (
+    RewardError,
+    RewardFunction,
+    accepted_names,
+    describe_exception,
+    is_async,
+    load_reward_function,
+    score_batch,
+    score_row,
+    score_row_async,
+)
+
+STACK_SIGNAL = signal.SIGRTMIN + 9
+"""Signal that makes the process write the stacks of its threads. The C library reserves the first few."""
+
+_MAX_CALL_BYTES = 1 << 30
+_MAX_MESSAGE = 4000
+"""Characters of an error message that is sent."""
+
+_LATE_S = 0.2
+"""A timer of an async call that is this late shows that another call has blocked the event loop."""
+
+_CANCEL_S = 1.0
+"""Time for an async call to end after its cancellation."""
+
+_ASYNCIO = os.path.dirname(asyncio.__file__)
+
+Row = dict[str, Any]  # Any: values of JSON
+
+
+class Scorer:
+    """Calls reward functions in this process, one call at a time, or many calls of async functions."""
+
+    def __init__(self, channel: socket.socket, timeout_s: float | None) -> None:
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._reader = FrameReader(_MAX_CALL_BYTES)
+        self._functions: dict[str, RewardFunction] = {}
+        self._import_names: dict[str, str] = {}
+        """Name of a function in the pool -> `module:function`, which messages show."""
+        self._batched: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._deferred: deque[Mapping[str, Any]] = deque()
+        """Messages that arrived while the last async calls ended, and that are no async calls."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process_id = os.getpid()
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self._folder, self._recursion_limit = os.getcwd(), sys.getrecursionlimit()
+
+    def run(self) -> NoReturn:
+        """Handles messages until the other side closes the socket."""
+        while data := self._channel.recv(1 << 16):
+            for message in self._reader.feed(data):
+                self._handle(message)
+                while self._deferred:
+                    self._handle(self._deferred.popleft())
+        os._exit(0)
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        name = message["name"]
+        if message["kind"] == "load":
+            self._load(name, message["function"], message["options"], message["is_batched"])
+        elif self._is_async_call(message):
+            self._loop = self._loop or asyncio.new_event_loop()
+            self._loop.run_until_complete(self._serve(message))
+        else:
+            self._call(message["id"], name, message["rows"])
+
+    def _is_async_call(self, message: Mapping[str, Any]) -> bool:
+        name = message["name"]
+        return message["kind"] == "call" and name not in self._batched and is_async(self._functions[name])
+
+    def _load(self, name: str, function: str, options: Mapping[str, Any], is_batched: bool) -> None:
+        try:
+            loaded = load_reward_function(function, options)
+        except RewardError as error:
+            self._send({"kind": "not_loaded", "name": name, "message": str(error)[:_MAX_MESSAGE]})
+        except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit during the import
+            text = f"cannot import {function} ({type(error).__name__})"
+            self._send({"kind": "not_loaded", "name": name, "message": text})
+        else:
+            self._functions[name], self._import_names[name] = loaded, function
+            if is_batched:
+                self._batched.add(name)
+            names, accepts_all = accepted_names(loaded)
+            self._send({
+                "kind": "loaded", "name": name, "is_async": not is_batched and is_async(loaded),
+                "names": names, "accepts_all": accepts_all,
+            })  # fmt: skip
+
+    def _call(self, number: int, name: str, rows: Sequence[Row]) -> None:
+        """Scores the rows by one call, and undoes changes of the process state that later calls would see."""
+        function = self._functions[name]
+        try:
+            if name in self._batched:
+                scores = score_batch(function, self._import_names[name], rows)
+            else:
+                scores = [score_row(function, self._import_names[name], rows[0])]
+            result: dict[str, Any] = {"outcomes": [_outcome(score) for score in scores]}
+        except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit
+            result = _failure(error, self._import_names[name], rows)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.setrecursionlimit(self._recursion_limit)
+            os.umask(self._umask)
+            with contextlib.suppress(OSError):  # the folder was removed
+                os.chdir(self._folder)
+        self._send({"kind": "result", "id": number, **result})
+
+    async def _serve(self, first: Mapping[str, Any]) -> None:
+        """Runs async calls concurrently, and reads further calls, until all calls have ended."""
+        loop = asyncio.get_running_loop()
+        finished = asyncio.Event()
+
+        def start(message: Mapping[str, Any]) -> None:
+            task = asyncio.create_task(self._call_async(message["id"], message["name"], message["rows"][0]))
+            self._tasks.add(task)
+            task.add_done_callback(finish)
+
+        def finish(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not self._tasks:
+                finished.set()
+
+        def start_all(data: bytes) -> None:
+            for message in self._reader.feed(data):
+                # The pool sends other messages as soon as it has the last result, which is before the calls' tasks end.
+                if self._deferred or not self._is_async_call(message):
+                    self._deferred.append(message)
+                else:
+                    finished.clear()
+                    start(message)
+
+        def read() -> None:
+            data = self._channel.recv(1 << 16)
+            if not data:
+                os._exit(0)
+            start_all(data)
+
+        start(first)
+        start_all(b"")  # calls that arrived together with the first
+        loop.add_reader(self._channel.fileno(), read)
+        try:
+            while self._tasks:
+                await finished.wait()
+        finally:
+            loop.remove_reader(self._channel.fileno())
+
+    async def _call_async(self, number: int, name: str, row: Row) -> None:
+        shown = self._import_names[name]
+
+        async def call() -> dict[str, Any]:
+            try:
+                return {"outcomes": [_outcome(await score_row_async(self._functions[name], shown, row))]}
+            except BaseException as error:  # noqa: BLE001 - asyncio ends the loop at SystemExit
+                return _failure(error, shown, [row])
+
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        task = asyncio.create_task(call())
+        await asyncio.wait({task}, timeout=self._timeout_s)
+        if task.done():
+            self._send({"kind": "result", "id": number, **task.result()})
+            return
+        assert self._timeout_s is not None
+        is_late = loop.time() - start_s - self._timeout_s > _LATE_S
+        text = f"reward function {shown} did not return within {self._timeout_s:g} s{_location(task)}"
+        self._send({"kind": "result", "id": number, "failure": "timeout", "message": text, "is_late": is_late})
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_S)
+        if not task.done():
+            self._send({"kind": "stuck", "name": name})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if os.getpid() != self._process_id:  # a copy, which the function has forked and which has returned
+            os._exit(0)
+        try:
+            self._channel.sendall(encode_frame(message))
+        except OSError:  # the function has closed the descriptor
+            os._exit(1)
+
+
+def _outcome(score: float | RewardError) -> dict[str, Any]:
+    if isinstance(score, RewardError):
+        return {"failure": score.kind, "message": str(score)[:_MAX_MESSAGE]}
+    return {"score": score}
+
+
+def _failure(error: BaseException, name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    described = error if isinstance(error, RewardError) else describe_exception(error, name, rows[0])
+    return _outcome(described)
+
+
+def _location(task: "asyncio.Task[Any]") -> str:
+    """Returns the innermost frame of an async call that waits, apart from frames of asyncio."""
+    coroutine, location = task.get_coro(), ""
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_ASYNCIO):
+            location = f"; at the timeout it was in {code.co_name} ({code.co_filename}, line {frame.f_lineno})"
+        coroutine = getattr(coroutine, "cr_await", None)
+    return location
+
+
+def serve(channel: socket.socket, stacks: int, settings: Mapping[str, Any], unavailable: Sequence[str]) -> NoReturn:
+    """Runs the main loop of the process. `stacks` is the descriptor for the stacks that `STACK_SIGNAL` requests."""
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    channel.sendall(encode_frame({"kind": "ready", "unavailable": list(unavailable)}))
+    Scorer(channel, settings["timeout_s"]).run()

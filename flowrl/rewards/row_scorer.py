@@ -1,0 +1,137 @@
+"""Scores rows with the reward functions of a run. All calls run concurrently, in separate processes."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any
+
+from flowrl.config import RewardComponent, RewardConfig
+from flowrl.rewards.processes.pool import ScoringPool
+from flowrl.rewards.processes.pool_settings import FunctionSpec, Outcome, PoolLimits
+from flowrl.rewards.reward_function import SHORT_REPR, RewardError
+from flowrl.rewards.row_scores import RewardCall, RowScores, weighted_sum
+from flowrl.rewards.service import RewardService
+
+
+class RowScorer:
+    """Scores rows with the components of a reward that are functions or services."""
+
+    def __init__(self, config: RewardConfig, *, workers: int) -> None:
+        """Creates `workers` processes when they are needed."""
+        self._config = config
+        components = [part for part in config.training_components if not part.is_model]
+        self._components = {
+            False: components,
+            True: components if config.evaluation is None else list(config.evaluation_components),
+        }
+        """Whether for evaluations -> functions."""
+        limits = PoolLimits(
+            workers=workers,
+            timeout_s=config.timeout_s,
+            retries=config.retries,
+            memory_mb=config.memory_mb,
+            allow_network=config.network,
+            max_concurrent=config.max_concurrent,
+        )
+        functions = {_unique_name(part, kind): part for kind, parts in self._components.items() for part in parts}
+        self._pool = ScoringPool(
+            [
+                FunctionSpec(name, part.function, part.options, part.rows_per_call)
+                for name, part in functions.items()
+                if part.function is not None
+            ],
+            limits,
+        )
+        self._services = {
+            name: RewardService(part.service) for name, part in functions.items() if part.service is not None
+        }
+
+    @property
+    def unavailable(self) -> tuple[str, ...]:
+        """Protections that this system does not offer."""
+        return self._pool.unavailable
+
+    def submit(self, row: Mapping[str, Any], *, evaluation: bool = False) -> Future[RowScores]:
+        """Scores a row. Does not wait.
+
+        The future has the scores of all functions that apply to the row's `data_source`. With `on_failure: stop`, it
+        raises RewardError if a call fails.
+        """
+        components = self._components[evaluation]
+        applied = [part for part in components if part.applies_to(row.get("data_source"))]
+        result = _PendingRow(self._config, components, row, len(applied), is_evaluation=evaluation)
+        for part in applied:
+            name = _unique_name(part, evaluation)
+            source = self._services.get(name)
+            outcome = self._pool.submit(name, row) if source is None else source.submit(row)
+            outcome.add_done_callback(lambda future, name=part.name: result.add(name, future))
+        return result.future
+
+    def close(self) -> None:
+        """Ends all processes and requests."""
+        self._pool.close()
+        for service in self._services.values():
+            service.close()
+
+
+def _unique_name(part: RewardComponent, is_evaluation: bool) -> str:
+    return f"{'evaluation' if is_evaluation else 'training'}/{part.name}"
+
+
+class _PendingRow:
+    """Collects the outcomes of all calls for a row."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        components: Sequence[RewardComponent],
+        row: Mapping[str, Any],
+        num_calls: int,
+        *,
+        is_evaluation: bool,
+    ) -> None:
+        self.future: Future[RowScores] = Future()
+        self._config, self._components, self._row, self._num_calls = config, components, row, num_calls
+        self._is_evaluation = is_evaluation
+        self._outcomes: dict[str, Outcome] = {}
+        self._lock = Lock()
+        if not num_calls:
+            self.future.set_result(self._scores())
+
+    def add(self, name: str, future: Future[Outcome]) -> None:
+        """Adds the outcome of a call. After the last call, sets the result."""
+        with self._lock:
+            self._outcomes[name] = future.result()
+            if len(self._outcomes) < self._num_calls:
+                return
+        failures = [(name, outcome) for name, outcome in self._outcomes.items() if outcome.failure is not None]
+        if failures and self._config.on_failure == "stop":
+            self.future.set_exception(RewardError(self._describe(*failures[0])))
+        else:
+            self.future.set_result(self._scores())
+
+    def _describe(self, name: str, outcome: Outcome) -> str:
+        """Returns the cause of a failure, the row, and the setting that limits the time of a function."""
+        (part,) = (part for part in self._components if part.name == name)
+        names = [column for column in ("prompt", "response", "answer") if column in self._row]
+        columns = [f"{name} {SHORT_REPR.repr(self._row[name])}" for name in names]
+        # A message of the function's process already shows the inputs of the function.
+        shown = ", ".join(column for column in columns if column not in outcome.message)
+        row = f" for {shown}" if shown else ""
+        is_late = outcome.failure == "timeout" and part.function is not None
+        fix = ": make it faster, or increase reward.timeout_s" if is_late else ""
+        return f"{outcome.message}{row}{fix}"
+
+    def _scores(self) -> RowScores:
+        scores = {part.name: float("nan") for part in self._components}
+        for name, outcome in self._outcomes.items():
+            scores[name] = 0.0 if outcome.score is None else outcome.score
+        calls = {
+            name: RewardCall(outcome.score, outcome.seconds, outcome.failure, outcome.message)
+            for name, outcome in self._outcomes.items()
+        }
+        columns = self._config.function_columns(evaluation=self._is_evaluation)
+        values = {name: score for name, score in scores.items() if name in columns}
+        if "scores" in columns:
+            values["scores"] = weighted_sum(list(scores.values()), [part.weight for part in self._components])
+        return RowScores(values, calls)

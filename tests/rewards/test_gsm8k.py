@@ -1,0 +1,45 @@
+import pytest
+
+from flowrl.rewards.gsm8k import score
+from tests.rewards.test_math import rows
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("9 * 2 = 18\n#### 18", "It is 9 * 2.\n#### 18", 1.0),
+        ("#### 18", "18", 1.0),
+        ("#### 18", 18, 1.0),
+        ("#### 18.0", "18", 1.0),
+        ("#### $1,234.50 per day", "1234.5", 1.0),
+        ("#### -3", "3", 0.0),
+        ("#### -3", "-3", 1.0),
+        ("#### 17 #### 18", "18", 1.0),
+        ("#### 18 #### 17", "18", 0.0),
+        ("#### 17 or 18", "18", 0.0),
+        ("####", "18", 0.0),
+        ("The answer is 18.", "18", 0.0),
+        ("", "18", 0.0),
+        ("#### " + "1" * 100_000, "18", 0.0),
+    ],
+)
+def test_the_number_after_the_marker_is_compared(response: str, answer: object, expected: float) -> None:
+    assert score(response, answer) == expected
+
+
+def test_flexible_reads_the_last_number_of_a_response_without_a_marker() -> None:
+    assert score("9 * 2 makes 18 eggs.", "#### 18", flexible=True) == 1.0
+    assert score("18 is not 17.", "#### 18", flexible=True) == 0.0
+    assert score("18, so #### 17", "#### 18", flexible=True) == 0.0
+    assert score("1 " * 50_000, "#### 18", flexible=True) == 0.0
+
+
+@pytest.mark.parametrize("answer", ["", "#### none", None])
+def test_an_answer_without_a_number_is_rejected(answer: object) -> None:
+    with pytest.raises(ValueError, match="answer"):
+        score("#### 3", answer)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_all_solutions_of_gsm8k_are_correct(split: str) -> None:
+    assert [row["answer"] for row in rows(split) if score(row["answer"], row["answer"]) != 1.0] == []
