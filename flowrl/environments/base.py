@@ -1,0 +1,75 @@
+"""The protocol of environments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+ChatMessage = Mapping[str, Any]  # Any: values of JSON
+"""A message of a conversation: `role`, `content`, and optional fields of the chat template, such as `name`."""
+
+Row = Mapping[str, Any]  # Any: values of JSON
+"""The columns of a row of the dataset."""
+
+
+@dataclass(frozen=True)
+class ModelResponse:
+    """A response of the policy."""
+
+    text: str
+    """Text of the response, without its end token."""
+
+    token_ids: Sequence[int] = ()
+    finish_reason: Literal["stop", "length"] = "stop"
+    """length: the response was cut at the maximum number of tokens."""
+
+    turn: int = 0
+    """Number of earlier responses of the episode."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment returns for a response."""
+
+    messages: Sequence[ChatMessage] = ()
+    """Messages that follow the response. Ignored if `done`."""
+
+    reward: float | None = None
+    """Reward of this turn. None counts as 0."""
+
+    done: bool = False
+    """True: the episode has ended."""
+
+    info: Mapping[str, Any] = field(default_factory=dict)  # Any: values of JSON
+    """Values for logs. `reason` names why an episode ended or what went wrong, and `counts` has counted events."""
+
+
+class Environment(Protocol):
+    """One episode. Methods may be sync: the host then calls them in a thread.
+
+    An environment may have an attribute `tools`, the JSON schemas for the chat template. It is read after `reset`.
+    """
+
+    async def reset(self, row: Row) -> Sequence[ChatMessage] | Sequence[int]:
+        """Starts the episode. Returns the first messages, or the tokens of the prompt."""
+        ...
+
+    async def step(self, response: ModelResponse) -> Observation:
+        """Returns what the policy observes after its response."""
+        ...
+
+    async def close(self) -> None:
+        """Releases the resources of the episode. Called once, also after failures."""
+        ...
+
+
+def conversation_of(row: Row) -> list[ChatMessage]:
+    """Returns the conversation of a row: its column `conversation`, or its `prompt` as a user message.
+
+    Raises ValueError if the row has neither.
+    """
+    conversation = row.get("conversation")
+    if conversation:
+        return list(conversation)
+    if isinstance(prompt := row.get("prompt"), str):
+        return [{"role": "user", "content": prompt}]
+    raise ValueError("the row has neither a column conversation nor a column prompt: add one to the dataset")

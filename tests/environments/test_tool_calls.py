@@ -1,0 +1,85 @@
+"""Tool calls are found in each format, and malformed ones are errors."""
+
+import pytest
+
+from flowrl.environments.tool_calls import ToolCall, ToolFormat, parse_response
+
+ADD = ToolCall("add", {"a": 1, "b": 2})
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+PLAIN = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "count"),
+    [
+        ("hermes", HERMES, 1),
+        ("hermes", f"I add.\n{HERMES}\n{HERMES} now", 2),
+        ("hermes", f"<think>{HERMES}</think>{HERMES}", 1),
+        ("llama3", LLAMA, 1),
+        ("llama3", f"<|python_tag|>{LLAMA}", 1),
+        ("llama3", f" {LLAMA}; {LLAMA} ", 2),
+        ("llama3", '{"type": "function", "function": {"name": "add", "parameters": {"a": 1, "b": 2}}}', 1),
+        ("llama3", PLAIN, 1),
+        ("json", PLAIN, 1),
+        ("json", f"[{PLAIN}, {PLAIN}]", 2),
+        ("json", f"I add.\n```json\n{PLAIN}\n```", 1),
+        ("json", LLAMA, 1),
+    ],
+)
+def test_calls_are_found(tool_format: ToolFormat, text: str, count: int) -> None:
+    parsed = parse_response(text, tool_format)
+    assert (parsed.calls, parsed.errors) == ((ADD,) * count, ())
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("hermes", "The answer is 3."),
+        ("hermes", f"<think>{HERMES}"),
+        ("hermes", ""),
+        ("llama3", "The answer is {3}."),
+        ("llama3", '{"answer": 3}'),
+        ("json", '{"answer": 3}'),
+        ("json", "The answer is 3."),
+        ("json", "[3]"),
+        ("json", "```json\nadd\n```"),
+    ],
+)
+def test_an_answer_has_no_calls(tool_format: ToolFormat, text: str) -> None:
+    parsed = parse_response(text, tool_format)
+    assert (parsed.calls, parsed.errors) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "num_calls"),
+    [
+        ("hermes", "<tool_call>", 0),
+        ("hermes", HERMES.removesuffix("</tool_call>"), 0),
+        ("hermes", f"<tool_call>{HERMES}", 1),
+        ("hermes", "<tool_call></tool_call>", 0),
+        ("hermes", "<tool_call>add(1, 2)</tool_call>", 0),
+        ("hermes", "<tool_call>{'name': 'add', 'arguments': {}}</tool_call>", 0),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', 0),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', 0),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 0),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 0),
+        ("hermes", '<tool_call>{"name": ""}</tool_call>', 0),
+        ("hermes", "<tool_call>3</tool_call>", 0),
+        ("hermes", f"<tool_call>{PLAIN} {PLAIN}</tool_call>", 0),
+        ("hermes", f"{HERMES}<tool_call>{{</tool_call>", 1),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", 0),
+        ("llama3", "<|python_tag|>print(3)", 0),
+        ("llama3", f"{LLAMA} then", 1),
+        ("llama3", f"{LLAMA}; {{", 1),
+        ("llama3", '{"name": "add", "parameters": 3}', 0),
+        ("llama3", '{"name": "add", "parameters": {', 0),
+        ("json", '{"name": "add", "arguments": ', 0),
+        ("json", f"```json\n{{\n```\n{PLAIN}", 0),
+        ("json", f'[{PLAIN}, {{"arguments": {{}}}}]', 0),
+        ("json", '{"name": "add", "arguments": null}', 0),
+    ],
+)
+def test_malformed_calls_are_errors(tool_format: ToolFormat, text: str, num_calls: int) -> None:
+    parsed = parse_response(text, tool_format)
+    assert (len(parsed.calls), bool(parsed.errors)) == (num_calls, True)
