@@ -21,12 +21,12 @@ from flowrl.engines.models.weights import export_weights, full_weights, weight_b
 from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.configured_losses import LANGUAGE_MODELING, distillation_loss, policy_loss
-from flowrl.workers.loss import Loss
+from flowrl.workers.losses.configured_losses import LANGUAGE_MODELING, distillation_loss, policy_loss
+from flowrl.workers.losses.loss import Loss
+from flowrl.workers.losses.policy_inputs import COMPUTED, policy_inputs
+from flowrl.workers.losses.preference_losses import preference_loss
 from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
-from flowrl.workers.policy_inputs import COMPUTED, policy_inputs
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs, response_logprobs
-from flowrl.workers.preference_losses import preference_loss
 
 if TYPE_CHECKING:
     from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, IpcSender, WeightMetadata

@@ -13,8 +13,8 @@ from flowrl.engines.models.loading import load_critic
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.configured_losses import value_loss
-from flowrl.workers.loss import Loss
+from flowrl.workers.losses.configured_losses import value_loss
+from flowrl.workers.losses.loss import Loss
 from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
 
 if TYPE_CHECKING:

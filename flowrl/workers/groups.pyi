@@ -13,7 +13,9 @@ from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric
 from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples
-from flowrl.workers.loss import Loss, LossFunction
+from flowrl.workers.channel import ServerAddress
+from flowrl.workers.dialogs import EnvironmentServers
+from flowrl.workers.losses.loss import Loss, LossFunction
 
 class ActorGroup(TypedGroup):
     """Group of `Actor` workers."""
@@ -209,6 +211,24 @@ class CriticGroup(TypedGroup):
     def load_checkpoint(self, folder: OrFuture[Path]) -> list[None]:
         """Restores the training state from a folder that any number of ranks wrote."""
 
+class EnvironmentGroup(TypedGroup):
+    """Group of `EnvironmentWorker` workers."""
+
+    @blocking
+    def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
+        """Runs episodes for the rollout workers that connect. The arguments are those of `Reward.serve`."""
+
+class JudgeGroup(TypedGroup):
+    """Group of `Judge` workers."""
+
+    @batched
+    def score(self, batch: Batch) -> Batch:
+        """Returns one score per row, `[B]`.
+
+        `failed` is true for a row without a valid verdict, and its score is 0. This includes rows whose prompt is too
+        long for the model: no response is judged in part. `judgment` is the text of the verdicts.
+        """
+
 class ReferenceGroup(TypedGroup):
     """Group of `Reference` workers."""
 
@@ -242,14 +262,28 @@ class RewardGroup(TypedGroup):
 
     @batched
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:
-        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function."""
+        """Returns one score per row, `[B]`, in the columns of `RewardConfig.function_columns`.
+
+        `reward_failed` is true if a call failed, and `reward_calls` has duration and failure of each call. `evaluation`
+        selects the rewards of evaluations. Raises RewardError if a call fails and `on_failure` is stop.
+        """
+
+    @blocking
+    def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
+        """Scores rows that rollout workers send while they generate (`Rollout.connect_reward`).
+
+        Args:
+            key: key of the run, which authenticates the rollout workers.
+            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
+        Returns: the address of this rank.
+        """
 
 class RewardModelGroup(TypedGroup):
     """Group of `RewardModel` workers."""
 
     @batched
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:
-        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one.
+        """Returns one score per row, `[B]`. `evaluation` selects the function for evaluations, if there is one.
 
         `reward_truncated` is true for rows that are longer than the model supports. Only their last tokens are scored.
         """
@@ -258,15 +292,34 @@ class RolloutGroup(TypedGroup):
     """Group of `Rollout` workers."""
 
     @batched
-    def generate(self, batch: Batch, temperature: OrFuture[float | None] = None) -> Batch:
+    def generate(
+        self,
+        batch: Batch,
+        temperature: OrFuture[float | None] = None,
+        score: OrFuture[tuple[str, ...]] = ...,
+    ) -> Batch:
         """Returns one response per prompt. A `temperature` of 0 is greedy; None is the temperature of the settings.
 
         Rows with the same `prompt_id` get different random numbers if their `sample` differs. A missing `sample` is 0.
+        `score` names the columns of the reward (`connect_reward`), which scores a response while others are generated.
         """
 
     @nonblocking
-    def add(self, batch: Batch, samples: OrFuture[int]) -> list[dict[int, str | None]]:
-        """Queues prompt groups of `samples` rows for `poll`.
+    def connect_reward(self, servers: OrFuture[Sequence[ServerAddress]], key: OrFuture[bytes]) -> list[None]:
+        """Sends responses that are scored to these reward workers from now on."""
+
+    @nonblocking
+    def connect_environment(self, servers: OrFuture[EnvironmentServers]) -> list[None]:
+        """Runs all episodes with these environment workers from now on."""
+
+    @nonblocking
+    def add(
+        self,
+        batch: Batch,
+        samples: OrFuture[int],
+        score: OrFuture[tuple[str, ...]] = ...,
+    ) -> list[dict[int, str | None]]:
+        """Queues prompt groups of `samples` rows for `poll`. `score` is that of `poll`.
 
         Returns: for each `prompt_id`, None if the prompt was queued, otherwise the reason for which the engine rejected
         it. Raises RolloutError if the rollout shares the actor's weights, because training would change them during
@@ -274,12 +327,22 @@ class RolloutGroup(TypedGroup):
         """
 
     @batched
-    def poll(self, slice_s: OrFuture[float]) -> Batch:
+    def poll(self, slice_s: OrFuture[float], score: OrFuture[tuple[str, ...]] = ...) -> Batch:
         """Generates for up to `slice_s` seconds. Returns the rows of all complete groups, in the order in which they
-        were added.
+        were added. A group is complete when all its responses have their scores.
 
         Returns before the time is over if a group is complete and no request waits for a slot. The driver can then add
         requests. Returns immediately if no request is unfinished, or if a weight update is running.
+
+        Args:
+            slice_s: largest duration in seconds.
+            score: columns of the reward. Empty if the responses are not scored.
+        """
+
+    @nonblocking
+    def count_waiting(self, samples: OrFuture[int]) -> list[int]:
+        """Returns the number of episodes that wait for scores or an environment, divided by the samples of a group.
+        They occupy no slots of the engine.
         """
 
     @nonblocking

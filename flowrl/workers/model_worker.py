@@ -27,7 +27,7 @@ from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.loss import Loss, LossFunction, accumulate_loss, check_weight, measure_loss
+from flowrl.workers.losses.loss import Loss, LossFunction, accumulate_loss, check_weight, measure_loss
 
 
 def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:

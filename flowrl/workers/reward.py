@@ -1,22 +1,27 @@
-"""Reward workers, which score rows with a Python function or a reward model."""
+"""Reward workers, which score rows with Python functions (`Reward`) or a reward model (`RewardModel`)."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from flowrl.config import RewardConfig
+from flowrl.config import RewardConfig, ScoringModelConfig
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.worker import Dispatch, Worker, register
+from flowrl.controller.worker import Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer, Message, has_same_rendering
 from flowrl.data.input_paths import MAX_POSITIONS
 from flowrl.engines.models.loading import load_reward_model
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.rewards.reward_function import RewardFunction, accepted_columns, load_reward_function, score_row
+from flowrl.rewards.row_scorer import RowScorer
+from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
+from flowrl.workers.channel import RequestServer, ServerAddress
+from flowrl.workers.episodes import score_columns
 from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collective_forward
 
 if TYPE_CHECKING:
@@ -27,46 +32,101 @@ _FUNCTION_COLUMNS = ("prompt", "response", "answer?", "data_source?", "conversat
 columns.
 """
 
+_RESPONSE_COLUMNS = ("input_ids?", "response_mask?", "truncated?")
+"""Columns from which a reward function receives `token_ids` and `finish_reason`."""
 
-def score_rows(batch: TensorDict, function: RewardFunction, name: str) -> TensorDict:
-    """Calls a reward function once per row, with the columns that it accepts. Returns the column `scores`.
 
-    Raises RewardError if the function raises an exception or does not return a finite number.
+def score_rows(scorer: RowScorer, batch: TensorDict, names: Sequence[str], *, evaluation: bool) -> TensorDict:
+    """Calls reward functions for all rows. Returns the columns `names`, `reward_failed` and `reward_calls`.
+
+    Raises RewardError if a call fails and `on_failure` is stop.
     """
-    names = batch["rows"].keys()
-    accepted = accepted_columns(function, [column for column in names if column != "length"])
-    columns = {column: objects(batch, column) for column in accepted}
-    rows = ({column: values[i] for column, values in columns.items()} for i in range(num_rows(batch)))
-    scores = [score_row(function, name, row) for row in rows]
-    return make_tensordict({"scores": torch.tensor(scores, dtype=torch.float32)})
+    columns = {name: objects(batch, name) for name in batch["rows"].keys() if name != "length"}  # noqa: SIM118 (a TensorDict)
+    columns |= _response_columns(batch)
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(num_rows(batch))]
+    futures = [scorer.submit(row, evaluation=evaluation) for row in rows]
+    return make_tensordict(score_columns([future.result() for future in futures], names))
+
+
+def _response_columns(batch: TensorDict) -> dict[str, list]:
+    """Returns the columns `token_ids` and `finish_reason` of responses that a rollout has generated."""
+    tokens, columns = batch["tokens"], {}
+    if "truncated" in batch["rows"].keys():  # noqa: SIM118 (a TensorDict)
+        columns["finish_reason"] = ["length" if value else "stop" for value in batch["rows", "truncated"].tolist()]
+    if {"input_ids", "response_mask"} <= set(tokens.keys()):
+        sizes = lengths(batch).tolist()
+        rows = zip(tokens["input_ids"].split(sizes), tokens["response_mask"].split(sizes), strict=True)
+        # The first token of a response is always a token of the policy.
+        columns["token_ids"] = [ids_T[int(mask_T.int().argmax()) :].tolist() for ids_T, mask_T in rows]
+    return columns
+
+
+def add_score_columns(
+    contract: Contract, cls: type[Worker], arguments: Any, config: RewardConfig, *_: Any, **__: Any
+) -> Contract:  # Any: the arguments of the call and of the constructor
+    """Returns the contract of `Reward.score`, whose columns depend on the settings, for `register(resolve=...)`."""
+    evaluation = bool(arguments.get("evaluation", False))
+    return replace(contract, writes=(*config.function_columns(evaluation=evaluation), FAILED, CALLS))
 
 
 class Reward(Worker["RewardGroup"]):
-    """Worker that scores rows with a Python function of `prompt`, `response`, `answer` and other dataset columns.
+    """Worker that scores rows with Python functions of `prompt`, `response`, `answer` and other dataset columns.
 
-    With `config.model`, a reward model scores the rows instead (`RewardModel`).
+    The functions run in separate processes. With `config.model`, a reward model scores the rows instead
+    (`RewardModel`).
     """
 
     stateless = True
 
     def __init__(self, config: RewardConfig) -> None:
-        assert config.function is not None
-        self.name, self.evaluation_name = config.function, config.evaluation or config.function
-        self._functions = {name: load_reward_function(name) for name in (self.name, self.evaluation_name)}
+        self._config = config
+        self._scorer = RowScorer(config, workers=-(-config.workers // self.world_size))
+        self._server: RequestServer | None = None
 
     @classmethod
-    def select_class(cls, mesh: Mesh, config: RewardConfig) -> type[Worker]:
+    def select_class(cls, mesh: Mesh, config: ScoringModelConfig) -> type[Worker]:
         return cls if config.model is None else RewardModel.select_class(mesh, config)
 
-    @classmethod
-    def user_functions(cls, config: RewardConfig, *_: Any, **__: Any) -> tuple[str, ...]:  # Any: the constructor's
-        return _unique_names(config.function, config.evaluation)
-
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_FUNCTION_COLUMNS, writes=("scores",))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=(*_RESPONSE_COLUMNS, *_FUNCTION_COLUMNS),
+        writes=("scores", FAILED, CALLS),
+        memory=(),
+        resolve=add_score_columns,
+    )
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function."""
-        name = self.evaluation_name if evaluation else self.name
-        return score_rows(batch, self._functions[name], name)
+        """Returns one score per row, `[B]`, in the columns of `RewardConfig.function_columns`.
+
+        `reward_failed` is true if a call failed, and `reward_calls` has duration and failure of each call. `evaluation`
+        selects the rewards of evaluations. Raises RewardError if a call fails and `on_failure` is stop.
+        """
+        names = self._config.function_columns(evaluation=evaluation)
+        return score_rows(self._scorer, batch, names, evaluation=evaluation)
+
+    # Requests of rollout workers.
+
+    @register(Dispatch.ONE_TO_ALL, replay=True, memory=())
+    def serve(self, key: bytes, ports: Sequence[int] | None = None) -> ServerAddress:
+        """Scores rows that rollout workers send while they generate (`Rollout.connect_reward`).
+
+        Args:
+            key: key of the run, which authenticates the rollout workers.
+            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
+        Returns: the address of this rank.
+        """
+        port = 0 if ports is None else ports[self.rank]
+        if self._server is None or port not in (0, self._server.address.port):
+            self._server = RequestServer(self.context.address, port, key, self._submit)
+        return self._server.address
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._scorer.close()
+
+    def _submit(self, row: dict[str, Any]) -> Future[RowScores]:
+        return self._scorer.submit(row)
 
 
 class RewardModel(ModelWorker["RewardModelGroup"]):
@@ -74,7 +134,7 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
 
     replicated = stateless = True
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: ScoringModelConfig) -> None:
         assert config.model is not None
         mesh = build_rank_mesh(self, config.engine)
         model = load_reward_model(
@@ -84,22 +144,23 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
         settings = model.model.config.get_text_config().to_dict()
         self._max_tokens: int | None = next((settings[name] for name in MAX_POSITIONS if name in settings), None)
         self._tokenizer = self._choose_tokenizer(config)
-        self._evaluation = load_reward_function(config.evaluation) if config.evaluation else None
-        self._evaluation_name = config.evaluation or ""
+        self._evaluation = None
+        if isinstance(config, RewardConfig) and config.evaluation is not None:
+            self._evaluation = RowScorer(config, workers=-(-config.workers // self.world_size))
 
     @classmethod
-    def select_class(cls, mesh: Mesh, config: RewardConfig) -> type[Worker]:
+    def select_class(cls, mesh: Mesh, config: ScoringModelConfig) -> type[Worker]:
         """Returns the subclass with `collective = True` if several ranks must run a forward pass together. Such ranks
         cannot be restarted separately.
         """
         return _CollectiveRewardModel if has_collective_forward(mesh, config.engine) else cls
 
-    @classmethod
-    def user_functions(cls, config: RewardConfig, *_: Any, **__: Any) -> tuple[str, ...]:  # Any: the constructor's
-        return _unique_names(config.evaluation)
+    def close(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
 
     @staticmethod
-    def _choose_tokenizer(config: RewardConfig) -> ChatTokenizer | None:
+    def _choose_tokenizer(config: ScoringModelConfig) -> ChatTokenizer | None:
         """Returns the reward model's tokenizer, if it encodes a conversation differently from that of the policy.
 
         Returns None if the reward model can read the tokens of the policy.
@@ -113,18 +174,18 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        reads=("input_ids", "truncated?", *_FUNCTION_COLUMNS),
+        reads=("input_ids", "response_mask?", "truncated?", *_FUNCTION_COLUMNS),
         writes=("scores", "reward_truncated"),
         balance="tokens",
     )
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score per row, `[B]`. `evaluation` selects the evaluation function, if the settings name one.
+        """Returns one score per row, `[B]`. `evaluation` selects the function for evaluations, if there is one.
 
         `reward_truncated` is true for rows that are longer than the model supports. Only their last tokens are scored.
         """
         is_truncated_B = torch.zeros(num_rows(batch), dtype=torch.bool)
         if evaluation and self._evaluation is not None:
-            scores = score_rows(batch, self._evaluation, self._evaluation_name)
+            scores = score_rows(self._evaluation, batch, ("scores",), evaluation=True)
             return make_tensordict({"scores": scores["rows", "scores"], "reward_truncated": is_truncated_B})
         if self._tokenizer is not None:
             batch = render_again(batch, self._tokenizer)
@@ -163,10 +224,6 @@ def _make_rows(rows: Sequence[Sequence[int]]) -> TensorDict:
 
 class _CollectiveRewardModel(RewardModel):
     collective, replicated, stateless = True, False, False
-
-
-def _unique_names(*names: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def row_scores(model: nn.Module, micro: MicroBatch) -> torch.Tensor:

@@ -16,9 +16,9 @@ from flowrl.engines.models.loading import RewardModel, load_reward_model, save_m
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.loss import Loss
+from flowrl.workers.losses.loss import Loss
+from flowrl.workers.losses.preference_losses import reward_model_loss
 from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
-from flowrl.workers.preference_losses import reward_model_loss
 from flowrl.workers.reward import row_scores
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Rollout worker, which generates responses with the actor's weights, for batches or for a stream of prompt groups."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from tensordict import TensorDict
 
 from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.worker import Contract, Dispatch, Worker, register
-from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.rollout.base import (
     TAGS,
@@ -22,7 +23,6 @@ from flowrl.engines.rollout.base import (
     EngineState,
     PromptError,
     Request,
-    Response,
     RolloutEngine,
     RolloutError,
     SleepingEngine,
@@ -32,13 +32,20 @@ from flowrl.engines.rollout.base import (
 from flowrl.engines.rollout.response_tensors import Responses, make_requests, stack_responses
 from flowrl.engines.rollout.sampling import row_keys
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, check_compared
+from flowrl.rewards.row_scores import CALLS, FAILED
 from flowrl.workers.actor import Actor
-from flowrl.workers.segments import (
-    ENVIRONMENT_READS,
+from flowrl.workers.channel import RequestClient, ServerAddress
+from flowrl.workers.dialogs import EPISODE, LOST, TURN_REWARDS, Dialogs, EnvironmentServers, turn_columns
+from flowrl.workers.episodes import (
+    EPISODE_READS,
+    POLL_S,
     Columns,
     Environment,
-    environment_columns,
-    generate_segments,
+    Episode,
+    Episodes,
+    episode_columns,
+    run_episodes,
+    score_columns,
 )
 
 if TYPE_CHECKING:
@@ -48,12 +55,19 @@ if TYPE_CHECKING:
 RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_version", "truncated", "response")
 
 
-def add_environment_columns(
+def add_columns(
     contract: Contract, cls: type[Worker], arguments: Any, config: RolloutConfig, *args: Any, **kwargs: Any
 ) -> Contract:  # Any: the arguments of the call and of the constructor
-    """Returns the contract of a call that generates, for `register(resolve=...)`. An environment reads more columns."""
-    assert isinstance(contract.reads, tuple)
-    return contract if config.environment is None else replace(contract, reads=(*contract.reads, *ENVIRONMENT_READS))
+    """Returns the contract of a call that generates, for `register(resolve=...)`.
+
+    Environments and rewards read more columns, and scored responses have more columns.
+    """
+    score = arguments.get("score", ())
+    if isinstance(contract.reads, tuple) and (score or config.environment is not None):
+        contract = replace(contract, reads=(*contract.reads, *EPISODE_READS))
+    return (
+        replace(contract, writes=(*contract.writes, *score, FAILED, CALLS)) if score and contract.writes else contract
+    )
 
 
 class Rollout(Worker["RolloutGroup"]):
@@ -71,7 +85,7 @@ class Rollout(Worker["RolloutGroup"]):
     replicated = stateless = True
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        self.seed, self._groups, self._max_num_seqs = seed, PromptGroups(), config.max_num_seqs
+        self.seed, self._max_num_seqs = seed, config.max_num_seqs
         actor = self.find_peer(Actor)
         self._actor = actor if actor is not None and actor.can_share_weights(self) else None
         self.shares_weights = self._actor is not None and config.can_share_weights
@@ -83,6 +97,10 @@ class Rollout(Worker["RolloutGroup"]):
         self._environment = None
         if config.environment is not None:
             self._environment = Environment(config.environment, self.tokenizer, config.max_response_tokens)
+        self._groups = PromptGroups(Episodes(self.tokenizer, self._environment))
+        self._max_response_tokens = config.max_response_tokens
+        self._reward_servers: tuple[Sequence[ServerAddress], bytes] | None = None
+        self._environment_servers: EnvironmentServers | None = None
         context = EngineContext(
             config=config,
             model=model,
@@ -99,23 +117,72 @@ class Rollout(Worker["RolloutGroup"]):
         blocking=False,
         reads=("prompt_ids", "prompt_id", "sample?"),
         writes=RESPONSE_COLUMNS,
-        resolve=add_environment_columns,
+        resolve=add_columns,
     )
-    def generate(self, batch: TensorDict, temperature: float | None = None) -> TensorDict:
+    def generate(self, batch: TensorDict, temperature: float | None = None, score: tuple[str, ...] = ()) -> TensorDict:
         """Returns one response per prompt. A `temperature` of 0 is greedy; None is the temperature of the settings.
 
         Rows with the same `prompt_id` get different random numbers if their `sample` differs. A missing `sample` is 0.
+        `score` names the columns of the reward (`connect_reward`), which scores a response while others are generated.
         """
         prompts = objects(batch, "prompt_ids")
         prompt_id_B = batch["rows", "prompt_id"]
         sample_B = batch["rows"].get("sample", torch.zeros_like(prompt_id_B))
         requests = make_requests(prompts, prompt_id_B, sample_B, seed=self.seed, temperature=temperature)
-        columns = self._environment_columns(batch)
-        responses = stack_responses(*generate_segments(self.engine, requests, self._environment, columns))
-        return responses_to_tensordict(prompts, responses, self.tokenizer)
+        columns = self._episode_columns(batch, score)
+        samples = zip(sample_B.tolist(), requests, columns, strict=True)
+        episodes = [Episode(sample, request, row) for sample, request, row in samples]
+        with self._open_episodes(is_scored=bool(score)) as processed:
+            run_episodes(self.engine, episodes, processed)
+        return episodes_to_tensordict(episodes, self.tokenizer, score)
 
-    def _environment_columns(self, batch: TensorDict) -> Sequence[Columns]:
-        return environment_columns(batch) if self._environment is not None else [{}] * num_rows(batch)
+    def _episode_columns(self, batch: TensorDict, score: Sequence[str]) -> Sequence[Columns]:
+        is_read = self._environment is not None or score
+        return episode_columns(batch) if is_read else [{}] * num_rows(batch)
+
+    # Rewards.
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
+    def connect_reward(self, servers: Sequence[ServerAddress], key: bytes) -> None:
+        """Sends responses that are scored to these reward workers from now on."""
+        self._reward_servers = servers, key
+        self._groups = PromptGroups(self._make_episodes(is_scored=True))
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
+    def connect_environment(self, servers: EnvironmentServers) -> None:
+        """Runs all episodes with these environment workers from now on."""
+        self._environment_servers = servers
+        self._groups = PromptGroups(self._make_episodes(is_scored=True))
+
+    def _make_episodes(self, *, is_scored: bool) -> Episodes:
+        """Returns an empty set of episodes with its own connections."""
+        if (servers := self._environment_servers) is not None:
+            client = RequestClient(servers.addresses, servers.key, lost_result=LOST)
+            dialogs = Dialogs(
+                self.tokenizer,
+                client,
+                max_response_tokens=self._max_response_tokens,
+                max_prompt_tokens=servers.max_prompt_tokens,
+                restarts=servers.restarts,
+                stops_on_failure=servers.stops_on_failure,
+            )
+            return Episodes(self.tokenizer, dialogs=dialogs)
+        if not is_scored:
+            return Episodes(self.tokenizer, self._environment)
+        assert self._reward_servers is not None, "connect_reward is called before responses are scored"
+        return Episodes(self.tokenizer, self._environment, RequestClient(*self._reward_servers))
+
+    @contextmanager
+    def _open_episodes(self, *, is_scored: bool) -> Iterator[Episodes]:
+        """Yields an empty set of episodes. Closes its connections afterwards."""
+        episodes = self._make_episodes(is_scored=is_scored)
+        try:
+            yield episodes
+        finally:
+            episodes.close()
+
+    def close(self) -> None:
+        self._groups.episodes.close()
 
     # Streaming of prompt groups.
 
@@ -124,10 +191,10 @@ class Rollout(Worker["RolloutGroup"]):
         blocking=False,
         reads=("prompt_ids", "prompt_id", "sample"),
         resend=False,
-        resolve=add_environment_columns,
+        resolve=add_columns,
     )
-    def add(self, batch: TensorDict, samples: int) -> dict[int, str | None]:
-        """Queues prompt groups of `samples` rows for `poll`.
+    def add(self, batch: TensorDict, samples: int, score: tuple[str, ...] = ()) -> dict[int, str | None]:
+        """Queues prompt groups of `samples` rows for `poll`. `score` is that of `poll`.
 
         Returns: for each `prompt_id`, None if the prompt was queued, otherwise the reason for which the engine rejected
         it. Raises RolloutError if the rollout shares the actor's weights, because training would change them during
@@ -138,7 +205,10 @@ class Rollout(Worker["RolloutGroup"]):
                 "the rollout shares the weights of the actor in its process, which training changes during streaming: "
                 "assign rollout to a pool of its own in the placement, or set schedule.kind to sync or one_step_off"
             )
-        groups = make_groups(batch, samples, self.seed, self._environment_columns(batch))
+        groups = make_groups(batch, samples, self.seed, self._episode_columns(batch, score))
+        if self._environment_servers is not None:
+            self._groups.add(groups)
+            return dict.fromkeys(groups)
         rejections = {prompt_id: self._queue(group.requests) for prompt_id, group in groups.items()}
         self._groups.add({prompt_id: group for prompt_id, group in groups.items() if rejections[prompt_id] is None})
         return rejections
@@ -159,23 +229,41 @@ class Rollout(Worker["RolloutGroup"]):
         rows="unknown",
         writes=(*RESPONSE_COLUMNS, "prompt_id", "sample"),
         resend=False,
+        resolve=add_columns,
     )
-    def poll(self, slice_s: float) -> TensorDict:
+    def poll(self, slice_s: float, score: tuple[str, ...] = ()) -> TensorDict:
         """Generates for up to `slice_s` seconds. Returns the rows of all complete groups, in the order in which they
-        were added.
+        were added. A group is complete when all its responses have their scores.
 
         Returns before the time is over if a group is complete and no request waits for a slot. The driver can then add
         requests. Returns immediately if no request is unfinished, or if a weight update is running.
+
+        Args:
+            slice_s: largest duration in seconds.
+            score: columns of the reward. Empty if the responses are not scored.
         """
         deadline = time.monotonic() + slice_s
         if self.engine.state is not EngineState.UPDATING:
-            engine = self._streaming
-            while engine.num_running and not (self._groups.has_complete and engine.num_running <= self._max_num_seqs):
-                left_s = deadline - time.monotonic()
-                engine.add(self._groups.add_responses(engine.poll(max(0.0, left_s)), self._environment))
-                if left_s <= 0:
+            engine, groups = self._streaming, self._groups
+            while not (groups.has_complete and engine.num_running <= self._max_num_seqs):
+                left_s = max(0.0, deadline - time.monotonic())
+                if engine.num_running:
+                    responses = engine.poll(min(left_s, POLL_S) if groups.episodes.num_waiting else left_s)
+                    engine.add([*groups.episodes.add_responses(responses), *groups.episodes.receive(0)])
+                elif groups.episodes.num_waiting:
+                    engine.add(groups.episodes.receive(left_s))
+                else:
                     break
-        return self._groups.pop_complete(self.tokenizer)
+                if not left_s:
+                    break
+        return self._groups.pop_complete(self.tokenizer, score)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, memory=())
+    def count_waiting(self, samples: int) -> int:
+        """Returns the number of episodes that wait for scores or an environment, divided by the samples of a group.
+        They occupy no slots of the engine.
+        """
+        return self._groups.episodes.num_waiting // samples
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def abort(self, prompt_ids: Sequence[int]) -> None:
@@ -302,30 +390,11 @@ class Rollout(Worker["RolloutGroup"]):
 
 
 @dataclass
-class _Sample:
-    """A response of a prompt group."""
-
-    index: int
-    """Index among the samples of the prompt."""
-    request: Request
-    """Request of the newest segment."""
-    columns: Columns
-    """Columns of the row, for the environment."""
-    response: Response | None = None
-    """Last segment; None until the response is complete."""
-
-
-@dataclass
 class PromptGroup:
     """Requests and responses of one prompt."""
 
-    prompt: Sequence[int]
-    samples: dict[str, _Sample] = field(default_factory=dict)
-    """Maps a request id to its sample."""
-
-    @property
-    def is_complete(self) -> bool:
-        return all(sample.response is not None for sample in self.samples.values())
+    samples: dict[str, Episode] = field(default_factory=dict)
+    """Maps a request id to its episode."""
 
     @property
     def requests(self) -> list[Request]:
@@ -346,75 +415,82 @@ def make_groups(batch: TensorDict, samples: int, seed: int, columns: Sequence[Co
     groups: dict[int, PromptGroup] = {}
     for prompt, prompt_id, sample, key, row_columns in rows:
         request = Request(f"{prompt_id}-{sample}", prompt, key)
-        group = groups.setdefault(prompt_id, PromptGroup(prompt))
-        group.samples[request.request_id] = _Sample(sample, request, row_columns)
+        group = groups.setdefault(prompt_id, PromptGroup())
+        group.samples[request.request_id] = Episode(sample, request, row_columns)
     return groups
 
 
 class PromptGroups:
-    """Buffer of a streaming rollout. It collects responses by prompt until all samples of the prompt have finished."""
+    """Buffer of a streaming rollout. It collects episodes by prompt until all samples of the prompt are complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, episodes: Episodes) -> None:
+        self.episodes = episodes
+        """Processes responses and scores."""
         self._groups: dict[int, PromptGroup] = {}
         """Maps a prompt_id to its group."""
-        self._samples: dict[str, _Sample] = {}
-        """Maps a request id to its sample."""
+
+    def _is_complete(self, group: PromptGroup) -> bool:
+        return not any(map(self.episodes.is_unfinished, group.samples))
 
     @property
     def has_complete(self) -> bool:
-        return any(group.is_complete for group in self._groups.values())
+        return any(map(self._is_complete, self._groups.values()))
 
     def add(self, groups: Mapping[int, PromptGroup]) -> None:
         self._groups |= groups
         for group in groups.values():
-            self._samples |= group.samples
+            self.episodes.add(group.samples.values())
 
-    def add_responses(self, responses: Iterable[Response], environment: Environment | None) -> list[Request]:
-        """Adds finished segments. Returns the requests for the next segments of incomplete responses."""
-        continued = []
-        for response in responses:
-            sample = self._samples[response.request_id]
-            following = environment and environment.next_request(sample.request, response, sample.columns)
-            if following is None:
-                sample.response = response
-            else:
-                sample.request = following
-                continued.append(following)
-        return continued
+    def pop_complete(self, tokenizer: ChatTokenizer, score: Sequence[str] = ()) -> TensorDict:
+        """Removes all complete groups and returns their rows, in the order in which the groups were added.
 
-    def pop_complete(self, tokenizer: ChatTokenizer) -> TensorDict:
-        """Removes all complete groups and returns their rows, in the order in which the groups were added."""
-        complete = {prompt_id: group for prompt_id, group in self._groups.items() if group.is_complete}
-        self._remove(complete)
-        rows = [
-            (prompt_id, group, sample) for prompt_id, group in complete.items() for sample in group.samples.values()
-        ]
-        responses = [sample.response for _, _, sample in rows if sample.response is not None]
-        return responses_to_tensordict(
-            [group.prompt for _, group, _ in rows],
-            stack_responses(responses, [sample.request for _, _, sample in rows]),
+        `score` names the columns of the reward.
+        """
+        complete = {prompt_id: group for prompt_id, group in self._groups.items() if self._is_complete(group)}
+        for prompt_id in complete:
+            del self._groups[prompt_id]
+        rows = [(prompt_id, sample) for prompt_id, group in complete.items() for sample in group.samples.values()]
+        return episodes_to_tensordict(
+            [sample for _, sample in rows],
             tokenizer,
-            prompt_id=torch.tensor([prompt_id for prompt_id, _, _ in rows], dtype=torch.int64),
-            sample=torch.tensor([sample.index for _, _, sample in rows], dtype=torch.int64),
+            score,
+            prompt_id=torch.tensor([prompt_id for prompt_id, _ in rows], dtype=torch.int64),
+            sample=torch.tensor([sample.index for _, sample in rows], dtype=torch.int64),
         )
 
     def drop(self, prompt_ids: Iterable[int] | None = None) -> list[str]:
         """Removes the groups of these prompts (None: all groups) and returns their request ids."""
         dropped = list(self._groups) if prompt_ids is None else [i for i in set(prompt_ids) if i in self._groups]
-        request_ids = [request_id for prompt_id in dropped for request_id in self._groups[prompt_id].samples]
-        self._remove(dropped)
+        request_ids = [request_id for prompt_id in dropped for request_id in self._groups.pop(prompt_id).samples]
+        self.episodes.drop(request_ids)
         return request_ids
 
-    def _remove(self, prompt_ids: Iterable[int]) -> None:
-        for prompt_id in prompt_ids:
-            for request_id in self._groups.pop(prompt_id).samples:
-                del self._samples[request_id]
+
+def episodes_to_tensordict(
+    episodes: Sequence[Episode],
+    tokenizer: ChatTokenizer,
+    score: Sequence[str] = (),
+    **columns: torch.Tensor,
+) -> TensorDict:
+    """Returns the columns of complete episodes, with those of the reward (`score`) and additional ones, [B]."""
+    responses = [episode.response for episode in episodes if episode.response is not None]
+    assert len(responses) == len(episodes), "every episode is complete"
+    stacked = stack_responses(responses, [episode.request for episode in episodes])
+    names = [name for name in score if name not in (TURN_REWARDS, EPISODE)]
+    scores = score_columns([episode.scores for episode in episodes], names)
+    prompts = [episode.request.token_ids for episode in episodes]
+    table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **columns)
+    if TURN_REWARDS not in score:
+        return table
+    rewards_T, records = turn_columns(episodes)
+    tokens = {**dict(table["tokens"].items()), TURN_REWARDS: torch.tensor(rewards_T)}
+    return make_tensordict({**dict(table["rows"].items()), EPISODE: records}, tokens, lengths(table))
 
 
 def responses_to_tensordict(
-    prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: torch.Tensor
+    prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: Any
 ) -> TensorDict:
-    """Combines prompts, responses and additional row columns [B] into a TensorDict.
+    """Combines prompts, responses and additional row columns into a TensorDict.
 
     `response_mask` is true for tokens that the policy sampled, and false for those of the prompt and an environment.
     """

@@ -18,10 +18,10 @@ from flowrl.engines.models.parameters import to_full_tensor
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, rank_mesh
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers import PTX, Loss
-from flowrl.workers.loss import accumulate_loss
-from flowrl.workers.policy_inputs import policy_inputs
+from flowrl.workers.losses.loss import accumulate_loss
+from flowrl.workers.losses.policy_inputs import policy_inputs
+from flowrl.workers.losses.preference_losses import preference_loss
 from flowrl.workers.policy_model import PolicyModel
-from flowrl.workers.preference_losses import preference_loss
 from tests.engines.tables import VOCABULARY, take_rows
 from tests.engines.tiny import qwen2, to_float64
 

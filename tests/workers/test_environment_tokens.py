@@ -15,9 +15,9 @@ from flowrl.config import ActorConfig, EngineConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import microbatches
-from flowrl.workers.configured_losses import policy_loss, value_loss
-from flowrl.workers.loss import accumulate_loss, loss_term
-from flowrl.workers.policy_inputs import policy_inputs
+from flowrl.workers.losses.configured_losses import policy_loss, value_loss
+from flowrl.workers.losses.loss import accumulate_loss, loss_term
+from flowrl.workers.losses.policy_inputs import policy_inputs
 from flowrl.workers.policy_model import PolicyModel
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig

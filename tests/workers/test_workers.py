@@ -3,13 +3,10 @@
 import json
 import math
 from collections.abc import Iterator
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -31,10 +28,8 @@ from flowrl.controller.errors import ContractError, WorkerUserError
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.metric import Mean
 from flowrl.data.prompts import PromptStream, read_conversations
-from flowrl.rewards.reward_function import RewardError
-from flowrl.workers import LANGUAGE_MODELING, Actor, Critic, Reference, Reward, RewardModel, Rollout
-from flowrl.workers.loss import mean_metrics
-from flowrl.workers.reward import score_rows
+from flowrl.workers import LANGUAGE_MODELING, Actor, Critic, Reference, Reward, Rollout
+from flowrl.workers.losses.loss import mean_metrics
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.errors import rejects
 
@@ -373,35 +368,6 @@ def test_a_reward_function_may_name_only_the_columns_that_it_needs(cluster: Clus
     assert reward.score(rows_with(weight=[0.25, 9.0])).get("scores").tolist() == [0.25, 9.0]
 
 
-def test_a_reward_worker_returns_its_user_functions() -> None:
-    config = RewardConfig(function=f"{__name__}:weighted", evaluation=f"{__name__}:exact")
-    assert Reward.user_functions(config) == (config.function, config.evaluation)
-    config = RewardConfig(function=f"{__name__}:exact", evaluation=f"{__name__}:exact")
-    assert Reward.user_functions(config) == (config.function,)
-    config = RewardConfig(model=ModelConfig(path=Path("scorer")), evaluation=f"{__name__}:exact")
-    assert RewardModel.user_functions(config) == (config.evaluation,)
-
-
-class ScaledReward(Reward):
-    def __init__(self, config: RewardConfig, factor: float, *, offset: float = 0.0) -> None:
-        super().__init__(config)
-        self.factor, self.offset = factor, offset
-
-
-class ScaledRewardModel(RewardModel):
-    def __init__(self, config: RewardConfig, factor: float, *, offset: float = 0.0) -> None:
-        super().__init__(config)
-        self.factor, self.offset = factor, offset
-
-
-@pytest.mark.parametrize("cls", [ScaledReward, ScaledRewardModel])
-def test_a_reward_worker_with_more_arguments_names_its_functions(cls: type[ScaledReward | ScaledRewardModel]) -> None:
-    config = RewardConfig(function=f"{__name__}:exact")
-    if cls is ScaledRewardModel:
-        config = RewardConfig(model=ModelConfig(path=Path("scorer")), evaluation=f"{__name__}:exact")
-    assert cls.user_functions(config, 2.0, offset=1.0) == (f"{__name__}:exact",)
-
-
 def num_messages(prompt: str, response: str, conversation: list[dict[str, str]], **columns: object) -> float:
     assert conversation[-1] == {"role": "user", "content": prompt}
     return float(len(conversation))
@@ -420,7 +386,7 @@ def prompt_rows(folder: Path, model: ModelConfig) -> Batch:
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     conversations = read_conversations(folder / "prompts.jsonl")
-    stream = PromptStream(conversations, ChatTokenizer(model.path), seed=0, max_prompt_tokens=64, shuffle=False)
+    stream = PromptStream(conversations, ChatTokenizer(model.path), seed=0, max_prompt_tokens=64, order="file")
     return Batch.from_rows([row | {"response": "4"} for row in stream.take(2)])
 
 
@@ -452,26 +418,21 @@ def test_a_reward_that_is_not_finite_is_rejected(cluster: Cluster) -> None:
         cluster.group("reward", Reward, config).score(rows_with())
 
 
-@pytest.mark.parametrize(
-    "value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2), Decimal("0.5")]
-)
-def test_a_reward_with_a_finite_float_is_accepted(value: Any) -> None:
-    scores = score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
-    assert scores["rows", "scores"].tolist() == [0.5, 0.5]
+def test_the_failures_of_rows_are_columns(cluster: Cluster) -> None:
+    """Functions that fail for the first row or are not finite cost only their rows."""
+    parts = [{"name": name, "function": f"{__name__}:{name}", "weight": 2.0} for name in ("exact", "needs_digit")]
+    config = RewardConfig.model_validate({"components": parts, "on_failure": "zero"})
+    result = cluster.group("reward", Reward, config).score(rows_with(response=["x", "1"]))
+    assert result.get("exact").tolist() == [0.0, 1.0] and result.get("needs_digit").tolist() == [0.0, 1.0]
+    assert result.get("scores").tolist() == [0.0, 4.0] and result.get("reward_failed").tolist() == [True, False]
+    calls = result.get("reward_calls")
+    assert [row["needs_digit"]["failure"] for row in calls] == ["raised", None]
+    assert [row["needs_digit"]["score"] for row in calls] == [None, 1.0] and calls[0]["exact"]["failure"] is None
+    assert "ValueError" in calls[0]["needs_digit"]["message"]
 
 
-@pytest.mark.parametrize(
-    "value", [np.float32("nan"), torch.tensor(float("inf")), np.zeros(2), torch.zeros(2), None, "1.0", 10**400]
-)
-def test_a_reward_without_a_finite_float_is_rejected(value: Any) -> None:
-    with rejects("own", "score", error=RewardError):
-        score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
-
-
-@pytest.mark.parametrize("value", [1e308, -1e30])
-def test_a_reward_that_would_overflow_is_rejected(value: float) -> None:
-    with rejects("own", "score", "18", error=RewardError):  # 1e18, the limit
-        score_rows(rows_with().tensordict(), lambda **columns: value, "own:score")
+def needs_digit(response: str) -> float:
+    return float(int(response))
 
 
 def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_path: Path) -> None:

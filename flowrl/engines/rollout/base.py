@@ -382,8 +382,8 @@ class GatheringEngine(Protocol):
 
 
 @runtime_checkable
-class StreamingEngine(Protocol):
-    """An engine with `streaming`: requests run across calls."""
+class RequestBatch(Protocol):
+    """Requests that run across calls of `poll`."""
 
     @property
     def num_running(self) -> int:
@@ -400,6 +400,20 @@ class StreamingEngine(Protocol):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drops the requests with these ids. Ignores unknown ids."""
+        ...
+
+
+@runtime_checkable
+class StreamingEngine(RequestBatch, Protocol):
+    """An engine with `streaming`. Its own batch of requests continues across calls, also during weight updates."""
+
+
+@runtime_checkable
+class BatchingEngine(Protocol):
+    """An engine that can separate the requests of a caller from all others."""
+
+    def open_batch(self) -> RequestBatch:
+        """Returns an empty batch. Its `poll` returns responses to its own requests only."""
         ...
 
 
@@ -454,7 +468,7 @@ def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
     required: dict[type, bool] = {
         RolloutEngine: True,
         ColocatedEngine: not capabilities.own_process,
-        StreamingEngine: capabilities.streaming,
+        RequestBatch: capabilities.streaming,
         SleepingEngine: capabilities.sleep,
         BroadcastEngine: "nccl" in capabilities.gpu_transports,
     }

@@ -156,18 +156,20 @@ class HfRollout:
         Raises PromptError if a prompt is empty or too long, and RolloutError if an update is running or has failed.
         """
         self._serving.require(EngineState.SERVING, "generate")
-        batch = self._new_batch()
-        responses: dict[str, Response] = {}
+        batch, responses = self.open_batch(), {}
         # Gather before checking the prompts, because all ranks gather together, even if the check fails on one rank.
         with self.gathered_weights():
-            self._check(requests)
-            # Equal prompts are adjacent, so that they join together and share a prefill.
-            batch.add(sorted(requests, key=lambda request: (len(request.context), request.context)))
+            batch.add(requests)
             while batch.num_running:
-                responses |= {response.request_id: response for response in batch.poll(self.version)}
+                responses |= {response.request_id: response for response in batch.poll()}
         return [responses[request.request_id] for request in requests]
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def open_batch(self) -> "SeparateBatch":
+        """Returns an empty batch of requests. While it is polled, requests of `add` pause and keep their KV cache."""
+        return SeparateBatch(self, self._new_batch())
+
+    def check_requests(self, requests: Sequence[Request]) -> None:
+        """Raises PromptError if a prompt is empty or too long."""
         check_requests(requests, self._config.max_response_tokens, self._max_length)
 
     @contextmanager
@@ -191,7 +193,7 @@ class HfRollout:
         """
         self._serving.require(EngineState.SERVING, "add requests")
         requests = list(requests)
-        self._check(requests)
+        self.check_requests(requests)
         self._batch.add(requests)
 
     @torch.no_grad()
@@ -207,6 +209,32 @@ class HfRollout:
     def _new_batch(self) -> "ContinuousBatch":
         decoder = Decoder(self.model, self._config, self._eos_ids, self._max_length, self._device)
         return ContinuousBatch(decoder, self._config.max_num_seqs)
+
+
+class SeparateBatch:
+    """Requests of one caller. The caller polls inside `gathered_weights` if the actor is sharded."""
+
+    def __init__(self, engine: HfRollout, batch: "ContinuousBatch") -> None:
+        self._engine, self._batch = engine, batch
+
+    @property
+    def num_running(self) -> int:
+        return self._batch.num_running
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests. Raises PromptError if a prompt is empty or too long."""
+        requests = list(requests)
+        self._engine.check_requests(requests)
+        # Equal prompts are adjacent, so that they join together and share a prefill.
+        self._batch.add(sorted(requests, key=lambda request: (len(request.context), request.context)))
+
+    @torch.no_grad()
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        """Decodes until a response has finished or the timeout has expired. Returns all finished responses."""
+        return self._batch.poll(self._engine.version, timeout_s)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self._batch.abort(request_ids)
 
 
 class ContinuousBatch:

@@ -154,11 +154,15 @@ class VllmRollout:
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
         """Returns the response to each request, in order. Requests from `add` continue during the call."""
-        self.add(requests)
-        request_ids = [request.request_id for request in requests]
-        while not self._running.keys().isdisjoint(request_ids):
-            self._step()
-        return [self._finished.pop(request_id) for request_id in request_ids]
+        batch, responses = self.open_batch(), {}
+        batch.add(requests)
+        while batch.num_running:
+            responses |= {response.request_id: response for response in batch.poll()}
+        return [responses[request.request_id] for request in requests]
+
+    def open_batch(self) -> "OwnRequests":
+        """Returns an empty batch of requests. Requests from `add` continue while it is polled."""
+        return OwnRequests(self)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests for `poll`.
@@ -176,14 +180,19 @@ class VllmRollout:
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
         """Generates until a response has finished or the timeout has expired. Returns all finished responses."""
+        return self.poll_requests([*self._running, *self._finished], timeout_s)
+
+    def poll_requests(self, request_ids: Collection[str], timeout_s: float | None) -> list[Response]:
+        """Generates until one of these requests has finished or the timeout has expired. Returns their finished
+        responses.
+        """
         self._serving.require(EngineState.SERVING, "generate")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._running and not self._finished:
+        while self._finished.keys().isdisjoint(request_ids) and not self._running.keys().isdisjoint(request_ids):
             self._step()
             if deadline is not None and time.monotonic() >= deadline:
                 break
-        finished, self._finished = self._finished, {}
-        return list(finished.values())
+        return [self._finished.pop(i) for i in request_ids if i in self._finished]
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -329,6 +338,34 @@ class VllmRollout:
         waking = self._serving.tags_to_wake(tags)
         self._engine.wake_up(tags=sorted(waking))
         self._serving.asleep -= waking
+
+
+class OwnRequests:
+    """Requests of one caller on an engine that also runs the requests of others."""
+
+    def __init__(self, engine: VllmRollout) -> None:
+        self._engine = engine
+        self._request_ids: dict[str, None] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._request_ids)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        requests = list(requests)
+        self._engine.add(requests)
+        self._request_ids |= dict.fromkeys(request.request_id for request in requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        """Generates until a response has finished or the timeout has expired. Returns all finished responses."""
+        responses = self._engine.poll_requests(tuple(self._request_ids), timeout_s)
+        for response in responses:
+            del self._request_ids[response.request_id]
+        return responses
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        own = [request_id for request_id in request_ids if self._request_ids.pop(request_id, self) is None]
+        self._engine.abort(own)
 
 
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: bool) -> EngineArgs:

@@ -12,8 +12,8 @@ from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig
 from flowrl.data.metric import Mean
 from flowrl.engines.train.engine import Denominators
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.configured_losses import policy_loss
-from flowrl.workers.loss import Loss, LossFunction, check_weight, loss_term
+from flowrl.workers.losses.configured_losses import policy_loss
+from flowrl.workers.losses.loss import Loss, LossFunction, check_weight, loss_term
 from tests.errors import rejects
 
 COMPUTED = ("logprobs", "entropy", "hidden", "topk_logprobs", "topk_ids")

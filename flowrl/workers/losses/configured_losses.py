@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.algorithms import clipped_value_loss, kl_estimate, kl_loss
 from flowrl.algorithms.registry import distillation_losses, kl_kinds, loss_and_metrics, per_token, policy_losses
 from flowrl.config import ActorConfig, CriticConfig, StudentConfig
-from flowrl.workers.loss import Loss
+from flowrl.workers.losses.loss import Loss
 
 
 def policy_loss(config: ActorConfig) -> Loss:

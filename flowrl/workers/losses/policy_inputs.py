@@ -6,7 +6,7 @@ Shape suffixes: B rows, L tokens of the longest row of a micro-batch, D hidden s
 from torch import Tensor, nn
 
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.loss import TOPK_IDS, TOPK_LOGPROBS, Loss
+from flowrl.workers.losses.loss import TOPK_IDS, TOPK_LOGPROBS, Loss
 
 COMPUTED = ("logprobs", "entropy", "hidden", TOPK_LOGPROBS, TOPK_IDS)
 

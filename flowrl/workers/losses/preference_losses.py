@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.algorithms import sequence_logprobs
 from flowrl.algorithms.registry import described, preference_losses, reward_model_losses
 from flowrl.config import PreferenceActorConfig, PreferenceConfig, RewardModelConfig, RewardModelLossConfig, UserError
-from flowrl.workers.loss import Loss, MaskedMetric
+from flowrl.workers.losses.loss import Loss, MaskedMetric
 
 PAIR, REFERENCE = "pair", "ref_response_logprobs"
 """Names of the row columns with the id of a pair, and with the log-probability under the reference."""

@@ -1,8 +1,11 @@
-"""Rollouts with an environment: the segments of each response and their columns, in batches and in streams."""
+"""Episodes: the segments of each response of an environment, and their scores, in batches and in streams."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,14 @@ from flowrl.config import ModelConfig, RolloutConfig
 from flowrl.controller.errors import WorkerUserError
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.weights import meta_copy
+from flowrl.engines.rollout.base import Request, Response, RolloutEngine
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
+from flowrl.rewards.reward_function import RewardError
+from flowrl.rewards.row_scores import RewardCall, RowScores
 from flowrl.workers import Rollout
-from flowrl.workers.segments import Environment, generate_segments
+from flowrl.workers.channel import RequestClient, RequestError, RequestServer
+from flowrl.workers.episodes import Environment, Episode, Episodes, run_episodes, score_columns
 from tests.engines.rollout.hf.test_engine import prompts, rollout
 from tests.engines.tiny import qwen2, tokenizer
 from tests.errors import rejects
@@ -155,20 +162,153 @@ def test_an_error_of_the_function_names_function_and_cause(open_group: OpenGroup
         group.poll(600.0).get("response")
 
 
+def run_all(
+    engine: RolloutEngine, requests: Sequence[Request], environment: Environment | None, text: ChatTokenizer
+) -> list[tuple[Request, Response | None]]:
+    """Returns the last request and the last segment of each episode."""
+    episodes = [Episode(0, request, {}) for request in requests]
+    run_episodes(engine, episodes, Episodes(text, environment))
+    return [(episode.request, episode.response) for episode in episodes]
+
+
 def test_all_segments_use_weights_that_are_gathered_once(model: ModelConfig) -> None:
     """Ranks of a sharded actor gather weights together, but need different numbers of segments."""
     source, given = qwen2(), prompts(20)
-    ids = torch.arange(20)
-    environment = Environment(f"{ENVIRONMENTS}:count_down", ChatTokenizer(model.path), 40)
+    ids, text = torch.arange(20), ChatTokenizer(model.path)
+    environment = Environment(f"{ENVIRONMENTS}:count_down", text, 40)
     engine = HfRollout(meta_copy(source), tokenizer(), RolloutConfig(max_response_tokens=40), gathered_from=source)
     requests = make_requests(given, ids, ids, seed=0)
-    arguments = (environment, [{}] * len(given))
-    assert generate_segments(engine, requests, *arguments) == generate_segments(
-        rollout(source, max_response_tokens=40), requests, *arguments
-    )
-    assert generate_segments(engine, [], environment, []) == ([], [])
+    expected = run_all(rollout(source, max_response_tokens=40), requests, environment, text)
+    assert run_all(engine, requests, environment, text) == expected
+    assert max(len(request.segments) for request, _ in expected) > 3
+    assert run_all(engine, [], environment, text) == []
     assert all(parameter.is_meta for parameter in engine.model.parameters())
     with engine.gathered_weights():
         before = [id(parameter) for parameter in engine.model.parameters()]
-        generate_segments(engine, requests[:2], *arguments)
+        run_all(engine, requests[:2], environment, text)
         assert [id(parameter) for parameter in engine.model.parameters()] == before
+
+
+# Scores.
+
+KEY = b"k" * 32
+
+
+def as_scores(value: float) -> RowScores:
+    return RowScores({"scores": value}, {"reward": RewardCall(value)})
+
+
+@pytest.fixture
+def reward() -> Iterator[tuple[RequestClient, list[tuple[dict[str, Any], Future[RowScores]]]]]:
+    """Yields a client of a reward whose scores the test sets, and the rows that it has received."""
+    received: list[tuple[dict[str, Any], Future[RowScores]]] = []
+
+    def handle(row: dict[str, Any]) -> Future[RowScores]:
+        received.append((row, Future()))
+        return received[-1][1]
+
+    with (
+        closing(RequestServer("127.0.0.1", 0, KEY, handle)) as server,
+        closing(RequestClient([server.address], KEY)) as client,
+    ):
+        yield client, received
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+def test_a_complete_response_is_scored_with_its_columns(model: ModelConfig, reward: Any) -> None:
+    client, received = reward
+    text = ChatTokenizer(model.path)
+    episodes = Episodes(text, Environment(f"{ENVIRONMENTS}:ask_again", text, 20), client)
+    request = Request("0-0", [2, 3], 0)
+    episode = Episode(0, request, {"prompt": "1+1", "answer": "2"})
+    episodes.add([episode])
+    (following,) = episodes.add_responses([Response("0-0", [4, 5], [0.0] * 2, [0] * 2)])
+    assert episodes.num_waiting == 0 and episodes.is_unfinished("0-0")
+    assert episodes.add_responses([Response("0-0", [6], [0.0], [0], truncated=True)]) == []
+    assert episodes.num_waiting == 1 and episodes.is_unfinished("0-0") and episode.scores is None
+    wait_until(lambda: bool(received))
+    row, future = received[0]
+    ids = [4, 5, *text.encode("="), 6]
+    assert [token for segment in following.segments for token in segment.token_ids] == ids[:-1]
+    assert row == {
+        "prompt": "1+1",
+        "answer": "2",
+        "response": text.decode(ids),
+        "token_ids": ids,
+        "finish_reason": "length",
+    }
+    episodes.receive(0)
+    assert episode.scores is None
+    future.set_result(as_scores(0.5))
+    episodes.receive(None)
+    assert episode.scores == as_scores(0.5) and episodes.num_waiting == 0 and not episodes.is_unfinished("0-0")
+
+
+def test_a_dropped_episode_gets_no_score(model: ModelConfig, reward: Any) -> None:
+    client, received = reward
+    episodes = Episodes(ChatTokenizer(model.path), None, client)
+    both = [Episode(i, Request(f"0-{i}", [2], 0), {}) for i in range(2)]
+    episodes.add(both)
+    episodes.add_responses(Response(f"0-{i}", [4], [0.0], [0]) for i in range(2))
+    wait_until(lambda: len(received) == 2)
+    episodes.drop(["0-0", "9-9"])
+    for _, future in received:
+        future.set_result(as_scores(1.0))
+    episodes.receive(None)
+    assert [episode.scores for episode in both] == [None, as_scores(1.0)]
+    assert episodes.num_waiting == 0
+
+
+def test_a_reward_that_fails_ends_generation(model: ModelConfig, reward: Any) -> None:
+    client, received = reward
+    episodes = Episodes(ChatTokenizer(model.path), None, client)
+    episodes.add([Episode(0, Request("0-0", [2], 0), {})])
+    episodes.add_responses([Response("0-0", [4], [0.0], [0])])
+    wait_until(lambda: bool(received))
+    received[0][1].set_exception(RewardError("no number for this row"))
+    with pytest.raises(RequestError, match="no number for this row"):
+        episodes.receive(None)
+
+
+def test_all_responses_of_a_call_are_scored(model: ModelConfig) -> None:
+    rows: list[dict[str, Any]] = []
+
+    def handle(row: dict[str, Any]) -> Future[RowScores]:
+        rows.append(row)
+        future: Future[RowScores] = Future()
+        future.set_result(as_scores(float(len(row["token_ids"]))))
+        return future
+
+    text, source = ChatTokenizer(model.path), qwen2()
+    ids = torch.arange(20)
+    requests = make_requests(prompts(20), ids, ids, seed=0)
+    own = [Episode(0, request, {}) for request in requests]
+    with (
+        closing(RequestServer("127.0.0.1", 0, KEY, handle)) as server,
+        closing(RequestClient([server.address], KEY)) as client,
+    ):
+        run_episodes(rollout(source, max_response_tokens=40), own, Episodes(text, None, client))
+    assert len(rows) == 20
+    for episode in own:
+        assert episode.response is not None and episode.scores is not None
+        assert episode.scores.values == {"scores": float(len(episode.response.token_ids))}
+
+
+def test_columns_of_scores() -> None:
+    calls = {"exact": RewardCall(1.0, 0.5), "style": RewardCall(None, 2.0, "timeout", "late")}
+    rows = [RowScores({"scores": 1.0, "exact": 1.0}, calls), RowScores({"scores": 2.0, "exact": math.nan}, {})]
+    columns = score_columns(rows, ("scores", "exact"))
+    assert columns["scores"].tolist() == [1.0, 2.0] and columns["exact"].isnan().tolist() == [False, True]
+    assert columns["reward_failed"].tolist() == [True, False]
+    assert columns["reward_calls"] == [
+        {
+            "exact": {"score": 1.0, "seconds": 0.5, "failure": None, "message": ""},
+            "style": {"score": None, "seconds": 2.0, "failure": "timeout", "message": "late"},
+        },
+        {},
+    ]
+    assert score_columns([None, None], ()) == {}

@@ -1,0 +1,293 @@
+"""Requests between workers over sockets, which the driver does not see.
+
+A server answers each request with the result of a future, in any order. A client sends requests to several servers. If
+a connection is lost, the client connects again and repeats the requests that have no result yet, so requests must be
+idempotent. Both authenticate with a key of the run (HMAC) before they read anything else.
+"""
+
+import itertools
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any
+
+from flowrl.config import UserError
+
+RECONNECT_S = 60.0
+"""Seconds during which a client tries to connect to a server again. A lost process is replaced in this time."""
+
+_RETRY_S = 0.2
+"""Seconds between two attempts to connect."""
+
+
+class RequestError(UserError):
+    """Raised by a client if a request failed on the server, or if the server cannot be reached."""
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Address of a server."""
+
+    host: str
+    port: int
+
+
+class RequestServer:
+    """Serves requests in threads. `handle` maps the value of a request to the future of its result."""
+
+    def __init__(self, host: str, port: int, key: bytes, handle: Callable[[Any], Future]) -> None:
+        """Listens on a port; 0 selects a free one. Raises OSError if the port is in use."""
+        # Without a key, because the handshake of a client would delay all others. Its session does the handshake.
+        self._listener = Listener((host, port), backlog=64)
+        self._key, self._handle = key, handle
+        self._connections: set[Connection] = set()
+        self._is_closed = False
+        bound: Any = self._listener.address  # typed for all families of sockets
+        self.address = ServerAddress(*bound)
+        self._accepting = threading.Thread(target=self._accept, name="flowrl-channel-accept", daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        while True:
+            connection = self._listener.accept()
+            if self._is_closed:
+                connection.close()
+                self._listener.close()
+                return
+            self._connections.add(connection)
+            _Session(connection, self._key, self._handle, self._connections.discard).start()
+
+    def close(self) -> None:
+        """Stops listening and ends all connections. Is idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # Closing a socket does not end its `accept`, so a last connection ends it.
+        Client((self.address.host, self.address.port)).close()
+        self._accepting.join()
+        for connection in tuple(self._connections):
+            _shut_down(connection)
+
+
+def _shut_down(connection: Connection) -> None:
+    """Ends a connection whose thread is waiting for a message. The thread then closes it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)
+
+
+class _Session:
+    """A connection of the server: one thread receives requests, and one thread sends results."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        key: bytes,
+        handle: Callable[[Any], Future],
+        forget: Callable[[Connection], None],
+    ) -> None:
+        self._connection, self._key, self._handle, self._on_close = connection, key, handle, forget
+        self._results: queue.SimpleQueue[tuple[Hashable, Any, str | None] | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        self._sending = threading.Thread(target=self._send, name="flowrl-channel-send", daemon=True)
+        self._sending.start()
+        threading.Thread(target=self._receive, name="flowrl-channel-receive", daemon=True).start()
+
+    def _receive(self) -> None:
+        # A wrong key or a lost connection concerns only this client.
+        with suppress(OSError, EOFError, AuthenticationError):
+            deliver_challenge(self._connection, self._key)
+            answer_challenge(self._connection, self._key)
+            while True:
+                for key, value in self._connection.recv():
+                    self._handle(value).add_done_callback(lambda future, key=key: self._add_result(key, future))
+        self._on_close(self._connection)
+        self._results.put(None)
+        # Closed after both threads have ended, because a closed connection has no handle.
+        self._sending.join()
+        self._connection.close()
+
+    def _add_result(self, key: Hashable, future: Future) -> None:
+        error = future.exception()
+        self._results.put((key, None, str(error)) if error is not None else (key, future.result(), None))
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (first := self._results.get()) is not None:
+                # Results that are ready at the same time share one message.
+                results: list[tuple[Hashable, Any, str | None] | None] = [first]
+                while not self._results.empty():
+                    results.append(self._results.get())
+                self._connection.send([result for result in results if result is not None])
+                if None in results:
+                    break
+        _shut_down(self._connection)
+
+
+class RequestClient:
+    """Sends requests to several servers, and collects their results.
+
+    The server of a request is the one with the fewest requests in flight.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[ServerAddress],
+        key: bytes,
+        *,
+        reconnect_s: float = RECONNECT_S,
+        lost_result: Any = None,  # Any: a result of the server
+    ) -> None:
+        """Connects to the servers. Raises RequestError if a server does not answer within `reconnect_s` seconds.
+
+        After a lost connection, requests in flight are repeated. With `lost_result`, this is their result instead.
+        """
+        self._results: queue.SimpleQueue[tuple[Hashable, Any, str | None]] = queue.SimpleQueue()
+        self._links = [_Link(server, key, self._results, reconnect_s, lost_result) for server in servers]
+        self._link_of: dict[Hashable, _Link] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests whose results `receive` has not returned yet."""
+        return len(self._link_of)
+
+    def send(self, requests: Iterable[tuple[Hashable, Any]], servers: Iterable[int] | None = None) -> list[int]:
+        """Sends requests, as pairs of a unique key and a value. Does not wait for results.
+
+        `servers` has the index of the server for each request. Returns the index of the server of each request.
+        """
+        batches: dict[int, list[tuple[Hashable, Any]]] = {}
+        chosen: list[int] = []
+        for (key, value), server in zip(requests, itertools.repeat(None) if servers is None else servers, strict=False):
+            index = self._least_busy(batches) if server is None else server
+            self._link_of[key] = self._links[index]
+            batches.setdefault(index, []).append((key, value))
+            chosen.append(index)
+        for index, batch in batches.items():
+            self._links[index].send(batch)
+        return chosen
+
+    def _least_busy(self, batches: Mapping[int, Sequence[object]]) -> int:
+        return min(range(len(self._links)), key=lambda i: self._links[i].num_in_flight + len(batches.get(i, ())))
+
+    def receive(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, Any]]:
+        """Returns the keys and results that have arrived. Waits up to `timeout_s` for the first one (None: no limit).
+
+        Ignores results of dropped requests. Raises RequestError if a request failed or a server cannot be reached.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        results: list[tuple[Hashable, Any]] = []
+        while self._link_of and not results:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                arrived = [self._results.get(timeout=left_s) if left_s != 0 else self._results.get_nowait()]
+            except queue.Empty:
+                break
+            while not self._results.empty():
+                arrived.append(self._results.get())
+            for key, result, error in arrived:
+                if error is not None and (key is None or key in self._link_of):
+                    raise RequestError(error)
+                if self._link_of.pop(key, None) is not None:
+                    results.append((key, result))
+        return results
+
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """Discards the results of requests. Ignores unknown keys."""
+        for key in keys:
+            link = self._link_of.pop(key, None)
+            if link is not None:
+                link.drop(key)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+
+class _Link:
+    """A client's connection to one server."""
+
+    def __init__(
+        self, server: ServerAddress, key: bytes, results: "queue.SimpleQueue", reconnect_s: float, lost_result: Any
+    ) -> None:
+        self._server, self._key, self._results, self._reconnect_s = server, key, results, reconnect_s
+        self._lost_result = lost_result
+        self._in_flight: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._connection = self._connect()
+        threading.Thread(target=self._receive, name="flowrl-channel-client", daemon=True).start()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def _connect(self) -> Connection:
+        deadline = time.monotonic() + self._reconnect_s
+        address = (self._server.host, self._server.port)
+        while True:
+            try:
+                return Client(address, authkey=self._key)
+            except (OSError, EOFError, AuthenticationError) as error:
+                if time.monotonic() >= deadline or self._is_closed:
+                    raise RequestError(
+                        f"the worker at {address[0]}:{address[1]} did not accept a connection within "
+                        f"{self._reconnect_s:g} s ({type(error).__name__}: {error}): check the network between nodes"
+                    ) from error
+                time.sleep(_RETRY_S)
+
+    def send(self, requests: Sequence[tuple[Hashable, Any]]) -> None:
+        with self._lock:
+            self._in_flight.update(requests)
+            # The thread that receives detects a lost connection, and repeats all requests in flight.
+            with suppress(OSError):
+                self._connection.send(list(requests))
+
+    def drop(self, key: Hashable) -> None:
+        with self._lock:
+            self._in_flight.pop(key, None)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                for key, result, error in self._connection.recv():
+                    with self._lock:
+                        is_new = self._in_flight.pop(key, self) is not self
+                    if is_new:
+                        self._results.put((key, result, error))
+            except (OSError, EOFError):
+                with self._lock:
+                    self._connection.close()
+                if self._is_closed or not self._reconnect():
+                    return
+
+    def _reconnect(self) -> bool:
+        """Connects again and repeats the requests in flight, or sets their result. Returns False if the server cannot
+        be reached.
+        """
+        try:
+            connection = self._connect()
+        except RequestError as error:
+            self._results.put((None, None, str(error)))
+            return False
+        with self._lock:
+            self._connection = connection
+            if self._lost_result is not None:
+                for key in self._in_flight:
+                    self._results.put((key, self._lost_result, None))
+                self._in_flight.clear()
+            with suppress(OSError):
+                connection.send(list(self._in_flight.items()))
+        return True
+
+    def close(self) -> None:
+        self._is_closed = True
+        _shut_down(self._connection)

@@ -1,0 +1,288 @@
+"""Dialogs of the policy with environment workers: requests, the tokens between turns, rewards and failures."""
+
+import itertools
+import math
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from flowrl.data.chat import ChatTokenizer
+from flowrl.data.messages import DataError
+from flowrl.data.turn_delta import ChatMessage, make_turn_delta
+from flowrl.engines.rollout.base import Request, Response, Segment
+from flowrl.environments.base import ModelResponse, Observation
+from flowrl.environments.requests import Close, Reply, Reset, Step
+from flowrl.rewards.reward_function import RewardError
+from flowrl.rewards.row_scores import RewardCall, RowScores
+from flowrl.workers.channel import RequestClient, ServerAddress
+
+if TYPE_CHECKING:
+    from flowrl.workers.episodes import Episode
+
+NAME = "environment"
+"""Name of the environment in `reward_calls` and metrics."""
+
+
+TURN_REWARDS, EPISODE = "turn_rewards", "episode"
+"""Columns of episodes: the reward of each turn at the turn's last token, and a record per row."""
+
+
+@dataclass(frozen=True)
+class EnvironmentServers:
+    """Addresses and settings of the environment workers of a run."""
+
+    addresses: Sequence[ServerAddress]
+    key: bytes
+    max_prompt_tokens: int
+    restarts: int
+    stops_on_failure: bool
+
+
+@dataclass
+class Dialog:
+    """State of the turns of one episode."""
+
+    first: Request
+    """Request of the first segment, with which a lost episode starts again."""
+    server: int
+    """Index of the environment worker."""
+    messages: Sequence[ChatMessage] = ()
+    """The conversation so far."""
+    tools: Sequence[ChatMessage] = ()
+    rewards: list[float] = field(default_factory=list)
+    """Reward of each turn."""
+    infos: list[Mapping[str, Any]] = field(default_factory=list)
+    """`Observation.info` of each turn."""
+    seconds: float = 0.0
+    """Total duration of the environment's calls."""
+    num_restarts: int = 0
+    response: Response | None = None
+    """Response that the environment has received last."""
+
+
+class Dialogs:
+    """Runs the turns of episodes through environment workers.
+
+    Args:
+        tokenizer: tokenizer of the policy, with its chat template.
+        client: connection to the environment workers, whose `lost_result` is `LOST`.
+        max_response_tokens: largest number of tokens of all segments of a response.
+        max_prompt_tokens: largest number of tokens of a prompt that `reset` returns.
+        restarts: number of times that a lost episode starts again.
+        stops_on_failure: whether a failed episode raises RewardError. Otherwise, its score is 0.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        client: RequestClient,
+        *,
+        max_response_tokens: int,
+        max_prompt_tokens: int,
+        restarts: int,
+        stops_on_failure: bool,
+    ) -> None:
+        self.client = client
+        self._tokenizer, self._max_response_tokens = tokenizer, max_response_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+        self._restarts, self._stops_on_failure = restarts, stops_on_failure
+        self._prefix = uuid.uuid4().hex
+        """Distinguishes the episodes of this object from those of others on the same environment worker."""
+        self._numbers = itertools.count()
+        self._episodes: dict[int, Episode] = {}
+        """Key of a request in flight -> its episode."""
+        self._ended: list[str] = []
+
+    def start(self, episodes: Sequence["Episode"]) -> list[Dialog]:
+        """Sends the rows of episodes to their environments. Returns their state."""
+        servers = self._send([(episode, Reset(self._id(episode), dict(episode.columns))) for episode in episodes])
+        return [Dialog(episode.request, server) for episode, server in zip(episodes, servers, strict=True)]
+
+    def _id(self, episode: "Episode") -> str:
+        return f"{self._prefix}/{episode.id}"
+
+    def _send(self, requests: Sequence[tuple["Episode", Any]], servers: Sequence[int] | None = None) -> list[int]:
+        keys = [next(self._numbers) for _ in requests]
+        self._episodes |= {key: episode for key, (episode, _) in zip(keys, requests, strict=True)}
+        values = [(key, request) for key, (_, request) in zip(keys, requests, strict=True)]
+        return self.client.send(values, servers)
+
+    def send(self, finished: Sequence[tuple["Episode", Response]]) -> None:
+        """Sends responses to their environments."""
+        requests, servers = [], []
+        for episode, response in finished:
+            dialog = _dialog(episode)
+            dialog.response = response
+            text, reason = self._tokenizer.decode(response.token_ids), "length" if response.truncated else "stop"
+            turn = len(dialog.rewards)
+            step = Step(self._id(episode), ModelResponse(text, tuple(response.token_ids), reason, turn))
+            requests.append((episode, step))
+            servers.append(dialog.server)
+        self._send(requests, servers)
+
+    def receive(self, timeout_s: float | None) -> list[Request]:
+        """Returns the requests for the next segments of the episodes whose observation has arrived."""
+        continued: list[Request] = []
+        for key, reply in self.client.receive(timeout_s):
+            episode = self._episodes.pop(int(str(key)))
+            request = self._apply(episode, reply)
+            if request is not None:
+                episode.request = request
+                continued.append(request)
+        return continued
+
+    def pop_ended(self) -> list[str]:
+        """Returns the ids of the episodes that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _apply(self, episode: "Episode", reply: Reply) -> Request | None:
+        """Applies a reply to an episode. Returns the request for its next segment, or None if it has ended or starts
+        again.
+        """
+        dialog = _dialog(episode)
+        dialog.seconds += reply.seconds
+        if reply.failure == "lost" and dialog.num_restarts < self._restarts:
+            return self._restart(episode)
+        if reply.failure is not None:
+            return self._fail(episode, reply.failure, reply.message)
+        try:
+            if dialog.response is None:
+                return self._first_request(episode, reply)
+            assert reply.observation is not None
+            return self._next_request(episode, dialog.response, reply.observation)
+        except DataError as error:
+            return self._fail(episode, "invalid", str(error))
+
+    def _restart(self, episode: "Episode") -> None:
+        dialog = _dialog(episode)
+        fresh = Dialog(dialog.first, dialog.server, num_restarts=dialog.num_restarts + 1, seconds=dialog.seconds)
+        episode.dialog, episode.request = fresh, dialog.first
+        self._send([(episode, Reset(self._id(episode), dict(episode.columns)))], [dialog.server])
+
+    def _first_request(self, episode: "Episode", reply: Reply) -> Request:
+        dialog = _dialog(episode)
+        dialog.tools = reply.tools
+        if reply.prompt_ids is not None:
+            return self._checked(dialog, reply.prompt_ids)
+        assert reply.observation is not None
+        dialog.messages = tuple(reply.observation.messages)
+        messages = self._tokenizer.with_system(dialog.messages)
+        text = self._tokenizer.render(messages, generate=True, tools=dialog.tools)
+        return self._checked(dialog, self._tokenizer.encode(text))
+
+    def _checked(self, dialog: Dialog, token_ids: Sequence[int]) -> Request:
+        """Returns the request for a prompt. Raises DataError if it is too long."""
+        if len(token_ids) > self._max_prompt_tokens:
+            raise DataError(
+                f"the prompt that the environment returned has {len(token_ids)} tokens, more than "
+                f"data.max_prompt_tokens ({self._max_prompt_tokens}): shorten it, or raise data.max_prompt_tokens"
+            )
+        return replace(dialog.first, token_ids=token_ids)
+
+    def _next_request(self, episode: "Episode", response: Response, observation: Observation) -> Request | None:
+        dialog = _dialog(episode)
+        dialog.rewards.append(observation.reward or 0.0)
+        dialog.infos.append(observation.info)
+        if observation.done:
+            return self._end(episode, response)
+        if response.truncated:
+            self._close([episode])
+            return self._end(episode, response)
+        if not dialog.messages:
+            raise DataError(
+                "reset returned tokens, so the conversation is unknown: return messages, or end the episode"
+            )
+        delta = make_turn_delta(
+            self._tokenizer, dialog.messages, response.token_ids, observation.messages, dialog.tools
+        )
+        dialog.messages = delta.messages
+        segments = (*episode.request.segments, Segment.policy(response), Segment.environment(delta.token_ids))
+        following = replace(episode.request, segments=segments)
+        if following.num_response_tokens < self._max_response_tokens:
+            return following
+        response.truncated = True
+        self._close([episode])
+        return self._end(episode, response)
+
+    def _end(self, episode: "Episode", response: Response) -> None:
+        dialog = _dialog(episode)
+        episode.response = response
+        self._ended.append(episode.id)
+        score = math.fsum(dialog.rewards)
+        episode.scores = RowScores({"scores": score}, {NAME: RewardCall(score, dialog.seconds)})
+
+    def _fail(self, episode: "Episode", failure: str, message: str) -> None:
+        if self._stops_on_failure:
+            raise RewardError(f"environment: {message}")
+        dialog = _dialog(episode)
+        self._close([episode])
+        if dialog.response is None:
+            # A row needs a token of the policy, although it is not trained.
+            dialog.response = Response(episode.id, [self._tokenizer.eos_id], [0.0], [0], truncated=True)
+        dialog.rewards += [0.0] * (len(_policy_segments(episode)) + 1 - len(dialog.rewards))
+        episode.response = dialog.response
+        self._ended.append(episode.id)
+        episode.scores = RowScores({"scores": 0.0}, {NAME: RewardCall(None, dialog.seconds, failure, message)})
+
+    def _close(self, episodes: Iterable["Episode"]) -> None:
+        episodes = list(episodes)
+        servers = [_dialog(episode).server for episode in episodes]
+        # Nobody waits for the replies.
+        keys = [next(self._numbers) for _ in episodes]
+        self.client.send([(k, Close(self._id(e))) for k, e in zip(keys, episodes, strict=True)], servers)
+        self.client.drop(keys)
+
+    def drop(self, episodes: Sequence["Episode"]) -> None:
+        """Ends episodes without a result."""
+        dropped = {id(episode) for episode in episodes}
+        keys = [key for key, episode in self._episodes.items() if id(episode) in dropped]
+        self.client.drop(keys)
+        for key in keys:
+            del self._episodes[key]
+        self._close(episodes)
+
+
+LOST = Reply(failure="lost", message="the environment worker was lost")
+"""Result of a request whose connection was lost."""
+
+
+def _dialog(episode: "Episode") -> Dialog:
+    assert episode.dialog is not None, "the episode has an environment"
+    return episode.dialog
+
+
+def _policy_segments(episode: "Episode") -> list[Segment]:
+    return [segment for segment in episode.request.segments if segment.is_policy]
+
+
+def turn_columns(episodes: Sequence["Episode"]) -> tuple[list[float], list[dict[str, Any]]]:
+    """Returns the columns `turn_rewards` (one number per token of prompts and responses) and `episode` (one record per
+    row) of complete episodes.
+    """
+    rewards_T: list[float] = []
+    records = []
+    for episode in episodes:
+        dialog, last = _dialog(episode), episode.response
+        assert last is not None
+        rewards_T += [0.0] * len(episode.request.token_ids)
+        turns = iter(dialog.rewards)
+        for segment in (*episode.request.segments, Segment.policy(last)):
+            own = [0.0] * len(segment.token_ids)
+            if segment.is_policy:
+                own[-1] = next(turns)
+            rewards_T += own
+        counts: Counter[str] = Counter()
+        for info in dialog.infos:
+            counts.update(info.get("counts") or {})
+        reason = dialog.infos[-1].get("reason") if dialog.infos else None
+        record = {
+            "turns": len(dialog.rewards),
+            "restarts": dialog.num_restarts,
+            "counts": dict(counts),
+            "reason": reason,
+        }
+        records.append(record)
+    return rewards_T, records

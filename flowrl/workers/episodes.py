@@ -1,0 +1,252 @@
+"""Episodes: a prompt, the segments of its response, and its reward. The policy and an environment take turns."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from flowrl.data.batch.tensordicts import num_rows, objects
+from flowrl.data.chat import ChatTokenizer
+from flowrl.engines.rollout.base import GatheringEngine, Request, Response, RolloutEngine, Segment
+from flowrl.engines.rollout.request_batch import open_batch
+from flowrl.rewards.environment_function import (
+    ENVIRONMENT_COLUMNS,
+    RESPONSE_PARAMETERS,
+    call_environment,
+    load_environment_function,
+)
+from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
+from flowrl.workers.channel import RequestClient
+from flowrl.workers.dialogs import Dialog, Dialogs
+
+EPISODE_READS = (*(f"{name}?" for name in ENVIRONMENT_COLUMNS), "*")
+"""Columns that environments and reward functions can receive, in the notation of `register`."""
+
+_INTERNAL_COLUMNS = ("prompt_ids", "prompt_id", "sample", "length")
+"""Row columns of a call that environments and reward functions do not receive."""
+
+POLL_S = 0.05
+"""Seconds between two checks for scores while the engine generates."""
+
+Columns = Mapping[str, Any]
+"""Row columns of one episode, by name."""
+
+
+class Environment:
+    """Continues responses with the segments that the user's function `rollout.environment` returns."""
+
+    def __init__(self, name: str, tokenizer: ChatTokenizer, max_response_tokens: int) -> None:
+        """Raises EnvironmentFunctionError if the function cannot be loaded."""
+        self._name, self._function = name, load_environment_function(name)
+        self._tokenizer, self._max_response_tokens = tokenizer, max_response_tokens
+
+    def next_request(self, request: Request, response: Response, columns: Columns) -> Request | None:
+        """Returns the request for the next policy segment of a response, or None if the response is complete.
+
+        A response always ends with a policy segment. If the environment's tokens leave no token for another policy
+        segment, the response is complete without them, and `response.truncated` becomes true.
+
+        Args:
+            request: request of the last policy segment.
+            response: the last policy segment.
+            columns: row columns of the response.
+        Raises EnvironmentFunctionError if the function raises an exception or returns a wrong value.
+        """
+        if response.truncated:
+            return None
+        segments = (*request.segments, Segment.policy(response))
+        texts = [self._tokenizer.decode(segment.token_ids) for segment in segments]
+        arguments = {**columns, **dict(zip(RESPONSE_PARAMETERS, (segments, texts), strict=True))}
+        result = call_environment(self._function, self._name, arguments, len(self._tokenizer))
+        if result is None:
+            return None
+        token_ids = self._tokenizer.encode(result) if isinstance(result, str) else result
+        following = replace(request, segments=(*segments, Segment.environment(token_ids)))
+        if following.num_response_tokens < self._max_response_tokens:
+            return following
+        response.truncated = True
+        return None
+
+
+@dataclass
+class Episode:
+    """The state of one response."""
+
+    index: int
+    """Index among the samples of the prompt."""
+    request: Request
+    """Request of the newest segment. It contains the earlier segments."""
+    columns: Columns
+    """Columns of the row, for the environment and the reward."""
+    response: Response | None = None
+    """Last segment; None until the response is complete."""
+    scores: RowScores | None = None
+    """Result of the reward or the environment; None until it has arrived."""
+    dialog: Dialog | None = None
+    """State of the environment's turns; None without environment workers."""
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+
+class Episodes:
+    """Unfinished episodes. Sends complete responses to the reward while the engine generates others.
+
+    With environment workers (`dialogs`), an episode begins with their first messages, and each response is sent to
+    them. Its next turn begins when their reply has arrived.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        environment: Environment | None = None,
+        reward: RequestClient | None = None,
+        dialogs: Dialogs | None = None,
+    ) -> None:
+        self._tokenizer, self._environment, self._reward, self._dialogs = tokenizer, environment, reward, dialogs
+        self._episodes: dict[Hashable, Episode] = {}
+        """Request id -> episode without a complete response, or without scores."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of episodes that wait for scores or for an environment."""
+        client = self._reward if self._dialogs is None else self._dialogs.client
+        return 0 if client is None else client.num_in_flight
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Returns whether an episode is not complete, or waits for its scores."""
+        return request_id in self._episodes
+
+    def add(self, episodes: Iterable[Episode]) -> list[Request]:
+        """Adds episodes. Returns the requests of those whose prompt is known. Others wait for their environment."""
+        episodes = list(episodes)
+        self._episodes |= {episode.id: episode for episode in episodes}
+        if self._dialogs is None:
+            return [episode.request for episode in episodes]
+        for episode, dialog in zip(episodes, self._dialogs.start(episodes), strict=True):
+            episode.dialog = dialog
+        return []
+
+    def add_responses(self, responses: Iterable[Response]) -> list[Request]:
+        """Adds finished segments. Returns the requests for the next segments of incomplete responses."""
+        finished = [(self._episodes[response.request_id], response) for response in responses]
+        if self._dialogs is not None:
+            self._dialogs.send(finished)
+            return []
+        continued: list[Request] = []
+        complete: list[Episode] = []
+        for episode, response in finished:
+            environment = self._environment
+            following = environment and environment.next_request(episode.request, response, episode.columns)
+            if following is None:
+                episode.response = response
+                complete.append(episode)
+            else:
+                episode.request = following
+                continued.append(following)
+        if self._reward is not None:
+            self._reward.send((episode.id, self._scored_row(episode)) for episode in complete)
+        else:
+            self._remove(episode.id for episode in complete)
+        return continued
+
+    def _scored_row(self, episode: Episode) -> dict[str, Any]:
+        """Returns the columns that a reward function can receive."""
+        assert episode.response is not None
+        segments = (*episode.request.segments, Segment.policy(episode.response))
+        token_ids = [token for segment in segments for token in segment.token_ids]
+        finish_reason = "length" if episode.response.truncated else "stop"
+        return {
+            **episode.columns,
+            "response": self._tokenizer.decode(token_ids),
+            "token_ids": token_ids,
+            "finish_reason": finish_reason,
+        }
+
+    def receive(self, timeout_s: float | None) -> list[Request]:
+        """Receives scores and observations. Returns the requests for the next segments of episodes that continue.
+
+        Waits up to `timeout_s` seconds for the first result (None: no limit). Raises RequestError if a reward failed
+        and `on_failure` is stop.
+        """
+        if self._dialogs is not None:
+            requests = self._dialogs.receive(timeout_s)
+            self._remove(self._dialogs.pop_ended())
+            return requests
+        if self._reward is not None:
+            for request_id, scores in self._reward.receive(timeout_s):
+                self._episodes.pop(request_id).scores = scores
+        return []
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Discards episodes. Ignores unknown ids."""
+        dropped = [self._episodes[name] for name in request_ids if name in self._episodes]
+        if self._dialogs is not None:
+            self._dialogs.drop(dropped)
+        elif self._reward is not None:
+            self._reward.drop([episode.id for episode in dropped])
+        self._remove([episode.id for episode in dropped])
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for client in (self._reward, None if self._dialogs is None else self._dialogs.client):
+            if client is not None:
+                client.close()
+
+    def _remove(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._episodes.pop(request_id, None)
+
+
+def run_episodes(engine: RolloutEngine, own: Sequence[Episode], episodes: Episodes) -> None:
+    """Generates the responses of all episodes, and waits for their scores.
+
+    All unfinished responses are generated together. A segment, a score or an observation does not wait for others.
+
+    Args:
+        engine: a serving engine.
+        own: episodes without responses.
+        episodes: processes the responses.
+    """
+    with engine.gathered_weights() if isinstance(engine, GatheringEngine) else nullcontext():
+        # All ranks of a gathering engine must enter the block, including ranks without requests.
+        batch = open_batch(engine)
+        batch.add(episodes.add(own))
+        while batch.num_running or episodes.num_waiting:
+            if batch.num_running:
+                # Without results to receive, the engine returns only when a response has finished.
+                responses = batch.poll(POLL_S if episodes.num_waiting else None)
+                requests = [*episodes.add_responses(responses), *episodes.receive(0)]
+            else:
+                requests = episodes.receive(None)
+            if requests:
+                batch.add(requests)
+
+
+def episode_columns(batch: TensorDict) -> list[Columns]:
+    """Returns the row columns that environments and rewards can receive, one mapping per row."""
+    names = [name for name in batch["rows"].keys() if name not in _INTERNAL_COLUMNS]  # noqa: SIM118 (a TensorDict)
+    columns = {name: objects(batch, name) for name in names}
+    return [{name: values[row] for name, values in columns.items()} for row in range(num_rows(batch))]
+
+
+def score_columns(scores: Sequence[RowScores | None], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the columns of the reward: a float column per name, `reward_failed` and `reward_calls`.
+
+    Args:
+        scores: results of the reward, one per row.
+        names: names of the float columns; empty if the responses were not scored.
+    """
+    if not names:
+        return {}
+    rows = [row for row in scores if row is not None]
+    assert len(rows) == len(scores), "every complete episode has scores"
+    columns: dict[str, Any] = {
+        name: torch.tensor([row.values[name] for row in rows], dtype=torch.float32) for name in names
+    }
+    calls = [{name: asdict(call) for name, call in row.calls.items()} for row in rows]
+    return columns | {FAILED: torch.tensor([row.is_failed for row in rows], dtype=torch.bool), CALLS: calls}

@@ -1,0 +1,164 @@
+"""Requests between workers over sockets: order, errors, lost connections, keys, and dropped requests."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing.connection import Client
+from typing import Any
+
+import pytest
+
+from flowrl.workers.channel import RequestClient, RequestError, RequestServer, ServerAddress
+
+KEY = b"k" * 32
+OpenServer = Callable[..., RequestServer]
+
+
+@pytest.fixture
+def open_server() -> Iterator[OpenServer]:
+    with ExitStack() as servers:
+
+        def open_one(handle: Callable[[Any], Future], port: int = 0) -> RequestServer:
+            server = RequestServer("127.0.0.1", port, KEY, handle)
+            servers.callback(server.close)
+            return server
+
+        yield open_one
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+def receive_all(client: RequestClient) -> dict[Any, Any]:
+    results: dict[Any, Any] = {}
+    while client.num_in_flight:
+        results |= dict(client.receive(None))
+    return results
+
+
+def test_results_arrive_as_they_are_ready(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    release = threading.Event()
+
+    def compute(value: int) -> int:
+        if value == 0:
+            release.wait()
+        return value * 10
+
+    server = open_server(lambda value: executor.submit(compute, value))
+    client = RequestClient([server.address], KEY)
+    client.send(enumerate(range(4)))
+    early: dict[Any, Any] = {}
+    while len(early) < 3:
+        early |= dict(client.receive(None))
+    assert early == {1: 10, 2: 20, 3: 30} and client.num_in_flight == 1
+    assert client.receive(0) == []
+    release.set()
+    assert receive_all(client) == {0: 0}
+    client.close()
+
+
+def test_requests_are_shared_by_the_servers(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    counts = [0, 0, 0]
+
+    def counting(index: int) -> Callable[[Any], Future]:
+        def handle(value: Any) -> Future:
+            counts[index] += 1
+            return executor.submit(str, value)
+
+        return handle
+
+    servers = [open_server(counting(index)) for index in range(3)]
+    client = RequestClient([server.address for server in servers], KEY)
+    client.send([(i, i) for i in range(30)])
+    assert receive_all(client) == {i: str(i) for i in range(30)}
+    assert counts == [10, 10, 10]
+    client.close()
+
+
+def test_an_error_of_a_request_is_raised_with_its_message(
+    open_server: OpenServer, executor: ThreadPoolExecutor
+) -> None:
+    def fail(value: Any) -> Any:
+        raise ValueError(f"row {value} is broken")
+
+    client = RequestClient([open_server(lambda value: executor.submit(fail, value)).address], KEY)
+    client.send([("a", 7)])
+    with pytest.raises(RequestError, match="row 7 is broken"):
+        client.receive(None)
+    client.close()
+
+
+def test_requests_are_repeated_after_a_lost_connection(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    first = open_server(lambda value: Future())  # never answers
+    port = first.address.port
+    client = RequestClient([first.address], KEY)
+    client.send([(i, i) for i in range(5)])
+    first.close()
+    second = open_server(lambda value: executor.submit(int, value), port)
+    assert second.address.port == port
+    assert receive_all(client) == {i: i for i in range(5)}
+    client.close()
+
+
+def test_a_server_that_cannot_be_reached_is_an_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = ServerAddress("127.0.0.1", free.getsockname()[1])
+    with pytest.raises(RequestError, match=str(address.port)):
+        RequestClient([address], KEY, reconnect_s=0.1)
+
+
+def test_a_server_that_is_lost_for_good_is_an_error(open_server: OpenServer) -> None:
+    server = open_server(lambda value: Future())
+    client = RequestClient([server.address], KEY, reconnect_s=0.5)
+    client.send([(0, 0)])
+    server.close()
+    with pytest.raises(RequestError):
+        client.receive(None)
+    client.close()
+
+
+def test_a_client_with_another_key_is_rejected_and_others_are_served(
+    open_server: OpenServer, executor: ThreadPoolExecutor
+) -> None:
+    server = open_server(lambda value: executor.submit(int, value))
+    with pytest.raises(RequestError):
+        RequestClient([server.address], b"another key", reconnect_s=0.1)
+    # A client without authentication cannot send a value.
+    with socket.create_connection((server.address.host, server.address.port)) as raw:
+        raw.sendall(b"\0\0\0\4junk")
+    client = RequestClient([server.address], KEY)
+    client.send([(1, 1)])
+    assert receive_all(client) == {1: 1}
+    client.close()
+
+
+def test_results_of_dropped_requests_are_discarded(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    server = open_server(lambda value: executor.submit(int, value))
+    client = RequestClient([server.address], KEY)
+    client.send([(i, i) for i in range(10)])
+    client.drop([0, 1, "unknown"])
+    assert receive_all(client) == {i: i for i in range(2, 10)}
+    client.send([(0, 5)])  # the key is free again
+    assert receive_all(client) == {0: 5}
+    client.close()
+
+
+def test_close_leaves_no_thread_behind(executor: ThreadPoolExecutor) -> None:
+    before = threading.active_count()
+    server = RequestServer("127.0.0.1", 0, KEY, lambda value: executor.submit(int, value))
+    client = RequestClient([server.address], KEY)
+    client.close()
+    server.close()
+    with pytest.raises(OSError):
+        Client((server.address.host, server.address.port), authkey=KEY)
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
