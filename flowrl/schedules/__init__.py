@@ -2,5 +2,7 @@
 
 Entry points: `make_rollout_source` (streaming_rollouts) creates the source of each step's batch. `check_schedule` and
 `render_graph` (schedule_plan) serve preflight checks and `flowrl plan`. `simulate` (simulation) estimates throughput.
-May import `flowrl.checkpoints`, `flowrl.config`, `flowrl.controller`, `flowrl.data` and `flowrl.weight_sync`.
+`Rewards` and `EnvironmentScoring` (rewards) score responses, and `GroupFilter` (group_filter) selects the groups that
+are trained. May import `flowrl.checkpoints`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.rewards`,
+`flowrl.weight_sync` and `flowrl.workers`.
 """

@@ -1,17 +1,19 @@
 """Defines RolloutSource, which produces each step's batch, and BatchRollouts, which runs `sync` and `one_step_off`."""
 
+import math
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
 from flowrl.checkpoints.saved_rows import IDENTITY, SavedRows
 from flowrl.checkpoints.saver import Buffer
-from flowrl.config import RolloutRunConfig
+from flowrl.config import RolloutRunConfig, UserError
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
@@ -19,8 +21,10 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.events import CallEvent, Counted
-from flowrl.data.metric import Logged, Max, Mean, Metric
+from flowrl.data.metric import Logged, Max, Mean, Metric, merge_metrics
 from flowrl.data.prompts import PromptStream
+from flowrl.schedules.group_filter import DROP_REASONS, GroupFilter, SelectedGroup, no_groups_message
+from flowrl.schedules.rewards import Scoring, reward_metrics
 from flowrl.schedules.scheduler import TrainerRoutes
 from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights
@@ -94,10 +98,17 @@ class RolloutContext:
     calls: Calls
     notify: Callable[[str], None]
     """Prints a message to the user."""
+    rewards: Scoring | None = None
+    """Scores the responses; None if the recipe scores them or needs no scores."""
     trainer_routes: TrainerRoutes | None = None
     """Replicas per data-parallel rank of the actor; None if any replica serves any rank."""
     now_ns: Callable[[], int] = time.time_ns
     """Returns the current time in nanoseconds since the epoch."""
+
+    def make_filter(self) -> GroupFilter:
+        """Returns the filter of groups and rows by their scores."""
+        is_scored, needs_success = self.rewards is not None, self.prompts.needs_success
+        return GroupFilter.of_run(self.config, is_scored=is_scored, needs_success=needs_success)
 
 
 class PromptQueue:
@@ -119,6 +130,16 @@ class PromptQueue:
         """Returns a batch with one row per sample of each prompt."""
         return Batch.from_rows(self._prompts.rows(indices)).with_samples(self._samples)
 
+    @property
+    def needs_success(self) -> bool:
+        """Whether the order of the prompts depends on their scores."""
+        return self._prompts.needs_success
+
+    def record_success(self, indices: Sequence[int], groups: Sequence[SelectedGroup]) -> None:
+        """Records the mean score of each prompt whose reward did not fail for all responses."""
+        known = [(index, group.success) for index, group in zip(indices, groups, strict=True) if group.has_success]
+        self._prompts.record_success([index for index, _ in known], [success for _, success in known])
+
     def location(self, index: int) -> str:
         return self._prompts.location(index)
 
@@ -135,19 +156,29 @@ class PromptQueue:
         self._requeued = deque(state["untrained"])
 
 
-@dataclass(frozen=True)
-class _SubmittedBatch:
-    indices: Sequence[int]
-    prompts: Batch
-    responses: Batch
-    """Result of `generate`, possibly in flight."""
+@dataclass
+class _PendingStep:
+    """Groups of a step, which are generated in one or more rounds."""
+
+    indices: list[int] = field(default_factory=list)
+    """Prompt index of each group. Excludes dropped groups."""
+    parts: list[tuple[Batch, Batch]] = field(default_factory=list)
+    """Prompts and responses of these groups, possibly in flight."""
+    row_masks: list[np.ndarray] = field(default_factory=list)
+    """Rows of each part that are trained, as a mask. Empty if the filter is not active."""
+    num_rounds: int = 0
+    is_complete: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    reward_metrics: list[Any] = field(default_factory=list)
+    """Metrics of the rewards of all rounds."""
 
 
 class BatchRollouts:
-    """Generates all responses of a step with one `generate` call, `num_ahead` steps before the step trains.
+    """Generates the responses of a step with `generate` calls, `num_ahead` steps before the step trains.
 
-    The call for a later step is submitted before the calls of the current step. It therefore runs while the current
-    step trains, with the weights of the previous step.
+    Without a filter, a step has one call. The call for a later step is submitted before the calls of the current step.
+    It therefore runs while the current step trains, with the weights of the previous step. With dynamic sampling, the
+    further rounds of a later step run before its weights change, so that results do not depend on time.
     """
 
     is_streaming = False
@@ -161,27 +192,96 @@ class BatchRollouts:
         self._last_step = config.steps + (num_ahead if config.checkpoint.every else 0)
         """Last step for which responses are generated."""
         self._last_submitted = 0
-        self._batches: deque[_SubmittedBatch] = deque()
+        self._shares_processes = False
+        """Whether rollout and policy have a process in common."""
+        self._steps: deque[_PendingStep] = deque()
         self._metrics: tuple[Logged, ...] = ()
+        self._filter = context.make_filter()
 
     def begin(self, policy: WorkerGroup | None, step: int, version: int) -> None:
-        self._last_submitted = step + len(self._batches)
+        self._last_submitted = step + len(self._steps)
+        self._shares_processes = policy is not None and not set(policy.slots).isdisjoint(self._context.rollout.slots)
+        if self._context.rewards is not None:
+            self._context.rewards.connect(self._context.rollout)
 
     def next_batch(self, step: int, version: int) -> Batch:
-        config, queue = self._context.config, self._context.prompts
         while self._last_submitted < min(step + self._num_ahead, self._last_step):
             self._last_submitted += 1
-            indices = queue.pop(config.prompts_per_step)
-            prompts = queue.make_batch(indices)
-            responses = self._context.rollout.generate.submit(prompts)
-            self._batches.append(_SubmittedBatch(indices, prompts, responses))
-        submitted = self._batches.popleft()
-        batch = submitted.prompts.union(submitted.responses)
+            self._steps.append(_PendingStep())
+            self._submit_round(self._steps[-1])
+        pending = self._steps.popleft()
+        self._complete(pending)
+        for later in self._steps if self._shares_processes else ():
+            # The rollout may use the weights of the policy in its process, which training is about to change.
+            self._complete(later)
+        if not pending.parts:
+            raise UserError(no_groups_message(step, self._filter))
+        batch = Batch.concat([prompts.union(responses) for prompts, responses in pending.parts])
+        if self._filter.is_active:
+            batch = batch.rows(np.concatenate(pending.row_masks))
+        self._metrics = (*([pending.metrics] if pending.metrics else []), *pending.reward_metrics)
         if self._num_ahead:
-            self._metrics = (staleness_metrics(batch, version, self._num_ahead),)
+            self._metrics = (*self._metrics, staleness_metrics(batch, version, self._num_ahead))
         return batch
 
+    # Rounds.
+
+    def _submit_round(self, pending: _PendingStep) -> None:
+        """Submits the generation of the missing groups of a step."""
+        context, queue = self._context, self._context.prompts
+        num_missing = context.config.prompts_per_step - len(pending.indices)
+        indices = queue.pop(math.ceil(num_missing * self._filter.oversample))
+        prompts = queue.make_batch(indices)
+        rewards = context.rewards
+        responses = context.rollout.generate.submit(prompts, **({} if rewards is None else rewards.generate_arguments))
+        if rewards is not None:
+            scored = rewards.add_model_scores(prompts.union(responses))
+            responses = scored.select(*(name for name in scored.columns if name not in prompts.columns))
+            pending.reward_metrics += reward_metrics([responses])
+        pending.parts.append((prompts, responses))
+        pending.indices += indices
+        pending.num_rounds += 1
+
+    def _complete(self, pending: _PendingStep) -> None:
+        """Generates further rounds until the step has all its groups, or until `max_rounds`. Waits for scores."""
+        if pending.is_complete:
+            return
+        if not self._filter.is_active:
+            pending.is_complete = True
+            return
+        num_prompts, dropped = self._context.config.prompts_per_step, Counter[str](dict.fromkeys(DROP_REASONS, 0))
+        while True:
+            dropped.update(self._filter_newest(pending, num_prompts))
+            if len(pending.indices) >= num_prompts or pending.num_rounds >= self._filter.max_rounds:
+                break
+            self._submit_round(pending)
+        pending.is_complete = True
+        pending.metrics = drop_metrics(dropped) | {"sampling_rounds": float(pending.num_rounds)}
+
+    def _filter_newest(self, pending: _PendingStep, num_prompts: int) -> Counter[str]:
+        """Removes groups of the newest round that are not trained. Returns the number of dropped groups per reason."""
+        (prompts, responses), samples = pending.parts.pop(), self._context.config.samples_per_prompt
+        groups = self._filter.select(responses)
+        first = len(pending.indices) - len(groups)
+        indices, pending.indices = pending.indices[first:], pending.indices[:first]
+        self._context.prompts.record_success(indices, groups)
+        dropped = Counter(group.reason for group in groups if group.reason is not None)
+        kept = [i for i, group in enumerate(groups) if group.reason is None]
+        num_surplus = max(0, len(pending.indices) + len(kept) - num_prompts)
+        dropped["surplus"] += num_surplus
+        kept = kept[: len(kept) - num_surplus]
+        self._filter.num_dropped.update(dropped)
+        if not kept:
+            return dropped
+        rows = [i * samples + sample for i in kept for sample in range(samples)]
+        pending.parts.append((prompts.rows(rows), responses.rows(rows)))
+        pending.row_masks.append(np.array([sample in groups[i].rows for i in kept for sample in range(samples)]))
+        pending.indices += [indices[i] for i in kept]
+        return dropped
+
     def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
+        for pending in self._steps:
+            self._complete(pending)
         return self._context.weight_sync.send(actor, rollout, version)
 
     def pop_metrics(self) -> tuple[Logged, ...]:
@@ -200,27 +300,58 @@ class BatchRollouts:
         """Does nothing, because no callback is registered."""
 
     def summary(self) -> dict[str, Any]:
-        return {}
+        return {"groups": {"dropped": dict(self._filter.num_dropped)}} if self._filter.is_active else {}
 
     def snapshot(self) -> tuple[Mapping[str, Any], Batch | None]:
         """Returns the state, and the responses for later steps, so that a resumed run trains on the same responses."""
-        state = self._context.prompts.state(index for batch in self._batches for index in batch.indices)
-        ahead = [batch.prompts.select(*IDENTITY).union(batch.responses) for batch in self._batches]
+        for pending in self._steps:
+            self._complete(pending)
+        queue, steps = self._context.prompts, self._steps
+        state = queue.state(index for pending in steps for index in pending.indices)
+        state |= {
+            "steps": [self._state_of(pending) for pending in steps],
+            "kept": [mask.tolist() for pending in steps for mask in pending.row_masks],
+            "filter": self._filter.state(),
+        }
+        parts = [part for pending in steps for part in pending.parts]
+        ahead = [prompts.select(*IDENTITY).union(responses) for prompts, responses in parts]
         return state, Batch.concat(ahead) if ahead else None
 
+    def _state_of(self, pending: _PendingStep) -> dict[str, Any]:
+        state = {"num_groups": len(pending.indices), "metrics": pending.metrics}
+        if not self._filter.is_active:
+            return state  # the metrics of rewards are computed again from the saved rows
+        rewards: dict[str, Any] = merge_metrics([future.get() for future in pending.reward_metrics])
+        return state | {"reward_metrics": {name: astuple(metric) for name, metric in rewards.items()}}
+
     def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
-        config, queue = self._context.config, self._context.prompts
+        queue, samples = self._context.prompts, self._context.config.samples_per_prompt
         queue.restore(state)
+        self._filter.restore(state["filter"])
         if rows is None:
             return
-        num_prompts, num_rows = config.prompts_per_step, config.batch_size
-        indices = queue.pop(len(state["untrained"]))
+        indices = queue.pop(sum(step["num_groups"] for step in state["steps"]))
         prompts = queue.make_batch(indices)
         responses = rows.load(prompts, self._context.rollout.tasks)
-        for i in range(len(indices) // num_prompts):
-            own_rows = slice(i * num_rows, (i + 1) * num_rows)
-            own_indices = indices[i * num_prompts : (i + 1) * num_prompts]
-            self._batches.append(_SubmittedBatch(own_indices, prompts.rows(own_rows), responses.rows(own_rows)))
+        kept, first = np.array([is_kept for mask in state["kept"] for is_kept in mask], dtype=bool), 0
+        for step in state["steps"]:
+            groups = slice(first, first + step["num_groups"])
+            own_rows = slice(groups.start * samples, groups.stop * samples)
+            part = (prompts.rows(own_rows), responses.rows(own_rows))
+            masks = [kept[own_rows]] if len(kept) else []
+            rewards = (
+                [{name: Mean(*values) for name, values in step["reward_metrics"].items()}]
+                if self._filter.is_active
+                else reward_metrics([part[1]])
+            )
+            self._steps.append(_PendingStep(indices[groups], [part], masks, 0, True, step["metrics"], rewards))
+            first = groups.stop
+
+
+def drop_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
+    """Returns the number of dropped groups of a step, in total and per reason."""
+    metrics = {"dropped_groups": sum(dropped.values())} | {f"dropped_{name}": n for name, n in dropped.items()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def staleness_metrics(batch: Batch, version: int, bound: int) -> Future | LocalRef:

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 TrainerRoutes = tuple[tuple[int, ...], ...]
 """Type of the routes: for each data-parallel rank of the actor, the replicas that generate its share of a step."""
 
-DROP_REASONS = ("stale", "refused")
-"""Reasons for dropping a group. `stale`: it exceeds the staleness bound. `refused`: the engine rejected its prompt."""
+DROP_REASONS = ("stale", "refused", "equal_scores", "failed")
+"""Reasons for dropping a group. `stale`: it exceeds the staleness bound. `refused`: the engine rejected its prompt.
+`equal_scores`, `failed`: see flowrl/schedules/group_filter.py.
+"""
 
 EWMA_WEIGHT = 1 / 8
 """Smallest weight of the latest group in the moving average of a replica's seconds per group."""
@@ -188,6 +190,12 @@ class _Replica:
     updating_to: int | None = None
     """Version of the update in flight."""
     running: set[int] = field(default_factory=set)
+    num_unscored: int = 0
+    """Number of running groups that wait for scores only, and therefore occupy no slot."""
+
+    @property
+    def num_slots_used(self) -> int:
+        return len(self.running) - min(self.num_unscored, len(self.running))
 
 
 @dataclass
@@ -333,6 +341,10 @@ class Scheduler:
         if state.updating_to is None or version >= state.updating_to:
             state.updating_to, state.version = None, version
 
+    def set_unscored(self, replica: int, count: int) -> None:
+        """Sets how many running groups of a replica wait for scores only. Other groups get their slots."""
+        self._replicas[replica].num_unscored = count
+
     def mark_replica_lost(self, replica: int) -> None:
         """Requeues the groups of a lost process. The new process gets groups after its first weight update."""
         for group in self._replicas[replica].running:
@@ -429,7 +441,7 @@ class Scheduler:
         return best
 
     def _is_eligible(self, replica: _Replica, train_version: int) -> bool:
-        has_slot = self._limits.is_batched or len(replica.running) < self._limits.slots
+        has_slot = self._limits.is_batched or replica.num_slots_used < self._limits.slots
         return (
             has_slot and replica.version is not None and train_version - replica.version <= self._limits.max_staleness
         )
@@ -455,9 +467,14 @@ class Scheduler:
 
     # Training.
 
-    def pop_step_batch(self) -> StepBatch | None:
-        """Returns the groups of the next step, or None if they are incomplete. Then drops groups that are too stale."""
+    def pop_step_batch(self, *, is_partial: bool = False) -> StepBatch | None:
+        """Returns the groups of the next step, or None if they are incomplete. Then drops groups that are too stale.
+
+        With `is_partial`, a step may have fewer groups than `groups_per_step`: those that are complete.
+        """
         shares = [self._complete_share(queue) for queue in self._queues]
+        if is_partial and None in shares:
+            shares = [self._partial_share(queue) for queue in self._queues]
         ready = [groups for groups in shares if groups is not None]
         if len(ready) < len(shares) or not any(ready):
             return None
@@ -493,6 +510,13 @@ class Scheduler:
             if len(share) == queue.quota or num_seen - len(share) > self._limits.overprovision:
                 break
         return share if len(share) == queue.quota else None
+
+    def _partial_share(self, queue: TrainerQueue) -> list[int]:
+        """Returns the first complete groups of a queue, at most `quota`. The missing groups count as trained."""
+        share = [group for group, state in queue.live.items() if state.is_complete][: queue.quota]
+        if queue.num_untrained is not None and share:
+            queue.num_untrained = max(len(queue.live), queue.num_untrained - (queue.quota - len(share)))
+        return share
 
     def _drop_stale(self) -> None:
         oldest = self._next_version - self._limits.max_staleness

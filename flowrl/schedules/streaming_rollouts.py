@@ -16,7 +16,14 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.events import MAX_COUNTS, CallEvent, Counted
 from flowrl.data.metric import Logged
-from flowrl.schedules.rollout_source import BatchRollouts, RolloutContext, RolloutSource, staleness_metrics
+from flowrl.schedules.group_filter import no_groups_message
+from flowrl.schedules.rewards import reward_metrics
+from flowrl.schedules.rollout_source import (
+    BatchRollouts,
+    RolloutContext,
+    RolloutSource,
+    staleness_metrics,
+)
 from flowrl.schedules.scheduler import (
     AbortGroups,
     DispatchGroups,
@@ -60,6 +67,8 @@ class _Replica:
     """Weight version of the update in flight, and the calls that load this version."""
     recovery: Future | None = None
     """First call after the loss of a process. It is done when the new process is ready."""
+    unscored: Future | None = None
+    """Call in flight that counts the groups that wait for scores only."""
     num_replacements: int = 0
     """Number of process replacements that the driver has handled."""
 
@@ -68,7 +77,7 @@ class _Replica:
         self.recovery = abort = self.group.abort_all.submit()
         self.calls = deque([abort])
         self.groups.clear()
-        self.update = None
+        self.update = self.unscored = None
 
     @property
     def num_polls(self) -> int:
@@ -119,6 +128,16 @@ class StreamingRollouts:
         """Prompt index of each untrained group."""
         self._complete: dict[int, Batch] = {}
         """Rows of each complete group, which stay in the replica's process."""
+        self._scored: dict[int, tuple[int, Batch]] = {}
+        """Replica and rows of each generated group that models score."""
+        self._kept: dict[int, tuple[int, ...]] = {}
+        """Rows of each complete group that are trained, if the filter is active."""
+        rewards = context.rewards
+        self._score = {} if rewards is None else rewards.generate_arguments
+        """Arguments of calls that generate, which name the columns that replicas receive from reward workers."""
+        self._filter = context.make_filter()
+        self._filtered: list[Batch] = []
+        """Rows of the groups that the filter has dropped since the last step."""
         self._pending: PendingRollouts | None = None
         """Groups of the checkpoint, between `restore` and `begin`."""
         self._exports: deque[WeightSnapshot] = deque()
@@ -148,6 +167,10 @@ class StreamingRollouts:
         if self._pending is not None:
             self._prompts, self._complete = self._pending.admit(self._scheduler, context)
             self._pending = None
+            if self._filter.is_active:
+                self._kept = {group: self._filter.select(rows)[0].rows for group, rows in self._complete.items()}
+        if context.rewards is not None:
+            context.rewards.connect(context.rollout)
         self._policy = policy
         if policy is not None:
             context.weight_sync.connect(policy, context.rollout)
@@ -191,11 +214,16 @@ class StreamingRollouts:
             self._submit_actions()
         starved = () if self._is_paused else self._scheduler.starved_replicas
         self._starved.set(self._context.now_ns(), len(starved) / len(self._replicas))
+        rewards = self._context.rewards
         for replica in self._replicas:
             while replica.num_polls < min(MAX_POLLS, len(replica.groups)):
-                replica.calls.append(replica.group.poll.submit(self._poll_s))
+                replica.calls.append(replica.group.poll.submit(self._poll_s, **self._score))
+                if rewards is not None and replica.unscored is None:
+                    replica.unscored = replica.group.count_waiting.submit(self._context.config.samples_per_prompt)
+        self._complete_scored()
         exports = (part for snapshot in self._exports for part in snapshot.futures())
-        return [*self._next_results(), *exports]
+        scored = (rows.select("scores") for _, rows in self._scored.values())
+        return [*self._next_results(), *exports, *scored]
 
     def _next_results(self) -> Iterable[Future | Batch]:
         """Yields at most one result per replica. When one of these results is done, the callback runs again.
@@ -221,6 +249,10 @@ class StreamingRollouts:
                     self._collect(rank, replica, result)
                 else:
                     self._drop_refused(replica, result.get())
+            if replica.unscored is not None and replica.unscored.done():
+                num_scored_by_models = sum(scoring_rank == rank for scoring_rank, _ in self._scored.values())
+                self._scheduler.set_unscored(rank, max(replica.unscored.get()) + num_scored_by_models)
+                replica.unscored = None
             if replica.update is not None and all(call.done() for call in replica.update[1]):
                 version, calls = replica.update
                 for call in calls:
@@ -244,19 +276,59 @@ class StreamingRollouts:
         if not rows.num_rows:
             return
         group_of = self._groups_by_prompt()
-        keys = rows.payload("prompt_id", "sample").rows
+        is_filtered = self._filter.is_active and not self._is_scored_by_models
+        keys = rows.payload("prompt_id", "sample", *(self._filter.columns if is_filtered else ())).rows
         prompt_ids, samples = np.asarray(keys["prompt_id"]), np.asarray(keys["sample"])
         for prompt_id in dict.fromkeys(prompt_ids.tolist()):
             group = group_of.get(prompt_id)
             if group is None:
                 continue
             replica.groups.discard(group)
-            if not self._scheduler.complete_group(rank, group):
-                continue
             own_rows = np.flatnonzero(prompt_ids == prompt_id)
             in_order = own_rows[np.argsort(samples[own_rows])]
-            self._complete[group] = rows.drop("prompt_id", "sample").rows(in_order)
+            group_rows = rows.drop("prompt_id", "sample").rows(in_order)
+            if self._is_scored_by_models:
+                self._scored[group] = (rank, self._add_model_scores(prompt_id, group_rows))
+            else:
+                self._complete_group(rank, group, group_rows, {name: keys[name][in_order] for name in keys})
         self._record_counts()
+
+    @property
+    def _is_scored_by_models(self) -> bool:
+        rewards = self._context.rewards
+        return rewards is not None and rewards.has_models
+
+    def _add_model_scores(self, index: int, rows: Batch) -> Batch:
+        """Returns the rows of a group with the scores of models. Does not block."""
+        rewards, prompts = self._context.rewards, self._context.prompts.make_batch([index])
+        assert rewards is not None
+        scored = rewards.add_model_scores(prompts.union(rows))
+        return scored.select(*(name for name in scored.columns if name not in prompts.columns))
+
+    def _complete_scored(self) -> None:
+        """Completes the groups that models have scored."""
+        for group, (rank, rows) in list(self._scored.items()):
+            if rows.select("scores").done():
+                del self._scored[group]
+                columns = self._filter.columns if self._filter.is_active else ()
+                self._complete_group(rank, group, rows, rows.payload(*columns).rows if columns else {})
+
+    def _complete_group(self, rank: int, group: int, rows: Batch, values: Mapping[str, Any]) -> None:
+        """Stores the rows of a scored group, or drops the group. `values` has the columns of the filter."""
+        index = self._prompts[group]
+        if not self._scheduler.complete_group(rank, group):
+            return
+        self._complete[group] = rows
+        if not self._filter.is_active:
+            return
+        selected = self._filter.select_values(values)[0]
+        self._context.prompts.record_success([index], [selected])
+        self._kept[group] = selected.rows
+        if selected.reason is not None:
+            self._filtered.append(rows)
+            self._filter.num_dropped[selected.reason] += 1
+            self._scheduler.drop_group(group, selected.reason)
+            del self._complete[group], self._kept[group], self._prompts[group]
 
     def _groups_by_prompt(self) -> dict[int, int]:
         return {index: group for group, index in self._prompts.items()}
@@ -311,7 +383,7 @@ class StreamingRollouts:
     def _dispatch(self, replica: _Replica, groups: Sequence[int]) -> None:
         rows = self._context.prompts.make_batch(self._prompts[group] for group in groups)
         replica.groups.update(groups)
-        replica.calls.append(replica.group.add.submit(rows, self._context.config.samples_per_prompt))
+        replica.calls.append(replica.group.add.submit(rows, self._context.config.samples_per_prompt, **self._score))
 
     # Weights.
 
@@ -373,27 +445,43 @@ class StreamingRollouts:
         def is_complete() -> bool:
             nonlocal step_batch
             # The condition may be evaluated again after it is true.
-            step_batch = step_batch or self._scheduler.pop_step_batch()
-            return step_batch is not None
+            is_partial = self._has_generated_enough()
+            step_batch = step_batch or self._scheduler.pop_step_batch(is_partial=is_partial)
+            return step_batch is not None or (is_partial and not self._complete)
 
         self._context.calls.wait_until(is_complete)
-        assert step_batch is not None
+        if step_batch is None:
+            raise UserError(no_groups_message(step, self._filter))
         with self._lock:
             return self._make_batch(step_batch, version)
 
     def _make_batch(self, step_batch: StepBatch, version: int) -> Batch:
         """Returns the rows of a step, and prepares the metrics of the step."""
-        groups = step_batch.groups
+        groups, samples = step_batch.groups, self._context.config.samples_per_prompt
         batch = self._context.prompts.make_batch([self._prompts.pop(group) for group in groups])
-        batch = batch.union(Batch.concat([self._complete.pop(group) for group in groups]))
+        responses = Batch.concat([self._complete.pop(group) for group in groups])
+        batch = batch.union(responses)
+        if self._filter.is_active:
+            kept = [self._kept.pop(group) for group in groups]
+            batch = batch.rows([i * samples + row for i, rows in enumerate(kept) for row in rows])
+        measured = reward_metrics([Batch.concat([responses, *self._filtered])])
+        self._filtered.clear()
         batch = batch.with_sections(len(self._context.trainer_routes or [()]))
         self._forget_dropped()
         counts = self._scheduler.counts
         values = group_metrics(counts, self._counts)
         self._counts = counts
-        self._metrics = (values, staleness_metrics(batch, version, self._context.config.schedule.staleness))
+        self._metrics = (values, staleness_metrics(batch, version, self._context.config.schedule.staleness), *measured)
         self._record_counts()
         return batch
+
+    def _has_generated_enough(self) -> bool:
+        """Returns whether the groups that were generated for the next step are `dynamic_sampling.max_rounds` batches.
+        The step then trains on the groups that are complete.
+        """
+        num_generated = len(self._filtered) + len(self._complete)
+        is_limited = self._filter.is_active and bool(self._filtered)
+        return is_limited and num_generated >= self._filter.max_rounds * self._context.config.prompts_per_step
 
     def _forget_dropped(self) -> None:
         """Frees the rows and prompt indices of dropped groups."""
@@ -402,6 +490,8 @@ class StreamingRollouts:
         running = {group for replica in self._replicas for group in replica.groups}
         self._prompts = {group: index for group, index in self._prompts.items() if group in live | running}
         self._complete = {group: rows for group, rows in self._complete.items() if group in live}
+        self._kept = {group: rows for group, rows in self._kept.items() if group in live}
+        self._scored = {group: scored for group, scored in self._scored.items() if group in live}
 
     def _record_counts(self) -> None:
         counts = self._scheduler.counts
@@ -443,6 +533,7 @@ class StreamingRollouts:
             pending = self._scheduler.pending_groups
             state = self._context.prompts.state([self._prompts[group] for group in pending])
             state |= {"groups": self._scheduler.snapshot(), "num_queues": self._scheduler.num_queues}
+            state["filter"] = self._filter.state()
             complete = [group for group in pending if group in self._complete]
             if not complete:
                 return state, None
@@ -451,6 +542,7 @@ class StreamingRollouts:
 
     def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
         self._context.prompts.restore(state)
+        self._filter.restore(state["filter"])
         groups = [(queue, version) for queue, version in state["groups"]]
         self._pending = PendingRollouts(groups, state["num_queues"], rows)
 

@@ -323,6 +323,8 @@ class Calls:
 class NumberedPrompts:
     """A prompt stream whose prompts are their indices."""
 
+    needs_success = False
+
     def __init__(self) -> None:
         self.drawn = 0
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.schedules.scheduler import (
+    DROP_REASONS,
     RETRY_AFTER,
     AbortGroups,
     Action,
@@ -242,7 +243,8 @@ def test_a_dropped_group_is_replaced():
     complete_all(scheduler, 1)
     batch = scheduler.pop_step_batch()
     assert batch is not None and batch.groups == (2, 3)
-    assert scheduler.counts.dropped == {"stale": 0, "refused": 1, "too long": 1} and not scheduler.complete_group(0, 1)
+    dropped = dict.fromkeys(DROP_REASONS, 0) | {"refused": 1, "too long": 1}
+    assert scheduler.counts.dropped == dropped and not scheduler.complete_group(0, 1)
 
 
 def test_overprovisioning_leaves_the_slowest_group_behind_and_drops_it_when_stale():
@@ -254,7 +256,7 @@ def test_overprovisioning_leaves_the_slowest_group_behind_and_drops_it_when_stal
     assert batch is not None and batch.groups == (1, 2)
     batch = scheduler.pop_step_batch()
     assert batch is not None and (batch.groups, batch.staleness) == ((3, 4), (1, 1))
-    assert scheduler.counts.dropped == {"stale": 1, "refused": 0}
+    assert scheduler.counts.dropped == dict.fromkeys(DROP_REASONS, 0) | {"stale": 1}
     assert scheduler.pop_aborts() == [AbortGroups(0, (0,))] and scheduler.pop_actions() == []
 
 
@@ -445,3 +447,28 @@ def test_dropped_groups_and_lost_processes_are_not_measured():
     tracker.reset_replica(1)
     tracker.advance_clock(500)
     assert tracker.seconds_per_group(0) == 1.0 and tracker.seconds_per_group(1) is None
+
+
+def test_groups_that_wait_for_scores_occupy_no_slot() -> None:
+    scheduler = Scheduler(ScheduleLimits(groups_per_step=8, max_staleness=1, slots=2), num_replicas=1)
+    assert dispatched(scheduler.pop_actions()) == {0: (0, 1)}
+    assert dispatched(scheduler.pop_actions()) == {}
+    scheduler.set_unscored(0, 1)
+    assert dispatched(scheduler.pop_actions()) == {0: (2,)}
+    scheduler.complete_group(0, 0)
+    scheduler.set_unscored(0, 0)
+    assert dispatched(scheduler.pop_actions()) == {}
+    scheduler.complete_group(0, 1)
+    assert dispatched(scheduler.pop_actions()) == {0: (3,)}
+
+
+def test_a_partial_step_trains_the_complete_groups() -> None:
+    scheduler = Scheduler(ScheduleLimits(groups_per_step=4, max_staleness=0, slots=8, total_groups=8), num_replicas=1)
+    assert dispatched(scheduler.pop_actions()) == {0: (0, 1, 2, 3)}
+    for group in (0, 2):
+        scheduler.complete_group(0, group)
+    scheduler.drop_group(0, "equal_scores")
+    assert scheduler.pop_step_batch() is None
+    partial = scheduler.pop_step_batch(is_partial=True)
+    assert partial is not None and partial.groups == (2,)
+    assert scheduler.counts.trained == 1 and scheduler.counts.dropped["equal_scores"] == 1

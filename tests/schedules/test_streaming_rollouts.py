@@ -15,7 +15,7 @@ from flowrl.config import OnPolicyConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch.batch import Batch
 from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
-from flowrl.schedules.scheduler import GroupCounts
+from flowrl.schedules.scheduler import DROP_REASONS, GroupCounts
 from flowrl.schedules.simulation import VirtualClock
 from flowrl.schedules.streaming_rollouts import (
     MAX_REFUSAL_MESSAGES,
@@ -141,7 +141,7 @@ def test_every_prompt_is_trained_once_in_order_within_the_staleness_bound() -> N
     assert run.trained == Counter(range(160))
     assert max(run.ages) == 1
     groups = {"admitted": 160, "waiting": 0, "running": 0, "complete": 0, "trained": 160}
-    groups |= {"dropped": {"stale": 0, "refused": 0}}
+    groups |= {"dropped": dict.fromkeys(DROP_REASONS, 0)}
     assert run.source.summary() == {"groups": groups, "replicas_lost": 0}
 
 
@@ -337,7 +337,10 @@ def test_a_refused_prompt_is_dropped_reported_and_counted() -> None:
     refused = {prompt for prompt in range(run.prompts.drawn) if prompt % 10 in (3, 4)}
     assert run.trained == Counter(set(range(run.prompts.drawn)) - refused) and len(run.trained) == 160
     groups = run.source.summary()["groups"]
-    assert groups["dropped"] == {"stale": 0, "refused": len(refused)} and groups["admitted"] == run.prompts.drawn
+    assert (
+        groups["dropped"] == dict.fromkeys(DROP_REASONS, 0) | {"refused": len(refused)}
+        and groups["admitted"] == run.prompts.drawn
+    )
     assert any(message.startswith("prompts, line 3: ") for message in run.messages)
     assert len(run.messages) == MAX_REFUSAL_MESSAGES < len(refused)
 

@@ -1,0 +1,121 @@
+"""Selects the groups and rows of a step that are trained, by their scores.
+
+Dynamic sampling is that of DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2): a group whose scores
+are all equal has no advantage, so it is dropped, and other prompts are generated in its place.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowrl.config import DynamicSampling, RolloutRunConfig
+from flowrl.data.batch.batch import Batch
+from flowrl.rewards.row_scores import FAILED
+
+DROP_REASONS = ("equal_scores", "failed", "surplus")
+"""Reasons for dropping a scored group. `equal_scores`: no score differs. `failed`: fewer than two rows are left.
+`surplus`: the batch is already full.
+"""
+
+
+@dataclass(frozen=True)
+class SelectedGroup:
+    """Result for one group."""
+
+    rows: tuple[int, ...]
+    """Indices of the trained rows within the group. Empty if the group is dropped."""
+    reason: str | None
+    """Reason for dropping the group, or None."""
+    success: float
+    """Mean score of the rows whose reward did not fail; NaN if all failed."""
+
+    @property
+    def has_success(self) -> bool:
+        return not math.isnan(self.success)
+
+
+class GroupFilter:
+    """Selects groups with different scores, and rows whose reward did not fail, as the settings require."""
+
+    def __init__(
+        self,
+        dynamic_sampling: DynamicSampling | None,
+        *,
+        samples: int,
+        drops_failed: bool = False,
+        needs_success: bool = False,
+    ) -> None:
+        """
+        Args:
+            dynamic_sampling: settings; None keeps groups with equal scores.
+            samples: rows per group.
+            drops_failed: whether rows with `reward_failed` are dropped.
+            needs_success: whether the order of the prompts depends on their scores.
+        """
+        sampling = dynamic_sampling
+        self._column = "scores" if sampling is None else sampling.column
+        self._samples, self._drops_equal, self._drops_failed = samples, sampling is not None, drops_failed
+        self.is_active = self._drops_equal or drops_failed or needs_success
+        """Whether the driver needs the scores of a batch before it trains on it."""
+        self.columns = (self._column, *((FAILED,) if drops_failed else ()))
+        """Columns that `select` reads."""
+        self.max_rounds = 1 if sampling is None else sampling.max_rounds
+        self.oversample = 1.0 if sampling is None else sampling.oversample
+        self.num_dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
+
+    @classmethod
+    def of_run(cls, config: RolloutRunConfig, *, is_scored: bool, needs_success: bool) -> "GroupFilter":
+        """Returns the filter of a run. It is not active if the schedule does not score the responses."""
+        return cls(
+            config.dynamic_sampling if is_scored else None,
+            samples=config.samples_per_prompt,
+            drops_failed=is_scored and config.on_failure == "drop",
+            needs_success=is_scored and needs_success,
+        )
+
+    def select(self, batch: Batch) -> list[SelectedGroup]:
+        """Returns one result per group of a batch of complete groups. Waits for the columns `columns`."""
+        return self.select_values(batch.payload(*self.columns).rows)
+
+    def select_values(self, values: Mapping[str, Any]) -> list[SelectedGroup]:
+        """Returns one result per group, given the values of `columns`."""
+        scores = np.asarray(values[self._column], dtype=np.float64)
+        failed = np.asarray(values[FAILED]) if self._drops_failed else np.zeros(len(scores), dtype=bool)
+        size = self._samples
+        return [
+            self.select_group(scores[first : first + size], failed[first : first + size])
+            for first in range(0, len(scores), size)
+        ]
+
+    def select_group(self, scores: np.ndarray, failed: np.ndarray) -> SelectedGroup:
+        """Returns the result for the rows of one group."""
+        rows = tuple(np.flatnonzero(~failed).tolist())
+        valid = [float(scores[row]) for row in rows if not math.isnan(scores[row])]
+        success = sum(valid) / len(valid) if valid else math.nan
+        reason = None
+        if len(rows) < len(scores) and len(rows) < 2:
+            reason = "failed"
+        elif self._drops_equal and (len(valid) < 2 or min(valid) == max(valid)):
+            reason = "equal_scores"
+        return SelectedGroup(() if reason else rows, reason, success)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the number of dropped groups per reason, for a checkpoint."""
+        return dict(self.num_dropped)
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self.num_dropped.update(state)
+
+
+def no_groups_message(step: int, group_filter: GroupFilter) -> str:
+    """Returns the error message for a step whose groups were all dropped."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in group_filter.num_dropped.items() if count)
+    return (
+        f"step {step} has no group to train after {group_filter.max_rounds} rounds (groups dropped since the start: "
+        f"{dropped}): use prompts of medium difficulty or more samples_per_prompt, correct the reward, or raise "
+        f"dynamic_sampling.max_rounds"
+    )

@@ -1,0 +1,264 @@
+"""Defines Rewards, which scores responses with all rewards of a run: functions, services and models."""
+
+import math
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from flowrl.config import EnvironmentConfig, RewardConfig
+from flowrl.controller.dispatch import Future
+from flowrl.controller.group import WorkerGroup
+from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.block import LocalRef
+from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
+from flowrl.data.metric import Mean, Metric, Sum
+from flowrl.rewards.reward_function import SHORT_REPR, RewardError
+from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
+from flowrl.workers.channel import ServerAddress
+from flowrl.workers.dialogs import EPISODE, TURN_REWARDS, EnvironmentServers
+
+TRUNCATED = "reward_truncated"
+
+
+class Scoring(Protocol):
+    """Scores the responses of a run. `Run.rewards` returns an object with this interface."""
+
+    @property
+    def generate_arguments(self) -> dict[str, Any]:
+        """Arguments of the calls of a rollout whose responses are scored while others are generated."""
+        ...
+
+    def connect(self, rollout: WorkerGroup) -> None:
+        """Connects the rollout workers to those that score. Blocks until these listen."""
+        ...
+
+    @property
+    def has_models(self) -> bool:
+        """Whether `add_model_scores` computes scores."""
+        ...
+
+    def add_model_scores(self, batch: Batch) -> Batch:
+        """Returns a generated batch with its final columns. Does not block."""
+        ...
+
+    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch:
+        """Returns held-out prompts with responses and the scores of evaluations. Does not block."""
+        ...
+
+
+class EnvironmentScoring:
+    """The environment workers of a run, whose environments give the rewards."""
+
+    has_models = False
+
+    def __init__(self, config: EnvironmentConfig, group: WorkerGroup, max_prompt_tokens: int) -> None:
+        self._config, self._group, self._max_prompt_tokens = config, group, max_prompt_tokens
+        self._connected: WorkerGroup | None = None
+
+    @property
+    def generate_arguments(self) -> dict[str, Any]:
+        return {"score": ("scores", TURN_REWARDS, EPISODE)}
+
+    def connect(self, rollout: WorkerGroup) -> None:
+        if self._connected is rollout:
+            return
+        self._connected = rollout
+        addresses, key = serve(self._group)
+        config = self._config
+        servers = EnvironmentServers(
+            addresses, key, self._max_prompt_tokens, config.restarts, config.on_failure == "stop"
+        )
+        rollout.connect_environment(servers)
+
+    def add_model_scores(self, batch: Batch) -> Batch:
+        return batch
+
+    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch:  # Any: a group of rollouts
+        self.connect(rollout)
+        return batch.union(rollout.generate.submit(batch, temperature=temperature, **self.generate_arguments))
+
+
+def serve(group: WorkerGroup) -> tuple[list[ServerAddress], bytes]:
+    """Starts the servers of a group. Returns their addresses and the key. Blocks."""
+    key = secrets.token_bytes(32)
+    servers = group.serve(key)
+    # A repeated call fixes the ports: it is what a replaced process runs.
+    group.serve(key, [server.port for server in servers])
+    return servers, key
+
+
+class Rewards:
+    """The worker groups of a reward. `Run.rewards` creates it.
+
+    Functions score a response as soon as it is generated, because rollout workers send it to the reward workers.
+    Models score complete batches or groups.
+    """
+
+    def __init__(self, config: RewardConfig, groups: Mapping[str, WorkerGroup], role: str) -> None:
+        """`groups` has the group of each role in `config.roles(role)`."""
+        self._config = config
+        self._group = None if config.judge is not None else groups.get(role)
+        name_role = (lambda part: role) if config.components is None else (lambda part: f"{role}_{part.name}")
+        models = [] if config.model is not None else [part for part in config.training_components if part.is_model]
+        self._models = [(part, groups[name_role(part)]) for part in models]
+        """Rewards with roles of their own. A reward model that is the only reward returns the final columns."""
+
+    @property
+    def config(self) -> RewardConfig:
+        """Settings of the reward."""
+        return self._config
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a scored batch with one number per row."""
+        return self._config.columns
+
+    @property
+    def sent_columns(self) -> tuple[str, ...]:
+        """Columns that rollout workers receive from the functions while they generate. Empty without functions."""
+        has_functions = self._group is not None and self._config.model is None
+        return self._config.function_columns() if has_functions else ()
+
+    @property
+    def generate_arguments(self) -> dict[str, Any]:
+        """Arguments of the calls of a rollout whose responses functions score."""
+        return {"score": self.sent_columns} if self.sent_columns else {}
+
+    def connect(self, rollout: WorkerGroup) -> None:
+        """Connects the rollout workers to the reward workers. Blocks until the reward workers listen."""
+        if self.sent_columns and self._group is not None:
+            rollout.connect_reward(*serve(self._group))
+
+    @property
+    def has_models(self) -> bool:
+        """Whether models compute some of the scores."""
+        return self._config.has_models
+
+    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch:  # Any: a group of rollouts
+        """Returns held-out prompts with responses and the scores of evaluations. Does not block."""
+        batch = batch.union(rollout.generate.submit(batch, temperature=temperature))
+        return batch.union(self.score(batch, evaluation=True))
+
+    def score(self, batch: Batch, evaluation: bool = False) -> Batch:
+        """Returns the columns of all rewards for responses that were not scored during generation. Does not block.
+
+        `evaluation` selects the rewards of evaluations.
+        """
+        if self._group is not None and ((evaluation and self._config.evaluation is not None) or not self._models):
+            return self._group.score(batch, evaluation=evaluation)
+        scored = batch if self._group is None else batch.union(self._group.score(batch))
+        return self.add_model_scores(scored)
+
+    def add_model_scores(self, batch: Batch) -> Batch:
+        """Returns a batch with the scores of models and the sum of all scores, given those of functions.
+
+        Does not block. Without models, returns the batch.
+        """
+        if self._config.model is not None and self._group is not None:
+            return batch.union(self._group.score(batch))
+        if not self._models:
+            return batch
+        for part, group in self._models:
+            scored = group.score(batch)
+            batch = batch.union(scored.rename({name: f"{part.name}/{name}" for name in scored.columns}))
+        names = [name for name in batch.columns if "/" in name]
+        config = self._config
+        functions = [part.name for part in config.training_components if not part.is_model]
+        others = [name for name in (FAILED, CALLS, "data_source") if name in batch]
+        writes = [*config.columns, TRUNCATED, FAILED, CALLS]
+        combined = batch.apply(combine_scores, [*functions, *names, *others], writes, config=config)
+        return batch.drop(*names, *(name for name in writes if name in batch)).union(combined)
+
+
+def combine_scores(table: TensorDict, config: RewardConfig) -> TensorDict:
+    """Returns the columns of a reward that has models: `RewardConfig.columns`, `reward_truncated`, `reward_failed` and
+    `reward_calls`. Runs on the task worker.
+
+    The column of a reward is NaN for rows of other data sources. Raises RewardError if a judgment failed and
+    `on_failure` is stop.
+
+    Args:
+        table: the columns of the functions, and for each model the columns `NAME/scores` and `NAME/reward_truncated`,
+            or `NAME/scores`, `NAME/failed` and `NAME/judgment` of a judge.
+        config: settings of the reward.
+    """
+    rows = {name: table["rows"].get(name) for name in table["rows"].keys()}  # noqa: SIM118 (a TensorDict)
+    sources = objects(table, "data_source") if "data_source" in rows else [None] * num_rows(table)
+    calls = [dict(row) for row in objects(table, CALLS)] if CALLS in rows else [{} for _ in sources]
+    false_B = torch.zeros(num_rows(table), dtype=torch.bool)
+    is_truncated_B, failed_B = false_B.clone(), rows.get(FAILED, false_B).clone()
+    columns: dict[str, Any] = {}
+    for part in config.training_components:
+        if not part.is_model:
+            columns[part.name] = rows[part.name]
+            continue
+        applies_B = torch.tensor([part.applies_to(source) for source in sources], dtype=torch.bool)
+        columns[part.name] = torch.where(applies_B, rows[f"{part.name}/scores"], torch.nan)
+        is_truncated_B |= rows.get(f"{part.name}/{TRUNCATED}", false_B) & applies_B
+        own_failed_B = rows.get(f"{part.name}/failed", false_B) & applies_B
+        failed_B |= own_failed_B
+        texts = objects(table, f"{part.name}/judgment") if f"{part.name}/judgment" in rows else [""] * len(calls)
+        records = zip(calls, columns[part.name].tolist(), own_failed_B.tolist(), texts, strict=True)
+        for row, score, is_failed, text in records:
+            if is_failed and config.on_failure == "stop":
+                raise RewardError(
+                    f"judge {part.name} returned no verdict: {SHORT_REPR.repr(text)}; correct its prompt, or set "
+                    f"reward.on_failure"
+                )
+            if not math.isnan(score):
+                failure = "judgment" if is_failed else None
+                row[part.name] = asdict(RewardCall(None if is_failed else score, None, failure, text))
+    scores_BK = torch.stack([columns[part.name] for part in config.training_components], dim=-1)
+    weights_K = torch.tensor([part.weight for part in config.training_components])
+    columns["scores"] = (scores_BK.nan_to_num(0.0) * weights_K).sum(-1)
+    columns = {name: columns[name] for name in config.columns}
+    return make_tensordict(columns | {TRUNCATED: is_truncated_B, FAILED: failed_B, CALLS: calls})
+
+
+def reward_metrics(batches: Sequence[Batch]) -> list[Future | LocalRef]:
+    """Returns futures of the metrics of scored batches, before rows and groups are dropped. Does not block."""
+    names = (FAILED, CALLS, EPISODE)
+    return [
+        batch.reduce(measure_rewards, [name for name in names if name in batch]) for batch in batches if CALLS in batch
+    ]
+
+
+def measure_rewards(table: TensorDict) -> dict[str, Metric]:
+    """Returns `reward_failed_fraction`, and mean score, failed fraction and seconds of each reward.
+
+    Runs on the task worker.
+    """
+    metrics: dict[str, Metric] = {
+        "reward_failed_fraction": Mean(float(table["rows", FAILED].sum()), num_rows(table)),
+    }
+    if EPISODE in table["rows"].keys():  # noqa: SIM118 (a TensorDict)
+        metrics |= _measure_episodes(objects(table, EPISODE))
+    calls: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in objects(table, CALLS):
+        for name, call in row.items():
+            calls[name].append(call)
+    for name, records in calls.items():
+        scores = [call["score"] for call in records if call["failure"] is None]
+        seconds = [call["seconds"] for call in records if call["seconds"] is not None]
+        metrics[f"rewards/{name}"] = Mean(math.fsum(scores), len(scores))
+        metrics[f"rewards/{name}/failed_fraction"] = Mean(len(records) - len(scores), len(records))
+        if seconds:
+            metrics[f"rewards/{name}/seconds"] = Mean(math.fsum(seconds), len(seconds))
+    return metrics
+
+
+def _measure_episodes(records: Sequence[Mapping[str, Any]]) -> dict[str, Metric]:
+    """Returns mean turns, restarts, and the counted events of episodes."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts.update(record["counts"])
+    metrics: dict[str, Metric] = {
+        "turns": Mean(sum(record["turns"] for record in records), len(records)),
+        "environment/restarts": Sum(sum(record["restarts"] for record in records)),
+    }
+    return metrics | {f"environment/{name}": Sum(count) for name, count in counts.items()}

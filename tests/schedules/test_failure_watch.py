@@ -1,0 +1,43 @@
+"""A run in which too many rewards fail has a reason to end."""
+
+import pytest
+
+from flowrl.schedules.failure_watch import FailureWatch
+from recipes.grpo.config import GRPOConfig
+from tests.configs import grpo_settings
+
+
+def watch(**reward: object) -> FailureWatch:
+    return FailureWatch(GRPOConfig.model_validate(grpo_settings(reward={"function": "rewards:score"} | reward)))
+
+
+def values(failed: float) -> dict[str, float]:
+    return {"reward_failed_fraction": failed, "rewards/a/failed_fraction": failed, "rewards/b/failed_fraction": 0.0}
+
+
+@pytest.mark.parametrize(("rate", "failed", "ends"), [(0.25, 0.25, False), (0.25, 0.5, True), (0.0, 0.125, True)])
+def test_a_run_ends_above_the_failure_rate(rate: float, failed: float, ends: bool) -> None:
+    limited = watch(on_failure="zero", max_failure_rate=rate)
+    limited.check_step(3, values(failed))
+    assert (limited.error is not None) == ends
+
+
+def test_the_reason_is_the_first_step_above_the_rate() -> None:
+    limited = watch(on_failure="drop")
+    for step, failed in enumerate((0.0, 0.5, 0.75), start=1):
+        limited.check_step(step, values(failed))
+    assert limited.error is not None
+    for fact in ("reward a ", "step 2", "50%", "reward.max_failure_rate", "0.1", "reward_failures"):
+        assert fact in limited.error
+
+
+def test_a_step_without_scores_is_not_checked() -> None:
+    limited = watch(on_failure="zero")
+    limited.check_step(1, {"reward": 1.0})
+    assert limited.error is None
+
+
+def test_failures_that_end_the_run_at_once_have_no_rate() -> None:
+    limited = watch(on_failure="stop")
+    limited.check_step(1, values(1.0))
+    assert limited.error is None
