@@ -35,9 +35,10 @@ from flowrl.config.base import (
     TokenIds,
     import_attribute,
     import_function,
+    imported_module_name,
     parse,
 )
-from flowrl.config.data.data_settings import DataConfig, DataFile, PreparationConfig, RowsConfig
+from flowrl.config.data.data_settings import DataConfig, DataFile, DifficultyConfig, PreparationConfig, RowsConfig
 from flowrl.config.load import (
     import_recipe,
     load,
@@ -49,22 +50,27 @@ from flowrl.config.load import (
 )
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
+from flowrl.config.rewards.environment_settings import EnvironmentConfig
+from flowrl.config.rewards.judge_settings import JudgeConfig
+from flowrl.config.rewards.reward_settings import RewardComponent, RewardConfig
+from flowrl.config.rewards.service_settings import ServiceConfig
 from flowrl.config.roles import (
     ActorConfig,
     CriticConfig,
     ModelRoleConfig,
     PreferenceActorConfig,
     ReferenceConfig,
-    RewardConfig,
     RewardModelConfig,
     RoleConfig,
     RolloutConfig,
+    ScoringModelConfig,
     StudentConfig,
     TrainedConfig,
     TransferConfig,
     VllmConfig,
     find_tokenizer_role,
     models_of,
+    roles_of,
 )
 from flowrl.config.rollout.capabilities import EngineCapabilities, Package, Quantization
 from flowrl.config.run import (
@@ -79,21 +85,22 @@ from flowrl.config.run import (
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
 from flowrl.config.stages.epochs import EpochConfig
 from flowrl.config.stages.on_policy import OnPolicyConfig
-from flowrl.config.stages.rollouts import RolloutRunConfig
+from flowrl.config.stages.rollouts import DynamicSampling, RolloutRunConfig
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [
     "ROLES", "SINGLE", "ActorConfig", "AdvantageConfig", "Aggregation", "AnyAdvantage", "AnyCorrection",
     "AnyDistillation", "AnyKlControl", "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss", "AnySchedule",
     "AnyShaping", "AsyncSchedule", "CheckFailed", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
-    "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DistillationLossConfig", "EngineCapabilities",
-    "EngineConfig", "EpochConfig", "EvaluationConfig", "FilePath", "ImportName", "ImportNameError", "KlControlConfig",
-    "KlKind", "LoraConfig", "Member", "ModelConfig", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig",
-    "Options", "Package", "Placement", "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig",
-    "PreparationConfig", "PtxConfig", "Quantization", "ReferenceConfig", "ReportConfig", "RewardConfig",
-    "RewardModelConfig", "RewardModelLossConfig", "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig",
-    "RolloutRunConfig", "RowsConfig", "RunConfig", "ScheduleConfig", "SettingValues", "ShapingConfig", "StudentConfig",
-    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
-    "import_function", "import_recipe", "load", "load_located", "loading", "models_of", "parse", "recipe_class",
-    "shards_model", "to_yaml", "training_module",
+    "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig", "DistillationLossConfig",
+    "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig", "EpochConfig", "EvaluationConfig",
+    "FilePath", "ImportName", "ImportNameError", "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig", "Member",
+    "ModelConfig", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package", "Placement",
+    "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization",
+    "ReferenceConfig", "ReportConfig", "RewardComponent", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig",
+    "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
+    "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
+    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role",
+    "import_attribute", "import_function", "import_recipe", "imported_module_name", "load", "load_located", "loading",
+    "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

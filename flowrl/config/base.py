@@ -1,12 +1,17 @@
 """Base classes and types of settings: errors, names of functions, shared field types, and discriminated unions."""
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -35,25 +40,57 @@ class ImportNameError(UserError):
 
 
 def check_import_name(name: str) -> str:
-    """Returns `name` if it has the form `module:attribute`, otherwise raises ImportNameError. Does not import the
-    module.
+    """Returns `name` if it has the form `module:attribute` or `path/to/file.py:attribute`, otherwise raises
+    ImportNameError. Does not import the module.
     """
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        raise ImportNameError(f"{name!r} must have the form module:name, like flowrl.rewards.final_number:score")
+    if not re.fullmatch(r"([A-Za-z_][\w.]*|[^:]*[^:/]\.py):[A-Za-z_]\w*", name):
+        raise ImportNameError(
+            f"{name!r} must have the form module:name, like flowrl.rewards.final_number:score, or path/to/file.py:name"
+        )
     return name
 
 
 def import_attribute(name: str) -> Any:  # Any: the named object has any type
     """Imports the module in `name`, which has the form `module:attribute`, and returns the attribute.
 
+    The module can also be a file, `path/to/file.py:attribute`, which is executed once per process.
+
     Raises: ImportNameError if the import fails for any reason. Its `__cause__` is the original exception.
     """
     module, _, attribute = check_import_name(name).partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(_import_file(module) if module.endswith(".py") else importlib.import_module(module), attribute)
+    except FileNotFoundError as error:
+        raise ImportNameError(f"cannot import {name} ({error.filename} does not exist): correct the path") from error
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
-        raise ImportNameError(f"cannot import {name} ({cause}): correct the name or PYTHONPATH") from error
+        fix = f"correct {module}" if module.endswith(".py") else "correct the name or PYTHONPATH"
+        raise ImportNameError(f"cannot import {name} ({cause}): {fix}") from error
+
+
+def imported_module_name(name: str) -> str:
+    """Returns the name in `sys.modules` of the module that `import_attribute(name)` imports."""
+    module = name.partition(":")[0]
+    if not module.endswith(".py"):
+        return module
+    path = Path(module).resolve()
+    return f"{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+
+
+def _import_file(file: str) -> ModuleType:
+    """Executes a Python file as a module. The name of the module depends only on the path of the file."""
+    name = imported_module_name(file)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, Path(file).resolve())
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def import_function(name: str) -> Any:  # Any: the signature is the caller's

@@ -26,6 +26,7 @@ RENAMED_KEYS = {
     "rollout.max_rows": "rollout.max_num_seqs",
     "rollout.transfer.chunk_mb": "rollout.transfer.bucket_mb",
     "rollout.vllm.max_row_tokens": "rollout.vllm.max_model_len",
+    "data.shuffle": "data.order",
     "schedule.redundancy": "schedule.overprovision",
     "actor.loss_options": "actor.loss.options",
     **{

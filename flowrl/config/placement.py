@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pla
 
 from flowrl.config.base import Config, Device
 
-ROLES = ("actor", "rollout", "reference", "teacher", "critic", "reward")
+ROLES = ("actor", "rollout", "reference", "teacher", "critic", "reward", "environment")
 _SHARE = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 _PART = re.compile(r"(?P<name>[^\[\]+:]+)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
 

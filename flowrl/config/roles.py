@@ -32,6 +32,15 @@ class RoleConfig(Config):
     with the name of the field.
     """
 
+    def roles(self, name: str) -> dict[str, "RoleConfig"]:
+        """Returns the roles of a field with this name and value, by name: one, unless a subclass defines several."""
+        return {name: self}
+
+    @property
+    def needs_own_process(self) -> bool:
+        """Whether the role's engine needs processes without other roles."""
+        return False
+
 
 class TrainedConfig(RoleConfig):
     """A role whose model is trained."""
@@ -162,21 +171,11 @@ class ReferenceConfig(RoleConfig):
     """Temperature of its log-probabilities. Null uses rollout.temperature."""
 
 
-class RewardConfig(RoleConfig):
-    """The reward: a Python function, or a model with a scalar head."""
-
-    ALTERNATIVES = ("function", "model")
-
-    function: ImportName | None = None
-    """User function `module:function`. It receives by name the columns for which it has parameters (prompt, response,
-    answer, or another column of the row), and returns a float.
-    """
-
-    evaluation: ImportName | None = None
-    """User function `module:function` that scores responses in evaluations; null uses the training reward."""
+class ScoringModelConfig(RoleConfig):
+    """A role that can score responses with a reward model."""
 
     model: ModelConfig | None = None
-    """Sequence-classification model with one label. Null uses the function."""
+    """Sequence-classification model with one label, which scores the responses."""
 
     policy_tokenizer: FilePath | None = None
     """Folder of the policy's tokenizer. Null uses the actor's. If the reward model has a different tokenizer or chat
@@ -197,9 +196,9 @@ class RewardConfig(RoleConfig):
     """Engine settings of the reward model."""
 
     @model_validator(mode="after")
-    def _check(self) -> "RewardConfig":
-        if self.function is not None and self.head == "fresh":
-            raise ValueError("head is fresh, but the reward is a function and has no head: remove head")
+    def _check_head(self) -> "ScoringModelConfig":
+        if self.model is None and self.head == "fresh":
+            raise ValueError("head is fresh, but only a model has a head: remove head")
         return self
 
 
@@ -351,6 +350,10 @@ class RolloutConfig(RoleConfig):
         return get_capabilities(self.engine)
 
     @property
+    def needs_own_process(self) -> bool:
+        return self.capabilities.own_process
+
+    @property
     def can_share_weights(self) -> bool:
         """Whether the rollout has no weights of its own in a process of the actor."""
         return self.capabilities.shares_weights and self.quantization is None
@@ -414,13 +417,19 @@ def quantized_device_problem(role: str, config: RolloutConfig, device: str) -> s
     )
 
 
-ModelRoleConfig = TrainedConfig | ReferenceConfig | RewardConfig
+ModelRoleConfig = TrainedConfig | ReferenceConfig | ScoringModelConfig
 """Settings of a role that has a model, or can have one."""
+
+
+def roles_of(config: Config) -> dict[str, RoleConfig]:
+    """Returns the settings of all roles of a run's config, by role."""
+    fields = ((name, value) for name, value in config if isinstance(value, RoleConfig))
+    return {role: settings for name, value in fields for role, settings in value.roles(name).items()}
 
 
 def models_of(config: Config) -> dict[str, ModelRoleConfig]:
     """Returns the settings of all roles that can have a model, by role."""
-    return {name: value for name, value in config if isinstance(value, ModelRoleConfig)}
+    return {role: value for role, value in roles_of(config).items() if isinstance(value, ModelRoleConfig)}
 
 
 def find_tokenizer_role(config: Config) -> str | None:

@@ -18,14 +18,14 @@ from flowrl.config.base import Config, FilePath, ImportName
 from flowrl.config.data.data_settings import DataConfig
 from flowrl.config.model import OptimizerConfig
 from flowrl.config.placement import SINGLE, Placement
+from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import (
     ActorConfig,
     ReferenceConfig,
-    RewardConfig,
     RoleConfig,
-    RolloutConfig,
     StudentConfig,
     TrainedConfig,
+    roles_of,
 )
 from flowrl.config.setting_tree import config_classes
 
@@ -131,7 +131,7 @@ class RunConfig(Config):
     @property
     def role_settings(self) -> dict[str, RoleConfig]:
         """Settings of each role of the run."""
-        return {name: value for name, value in self if isinstance(value, RoleConfig)}
+        return roles_of(self)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -150,9 +150,7 @@ class RunConfig(Config):
 
     def dedicated_roles(self) -> tuple[str, ...]:
         """Returns the roles that require dedicated processes."""
-        return tuple(
-            name for name, value in self if isinstance(value, RolloutConfig) and value.capabilities.own_process
-        )
+        return tuple(name for name, value in self.role_settings.items() if value.needs_own_process)
 
     recipe: ImportName | None = None
     """Config class of this file, as `module:Class`. The `flowrl` commands require it."""
@@ -270,15 +268,13 @@ class RunConfig(Config):
     def _derive_temperature(cls, value: Any, info: ValidationInfo) -> Any:  # Any: the value of any setting
         """Replaces a null temperature of a policy by that of the rollout, so that config.yaml records it.
 
-        Also replaces a null `policy_tokenizer` of a reward model by the actor's tokenizer, and a null `policy_template`
+        Also replaces a null `policy_tokenizer` of reward models by the actor's tokenizer, and a null `policy_template`
         by `data.template`. The config class must declare `actor` and `data` before `reward`.
         """
         rollout, actor = info.data.get("rollout"), info.data.get("actor")
-        if isinstance(value, RewardConfig) and value.model is not None and isinstance(actor, TrainedConfig):
+        if isinstance(value, RewardConfig) and isinstance(actor, TrainedConfig):
             data = info.data.get("data")
-            template = value.policy_template or (data.template if isinstance(data, DataConfig) else None)
-            tokenizer = value.policy_tokenizer or actor.model.tokenizer_path
-            return value.model_copy(update={"policy_tokenizer": tokenizer, "policy_template": template})
+            return value.of_policy(actor.model.tokenizer_path, data.template if isinstance(data, DataConfig) else None)
         if not isinstance(value, ActorConfig | StudentConfig | ReferenceConfig) or value.temperature is not None:
             return value
         return value if rollout is None else value.model_copy(update={"temperature": rollout.temperature})
@@ -311,6 +307,21 @@ class DatasetConfig(RunConfig):
 
     batch_size: PositiveInt
     """Sequences per step, over all ranks. With several responses per prompt, it counts the responses."""
+
+    @property
+    def measures_success(self) -> bool:
+        """Whether the run measures the success of its prompts, so that `data` can select prompts by it."""
+        return False
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "DatasetConfig":
+        if self.data.needs_success and not self.measures_success:
+            setting = "order is curriculum" if self.data.order == "curriculum" else "difficulty has min or max"
+            raise ValueError(
+                f"data.{setting}, but this run has no scores of responses, by which it could measure the success of "
+                "prompts: set data.order: shuffle, and remove data.difficulty"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_test(self) -> "DatasetConfig":

@@ -158,7 +158,7 @@ class _Section:
         names = {key.removesuffix(".NAME").rpartition(".")[2] for key in self.keys}
         if len(names) > 1:
             return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", self.classes[0].__name__).lower()
-        return first.rpartition(".")[2] if others else first
+        return first.removesuffix(".NAME").rpartition(".")[2] if others else first
 
     @property
     def heading(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from flowrl.config.base import Config
 from flowrl.config.placement import Placement
 from flowrl.config.run import RunConfig
 from flowrl.config.setting_reference import (
@@ -57,14 +58,32 @@ class _Template:
             yield from _comment(meaning_of(info), indent)
             required = "required" if info.is_required() else ""
             if name in cls.ALTERNATIVES[:1]:
-                required = f"required unless {' or '.join(cls.ALTERNATIVES[1:])} is set"
-            yield from self._setting(name, info, indent, prefix, required)
+                *others, last = cls.ALTERNATIVES[1:]
+                names = f"{', '.join(others)} or {last}" if others else last
+                required = f"required unless {names} is set"
+            yield from self._setting(name, info, indent, prefix, required, cls)
 
-    def _setting(self, name: str, info: FieldInfo, indent: str, prefix: str, required: str) -> Iterator[str]:
+    def _elements(self, cls: type[Config], classes: Classes, indent: str) -> Iterator[str]:
+        """Yields a comment with the settings of the groups in a collection, which is a setting of `cls`."""
+        if select_members(classes):
+            yield from self._other_members(classes, "", indent)
+            return
+        for element in classes:
+            fields = element.model_fields
+            shared = [name for name in fields if name in cls.model_fields]
+            settings = [_with_default(name, info) for name, info in fields.items() if name not in shared]
+            if shared:
+                settings.append(f"{', '.join(shared)} as above")
+            yield from _comment(f"A group has {', '.join(settings)}.", indent)
+
+    def _setting(
+        self, name: str, info: FieldInfo, indent: str, prefix: str, required: str, cls: type[Config] = Config
+    ) -> Iterator[str]:
+        """Yields the lines of a setting of `cls`."""
         classes, key = config_classes(info.annotation), f"{prefix}{name}"
         default = None if required else default_of(info)
-        if select_members(classes) and is_collection(info):
-            yield from self._other_members(classes, "", indent)
+        if is_collection(info):
+            yield from self._elements(cls, classes, indent)
         if not classes or is_collection(info):
             allowed = type_of(info).replace("`", "").removesuffix(" or null" if required else "")
             line = f"{indent}{name}:{'' if required else f' {yaml_text(default)}'}"
@@ -134,7 +153,7 @@ class _Template:
         num_names = len(names_of(members))
         for member in members:
             settings = [
-                f"{s.name}: {'(required)' if s.info.is_required() else yaml_text(default_of(s.info))}"
+                _with_default(s.name, s.info)
                 for s in union_settings(classes)
                 if member.names()[0] in s.members and len(s.members) < num_names
             ]
@@ -145,6 +164,10 @@ class _Template:
             inner = config_classes(setting.info.annotation)
             if select_members(inner) and len(setting.members) < num_names:
                 yield from self._other_members(inner, "", indent, f"{setting.name}: ")
+
+
+def _with_default(name: str, info: FieldInfo) -> str:
+    return f"{name}: {'(required)' if info.is_required() else yaml_text(default_of(info))}"
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:

@@ -63,19 +63,35 @@ class Source:
     def set(self, key: Key, value: Any, origins: dict[Key, str]) -> "Source":
         """Returns a copy in which `key` has `value`. Creates parent mappings that are missing or null.
 
-        The keys of `origins` are relative to `key`.
+        An entry of a list has its index as name. The keys of `origins` are relative to `key`.
         """
         values = dict(self.values)
-        inner = values
+        inner: Any = values  # Any: a mapping or a list
+        resolved: Key = ()
         for name in key[:-1]:
-            child = inner.get(str(name))
+            resolved = (*resolved, entry := _entry(inner, name, resolved, origins[()]))
+            child = inner[entry] if isinstance(inner, list) else inner.get(entry)
             child = {} if child is None else child
-            if not isinstance(child, dict):
+            if not isinstance(child, dict | list):
                 raise ConfigError(f"{origins[()]}: {name} is {child!r}, but must be a group of settings")
-            inner[str(name)] = inner = dict(child)
-        inner[str(key[-1])] = value
-        kept = {old: origin for old, origin in self.origins.items() if old[: len(key)] != key}
-        return Source(values, kept | {key + below: origin for below, origin in origins.items()})
+            inner[entry] = inner = child.copy()
+        resolved = (*resolved, entry := _entry(inner, key[-1], resolved, origins[()]))
+        inner[entry] = value
+        kept = {old: origin for old, origin in self.origins.items() if old[: len(key)] != resolved}
+        return Source(values, kept | {resolved + below: origin for below, origin in origins.items()})
+
+
+def _entry(group: dict[str, Any] | list[Any], name: str | int, key: Key, where: str) -> Any:  # Any: text or an index
+    """Returns a name within the mapping or list at `key`. Raises ConfigError if a list has no such index."""
+    if isinstance(group, dict):
+        return str(name)
+    if not (str(name).isdecimal() and int(name) < len(group)):
+        allowed = "0" if len(group) == 1 else f"0 to {len(group) - 1}"
+        raise ConfigError(
+            f"{where}: {dotted(key)} is a list of {len(group)} entries, but {name} is not an index of it: "
+            + (f"use {allowed}, or set the complete list" if group else "set the complete list")
+        )
+    return int(name)
 
 
 def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:

@@ -1,7 +1,7 @@
 """Chat tokenization: converts conversations to token ids with a saved tokenizer and its chat template."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -253,6 +253,13 @@ class ChatTokenizer:
         except DataError:
             return None  # `locate_responses` reports the problem of a row, if there is one.
 
+    def with_system(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Returns messages with the system message of the conversation template, if they have none."""
+        system = self._template.system_message
+        if system is None or (messages and messages[0]["role"] == "system"):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         system = self._template.system_message
         if system is None or (messages and messages[0].role == "system"):
@@ -353,13 +360,36 @@ class ChatTokenizer:
         return self._render(messages, generate=generate)
 
     def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        return self.render([{"role": turn.role, "content": turn.content} for turn in messages], generate=generate)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],  # Any: values of JSON
+        *,
+        generate: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Returns the text of messages, which may have further fields of the chat template, without a system message
+        that the conversation template adds.
+
+        Args:
+            messages: the conversation.
+            generate: whether the generation prompt follows.
+            tools: JSON schemas of tools for the chat template.
+        Raises:
+            DataError: the chat template rejects the conversation.
+        """
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=generate, chat_template=self._template.chat_template
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=generate,
+                chat_template=self._template.chat_template,
+                **options,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            speakers = ", ".join(message.role for message in messages)
+            speakers = ", ".join(str(message["role"]) for message in messages)
             # A template file without a chat template uses the one of the tokenizer.
             source = self.path if self._settings.chat_template is None else self._source
             raise DataError(

@@ -1,16 +1,18 @@
-"""Streams prompts in random order. The stream can continue at any position."""
+"""Streams prompts in random order, or by their measured success. The stream can continue at any position."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from flowrl.config import DifficultyConfig
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.chat import ChatTokenizer
-from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import Conversation, DataError
+from flowrl.data.order.epoch_order import EpochOrder
+from flowrl.data.order.success_order import SuccessOrder
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import select_turns
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
@@ -143,8 +145,33 @@ def too_long_error(row: Conversation, problem: RowProblem) -> DataError:
     return DataError(f"{row.location}: {problem}, or set data.too_long: drop")
 
 
+def _initial_success(prompts: PromptSet, column: str) -> np.ndarray:
+    """Returns the initial success of each prompt, NaN if it is null. Raises DataError for other values."""
+    values = np.full(len(prompts.rows), np.nan)
+    for index, prompt in enumerate(prompts.rows):
+        value = prompt.conversation.columns.get(column)
+        is_rate = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+        if value is None:
+            continue
+        if not is_rate:
+            raise DataError(
+                f"{prompt.conversation.location}: column {column} of data.difficulty is {value!r}, but must be a "
+                "success rate from 0 to 1, or null: convert the column"
+            )
+        values[index] = value
+    if np.isnan(values).all():
+        raise DataError(
+            f"no prompt has a value in the column {column} of data.difficulty.column: name one of "
+            f"{', '.join(prompts.columns) or 'the columns (there are none)'}"
+        )
+    return values
+
+
+_NO_FILTER = DifficultyConfig()
+
+
 class PromptStream:
-    """An endless stream of tokenized prompts. Every epoch has a new random order."""
+    """An endless stream of tokenized prompts. By default, every epoch has a new random order."""
 
     def __init__(
         self,
@@ -153,7 +180,9 @@ class PromptStream:
         *,
         seed: int,
         max_prompt_tokens: int,
-        shuffle: bool = True,
+        order: Literal["file", "shuffle", "curriculum"] = "shuffle",
+        difficulty: DifficultyConfig = _NO_FILTER,
+        samples: int = 1,
     ) -> None:
         """Tokenizes all prompts. `from_prompts` accepts prompts that are already tokenized.
 
@@ -162,30 +191,58 @@ class PromptStream:
             tokenizer: tokenizer of the policy.
             seed: seed of the random order of every epoch.
             max_prompt_tokens: maximum number of tokens of a prompt.
-            shuffle: True uses a new random order in every epoch. False keeps the order of the dataset.
+            order: see `data.order`.
+            difficulty: see `data.difficulty`.
+            samples: number of responses per prompt, which is the weight of a measured success.
         Raises:
             DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
         """
         prompts = tokenize_prompts(conversations, tokenizer, max_prompt_tokens=max_prompt_tokens)
-        self._set_prompts(prompts, seed, shuffle)
+        self._set_prompts(prompts, seed, order, difficulty, samples)
 
     @classmethod
-    def from_prompts(cls, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> "PromptStream":
-        """Returns the stream of tokenized prompts, which may be in a prepared folder."""
+    def from_prompts(
+        cls,
+        prompts: PromptSet,
+        *,
+        seed: int,
+        order: Literal["file", "shuffle", "curriculum"] = "shuffle",
+        difficulty: DifficultyConfig = _NO_FILTER,
+        samples: int = 1,
+    ) -> "PromptStream":
+        """Returns the stream of tokenized prompts, which may be in a prepared folder. See `__init__`."""
         stream = cls.__new__(cls)
-        stream._set_prompts(prompts, seed, shuffle)
+        stream._set_prompts(prompts, seed, order, difficulty, samples)
         return stream
 
-    def _set_prompts(self, prompts: PromptSet, seed: int, shuffle: bool) -> None:
+    def _set_prompts(
+        self, prompts: PromptSet, seed: int, order: str, difficulty: DifficultyConfig, samples: int
+    ) -> None:
         self._prompts, self._seed = prompts, seed
-        self._order = EpochOrder(prompts.weighted_parts, seed=seed, shuffle=shuffle)
+        self._order = EpochOrder(prompts.weighted_parts, seed=seed, shuffle=order != "file")
         self._num_drawn = 0
         # All rows have the same columns. The value of a missing column is None.
         self._names = ("answer", *(name for name in prompts.columns if name != "answer"))
+        self._by_success: SuccessOrder | None = None
+        if order == "curriculum" or difficulty.is_filter:
+            self._by_success = SuccessOrder(
+                self._order,
+                len(prompts.rows),
+                seed=seed,
+                difficulty=difficulty,
+                num_candidates=difficulty.candidates if order == "curriculum" else 1,
+                samples=samples,
+                initial=None if difficulty.column is None else _initial_success(prompts, difficulty.column),
+            )
 
     def __len__(self) -> int:
         """Returns the number of prompts per epoch, which is the size of the dataset unless files have weights."""
         return len(self._order)
+
+    @property
+    def conversations(self) -> Iterator[Conversation]:
+        """Conversations of the dataset, in the order of its rows."""
+        return (prompt.conversation for prompt in self._prompts.rows)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -199,15 +256,39 @@ class PromptStream:
         and the other columns of the dataset.
         """
         first = self._num_drawn
+        if self._by_success is not None:
+            for _ in range(num_prompts):
+                self._by_success.draw()
         self._num_drawn += num_prompts
         return self.rows(range(first, self._num_drawn))
 
     def rows(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the rows with these prompt ids. Does not advance the stream."""
-        return [self._row(self._order.row(prompt_id), prompt_id) for prompt_id in prompt_ids]
+        """Returns the rows with these prompt ids. Does not advance the stream.
+
+        A stream that needs the success of prompts knows only the rows of prompts that were drawn.
+        """
+        return [self._row(self._index(prompt_id), prompt_id) for prompt_id in prompt_ids]
 
     def location(self, prompt_id: int) -> str:
-        return self._prompts.rows[self._order.row(prompt_id)].conversation.location
+        return self._prompts.rows[self._index(prompt_id)].conversation.location
+
+    def _index(self, prompt_id: int) -> int:
+        position = prompt_id if self._by_success is None else self._by_success.position(prompt_id)
+        return self._order.row(position)
+
+    @property
+    def needs_success(self) -> bool:
+        """Whether the next prompts depend on `record_success`."""
+        return self._by_success is not None
+
+    def record_success(self, prompt_ids: Sequence[int], success: Sequence[float]) -> None:
+        """Adds the measured success of drawn prompts: the mean score of each prompt's responses.
+
+        NaN is ignored. Call it at the same position of every step, because later prompts depend on it. Has no effect
+        unless `needs_success`.
+        """
+        if self._by_success is not None:
+            self._by_success.record(prompt_ids, success)
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
         """Returns the first `num_rows` prompts in the order of the file, by default all prompts. Prompt ids start at
@@ -217,17 +298,32 @@ class PromptStream:
         count = total if num_rows is None else min(num_rows, total)
         return [self._row(index, index) for index in range(count)]
 
-    def state(self) -> dict[str, int]:
-        """Returns the position in the stream, for `restore`. The state does not contain the dataset."""
-        return {"drawn": self._num_drawn, "seed": self._seed, "num_prompts": len(self)}
+    def state(self) -> dict[str, Any]:
+        """Returns the position in the stream and the measured success as JSON values, for `restore`.
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continues at a saved position. Raises `DataError` if the seed or the number of prompts has changed."""
+        The state does not contain the dataset.
+        """
+        state = {"drawn": self._num_drawn, "seed": self._seed, "num_prompts": len(self)}
+        return state if self._by_success is None else state | {"success": self._by_success.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues at a saved position.
+
+        Raises `DataError` if the seed, the number of prompts, or the use of measured success has changed.
+        """
         for name, current in (("seed", self._seed), ("num_prompts", len(self))):
             if state[name] != current:
                 raise DataError(
                     f"the saved prompt stream has {name} {state[name]}, but this run has {current}; restore the value"
                 )
+        if ("success" in state) != self.needs_success:
+            names = ("has no", "has") if self.needs_success else ("has", "has no")
+            raise DataError(
+                f"the saved prompt stream {names[0]} measured success, but the order of this run {names[1]} use for "
+                "it: restore data.order and data.difficulty"
+            )
+        if self._by_success is not None:
+            self._by_success.restore(state["success"])
         self._num_drawn = state["drawn"]
 
     def _row(self, index: int, prompt_id: int) -> dict[str, Any]:

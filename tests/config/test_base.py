@@ -18,11 +18,15 @@ from flowrl.config import (
     AnyShaping,
     Config,
     ConfigError,
+    ImportNameError,
+    import_attribute,
+    imported_module_name,
     load,
     parse,
     to_yaml,
 )
-from flowrl.config.base import CUSTOM, members_of
+from flowrl.config.base import CUSTOM, check_import_name, members_of
+from tests.errors import rejects
 
 MODEL = {"model": {"path": "model"}, "optimizer": {"lr": 1e-4}}
 REQUIRED = {
@@ -154,3 +158,32 @@ def test_unknown_names_are_rejected_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_file_is_imported_once_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "own code.py"
+    file.write_text("value = []\n")
+    monkeypatch.chdir(tmp_path)
+    values = [import_attribute(name) for name in (f"{file}:value", "own code.py:value", "./own code.py:value")]
+    assert values[0] is values[1] is values[2]
+    assert sys.modules[imported_module_name(f"{file}:value")].value is values[0]
+    assert imported_module_name("a.b:c") == "a.b"
+
+
+def test_a_file_that_fails_is_imported_again(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    with rejects(file, error=ImportNameError):
+        import_attribute(f"{file}:value")
+    file.write_text("1 / 0")
+    with rejects(file, "ZeroDivisionError", error=ImportNameError):
+        import_attribute(f"{file}:value")
+    file.write_text("value = 1  # corrected")
+    assert import_attribute(f"{file}:value") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["file.py", ".py:f", "folder/.py:f", "file.py:", "file.py:f.g", "a-b:f", "folder/file:f"]
+)
+def test_a_malformed_name_of_a_function_is_rejected(name: str) -> None:
+    with pytest.raises(ImportNameError):
+        check_import_name(name)

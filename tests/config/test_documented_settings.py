@@ -45,7 +45,9 @@ def to_text(value: Any) -> str:
 
 def row(key: str, name: str, member: type[Member]) -> str:
     """Returns the row of the table for a member of a union."""
-    fields = {n: f for n, f in member.model_fields.items() if n not in (member.KEY, "correction", "shaping")}
+    fields = {
+        n: f for n, f in member.model_fields.items() if n not in (member.KEY, "correction", "shaping", "mask_truncated")
+    }
     texts = {n: "required" if f.is_required() else to_text(f.default) for n, f in fields.items()}
     return f"| `{key}` | `{name}` | {', '.join(f'`{n}: {text}`' for n, text in texts.items()) or 'none'} |"
 

@@ -227,10 +227,10 @@ def test_all_invalid_overrides_are_reported(ppo: Path) -> None:
     [
         ("steps='3'", True),
         ("actor.optimizer.lr='1e-4'", True),
-        ("data.shuffle='false'", True),
+        ("data.strict='false'", True),
         ("steps=three", False),
         ("steps='3.5'", False),
-        ("data.shuffle=maybe", False),
+        ("data.strict=maybe", False),
     ],
 )
 def test_a_quoted_number_is_explained(ppo: Path, override: str, has_hint: bool) -> None:

@@ -10,6 +10,7 @@ from flowrl.config import ConfigError, Placement, load, recipe_class, to_yaml
 from flowrl.config.algorithm.policy_loss import GspoLoss
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
+from recipes.sft.config import SFTConfig
 from tests.config.ppo_file import error_of, rewrite
 from tests.errors import missing_facts
 
@@ -90,6 +91,25 @@ def test_an_argument_that_is_not_an_override_is_rejected(ppo: Path, override: st
 def test_an_override_below_a_plain_value_is_rejected(ppo: Path) -> None:
     message = error_of(ppo, "steps.x=1")
     assert message.startswith("steps.x=1: steps ") and not missing_facts(message, 2)
+
+
+LISTED = "data: {max_prompt_tokens: 8, train: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]}"
+
+
+def test_an_override_sets_an_entry_of_a_list_by_its_index(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(f"recipe: recipes.sft.config:SFTConfig\nactor: {{model: {{path: m}}}}\nsteps: 1\n{LISTED}\n")
+    overrides = ["data.train.0.weight=3", "data.train.1.columns.prompt=text", "output=out"]
+    overrides += ["actor.optimizer.lr=1e-3", "batch_size=2", "placement=single"]
+    first, second = load(path, overrides, SFTConfig).data.training_files
+    assert (first.path, first.weight, second.path) == (Path("a.jsonl"), 3, Path("b.jsonl"))
+    assert second.columns == {"prompt": "text"}
+    for index in ("2", "-1", "x"):
+        with pytest.raises(ConfigError) as raised:
+            load(path, [*overrides, f"data.train.{index}.weight=3"], SFTConfig)
+        assert str(raised.value).startswith(f"data.train.{index}.weight=3: data.train ")
+    with pytest.raises(ConfigError, match=r"^data\.train\.1\.weight=0: data\.train\.1\.weight "):
+        load(path, [*overrides, "data.train.1.weight=0"], SFTConfig)
 
 
 def test_an_override_below_null_creates_the_group(ppo: Path) -> None:

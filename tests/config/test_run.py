@@ -55,9 +55,9 @@ def test_the_roles_are_the_fields_with_the_settings_of_a_role() -> None:
     assert JudgedConfig.model_validate(settings | {"second": {"limit": 0.1}}).roles == ("judge", "second")
     assert JudgedConfig.possible_roles() == ("judge", "second")
     assert SFTConfig.possible_roles() == ("actor",)
-    assert set(PPOConfig.possible_roles()) == {"actor", "critic", "reference", "reward", "rollout"}
+    assert set(PPOConfig.possible_roles()) == {"actor", "critic", "environment", "reference", "reward", "rollout"}
     assert set(ppo().roles) == {"actor", "critic", "reward", "rollout"}
-    assert set(ppo(KL_LOSS).roles) == set(PPOConfig.possible_roles())
+    assert set(ppo(KL_LOSS).roles) == set(PPOConfig.possible_roles()) - {"environment"}
 
 
 @pytest.mark.parametrize("changes", [{"actor": KL_LOSS}, {"algorithm": KL_PENALTY}])

@@ -9,6 +9,7 @@ import yaml
 
 from flowrl.cli.recipe_names import included_recipes
 from flowrl.config import ConfigError, RoleConfig, load
+from flowrl.config.rewards.reward_settings import RewardSource
 from flowrl.config.run import RunConfig
 from flowrl.config.setting_template import render_template
 from flowrl.config.setting_tree import setting_paths
@@ -76,7 +77,16 @@ def test_every_setting_is_in_the_template_or_in_its_comments(recipe: str) -> Non
 
 def test_a_setting_with_an_alternative_is_required_unless_the_alternative_is_set() -> None:
     (line,) = re.findall(r"^  function:.*", render_template(included_recipes()["grpo"]), re.MULTILINE)
-    assert re.fullmatch(r"  function:  # required unless model is set \(module:name\)", line)
+    alternatives = "model, judge, service or components"
+    assert re.fullmatch(rf"  function:  # required unless {alternatives} is set \(module:name\)", line)
+
+
+def test_the_settings_of_the_groups_in_a_list_are_in_a_comment() -> None:
+    text = render_template(included_recipes()["grpo"])
+    block = text[text.index("# Several rewards.") : text.index("  components: null")]
+    words = " ".join(block.replace("#", " ").split())
+    assert "A group has name: (required), weight: 1.0, data_sources: null" in words
+    assert set(RewardSource.model_fields) <= set(re.findall(r"\w+", words))
 
 
 def test_a_group_of_several_roles_is_explained_once() -> None:

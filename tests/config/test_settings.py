@@ -49,7 +49,7 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         (OptimizerConfig, {"lr": 1.0, "total_steps": 5, "warmup_steps": 5}, ("warmup_steps", "total_steps", 5)),
         (OptimizerConfig, {"lr": 1.0, "betas": [0.9, 1.0]}, ("betas", 0.9, "1.0")),
         (OptimizerConfig, {"lr": float("nan")}, ("lr", "finite")),
-        (RewardConfig, {"function": "rewards:score", "head": "fresh"}, ("head", "fresh", "function")),
+        (RewardConfig, {"function": "rewards:score", "head": "fresh"}, ("head", "fresh", "model")),
         (
             ActorConfig,
             TRAINED | {"aggregation": "seq_mean_token_sum_norm"},
@@ -66,7 +66,7 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         (LoraConfig, {"rank": 8, "targets": [""]}, ("targets", "all_linear")),
         (LoraConfig, {"rank": 8, "targets": []}, ("targets.tuple", 1)),
         (LoraConfig, {"rank": 8, "targets": "q_proj"}, ("all_linear",)),
-        (RewardConfig, {}, ("function", "model")),
+        (RewardConfig, {}, ("function", "model", "judge", "service", "components")),
         (RewardConfig, {"function": "rewards:score", "model": MODEL}, ("function", "model")),
         (RewardConfig, {"function": "rewards.score"}, ("function", "module", "name")),
         (RolloutConfig, {"max_response_tokens": 8, "temperature": 0.0}, ("temperature", 0)),

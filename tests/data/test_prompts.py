@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.config import DifficultyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, Message
 from flowrl.data.messages import Conversation
@@ -29,11 +30,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer(folder)
 
 
-def stream(tokenizer: ChatTokenizer, num_prompts: int = 5, *, seed: int = 0, shuffle: bool = True) -> PromptStream:
+def stream(tokenizer: ChatTokenizer, num_prompts: int = 5, *, seed: int = 0, **settings: Any) -> PromptStream:
     conversations = [
         Conversation((Message("user", f"{n}+1"),), {"answer": str(n + 1)}, Path("sums"), n) for n in range(num_prompts)
     ]
-    return PromptStream(conversations, tokenizer, seed=seed, max_prompt_tokens=8, shuffle=shuffle)
+    return PromptStream(conversations, tokenizer, seed=seed, max_prompt_tokens=8, **settings)
 
 
 def prompts(rows: list[dict[str, Any]]) -> list[str]:
@@ -160,7 +161,7 @@ def test_epochs_and_seeds_differ_in_their_order(tokenizer: ChatTokenizer) -> Non
 
 
 def test_without_shuffling_the_order_is_that_of_the_file(tokenizer: ChatTokenizer) -> None:
-    assert prompts(stream(tokenizer, 2, shuffle=False).take(3)) == ["0+1", "1+1", "0+1"]
+    assert prompts(stream(tokenizer, 2, order="file").take(3)) == ["0+1", "1+1", "0+1"]
 
 
 def test_the_batch_size_does_not_change_the_order_of_prompts(tokenizer: ChatTokenizer) -> None:
@@ -213,3 +214,52 @@ def test_a_stream_rejects_a_conversation_that_ends_with_the_assistant(tokenizer:
     answered = Conversation((Message("user", "1+1"), Message("assistant", "2")), {}, Path("data.jsonl"), 3)
     with pytest.raises(DataError, match=r"data.jsonl, line 3: "):
         PromptStream([answered], tokenizer, seed=0, max_prompt_tokens=9)
+
+
+# Prompts by their success.
+
+
+def test_a_curriculum_maps_drawn_prompts_to_the_same_rows_after_a_resume(tokenizer: ChatTokenizer) -> None:
+    first = stream(tokenizer, 20, order="curriculum", samples=4)
+    rows = first.take(30)
+    first.record_success(range(30), [0.5 * (row["prompt"] < "2") for row in rows])
+    state = json.loads(json.dumps(first.state()))
+    second = stream(tokenizer, 20, order="curriculum", samples=4)
+    second.restore(state)
+    assert second.rows(range(30)) == rows
+    assert [second.location(row["prompt_id"]) for row in rows] == [first.location(row["prompt_id"]) for row in rows]
+    assert second.take(30) == first.take(30)
+
+
+def test_a_column_of_the_dataset_is_the_initial_success(tokenizer: ChatTokenizer) -> None:
+    rates = [0.0, 0.5, None, 1]
+    rows = [Conversation((Message("user", f"{n}+1"),), {"rate": rate}) for n, rate in enumerate(rates)]
+    difficulty = DifficultyConfig(column="rate", min=0.1, max=0.9, revisit=0.0)
+    filtered = PromptStream(rows, tokenizer, seed=0, max_prompt_tokens=8, difficulty=difficulty)
+    assert sorted(prompts(filtered.take(4))) == ["1+1", "1+1", "2+1", "2+1"]
+    filtered.record_success([0, 1], [1.0, 1.0])
+    assert filtered.needs_success and not stream(tokenizer).needs_success
+
+
+@pytest.mark.parametrize(("value", "column"), [(1.5, "rate"), ("0.5", "rate"), (True, "rate"), (0.5, "rates")])
+def test_an_initial_success_that_is_no_rate_is_rejected(tokenizer: ChatTokenizer, value: Any, column: str) -> None:
+    rows = [Conversation((Message("user", "1+1"),), {"rate": value}, Path("sums"), 3)]
+    difficulty = DifficultyConfig(column=column, min=0.1)
+    with pytest.raises(DataError, match=column):
+        PromptStream(rows, tokenizer, seed=0, max_prompt_tokens=8, difficulty=difficulty)
+
+
+def test_the_state_of_a_stream_without_measured_success_is_rejected(tokenizer: ChatTokenizer) -> None:
+    curriculum, shuffled = stream(tokenizer, order="curriculum"), stream(tokenizer)
+    with pytest.raises(DataError, match=r"data\.order"):
+        curriculum.restore(shuffled.state())
+    with pytest.raises(DataError, match=r"data\.order"):
+        shuffled.restore(curriculum.state())
+
+
+def test_recorded_success_has_no_effect_on_a_shuffle(tokenizer: ChatTokenizer) -> None:
+    first, second = stream(tokenizer), stream(tokenizer)
+    first.take(5)
+    first.record_success([0], [1.0])
+    second.take(5)
+    assert first.take(10) == second.take(10) and first.state() == second.state()

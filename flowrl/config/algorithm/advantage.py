@@ -18,7 +18,7 @@ class AdvantageConfig(Member):
 
     NOUN = "an advantage estimator"
     KEY = "estimator"
-    NOT_ARGUMENTS = frozenset({"correction", "shaping", "whiten", "kl_coef", "kl_kind", "kl_control"})
+    NOT_ARGUMENTS = frozenset({"correction", "shaping", "mask_truncated", "whiten", "kl_coef", "kl_kind", "kl_control"})
 
     IS_GROUPED: ClassVar[bool] = False
     """True if the estimator compares the samples of one prompt. Such an estimator requires at least two samples per
@@ -42,6 +42,11 @@ class AdvantageConfig(Member):
 
     shaping: Annotated[tuple[AnyShaping, ...], Field(strict=False)] = ()
     """Reward shapings, applied to the scores in this order. The column `scores` keeps the original scores."""
+
+    mask_truncated: bool = False
+    """Exclude truncated responses from the policy loss and its denominators (DAPO's overlong filtering). Their scores
+    still count in the baseline of their group. A critic still trains on them.
+    """
 
     @property
     def applied_correction(self) -> CorrectionConfig | None:

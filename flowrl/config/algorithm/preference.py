@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from flowrl.config.base import Config, ImportName, Member, OneOf, Options
-from flowrl.config.data.data_settings import DataFile, Files, as_data_files, paths_of
+from flowrl.config.data.data_settings import DataFile, Files, as_data_files, generated_of, paths_of
 
 Beta = Annotated[PositiveFloat, Field(description="Strength of the KL regularization to the reference.")]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5, description="Probability that a label is flipped.")]
@@ -184,3 +184,7 @@ class PtxConfig(Config):
     def files(self, group: str) -> dict[str, Path]:
         """Returns the path of each file by the key of its setting. `group` is the key of this settings group."""
         return paths_of(f"{group}.data", self.data)
+
+    def generated(self, group: str) -> tuple[str, ...]:
+        """Returns the keys of all settings `reasoning_gym`. `group` is the key of this settings group."""
+        return generated_of(f"{group}.data", self.data)

@@ -1,9 +1,10 @@
 """Settings of datasets: files, column mappings, policies for invalid rows, and the preparation of data."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -16,12 +17,56 @@ TooLong = Literal["refuse", "drop", "truncate"]
 RefuseOrDrop = Literal["refuse", "drop"]
 
 
-class DataFile(Config):
-    """One data source, with its weight and column mapping."""
+class TaskConfig(Config):
+    """Share and options of a task of reasoning-gym."""
 
-    path: FilePath
+    weight: PositiveFloat = 1.0
+    """Share of the rows, relative to the weights of the other tasks."""
+
+    options: Mapping[str, Any] = Field(default_factory=dict)  # Any: defined by the task
+    """Options of the task's configuration class, such as `{min_terms: 3}`. flowrl sets `seed` and `size`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TaskConfig":
+        if reserved := [name for name in ("seed", "size") if name in self.options]:
+            raise ValueError(f"options has {reserved[0]}: set `seed` or `rows` next to `reasoning_gym` instead")
+        return self
+
+
+def _from_weight(value: object) -> object:
+    return {"weight": float(value)} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_AnyTask = Annotated[TaskConfig, BeforeValidator(_from_weight)]
+
+MAX_GENERATED_ROWS, _MAX_SEED = 1_000_000, 999
+_TEST_OFFSET = MAX_GENERATED_ROWS * (_MAX_SEED + 1)
+
+
+class DataFile(Config):
+    """One data source, with its weight and column mapping: a file, or rows that reasoning-gym generates."""
+
+    ALTERNATIVES = ("path", "reasoning_gym")
+
+    path: FilePath | None = None
     """JSON lines (`.jsonl`, also `.gz` and `.zst`), a JSON array, parquet, arrow, a folder of such files, a folder that
     `flowrl data prepare` created, or a dataset on the Hugging Face Hub, such as `openai/gsm8k`.
+    """
+
+    reasoning_gym: Mapping[str, _AnyTask] | None = None
+    """Tasks of reasoning-gym instead of a file, with their weights, such as `{leg_counting: 0.5, basic_arithmetic:
+    {weight: 0.5, options: {max_terms: 3}}}` (docs/rewards.md). Needs the extra `rewards`.
+    """
+
+    rows: Annotated[int, Field(gt=0, le=MAX_GENERATED_ROWS)] = 1000
+    """Number of rows of `reasoning_gym`, over all tasks."""
+
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
+    """Seed of the rows of `reasoning_gym`. Rows of different seeds or splits are generated from different numbers."""
+
+    system: str | None = None
+    """System message of the rows of `reasoning_gym`: text, or the name of a prompt of the package, such as `default`,
+    which requests the answer between <answer> and </answer>. Null adds no message.
     """
 
     weight: PositiveFloat = 1.0
@@ -36,7 +81,36 @@ class DataFile(Config):
     """Subset (configuration) of a dataset on the Hub."""
 
     split: str = "train"
-    """Split of a dataset on the Hub, or of a folder that `datasets` saved."""
+    """Split of a dataset on the Hub, or of a folder that `datasets` saved. For `reasoning_gym`, `train` or the held-out
+    split `test`.
+    """
+
+    @model_validator(mode="after")
+    def _check_source(self) -> "DataFile":
+        if self.reasoning_gym is None:
+            if wrong := [name for name in ("rows", "seed", "system") if name in self.model_fields_set]:
+                raise ValueError(f"{wrong[0]} is set for the file {self.path}: it is a setting of reasoning_gym")
+            return self
+        if not self.reasoning_gym:
+            raise ValueError("reasoning_gym has no task: name one, such as {leg_counting: 1}")
+        if self.subset is not None:
+            raise ValueError(f"subset is {self.subset}, but reasoning_gym has no subsets: remove it")
+        if self.split not in ("train", "test"):
+            raise ValueError(f"split is {self.split}, but reasoning_gym has the splits train and test")
+        return self
+
+    @property
+    def source(self) -> Path:
+        """Path of the file. For generated rows, `reasoning_gym:` and the names of the tasks, for messages."""
+        if self.path is not None:
+            return self.path
+        first = list(self.reasoning_gym or ())
+        return Path(f"reasoning_gym:{','.join(first[:3])}{',...' if len(first) > 3 else ''}")
+
+    @property
+    def first_seed(self) -> int:
+        """Seed of the first row of each task. The seeds of other values of `seed` and `split` do not overlap."""
+        return self.seed * MAX_GENERATED_ROWS + (_TEST_OFFSET if self.split == "test" else 0)
 
 
 def _from_path(value: object) -> object:
@@ -55,7 +129,57 @@ def as_data_files(files: Path | tuple[DataFile, ...]) -> tuple[DataFile, ...]:
 
 def paths_of(key: str, files: Path | tuple[DataFile, ...]) -> dict[str, Path]:
     """Returns the path of each file by the key of its setting. `key` is the key of the setting with all files."""
-    return {key: files} if isinstance(files, Path) else {f"{key}.{i}.path": file.path for i, file in enumerate(files)}
+    if isinstance(files, Path):
+        return {key: files}
+    return {f"{key}.{i}.path": file.path for i, file in enumerate(files) if file.path is not None}
+
+
+def generated_of(key: str, files: Path | tuple[DataFile, ...]) -> tuple[str, ...]:
+    """Returns the keys of all settings `reasoning_gym`. `key` is the key of the setting with all files."""
+    sources = () if isinstance(files, Path) else files
+    return tuple(f"{key}.{i}.reasoning_gym" for i, file in enumerate(sources) if file.reasoning_gym is not None)
+
+
+class DifficultyConfig(Config):
+    """Selection of training prompts by their success: the mean score of a prompt's responses (docs/data.md)."""
+
+    column: str | None = None
+    """Column of the dataset with the initial success of each prompt, such as a pass rate from 0 to 1. It counts as a
+    measurement. Null, also for a row: the success is unknown before the first measurement.
+    """
+
+    min: float | None = None
+    """Smallest success of a prompt that is used; null sets no limit."""
+
+    max: float | None = None
+    """Largest success of a prompt that is used; null sets no limit."""
+
+    revisit: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Probability that a prompt outside of [min, max] is used anyway, each time that it is its turn. The new
+    measurement may return it to the range. 0 never uses it again.
+    """
+
+    candidates: Annotated[int, Field(ge=2)] = 8
+    """Number of prompts from which `order: curriculum` selects each prompt. More candidates select more informative
+    prompts, but repeat them more often.
+    """
+
+    @model_validator(mode="after")
+    def _check(self) -> "DifficultyConfig":
+        low, high = self.bounds
+        if low > high:
+            raise ValueError(f"min is {low:g}, above max, {high:g}: swap them")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest success of the prompts that are used."""
+        return (-math.inf if self.min is None else self.min, math.inf if self.max is None else self.max)
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether prompts are skipped by their success."""
+        return self.min is not None or self.max is not None
 
 
 class DataConfig(Config):
@@ -64,6 +188,8 @@ class DataConfig(Config):
     train: Files
     """Training data: a path, or a list of files with their settings, such as
     `[{path: a.jsonl, weight: 2, columns: {prompt: input_text}}, {path: openai/gsm8k, subset: main, split: train}]`.
+    Rows of reasoning-gym are also a source: `{reasoning_gym: {leg_counting: {weight: 1, options: {max_animals: 3}}},
+    rows: 1000, system: default}`.
     """
 
     test: Files | None = None
@@ -98,8 +224,13 @@ class DataConfig(Config):
     evaluation_rows: PositiveInt | None = None
     """Number of rows per evaluation file, from its start; null uses all rows."""
 
-    shuffle: bool = True
-    """Shuffle the training rows in every epoch, with the run's seed. False keeps the order of the file."""
+    order: Literal["file", "shuffle", "curriculum"] = "shuffle"
+    """Order of the training rows. `shuffle`: a new random order in every epoch, from the run's seed. `file`: the order
+    of the file. `curriculum`: prompts whose measured success is close to 1/2 are used more often.
+    """
+
+    difficulty: DifficultyConfig = DifficultyConfig()
+    """Selection of training prompts by their success: a filter, and the settings of `order: curriculum`."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
@@ -107,7 +238,17 @@ class DataConfig(Config):
             raise ValueError(f"evaluation_rows is {self.evaluation_rows}, but there is no test file: set test")
         if wrong := [name for name in self.tests if not re.fullmatch(r"[\w.-]+", name)]:
             raise ValueError(f"tests has the name {wrong[0]!r}: use letters, digits, '_', '-' and '.'")
+        if self.difficulty.column is not None and not self.needs_success:
+            raise ValueError(
+                f"difficulty.column is {self.difficulty.column}, but no setting uses it: set difficulty.min or "
+                "difficulty.max, or order: curriculum"
+            )
         return self
+
+    @property
+    def needs_success(self) -> bool:
+        """Whether training prompts are selected by their measured success."""
+        return self.order == "curriculum" or self.difficulty.is_filter
 
     @property
     def evaluation_files(self) -> dict[str, Path | tuple[DataFile, ...]]:
@@ -121,11 +262,18 @@ class DataConfig(Config):
 
     def files(self, group: str) -> dict[str, Path]:
         """Returns the path of each file by the key of its setting. `group` is the key of this settings group."""
-        settings: dict[str, Path | tuple[DataFile, ...]] = {f"{group}.train": self.train}
+        return {key: path for name, files in self._settings(group) for key, path in paths_of(name, files).items()}
+
+    def generated(self, group: str) -> tuple[str, ...]:
+        """Returns the keys of all settings `reasoning_gym`. `group` is the key of this settings group."""
+        return tuple(key for name, files in self._settings(group) for key in generated_of(name, files))
+
+    def _settings(self, group: str) -> Iterator[tuple[str, Path | tuple[DataFile, ...]]]:
+        """Yields the key and the value of each setting with files."""
+        yield f"{group}.train", self.train
         if self.test is not None:
-            settings[f"{group}.test"] = self.test
-        settings |= {f"{group}.tests.{name}": files for name, files in self.tests.items()}
-        return {key: path for name, files in settings.items() for key, path in paths_of(name, files).items()}
+            yield f"{group}.test", self.test
+        yield from ((f"{group}.tests.{name}", files) for name, files in self.tests.items())
 
 
 class RowsConfig(Config):

@@ -6,13 +6,16 @@ from flowrl.config.algorithm.advantage import AnyAdvantage
 from flowrl.config.algorithm.correction import WeightCorrection
 from flowrl.config.algorithm.preference import PtxConfig
 from flowrl.config.algorithm.shaping import AdaptiveKl, LengthPenalty, OverlongPenalty
-from flowrl.config.roles import ActorConfig, ReferenceConfig, RewardConfig
+from flowrl.config.rewards.reward_settings import RewardConfig
+from flowrl.config.roles import ActorConfig, ReferenceConfig
 from flowrl.config.run import SettingValues
 from flowrl.config.stages.rollouts import RolloutRunConfig
 
 
 class OnPolicyConfig(RolloutRunConfig):
     """Settings of recipes that generate rollouts, score them, and then take a few optimizer steps per training step."""
+
+    ALTERNATIVES = ("reward", "environment")
 
     # The order matters, because some defaults derive from earlier fields: the number of updates from the sizes, the
     # temperature from the rollout, and the reference from actor and algorithm.
@@ -29,8 +32,8 @@ class OnPolicyConfig(RolloutRunConfig):
     reference: ReferenceConfig | None = Field(default=None, validate_default=True)
     """The reference for the KL. It is loaded only if a KL term uses it. Null uses the actor's initial model."""
 
-    reward: RewardConfig
-    """The reward function or model."""
+    reward: RewardConfig | None = None
+    """The reward function or model. Null if `environment` gives the rewards."""
 
     ptx: PtxConfig | None = None
     """Language modeling on text in every policy update (PPO-ptx). Null disables it."""

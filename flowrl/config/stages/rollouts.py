@@ -1,12 +1,13 @@
 """Settings of runs that train on generated responses."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from flowrl.config.base import ConfigError
+from flowrl.config.base import Config, ConfigError
+from flowrl.config.rewards.environment_settings import EnvironmentConfig
+from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import (
-    RewardConfig,
     RolloutConfig,
     TrainedConfig,
     quantized_device_problem,
@@ -15,6 +16,26 @@ from flowrl.config.roles import (
 from flowrl.config.rollout.engines import name_alternatives
 from flowrl.config.run import DatasetConfig, EvaluationConfig, SettingValues
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, SyncSchedule
+
+
+class DynamicSampling(Config):
+    """Dynamic sampling (DAPO): groups whose scores are all equal are dropped, and other prompts are generated instead.
+
+    A step whose batch is not full after `max_rounds` trains on the groups that it has.
+    """
+
+    max_rounds: PositiveInt = 10
+    """Largest number of generation rounds of a step. With schedule async, a step drops at most max_rounds - 1 times its
+    number of prompts.
+    """
+
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Prompts of a round, as a multiple of the missing groups. Above 1, a step has fewer rounds, and surplus groups are
+    dropped. With schedule async, there are no rounds, and it has no effect.
+    """
+
+    column: str = "scores"
+    """Column whose values must differ: `scores`, or the name of a reward."""
 
 
 class RolloutRunConfig(DatasetConfig):
@@ -42,6 +63,14 @@ class RolloutRunConfig(DatasetConfig):
     schedule: AnySchedule = SyncSchedule()
     """Overlap of generation and training."""
 
+    environment: EnvironmentConfig | None = None
+    """Environment that responds to the policy and gives the rewards, in place of `reward`. Null has no environment:
+    every response is the only one of its episode.
+    """
+
+    dynamic_sampling: DynamicSampling | None = None
+    """Drops groups without signal and generates others. Null trains on all groups."""
+
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on the held-out prompts in `data`."""
 
@@ -53,9 +82,66 @@ class RolloutRunConfig(DatasetConfig):
         return ("accuracy",) if self.evaluate_every else super().compared_by
 
     @property
+    def can_end_early(self) -> bool:
+        """Whether a step may have fewer updates, because rows or groups are dropped."""
+        return self.dynamic_sampling is not None or self.on_failure == "drop"
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> "RolloutRunConfig":
+        if self.environment is None:
+            return self
+        if self.reward_settings is not None:
+            raise ValueError("reward and environment are both set, but the environment gives the rewards: remove one")
+        if self.rollout.environment is not None:
+            raise ValueError("rollout.environment and environment are both set: remove one")
+        return self
+
+    @property
+    def on_failure(self) -> Literal["stop", "zero", "drop"]:
+        """Treatment of a response whose reward or environment failed."""
+        scoring = self.environment or self.reward_settings
+        return "stop" if scoring is None else scoring.on_failure
+
+    @property
+    def max_failure_rate(self) -> float:
+        """Largest share of failed responses in a step."""
+        scoring = self.environment or self.reward_settings
+        return 0.0 if scoring is None else scoring.max_failure_rate
+
+    @property
+    def score_columns(self) -> tuple[str, ...]:
+        """Columns of a scored batch with one number per row."""
+        if self.environment is not None:
+            return ("scores",)
+        return () if self.reward_settings is None else self.reward_settings.columns
+
+    @model_validator(mode="after")
+    def _check_dynamic_sampling(self) -> "RolloutRunConfig":
+        sampling = self.dynamic_sampling
+        if sampling is None:
+            return self
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, but dynamic_sampling compares the scores of several "
+                "responses: set it to at least 2"
+            )
+        if not self.score_columns:
+            raise ValueError("dynamic_sampling is set, but this run has no reward: remove dynamic_sampling")
+        if sampling.column not in self.score_columns:
+            raise ValueError(
+                f"dynamic_sampling.column is {sampling.column}, which no reward computes: set it to "
+                f"{' or '.join(self.score_columns)}"
+            )
+        return self
+
+    @property
     def reward_settings(self) -> RewardConfig | None:
         """Settings of the role that scores responses. None if no such role exists."""
-        return next((role for role in self.role_settings.values() if isinstance(role, RewardConfig)), None)
+        return next((value for _, value in self if isinstance(value, RewardConfig)), None)
+
+    @property
+    def measures_success(self) -> bool:
+        return self.reward_settings is not None
 
     @property
     def prompts_per_step(self) -> int:

@@ -36,9 +36,17 @@ FIELDS: dict[str, Field] = {
     "ref_logprobs": Field("token, f32", "reference", "the reference's log-probability; 0 at position 0"),
     "values": Field("token, f32", "critic", "value of the state before the token; 0 at position 0"),
     "scores": Field("row, f32", "reward", "score of the response"),
+    "reward_failed": Field("row, bool", "reward", "a reward function failed for the response"),
+    "reward_calls": Field(
+        "row, object", "reward", "per name of a reward: score, seconds, and kind and cause of a failure"
+    ),
+    "turn_rewards": Field("token, f32", "environment", "reward of a turn, at the last token of its response"),
+    "episode": Field("row, object", "environment", "turns, restarts, counted events, reason of the end"),
     "reward_truncated": Field(
         "row, bool", "reward", "the row is longer than the reward model supports, so only its last tokens are scored"
     ),
+    "failed": Field("row, bool", "reward", "the row has no valid score, such as an unreadable verdict of a judge"),
+    "judgment": Field("row, object", "reward", "the text that a judge generated about the response"),
     "shaped_scores": Field("row, f32", "run", "score after reward shaping; advantages are computed from it"),
     "token_rewards": Field(
         "token, f32", "run", "score at the last token of `response_mask`, minus the KL penalty per token"
@@ -50,7 +58,9 @@ FIELDS: dict[str, Field] = {
     ),
     "selected": Field("token, bool", "run", "tokens that `clip_cov` or `kl_cov` selects"),
     "loss_weights": Field("token, f32", "run", "importance weight of the token's policy loss, from the correction"),
-    "loss_mask": Field("token, bool", "run", "response tokens that the correction keeps in the policy loss"),
+    "loss_mask": Field(
+        "token, bool", "run", "response tokens of the policy loss, with a correction or `mask_truncated`"
+    ),
     "prompt_id": Field("row, int64", "data", "unique id of a drawn prompt; seeds the sampling"),
     "sample": Field("row, int64", "data", "index of the sample among the samples of its prompt"),
     "group": Field("row, int64", "data", "group id, shared by all samples of a prompt"),

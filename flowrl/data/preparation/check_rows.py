@@ -24,7 +24,7 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
 
     Raises DataError if a prepared folder is corrupt, and in strict mode at the first invalid row.
     """
-    prepared = [source.path for source in config.files if is_prepared(source.path)]
+    prepared = [source.path for source in config.files if source.path is not None and is_prepared(source.path)]
     if prepared:
         return _check_prepared(config, prepared)
     kind = find_kind(config)
@@ -69,7 +69,7 @@ def first_rows(config: RowsConfig, *, start: int, count: int) -> tuple[Kind, lis
     Without the setting `tokenizer`, the tokenizer of a prepared folder is the one in its manifest.
     """
     source: DataFile = config.files[0]
-    if is_prepared(source.path):
+    if source.path is not None and is_prepared(source.path):
         folder = PreparedFolder(source.path)
         model = config.tokenizer or folder.manifest["tokenizer"]
         tokenizer = ChatTokenizer(model, config.template or source.path / TEMPLATE_FILE)

@@ -189,7 +189,7 @@ def find_kind(config: RowsConfig) -> Kind:
 
 def no_row_error(config: RowsConfig, counts: RowCounts) -> DataError:
     """Returns the error for files without a usable row."""
-    names = ", ".join(str(file.path) for file in config.files)
+    names = ", ".join(str(file.source) for file in config.files)
     if not counts.num_read:
         return DataError(f"there are no rows in {names}: write one conversation per line (docs/data.md)")
     return DataError(f"no row of {names} can be used: {counts.summary()}")

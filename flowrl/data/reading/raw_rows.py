@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from flowrl.config import DataFile
 from flowrl.data.input_paths import find_dataset_problem
 from flowrl.data.messages import DataError
+from flowrl.data.reading.generated_rows import generate_lines
 from flowrl.data.reading.row_problems import RowProblem
 
 _BLOCK_BYTES = 1 << 20
@@ -38,12 +39,19 @@ class RawChunk:
 
 
 def read_chunks(source: DataFile, *, rows_per_chunk: int = 1000, max_row_bytes: int = 8 << 20) -> Iterator[RawChunk]:
-    """Yields all rows of a file, a folder of files, or a dataset of the Hub.
+    """Yields all rows of a file, a folder of files, a dataset of the Hub, or reasoning-gym.
 
     A row that cannot be read is a RowProblem. A corrupt file yields one RowProblem after its last complete row.
 
     Raises DataError if the path does not exist, or if a library that the format needs is missing.
     """
+    if source.path is None:
+        lines = generate_lines(source)
+        first = 1
+        while batch := list(islice(lines, rows_per_chunk)):
+            yield RawChunk(source.source, first, batch, 0)
+            first += len(batch)
+        return
     if problem := find_dataset_problem(source.path):
         raise DataError(f"dataset {source.path} cannot be read: {problem}")
     for file in data_files(source):
@@ -56,8 +64,8 @@ def read_chunks(source: DataFile, *, rows_per_chunk: int = 1000, max_row_bytes: 
 
 
 def data_files(source: DataFile) -> list[Path]:
-    """Returns the files of a source. A name on the Hub is returned unchanged."""
-    path = source.path
+    """Returns the files of a source. A name on the Hub, or of generated rows, is returned unchanged."""
+    path = source.source
     if not path.is_dir():
         return [path]
     if (path / MANIFEST).is_file() and (path / "jsonl").is_dir():
@@ -334,7 +342,7 @@ def open_arrow(file: Path) -> Sequence[Any]:
 def _hub_rows(source: DataFile) -> Iterator[Any]:
     datasets = import_library("datasets", "a dataset of the Hugging Face Hub")
     try:
-        rows = datasets.load_dataset(str(source.path), source.subset, split=source.split)
+        rows = datasets.load_dataset(str(source.source), source.subset, split=source.split)
     except (OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"dataset {source.path} (subset {source.subset}, split {source.split}) cannot be loaded from the Hub "

@@ -133,7 +133,7 @@ def read_conversations(
         for chunk in read_chunks(source, max_row_bytes=max_row_bytes)
         for conversation in parse_rows(chunk, source.columns, counts, check, kind)
     ]
-    names = ", ".join(str(source.path) for source in sources)
+    names = ", ".join(str(source.source) for source in sources)
     if not counts.num_read:
         raise DataError(f"dataset {names} is empty; write one conversation per line")
     if not conversations:
@@ -150,6 +150,9 @@ def count_rows(files: Files, kind: Kind | None = None) -> int | None:
     """
     num_rows = 0
     for source in as_files(files):
+        if source.path is None:
+            num_rows += round(source.rows * source.weight)
+            continue
         if not source.path.exists():
             return None
         chunks, counts = read_chunks(source), RowCounts()

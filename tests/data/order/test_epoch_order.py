@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from flowrl.data.epoch_order import EpochOrder
+from flowrl.data.order.epoch_order import EpochOrder
 
 
 def test_rows_of_one_file_have_the_order_of_earlier_versions() -> None:
