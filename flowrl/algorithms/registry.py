@@ -26,6 +26,7 @@ from flowrl.config.base import (
     ImportNameError,
     import_attribute,
     import_function,
+    imported_module_name,
     unknown_name,
 )
 
@@ -133,14 +134,14 @@ class Registry:
         return parameter.kind is not parameter.KEYWORD_ONLY or name in self.keywords
 
     def _load_custom(self, name: str) -> Callable[..., Any]:
-        module, _, attribute = name.partition(":")
+        attribute = name.partition(":")[2]
         try:
             function = import_function(name)
         except ImportNameError as error:
             if isinstance(error.__cause__, RegistryError):
                 raise error.__cause__ from None
             function = self._registered.get(attribute)  # Importing the module runs its decorators.
-            if function is None or function.__module__ != module:
+            if function is None or function.__module__ != imported_module_name(name):
                 raise RegistryError(f"{self.kind}: {error}") from error
         self._check_signature(function, name)
         return function

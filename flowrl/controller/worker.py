@@ -300,6 +300,9 @@ class Worker(Generic[GroupType]):
         """Restores some parts of the offloaded memory, for a method registered with `memory`. Default: all parts."""
         self.onload()
 
+    def close(self) -> None:
+        """Releases processes and connections. Called if the worker's process continues without it, with `inline`."""
+
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
         """Runs `fn(self, ...)` for `group.run`. Argument names have the prefix `of_`."""
         return fn(self, **{name.removeprefix("of_"): value for name, value in arguments.items()})

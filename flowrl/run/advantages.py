@@ -58,6 +58,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, make_tensordict, pad_tokens, unpad_tokens
 from flowrl.data.metric import Max, Mean, Metric, Sum
+from flowrl.workers.dialogs import TURN_REWARDS
 
 ESTIMATOR_COLUMNS = {
     "mask": "response_mask",
@@ -141,8 +142,8 @@ class Advantages:
         """Returns the batch with new columns, and a future of the metrics for `run.log`. Does not block.
 
         Always adds `token_rewards` and `advantages`. A critic adds `returns`, `algorithm.shaping` adds `shaped_scores`,
-        and `algorithm.correction` adds `loss_weights` and `loss_mask`. Some losses add `behavior_logprobs` or
-        `selected`. Raises UserError if the batch lacks a column.
+        and `algorithm.correction` adds `loss_weights` and `loss_mask`. `algorithm.mask_truncated` adds `loss_mask`.
+        Some losses add `behavior_logprobs` or `selected`. Raises UserError if the batch lacks a column.
 
         Args:
             batch: columns `scores`, `response_mask`, and the inputs of the estimator, the loss and the KL penalty. Its
@@ -203,15 +204,20 @@ def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple
     writes += ["returns"] if "values" in inputs else []
     writes += ["shaped_scores"] if config.shaping else []
     reads = _select(batch, ["response_mask", *required], f"algorithm.estimator {config.estimator}")
+    if TURN_REWARDS in batch and not config.shaping:
+        reads.append(TURN_REWARDS)
     if config.applied_correction is not None:
         reads += _select(batch, ["old_logprobs", "rollout_logprobs"], "algorithm.correction")
         writes += ["loss_weights", "loss_mask"]
     elif "importance_weights" in inputs and "loss_weights" in batch:
         reads.append("loss_weights")
+    if config.mask_truncated:
+        reads += _select(batch, ["truncated"], "algorithm.mask_truncated")
+        writes.append("loss_mask")
     if isinstance(actor.loss, ClipCovLoss | KlCovLoss):
         reads += _select(batch, ["old_logprobs"], f"actor.loss {actor.loss.kind}")
         writes.append("selected")
-    return list(dict.fromkeys(reads)), writes
+    return list(dict.fromkeys(reads)), list(dict.fromkeys(writes))
 
 
 def _select(batch: Batch, names: Sequence[str], setting: str) -> list[str]:
@@ -241,11 +247,16 @@ def compute_columns(
     result: dict[str, torch.Tensor] = {}
     if config.applied_correction is not None:
         result |= _correction_columns(tokens, config.applied_correction)
+    in_loss_BT = mask_BT
+    if config.mask_truncated:
+        in_loss_BT = mask_BT & ~rows["truncated"][:, None]
+        result["loss_mask"] = result.get("loss_mask", mask_BT) & in_loss_BT
     if shaped is not None:
         rows |= {"scores": shaped.scores_B}
     result |= _advantage_columns(tokens | rows | result, mask_BT, config, kl_control.coef)
     if isinstance(actor.loss, ClipCovLoss | KlCovLoss):
-        result["selected"] = _selected_tokens(tokens["old_logprobs"], result["advantages"], mask_BT, actor.loss, seed)
+        advantages_BT = result["advantages"]
+        result["selected"] = _selected_tokens(tokens["old_logprobs"], advantages_BT, in_loss_BT, actor.loss, seed)
     return make_tensordict(
         {} if shaped is None else {"shaped_scores": shaped.scores_B},
         {name: unpad_tokens(column_BT, lengths_B) for name, column_BT in result.items()},
@@ -299,14 +310,18 @@ def _advantage_columns(
         scores_B = scores @ weights_K.to(scores)
     if (penalty := config.kl_penalty) is not None:
         rewards_BT = kl_shaped_rewards(
-            scores_B,
+            torch.zeros_like(scores_B) if TURN_REWARDS in columns else scores_B,
             columns["old_logprobs"],
             columns["ref_logprobs"],
             mask_BT,
             coef=kl_coef,
             kind=kl_kinds.load(penalty.kl_kind),
         )
+        if TURN_REWARDS in columns:
+            rewards_BT = rewards_BT + columns[TURN_REWARDS]
         scores = rewards_BT.sum(-1)
+    elif TURN_REWARDS in columns:
+        rewards_BT = columns[TURN_REWARDS]
     else:
         rewards_BT = torch.where(last_masked(mask_BT), scores_B[:, None], 0)
     available = {name: columns.get(column) for name, column in ESTIMATOR_COLUMNS.items()}

@@ -5,7 +5,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import StringIO
@@ -37,6 +37,7 @@ from flowrl.config import (
     RewardModelConfig,
     RolloutRunConfig,
     RunConfig,
+    ScoringModelConfig,
     UserError,
     find_tokenizer_role,
     models_of,
@@ -57,7 +58,7 @@ from flowrl.engines.models.loading import load_critic, load_policy, load_reward_
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import GB, check_memory, memory_budget
 from flowrl.memory.model_size import read_model_size
-from flowrl.rewards.scoring_process import score_in_process
+from flowrl.rewards.row_scorer import RowScorer
 from flowrl.run.datasets import PtxText, SftExamples, read_prompts
 from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.interrupt import Interrupted
@@ -134,7 +135,8 @@ class _Checks:
     def functions(self) -> str:
         check_functions(self.config)
         check_rollouts(self.config)
-        names = [value for _, group in self.config if isinstance(group, RewardConfig) for value in _functions(group)]
+        rewards = [value for _, value in self.config if isinstance(value, RewardConfig)]
+        names = dict.fromkeys(function for reward in rewards for _, function in reward.functions())
         return ", ".join(names) or "no user function"
 
     def files(self) -> str:
@@ -182,7 +184,7 @@ class _Checks:
             return f"{len(examples)} {rows}, {sum(map(len, held_out.values())) // 2} for evaluation"
         counts = [
             f"{len(SftExamples(files, self._encoder, max_tokens=value.max_prompt_tokens, data=value))} rows of "
-            f"{', '.join(file.path.name for file in as_files(files))}"
+            f"{', '.join(file.source.name for file in as_files(files))}"
             for value in dict(config).values()
             if isinstance(value, DataConfig)
             for files in (value.training_files, *value.evaluation_files.values())
@@ -195,18 +197,16 @@ class _Checks:
         """Scores the reference answer and an empty response of the first rows."""
         config = self.config
         reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
-        if reward is None or reward.function is None:
-            has_model = reward is not None and reward.model is not None
+        if reward is None or not reward.has_functions:
+            has_model = reward is not None and reward.has_models
             raise _Skipped(
                 "the reward is a model, which the check step runs" if has_model else "the recipe has no reward function"
             )
         train, test = self._prompts
-        self.scores = _score_answers(reward.function, train.evaluation_rows(NUM_ROWS), config.call_timeout_s)
-        names = [reward.function]
-        if reward.evaluation is not None and test:
-            for prompts in test.values():
-                _score_answers(reward.evaluation, _first_rows(prompts), config.call_timeout_s)
-            names.append(reward.evaluation)
+        self.scores = _score_answers(reward, train.evaluation_rows(NUM_ROWS))
+        for prompts in test.values() if reward.evaluation is not None else ():
+            _score_answers(reward, _first_rows(prompts), evaluation=True)
+        names = dict.fromkeys(function for _, function in reward.functions())
         has_answers = any(score for _, _, score, _ in self.scores)
         if has_answers and all(float(score or 0) <= float(empty) for _, _, score, empty in self.scores):
             return "no answer scores higher than an empty response: see the table"
@@ -357,7 +357,7 @@ def _first_rows(prompts: Batch) -> list[dict[str, Any]]:
 
 
 def _score_answers(
-    name: str, rows: Sequence[dict[str, Any]], timeout_s: float | None
+    reward: RewardConfig, rows: Sequence[dict[str, Any]], *, evaluation: bool = False
 ) -> list[tuple[str, str, str, str]]:
     """Returns one row per prompt: the prompt, the answer, and the scores of the answer and of an empty response."""
     # A response is always text, whatever the type of the answer column is.
@@ -368,22 +368,21 @@ def _score_answers(
         for row, answer in zip(rows, answers, strict=True)
         for response in ((answer, "") if answer is not None else ("",))
     ]
-    scores = iter(f"{score:g}" for score in score_in_process(name, inputs, timeout_s))
+    with closing(RowScorer(reward.model_copy(update={"on_failure": "stop"}), workers=1)) as scorer:
+        futures = [scorer.submit(row, evaluation=evaluation) for row in inputs]
+        values = [future.result().values for future in futures]
+    scores = iter(f"{row['scores'] if 'scores' in row else sum(row.values()):g}" for row in values)
     return [
         (_shorten(row["prompt"]), _shorten(row["answer"]), "" if answer is None else next(scores), next(scores))
         for row, answer in zip(rows, answers, strict=True)
     ]
 
 
-def _functions(reward: RewardConfig) -> list[str]:
-    return [name for name in (reward.function, reward.evaluation) if name is not None]
-
-
 def _load_without_weights(role: ModelRoleConfig) -> None:
     assert role.model is not None
     if isinstance(role, CriticConfig):
         load_critic(role.model, head=role.head, seed=role.head_seed, on_meta=True)
-    elif isinstance(role, RewardConfig | RewardModelConfig):
+    elif isinstance(role, ScoringModelConfig | RewardModelConfig):
         load_reward_model(role.model, head=role.head, seed=role.head_seed, on_meta=True)
     else:
         load_policy(role.model, on_meta=True)
@@ -437,13 +436,13 @@ def _copy_first_rows(files: Path | tuple[DataFile, ...], copy: Path) -> tuple[Da
     because a run reads only those of its rows that it uses.
     """
     file = as_files(files)[0]
-    if is_prepared(file.path):
+    if is_prepared(file.source):
         return (file,)
     rows = (row for chunk in read_chunks(file, rows_per_chunk=NUM_ROWS) for row in chunk.rows)
     # A JSON object may have several lines.
     lines = [row.replace(b"\n", b" ") if isinstance(row, bytes) else _to_json(row) for row in islice(rows, NUM_ROWS)]
     copy.write_bytes(b"\n".join(lines))
-    return (file.model_copy(update={"path": copy, "weight": 1.0}),)
+    return (DataFile(path=copy, columns=file.columns),)
 
 
 def _to_json(row: Any) -> bytes:  # Any: a row of a table or of a JSON array, or a RowProblem

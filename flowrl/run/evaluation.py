@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from flowrl.config import EvaluationConfig
+from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.report.rollout_log import Row
 from flowrl.run.rollout_rows import collect_rows
 
 if TYPE_CHECKING:
+    from flowrl.schedules.rewards import Scoring
     from flowrl.workers.groups import ActorGroup, RewardGroup, RolloutGroup
 
 
@@ -31,7 +33,7 @@ _GREEDY = EvaluationConfig()
 
 def evaluate(
     rollout: "RolloutGroup",
-    reward: "RewardGroup",
+    reward: "RewardGroup | Scoring",
     prompts: Batch | Mapping[str, Batch],
     config: EvaluationConfig = _GREEDY,
 ) -> Evaluation:
@@ -48,8 +50,10 @@ def evaluate(
     """
 
     def generate(rows: Batch) -> Batch:
+        if not isinstance(reward, WorkerGroup):
+            return reward.generate_scored(rollout, rows.with_samples(config.samples), config.temperature)
         batch = generate_responses(rollout, rows, config)
-        return batch.union(reward.score.submit(batch, evaluation=True))
+        return batch.union(reward.score(batch, evaluation=True))
 
     return evaluate_sets(prompts, generate, partial(_measure_scores, samples=config.samples))
 

@@ -40,15 +40,18 @@ from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
 from flowrl.run.datasets.row_batches import Skippable
+from flowrl.run.datasets.templates import conversation_template, save_template
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, metric_titles, show, write_trace
+from flowrl.run.role_groups import check_role, find_role, start_scoring
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.run.step_log import PeakMemory, StepLog, check_logged
-from flowrl.run.templates import conversation_template, save_template
 from flowrl.run.updates import ZeroRateWatch, describe_updates
+from flowrl.schedules.failure_watch import FailureWatch
+from flowrl.schedules.rewards import Scoring
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_plan import trainer_routes
 from flowrl.schedules.streaming_rollouts import make_rollout_source
@@ -118,6 +121,7 @@ class Run:
                 self._progress.notify(message)
             self._watch = RolloutWatch(config, self._progress.notify)
             self._rates = ZeroRateWatch(config, self._progress.notify)
+            self._failures = FailureWatch(config)
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
@@ -188,41 +192,26 @@ class Run:
         config that contains this value. `group(role, cls, ...)` names the role instead.
         """
         if isinstance(args[0], str):
-            self._check_role(args[0])
+            check_role(self.config, args[0])
             return self.cluster.group(*args, **kwargs)
-        return self.cluster.group(self._find_role(args[0], (*args[1:], *kwargs.values())), *args, **kwargs)
+        return self.cluster.group(find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args, **kwargs)
 
-    def _check_role(self, role: str) -> None:
-        if role not in self.config.roles:
-            name = type(self.config).__name__
-            raise UserError(
-                f"run.group({role!r}, ...) names no role of {name} (its roles: {', '.join(self.config.roles)}): add a "
-                f"field {role} to {name} whose type is RoleConfig or a subclass, and placement.roles.{role}"
-            )
-
-    def _find_role(self, cls: type[Worker], arguments: Iterable[object]) -> str:
-        for argument in arguments:
-            roles = [role for role, settings in self.config.role_settings.items() if settings is argument]
-            if len(roles) > 1:
-                raise UserError(
-                    f"the settings in run.group({cls.__name__}, ...) are those of the roles {' and '.join(roles)}, "
-                    f"which have the same object: name the role with run.group(role, {cls.__name__}, ...)"
-                )
-            if roles:
-                return roles[0]
-        raise UserError(
-            f"the role of run.group({cls.__name__}, ...) is unknown, because no argument is the settings of one of the "
-            f"roles {', '.join(self.config.roles)}: pass config.ROLE, or name the role with "
-            f"run.group(role, {cls.__name__}, ...)"
-        )
+    def rewards(self) -> Scoring:
+        """Starts the workers that score responses: those of `config.reward`, or of `config.environment`."""
+        return start_scoring(self.config, self.group)
 
     # Steps.
 
-    def rollouts(self, rollout: WorkerGroup, prompts: PromptStream, *, policy: WorkerGroup) -> Iterator[Batch]:
+    def rollouts(
+        self, rollout: WorkerGroup, prompts: PromptStream, *, policy: WorkerGroup, reward: Scoring | None = None
+    ) -> Iterator[Batch]:
         """Yields the batch of each step: the next prompts and their responses.
 
         The rollout generates with the weights of `policy`. `schedule` limits the staleness of the responses. Step k-1
         is complete before step k+1 is submitted, so the driver is at most one step ahead.
+
+        With `reward` (`run.rewards`), the batch has `scores` and the other columns of the reward. Functions score a
+        response while others are generated, and `dynamic_sampling` and `reward.on_failure: drop` select the rows.
         """
         config = self.config
         if not isinstance(config, RolloutRunConfig):
@@ -233,7 +222,7 @@ class Run:
         queue = PromptQueue(prompts, config.samples_per_prompt)
         routes = trainer_routes(config, self.cluster.plan)
         context = RolloutContext(
-            config, rollout, queue, self._weight_sync, self.cluster.calls, self._progress.notify, routes
+            config, rollout, queue, self._weight_sync, self.cluster.calls, self._progress.notify, reward, routes
         )
         self._source = make_rollout_source(context)
         self._saver.add_buffer(self._source)
@@ -292,7 +281,7 @@ class Run:
             while self.step < self.config.steps:
                 if self.step > 1:
                     self._write_record(self.step - 1)
-                if self._interruption.signal is not None:
+                if self._interruption.signal is not None or self._failures.error is not None:
                     break  # `finish` writes the results
                 if self._stream is not None and not self._stream.has_next():
                     break
@@ -466,6 +455,7 @@ class Run:
         self._metrics.write(step, values)
         self._progress.update(step, values)
         self._rates.check_step(step, values)
+        self._failures.check_step(step, values)
         self._watch.check_step(step, values)
 
     def _end_step(self) -> None:
@@ -502,6 +492,8 @@ class Run:
         self._write_trace_and_plots(self._log.last_ended_ns)
         summary = self._summary()
         write_json(self.folder.summary, summary)
+        if self._failures.error is not None:
+            raise UserError(self._failures.error)
         if self._interruption.signal is None:
             show(self._progress.console, self._evaluations.results, self.folder, metric_titles(self.config))
         return summary

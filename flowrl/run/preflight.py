@@ -13,6 +13,7 @@ from flowrl.config import (
     ConfigError,
     DataConfig,
     EngineConfig,
+    JudgeConfig,
     PreferenceActorConfig,
     PreferenceConfig,
     PtxConfig,
@@ -23,6 +24,7 @@ from flowrl.config import (
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
+    ScoringModelConfig,
     StudentConfig,
     TrainedConfig,
     find_tokenizer_role,
@@ -35,6 +37,7 @@ from flowrl.config.rollout.engines import DEFAULT_ENGINE, name_alternatives
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
 from flowrl.data.input_paths import find_dataset_problem, find_model_problem
+from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget
@@ -47,6 +50,7 @@ from flowrl.memory.model_fit import (
     read_weight_names,
 )
 from flowrl.rewards.environment_function import EnvironmentFunctionError, load_environment_function
+from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_reward_function
 from flowrl.schedules.schedule_plan import check_schedule
 from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
@@ -99,7 +103,7 @@ def check_positions(config: RunConfig) -> None:
     """
     for role in models_of(config).values():
         if (
-            isinstance(role, RewardConfig)
+            isinstance(role, ScoringModelConfig)
             or role.model is None
             or (limit := read_max_positions(role.model.path)) is None
         ):
@@ -130,7 +134,7 @@ def check_vocabularies(config: RunConfig) -> None:
     models = models_of(config)
     encoder = find_tokenizer_role(config)
     for role, value in models.items():
-        source = role if isinstance(value, RewardConfig) else encoder
+        source = role if isinstance(value, ScoringModelConfig) else encoder
         if value.model is None or source is None or (tokenizer := models[source].model) is None:
             continue
         size, num_ids = read_vocabulary_size(value.model.path), read_num_token_ids(tokenizer.tokenizer_path)
@@ -147,7 +151,11 @@ def check_vocabularies(config: RunConfig) -> None:
 def check_reward_heads(config: RunConfig) -> None:
     """Raises ConfigError if a local reward model lacks the weights of its head, and the settings create no new head."""
     for role, value in models_of(config).items():
-        if not isinstance(value, RewardConfig | RewardModelConfig) or value.head == "fresh" or value.model is None:
+        if (
+            not isinstance(value, ScoringModelConfig | RewardModelConfig)
+            or value.head == "fresh"
+            or value.model is None
+        ):
             continue
         names = read_weight_names(value.model.path)
         if names and not any(name.endswith("score.weight") for name in names):
@@ -174,6 +182,9 @@ def find_path_problems(config: RunConfig) -> Iterator[str]:
         # The nodes of a cluster may have other files than the driver, which reads only one tokenizer.
         if entry.model is not None and (config.address is None or role == find_tokenizer_role(config))
     }
+    judges = {role: value for role, value in config.role_settings.items() if isinstance(value, JudgeConfig)}
+    if config.address is None:
+        paths |= {f"{role}.model.path": (judge.model.path, find_model_problem) for role, judge in judges.items()}
     encoder = models_of(config).get(find_tokenizer_role(config) or "")
     if encoder is not None and encoder.model is not None and encoder.model.tokenizer is not None:
         paths[f"{find_tokenizer_role(config)}.model.tokenizer"] = (encoder.model.tokenizer, find_model_problem)
@@ -186,6 +197,11 @@ def find_path_problems(config: RunConfig) -> Iterator[str]:
     for (path, find_problem), names in keys.items():
         if problem := find_problem(path):
             yield f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {path}, but {problem}"
+    generated = [
+        key for group, value in config if isinstance(value, DataConfig | PtxConfig) for key in value.generated(group)
+    ]
+    if generated and (problem := find_generator_problem()):
+        yield f"{' and '.join(generated)} cannot generate rows, because {problem}"
 
 
 def check_functions(config: RunConfig) -> None:
@@ -195,8 +211,11 @@ def check_functions(config: RunConfig) -> None:
             check_engine_class(value.engine)
             _check_loads(f"{group}.environment", value.environment, load_environment_function)
         if isinstance(value, RewardConfig):
-            _check_loads(f"{group}.function", value.function, load_reward_function)
-            _check_loads(f"{group}.evaluation", value.evaluation, load_reward_function)
+            for key, function in value.functions():
+                _check_loads(f"{group}.{key}", function, load_reward_function)
+    for role, value in config.role_settings.items():
+        if isinstance(value, JudgeConfig):
+            _check_judge(role, value)
     user_defined = [choice for choice in _chosen_functions(config) if ":" in choice[2]]
     if not user_defined:
         return
@@ -208,6 +227,16 @@ def check_functions(config: RunConfig) -> None:
             kinds[kind].check(name, options)
         except registry.RegistryError as error:
             raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_judge(role: str, config: JudgeConfig) -> None:
+    """Raises ConfigError if the engine, the prompt or the verdict of a judge cannot be loaded."""
+    check_engine_class(config.engine)
+    try:
+        config.read_prompt()
+        load_verdict(config.applied_verdict)
+    except ValueError as error:
+        raise ConfigError(f"{role}.{error}") from error
 
 
 def _check_loads(key: str, name: str | None, load: Callable[[str], object]) -> None:
@@ -259,7 +288,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
                 f"remove pp, and shard the model with strategy: fsdp or tp"
             )
         if role not in models:
-            _check_unsharded(role, role_plan, dict(config).get(role))
+            _check_unsharded(role, role_plan, config.role_settings.get(role))
             continue
         model = models[role]
         check_model_fit(role, model, role_plan)
@@ -276,7 +305,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
 
 def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
     """Raises ConfigError if a role that cannot be sharded has tp or sp."""
-    if isinstance(config, RolloutConfig) and config.capabilities.tensor_parallel:
+    if isinstance(config, RolloutConfig | JudgeConfig) and config.capabilities.tensor_parallel:
         # An engine in a dedicated process has one process per tp group, so its mesh has tp 1.
         sizes = {"sp": role_plan.mesh.sp}
     else:
@@ -284,7 +313,7 @@ def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
     for name, size in sizes.items():
         if size > 1:
             reason, fix = "the role cannot be sharded", "remove it"
-            if name == "tp" and isinstance(config, RolloutConfig):
+            if name == "tp" and isinstance(config, RolloutConfig | JudgeConfig):
                 others = name_alternatives(lambda known: known.tensor_parallel)
                 reason, fix = f"engine {config.engine} cannot shard it", f"set {role}.engine: {others}, or remove it"
             raise ConfigError(f"placement.roles.{role} has {name} {size}, but {reason}: {fix}")
@@ -300,8 +329,12 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
 
 
 def check_rollouts(config: RunConfig) -> None:
-    """Raises ConfigError if the rollout engine cannot start, because a package is missing or the backend is inline."""
-    for name, value in config:
+    """Raises ConfigError if an engine cannot start, because a package is missing or the backend is inline.
+
+    Checks the engines of rollouts and judges.
+    """
+    for name, role in config.role_settings.items():
+        value = role.generation if isinstance(role, JudgeConfig) else role
         if not isinstance(value, RolloutConfig):
             continue
         capabilities = value.capabilities

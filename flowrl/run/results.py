@@ -42,7 +42,7 @@ def draw_plots(
 def metric_titles(config: RunConfig) -> dict[str, str]:
     """Returns the titles of metrics that depend on the config: scores of a reward model are not an accuracy."""
     reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
-    has_model_scores = reward is not None and reward.model is not None and reward.evaluation is None
+    has_model_scores = reward is not None and reward.has_models and reward.evaluation is None
     return {"accuracy": "held-out reward"} if has_model_scores else {}
 
 

@@ -11,6 +11,7 @@ from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, num_rows, objects
 from flowrl.report.rollout_log import Row, evenly_spaced
+from flowrl.rewards.row_scores import CALLS
 
 _REQUIRED_COLUMNS = ("prompt", "response")
 
@@ -22,6 +23,7 @@ _OPTIONAL_COLUMNS = (
     "response_mask",
     "weight_version",
     "scores",
+    CALLS,
     "shaped_scores",
     "advantages",
 )
@@ -57,6 +59,7 @@ def make_rows(table: TensorDict, indices: list[int]) -> list[Row]:
         "newest_version": [None if own is None or not len(own) else int(own.max()) for own in versions],
         "score": _values(table, "scores"),
         "other_scores": _other_scores(table),
+        "reward_failures": _reward_failures(table),
         "advantage": [None if own is None or not len(own) else float(own.double().mean()) for own in advantages],
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -85,6 +88,16 @@ def _environment_lengths(table: TensorDict) -> list[int] | list[None]:
     if "response_mask" not in table["tokens"].keys():  # noqa: SIM118 (a TensorDict)
         return [None] * num_rows(table)
     return environment_lengths(table["tokens", "response_mask"], lengths(table)).tolist()
+
+
+def _reward_failures(table: TensorDict) -> list[dict[str, str] | None]:
+    """Returns the causes of the failed calls of each row, or None for every row if the table lacks `reward_calls`."""
+    return [
+        None
+        if calls is None
+        else {name: call["message"] for name, call in calls.items() if call["failure"] is not None}
+        for calls in _values(table, CALLS)
+    ]
 
 
 def _other_scores(table: TensorDict) -> list[dict[str, float]]:

@@ -210,6 +210,32 @@ def test_rejected_rows_leave_the_loss(settings: dict[str, Any], mask: list[bool]
     assert response(result, "loss_mask") == mask
 
 
+def test_truncated_responses_leave_the_loss_but_count_in_the_baseline() -> None:
+    config = GrpoAdvantage(mask_truncated=True, normalize_std=False)
+    rows = batch()
+    result = compute(rows, config)
+    # Row 0 is truncated. The scores are 1 and 3, with mean 2.
+    assert result.get("loss_mask").tolist() == [False, False, False, False, False, True]
+    assert response(result, "advantages") == [-1, -1, 1]
+    assert result.get("response_mask").tolist() == MASK
+    assert "loss_mask" not in compute(rows, GrpoAdvantage())
+
+
+def test_masked_truncated_responses_and_rejected_tokens_both_leave_the_loss() -> None:
+    # The ratios of trainer to rollout are 2, 8 and 1/2, so k1 is -log 2, -3 log 2 and log 2.
+    correction = RejectionCorrection(rejection_level="token", high=0.5)
+    assert response(compute(batch_with_ratios(), GrpoAdvantage(correction=correction)), "loss_mask") == [1, 1, 0]
+    config = GrpoAdvantage(correction=correction, mask_truncated=True)
+    assert response(compute(batch_with_ratios(), config), "loss_mask") == [0, 0, 0]
+
+
+def test_losses_select_no_tokens_of_masked_truncated_responses() -> None:
+    rows = batch(old_logprobs=[0.0, -1.0, -3.0, 0.0, 0.0, -2.0])
+    config = GrpoAdvantage(normalize_std=False, mask_truncated=True)
+    # One token is left, whose covariance is 0.
+    assert response(compute(rows, config, "kl_cov", cov_fraction=1.0), "selected") == [False, False, True]
+
+
 def test_a_correction_has_metrics() -> None:
     config = GrpoAdvantage(correction=WeightCorrection(kind="truncated", max_weight=4.0))
     values = metrics_of(batch_with_ratios(), config)

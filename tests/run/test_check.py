@@ -124,15 +124,15 @@ def test_a_reward_that_fails_for_an_empty_response_is_found(check: Checked) -> N
 def test_a_reward_that_hangs_is_found(check: Checked) -> None:
     lines = Path(checked_rewards.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if text.endswith("time.sleep(600)"))
-    with rejects("hangs", checked_rewards.__file__, line, "call_timeout_s", error=ChecksFailed):
-        check("reward.function=tests.run.checked_rewards:hangs", "call_timeout_s=0.5")
+    with rejects("hangs", checked_rewards.__file__, line, "reward.timeout_s", error=ChecksFailed):
+        check("reward.function=tests.run.checked_rewards:hangs", "reward.timeout_s=0.5")
     assert reported["reward"] == "failed" and reported["memory"] == "ok" and reported["step"] == "not run"
 
 
 @pytest.mark.slow
 def test_ctrl_c_names_the_running_check(recipe: Path) -> None:
     """Sends Ctrl-C during the check `reward`, after the earlier results were printed."""
-    command = ["check", str(recipe), "reward.function=tests.run.checked_rewards:hangs", "call_timeout_s=null"]
+    command = ["check", str(recipe), "reward.function=tests.run.checked_rewards:hangs", "reward.timeout_s=600"]
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "flowrl.cli", *command],
         stdout=subprocess.PIPE,
@@ -214,13 +214,13 @@ def test_the_small_step_uses_few_rows_and_one_process(recipe: Path, tmp_path: Pa
     assert (small.steps, small.backend, small.output.parent) == (1, "inline", tmp_path)
     assert isinstance(small, GRPOConfig) and small.batch_size == 8 and small.rollout.max_response_tokens < 100
     (copy,) = small.data.training_files
-    assert len(copy.path.read_text().splitlines()) == 8 and small.data.test is None
+    assert len(copy.source.read_text().splitlines()) == 8 and small.data.test is None
     assert small.actor.engine.strategy == "auto" and small.actor.optimizer == config.actor.optimizer
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json", "rows.parquet", "row.json", "folder"])
 def test_the_small_step_reads_the_first_rows_of_any_format(recipe: Path, tmp_path: Path, name: str) -> None:
-    train = load(recipe, [], GRPOConfig).data.training_files[0].path
+    train = load(recipe, [], GRPOConfig).data.training_files[0].source
     rows, path = [json.loads(line) for line in train.read_text().splitlines()], tmp_path / name
     match name:
         case "rows.jsonl.gz":
@@ -239,6 +239,14 @@ def test_the_small_step_reads_the_first_rows_of_any_format(recipe: Path, tmp_pat
     (copy,) = small.data.training_files
     expected = [row.messages for row in read_conversations(path)][:8]
     assert [row.messages for row in read_conversations(copy)] == expected
+
+
+def test_the_small_step_uses_generated_rows(recipe: Path, tmp_path: Path) -> None:
+    settings = ["data.train=[{reasoning_gym: {chain_sum: 1}, rows: 20, seed: 3}]"]
+    small = small_config(load(recipe, settings, GRPOConfig), tmp_path)
+    assert isinstance(small, GRPOConfig)
+    (copy,) = small.data.training_files
+    assert [row.columns["task"] for row in read_conversations(copy, kind="prompts")] == ["chain_sum"] * 8
 
 
 def test_the_command_locates_problems(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

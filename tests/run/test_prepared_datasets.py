@@ -16,9 +16,9 @@ from flowrl.data.template import read_template
 from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
 from flowrl.run.datasets.row_batches import RowBatches
+from flowrl.run.datasets.templates import conversation_template, save_template
 from flowrl.run.datasets.tokenized_data import read_rows
 from flowrl.run.preferences.preference_examples import PreferenceExamples
-from flowrl.run.templates import conversation_template, save_template
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.quickstart.prepare import prepare as prepare_quickstart
@@ -92,6 +92,19 @@ def test_files_have_weights_and_column_mappings(task: Path, tmp_path: Path) -> N
     for rows in epochs:
         assert sorted(row["prompt"] for row in rows if "+" in row["prompt"]) == sorted([f"{i}+1" for i in range(4)] * 2)
     assert sorted(row["answer"] for rows in epochs for row in rows if "-" in row["prompt"]) == [0, 1, 2, 3]
+
+
+def test_generated_rows_are_mixed_with_a_file_and_resumed(task: Path, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", *(ask(f"{i}+1", answer=str(i + 1), data_source="sums") for i in range(4)))
+    generated = {"reasoning_gym": {"chain_sum": 1, "leg_counting": 1}, "rows": 6, "weight": 2}
+    data = data_config([{"path": tmp_path / "a.jsonl"}, generated], max_prompt_tokens=4000)
+    tokenizer = ChatTokenizer(task / "model")
+    stream = read_stream(data.training_files, data, tokenizer, seed=0, needs=("answer",))
+    epoch = stream.take(16)
+    assert sum(row["data_source"] == "reasoning_gym" for row in epoch) == 12
+    resumed = read_stream(data.training_files, data, tokenizer, seed=0)
+    resumed.restore(stream.state())
+    assert resumed.take(20) == stream.take(20)
 
 
 def test_invalid_and_long_rows_are_dropped_and_reported(

@@ -1,6 +1,7 @@
 """Rows of generated text: selection on the driver, and conversion on the task worker."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from flowrl.data.batch.batch import LocalTasks
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.payload import ColumnError
 from flowrl.report.rollout_log import COLUMNS
+from flowrl.rewards.row_scores import RewardCall
 from flowrl.run.rollout_rows import collect_rows, make_rows
+
+
+def call(score: float | None, failure: str | None = None, message: str = "") -> dict[str, Any]:
+    return asdict(RewardCall(score, 0.5, failure, message))
 
 
 def table() -> TensorDict:
@@ -29,6 +35,11 @@ def table() -> TensorDict:
         "format": torch.tensor([1.0, 0.0, 0.0]),
         "hidden": torch.zeros(3, 2),
         "difficulty": torch.tensor([1, 2, 3]),
+        "reward_calls": [
+            {"format": call(1.0)},
+            {"format": call(0.0), "style": call(None, "timeout", "too late")},
+            {},
+        ],
     }
     tokens = {
         "response_mask": torch.tensor([False, True, True, False, True, False]),
@@ -55,10 +66,12 @@ def test_a_row_has_all_columns() -> None:
         "newest_version": 8,
         "score": 1.0,
         "other_scores": {"shaped_scores": 0.5, "format": 1.0},
+        "reward_failures": {},
         "advantage": 1.5,
     }
     assert first.keys() | {"step", "kind"} == COLUMNS.keys()
     assert (second["row"], second["finish_reason"], second["answer"], second["advantage"]) == (31, "length", None, -1.0)
+    assert second["reward_failures"] == {"style": "too late"} and third["reward_failures"] == {}
     empty = {name: third[name] for name in ("response_length", "version", "newest_version", "advantage")}
     assert empty == {"response_length": 0, "version": None, "newest_version": None, "advantage": None}
 

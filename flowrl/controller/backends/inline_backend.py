@@ -82,9 +82,12 @@ class InlineBackend:
         return {}
 
     def end_pool(self, name: str) -> None:
-        self._hosts = {key: host for key, host in self._hosts.items() if key[0] != name}
+        for key in [key for key in self._hosts if key[0] == name]:
+            self._hosts.pop(key).close()
 
     def close(self) -> None:
+        for host in self._hosts.values():
+            host.close()
         self._hosts.clear()
 
 

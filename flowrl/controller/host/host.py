@@ -135,6 +135,11 @@ class Host:
         self._state_ids[construction.role] = 0
         self._state_methods[construction.role] = set()
 
+    def close(self) -> None:
+        """Closes all workers."""
+        for worker in self._workers.values():
+            worker.close()
+
     def call(self, request: Request, *objects: Any) -> tuple[Any, Report]:  # Any: payloads and results
         """Runs a worker method and returns its result and its report. Raises `WorkerError`."""
         arrived_ns = time.time_ns()

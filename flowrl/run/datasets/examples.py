@@ -4,7 +4,7 @@ import numpy as np
 
 from flowrl.config import DataConfig, ModelConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.data.epoch_order import EpochOrder
+from flowrl.data.order.epoch_order import EpochOrder
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import Kind
 from flowrl.run.datasets.row_batches import RowBatches

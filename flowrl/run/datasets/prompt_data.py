@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.config import DataConfig, DataFile, ReferenceConfig, RewardConfig, RolloutRunConfig
+from flowrl.config import DataConfig, ReferenceConfig, RolloutRunConfig, ScoringModelConfig, models_of
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, compare_vocabularies, has_same_rendering
 from flowrl.data.messages import DataError
@@ -17,12 +17,8 @@ from flowrl.rewards.environment_function import (
     EnvironmentFunctionError,
     load_environment_function,
 )
-from flowrl.rewards.reward_function import (
-    RewardError,
-    load_reward_function,
-    optional_parameters,
-    required_parameters,
-)
+from flowrl.rewards.reward_function import required_parameters
+from flowrl.run.datasets.reward_columns import check_columns, columns_of_all_rows
 from flowrl.run.datasets.tokenized_data import (
     Concatenated,
     SelectedRows,
@@ -60,43 +56,34 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
     _check_stop_ids(tokenizer, config)
     _check_vocabularies(config)
     reward = config.reward_settings
-    if reward is not None:
-        _check_reward_tokenizer(reward)
+    training = () if reward is None else reward.training_components
+    evaluation = () if reward is None else reward.evaluation_components
+    for role, value in models_of(config).items():
+        if isinstance(value, ScoringModelConfig):
+            _check_reward_tokenizer(role, value)
     max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     check_context(tokenizer, max_tokens, "data.max_prompt_tokens + rollout.max_response_tokens")
     seed, environment = config.seed, config.rollout.environment
     own_needs = () if environment is None else _environment_columns(environment)
-    scoring = None if reward is None else reward.function
-    needs = (*_required_columns(scoring), *own_needs)
-    train = read_stream(config.data.training_files, config.data, tokenizer, seed=seed, needs=needs)
-    _warn_of_parameters_without_column(scoring, train, config.data.training_files)
-    function = scoring if reward is None else reward.evaluation or scoring
+    needs = (*columns_of_all_rows(training), *own_needs)
+    train = read_stream(
+        config.data.training_files,
+        config.data,
+        tokenizer,
+        seed=seed,
+        needs=needs,
+        order=config.data.order,
+        difficulty=config.data.difficulty,
+        samples=config.samples_per_prompt,
+    )
+    check_columns(training, train, names_of(config.data.training_files))
     held_out: dict[str, Batch] = {}
     for name, files in config.data.evaluation_files.items():
-        needs = (*_required_columns(function), *own_needs)
+        needs = (*columns_of_all_rows(evaluation), *own_needs)
         prompts = read_stream(files, config.data, tokenizer, seed=seed, needs=needs)
-        _warn_of_parameters_without_column(function, prompts, reader.as_files(files))
+        check_columns(evaluation, prompts, names_of(reader.as_files(files)))
         held_out[name] = Batch.from_rows(prompts.evaluation_rows(config.data.evaluation_rows))
     return train, held_out
-
-
-_REWARD_COLUMNS = ("prompt", "response", "conversation")
-"""Columns that flowrl writes and that a reward function can receive."""
-
-
-def _required_columns(function: str | None) -> tuple[str, ...]:
-    """Returns the dataset columns that a reward function requires. None stands for a reward model, or for no reward.
-
-    Raises RewardError if the function requires a column that it cannot receive.
-    """
-    parameters = () if function is None else required_parameters(load_reward_function(function))
-    for name in parameters:
-        if name in RESERVED_COLUMNS and name not in _REWARD_COLUMNS:
-            raise RewardError(
-                f"reward function {function} requires {name}, which a reward does not receive: use prompt, response, "
-                "answer, conversation, or columns of the dataset"
-            )
-    return tuple(name for name in parameters if name not in RESERVED_COLUMNS)
 
 
 def _environment_columns(function: str) -> tuple[str, ...]:
@@ -115,22 +102,7 @@ def _environment_columns(function: str) -> tuple[str, ...]:
     return tuple(name for name in required if name not in (*RESPONSE_PARAMETERS, *RESERVED_COLUMNS))
 
 
-def _warn_of_parameters_without_column(function: str | None, prompts: PromptStream, files: Sequence[DataFile]) -> None:
-    """Logs a warning if no column provides a reward function's parameter with a default, as after a typo."""
-    parameters = () if function is None else optional_parameters(load_reward_function(function))
-    received = (*_REWARD_COLUMNS, *prompts.columns)
-    if missing := [name for name in parameters if name not in received]:
-        _logger.warning(
-            "reward function %s always receives the default of %s, because no column of %s has this name: rename the "
-            "parameter if it should receive one of %s",
-            function,
-            ", ".join(missing),
-            names_of(files),
-            ", ".join(received),
-        )
-
-
-def _check_reward_tokenizer(reward: RewardConfig) -> None:
+def _check_reward_tokenizer(role: str, reward: ScoringModelConfig) -> None:
     """Raises DataError if the conversation must be rendered again for a reward model without a chat template."""
     model, policy = reward.model, reward.policy_tokenizer
     if model is None or policy is None:
@@ -139,7 +111,7 @@ def _check_reward_tokenizer(reward: RewardConfig) -> None:
         if not has_same_rendering(policy, model.tokenizer_path, reward.policy_template):
             ChatTokenizer(model.tokenizer_path).check_chat_template()
     except DataError as error:
-        raise DataError(f"reward.model.path: {error}") from error
+        raise DataError(f"{role}.model.path: {error}") from error
 
 
 def _check_vocabularies(config: RolloutRunConfig) -> None:
@@ -174,9 +146,15 @@ def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
 
 
 def read_stream(
-    files: reader.Files, data: DataConfig, tokenizer: ChatTokenizer, *, seed: int, needs: Sequence[str] = ()
+    files: reader.Files,
+    data: DataConfig,
+    tokenizer: ChatTokenizer,
+    *,
+    seed: int,
+    needs: Sequence[str] = (),
+    **selection: Any,  # Any: see `PromptStream`
 ) -> PromptStream:
-    """Returns the prompts of files or prepared folders.
+    """Returns the prompts of files or prepared folders. `selection` are arguments of `PromptStream`, such as `order`.
 
     Raises DataError if a row is invalid or lacks a column in `needs`.
     """
@@ -188,7 +166,7 @@ def read_stream(
         names = dict.fromkeys(name for folder, _ in prepared for name in folder.columns)
         parts = tuple((len(part), weight) for part, (_, weight) in zip(rows.parts, prepared, strict=True))
         check_weights(sources, parts)
-        return PromptStream.from_prompts(PromptSet(rows, tuple(names), parts), seed=seed, shuffle=data.shuffle)
+        return PromptStream.from_prompts(PromptSet(rows, tuple(names), parts), seed=seed, **selection)
     conversations, parts = read_files(sources, data, "prompts", needs)
     prompts = tokenize_prompts(
         conversations,
@@ -200,7 +178,7 @@ def read_stream(
     )
     check_weights(sources, prompts.weighted_parts)
     warn_of_unknown_tokens(conversations, tokenizer)
-    return PromptStream.from_prompts(prompts, seed=seed, shuffle=data.shuffle)
+    return PromptStream.from_prompts(prompts, seed=seed, **selection)
 
 
 class _PreparedPrompts(Sequence[TokenizedPrompt]):

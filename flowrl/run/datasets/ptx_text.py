@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from flowrl.algorithms import ptx_weights
 from flowrl.config import OnPolicyConfig
 from flowrl.data.batch.batch import Batch
-from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import DataError
+from flowrl.data.order.epoch_order import EpochOrder
 from flowrl.run.datasets.examples import SftExamples
 
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from flowrl.data.batch.batch import Batch
-from flowrl.data.epoch_order import EpochOrder
+from flowrl.data.order.epoch_order import EpochOrder
 
 
 @runtime_checkable

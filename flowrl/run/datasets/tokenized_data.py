@@ -8,8 +8,8 @@ import numpy as np
 
 from flowrl.config import DataConfig, DataFile, ModelConfig
 from flowrl.data.chat import ChatTokenizer
-from flowrl.data.epoch_order import EpochOrder
 from flowrl.data.messages import Conversation, DataError
+from flowrl.data.order.epoch_order import EpochOrder
 from flowrl.data.preparation.prepared_folder import PreparedFolder, is_prepared
 from flowrl.data.preparation.tokenized_rows import LengthLimits, TokenizedRow, tokenize_row
 from flowrl.data.prompts import RESERVED_COLUMNS, too_long_error
@@ -188,13 +188,13 @@ def check_weights(sources: Sequence[DataFile], parts: Sequence[tuple[int, float]
     for source, (num_rows, weight) in zip(sources, parts, strict=True):
         if num_rows and not round(num_rows * weight):
             raise DataError(
-                f"the weight of {source.path} is {weight:g}, so an epoch has none of its {num_rows} rows: set a weight "
-                f"of at least {1 / num_rows:.3g}, or remove the file"
+                f"the weight of {source.source} is {weight:g}, so an epoch has none of its {num_rows} rows: set a "
+                f"weight of at least {1 / num_rows:.3g}, or remove the file"
             )
 
 
 def names_of(files: Sequence[DataFile]) -> str:
-    return ", ".join(str(file.path) for file in files)
+    return ", ".join(str(file.source) for file in files)
 
 
 # Prepared folders.
@@ -211,33 +211,33 @@ def open_prepared(
 
     Raises DataError if a folder has a different kind, tokenizer or template from the run, or rows that are too long.
     """
-    are_prepared = [is_prepared(source.path) for source in sources]
+    are_prepared = [is_prepared(source.source) for source in sources]
     if not any(are_prepared):
         return []
     if not all(are_prepared):
-        raw = next(source.path for source, prepared in zip(sources, are_prepared, strict=True) if not prepared)
+        raw = next(source.source for source, prepared in zip(sources, are_prepared, strict=True) if not prepared)
         raise DataError(f"{raw} is not a prepared folder, but other files of the same setting are: prepare {raw}, too")
     folders = []
     for source in sources:
-        folder = PreparedFolder(source.path)
+        folder = PreparedFolder(source.source)
         if folder.kind != kind and not (kind == "text" and folder.kind == "sft"):
             raise DataError(
-                f"the prepared folder {source.path} has rows of kind {folder.kind}, but the run needs {kind}: prepare "
+                f"the prepared folder {folder.path} has rows of kind {folder.kind}, but the run needs {kind}: prepare "
                 f"the data with kind={kind}"
             )
         folder.check_tokenizer(tokenizer)
         longest = int(folder.manifest["lengths"]["max"])
         if longest > data.max_prompt_tokens and data.too_long != "drop":
             raise DataError(
-                f"the prepared folder {source.path} has rows of up to {longest} tokens, more than {setting} "
+                f"the prepared folder {folder.path} has rows of up to {longest} tokens, more than {setting} "
                 f"({data.max_prompt_tokens}): prepare it with max_tokens={data.max_prompt_tokens}, set "
                 f"data.too_long: drop, or raise {setting}"
             )
         if num_long := int((folder.lengths > data.max_prompt_tokens).sum()):
             problem = f"{num_long} of {len(folder)} rows dropped: more tokens than {setting} ({data.max_prompt_tokens})"
             if num_long == len(folder):
-                raise DataError(f"no row of the prepared folder {source.path} can be used: {problem}")
-            _logger.warning("%s: %s", source.path, problem)
+                raise DataError(f"no row of the prepared folder {folder.path} can be used: {problem}")
+            _logger.warning("%s: %s", folder.path, problem)
         folders.append((folder, source.weight))
     return folders
 

@@ -13,7 +13,7 @@ from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import Kind
 from flowrl.run.datasets.row_batches import RowBatches
 from flowrl.run.datasets.tokenized_data import TokenizedData, check_context, read_rows, read_tokenizer
-from flowrl.workers.preference_losses import REFERENCE
+from flowrl.workers.losses.preference_losses import REFERENCE
 
 MISMATCHED = "mismatched"
 """Name of the row column that is true for rows whose response belongs to another prompt."""

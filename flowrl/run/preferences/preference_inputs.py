@@ -14,7 +14,7 @@ from flowrl.data.batch.tensordicts import make_tensordict, num_rows
 from flowrl.run.evaluation import Evaluation
 from flowrl.run.loop import Run
 from flowrl.run.preferences.preference_examples import MISMATCHED, PreferenceExamples
-from flowrl.workers.preference_losses import REFERENCE
+from flowrl.workers.losses.preference_losses import REFERENCE
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import ActorGroup, ReferenceGroup, TrainedRewardModelGroup

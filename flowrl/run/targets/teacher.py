@@ -9,7 +9,7 @@ from flowrl.algorithms.registry import distillation_losses
 from flowrl.config import DistillationLossConfig, EvaluationConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.run.evaluation import Evaluation, evaluate_sets, generate_responses
-from flowrl.workers.loss import Loss
+from flowrl.workers.losses.loss import Loss
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import ActorGroup, ReferenceGroup, RolloutGroup

@@ -1,0 +1,63 @@
+"""Finds the roles of worker groups in the config of a run, and starts the groups that score responses."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flowrl.config import JudgeConfig, RewardConfig, RolloutRunConfig, RunConfig, UserError
+from flowrl.controller.group import WorkerGroup
+from flowrl.controller.worker import Worker
+from flowrl.schedules.rewards import EnvironmentScoring, Rewards, Scoring
+from flowrl.workers.environment import EnvironmentWorker
+from flowrl.workers.judge import Judge
+from flowrl.workers.reward import Reward
+
+
+def check_role(config: RunConfig, role: str) -> None:
+    """Raises UserError if the config has no role with this name."""
+    if role not in config.roles:
+        name = type(config).__name__
+        raise UserError(
+            f"run.group({role!r}, ...) names no role of {name} (its roles: {', '.join(config.roles)}): add a "
+            f"field {role} to {name} whose type is RoleConfig or a subclass, and placement.roles.{role}"
+        )
+
+
+def find_role(config: RunConfig, cls: type[Worker], arguments: Iterable[object]) -> str:
+    """Returns the role whose settings are one of the arguments of a worker's constructor.
+
+    Raises UserError if no role or several roles have this object as settings.
+    """
+    for argument in arguments:
+        roles = [role for role, settings in config.role_settings.items() if settings is argument]
+        if len(roles) > 1:
+            raise UserError(
+                f"the settings in run.group({cls.__name__}, ...) are those of the roles {' and '.join(roles)}, "
+                f"which have the same object: name the role with run.group(role, {cls.__name__}, ...)"
+            )
+        if roles:
+            return roles[0]
+    raise UserError(
+        f"the role of run.group({cls.__name__}, ...) is unknown, because no argument is the settings of one of the "
+        f"roles {', '.join(config.roles)}: pass config.ROLE, or name the role with "
+        f"run.group(role, {cls.__name__}, ...)"
+    )
+
+
+def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
+    """Starts the workers of the roles that score responses with `start`, which is `Run.group`.
+
+    Raises UserError if the run has neither a reward nor an environment.
+    """
+    environment = config.environment if isinstance(config, RolloutRunConfig) else None
+    if isinstance(config, RolloutRunConfig) and environment is not None:
+        return EnvironmentScoring(environment, start(EnvironmentWorker, environment), config.data.max_prompt_tokens)
+    role, reward = next(((name, value) for name, value in config if isinstance(value, RewardConfig)), (None, None))
+    if role is None or reward is None:
+        raise UserError(
+            f"run.rewards needs a reward, but {type(config).__name__} has no field of the type RewardConfig: add one"
+        )
+    groups: dict[str, WorkerGroup] = {
+        name: start(name, Judge, own, seed=config.seed) if isinstance(own, JudgeConfig) else start(name, Reward, own)
+        for name, own in reward.roles(role).items()
+    }
+    return Rewards(reward, groups, role)
