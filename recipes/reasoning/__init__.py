@@ -1,0 +1,1 @@
+"""Tasks of reasoning-gym, learned by a small model with GRPO and dynamic sampling."""
