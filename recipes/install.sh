@@ -15,10 +15,11 @@ enter_repository() {
 # absolute_path PATH: prints the absolute path of an existing file, and any other text unchanged.
 absolute_path() { if [[ -f $1 ]]; then realpath "$1"; else echo "$1"; fi; }
 
-# ensure_environment EXTRAS: installs flowrl with EXTRAS ("", "data" or "dev") into the active environment. If none is
-# active, it creates and activates .venv. It does nothing if pyproject.toml has not changed since the last installation.
+# ensure_environment EXTRAS: installs flowrl with EXTRAS ("", "data", "rewards" or "dev", which has all others) into the
+# active environment. If none is active, it creates and activates .venv. It does nothing if pyproject.toml has not
+# changed since the last installation.
 ensure_environment() {
-    local extras=$1 root env checksum stamp
+    local extras=$1 root env checksum stamp installed
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     env=${VIRTUAL_ENV:-}
     if [[ -z $env && -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-} != base ]]; then
@@ -33,9 +34,11 @@ ensure_environment() {
     # The root is part of the stamp, because the installation is editable.
     checksum="$(cksum <"$root/pyproject.toml") $root"
     stamp=$env/.flowrl-installed
-    if [[ -f $stamp-$extras && $(<"$stamp-$extras") == "$checksum" ]]; then
-        return
-    fi
+    for installed in "$extras" dev; do
+        if [[ -f $stamp-$installed && $(<"$stamp-$installed") == "$checksum" ]]; then
+            return
+        fi
+    done
     _report "installing flowrl${extras:+[$extras]} into $env; this takes some minutes the first time"
     if [[ $(uname) == Linux && -z ${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-} ]] &&
         ! command -v nvidia-smi >/dev/null; then

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from flowrl.cli import main
-from flowrl.config import Placement, load
+from flowrl.config import DataConfig, Placement, load
+from flowrl.data.reading.generated_rows import generate_lines
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,6 +31,29 @@ def test_the_program_of_a_page_prints_the_output_in_its_comment(
     runpy.run_path(str(path), run_name="__main__")
     (expected,) = re.findall(r"^ *print\(.*\)  # (.*)", program, re.MULTILINE)
     assert capsys.readouterr().out.strip() == expected
+
+
+REWARD_PROGRAMS = [block for block in blocks("rewards.md", "python") if "print(" in block]
+
+
+@pytest.mark.parametrize("index", range(len(REWARD_PROGRAMS)))
+def test_the_reward_programs_print_the_output_in_their_comments(
+    index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    path = tmp_path / "program.py"
+    path.write_text(REWARD_PROGRAMS[index])
+    runpy.run_path(str(path), run_name="__main__")
+    expected = re.findall(r"^ *print\(.*\)  # (.*)", REWARD_PROGRAMS[index], re.MULTILINE)
+    assert expected and capsys.readouterr().out.splitlines() == expected
+
+
+def test_the_documented_rows_of_reasoning_gym_can_be_generated() -> None:
+    (example,) = [block for block in blocks("rewards.md", "yaml") if "reasoning_gym" in block]
+    data = DataConfig.model_validate(yaml.safe_load(example))
+    assert isinstance(data.test, tuple)
+    rows = [next(iter(generate_lines(source))) for source in (data.training_files[0], data.test[0])]
+    assert all(b"reasoning_gym" in row for row in rows) and rows[0] != rows[1]
 
 
 def test_the_documented_placement_is_the_split_placement() -> None:

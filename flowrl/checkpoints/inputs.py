@@ -1,6 +1,7 @@
 """Checksums of a run's inputs: data files, frozen models, tokenizer, templates, reward and environment functions.
 
-Checkpoints contain only the checksums. A resumed run rejects changed inputs.
+Checkpoints contain only the checksums. The input of generated rows is the version of the package. A resumed run rejects
+changed inputs.
 """
 
 import inspect
@@ -15,6 +16,7 @@ from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import (
     DataConfig,
     ImportNameError,
+    JudgeConfig,
     PtxConfig,
     RewardConfig,
     RolloutConfig,
@@ -22,10 +24,12 @@ from flowrl.config import (
     TrainedConfig,
     find_tokenizer_role,
     import_function,
+    imported_module_name,
     models_of,
 )
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.checksums import FileChecksum
+from flowrl.data.reading.generated_rows import generator_version
 
 _FULL_CHECKSUM_BYTES = 256 * 1024**2
 """Largest model file, in bytes, whose checksum covers the full file. Larger files are sampled."""
@@ -43,6 +47,7 @@ def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
     The key of an input is its setting. If a setting names several inputs, the key ends with the kind in parentheses.
     """
     checksums = {key: _combined_checksum(paths, has_names=has_names) for key, paths, has_names in _input_files(config)}
+    checksums |= dict.fromkeys(_generated_inputs(config), _generator_checksum())
     return {key: checksum for key, checksum in checksums.items() if checksum is not None}
 
 
@@ -59,24 +64,41 @@ def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]
     yield from _model_files(config)
 
 
+def _generated_inputs(config: RunConfig) -> Iterator[str]:
+    """Yields the key of each setting with generated rows."""
+    for name, value in config:
+        if isinstance(value, DataConfig | PtxConfig):
+            yield from value.generated(name)
+
+
+def _generator_checksum() -> FileChecksum | None:
+    """Returns a checksum of the version of reasoning-gym, which determines the rows, or None if it is missing."""
+    version = generator_version()
+    return None if version is None else FileChecksum(len(version), zlib.crc32(version.encode()))
+
+
 def _functions(settings: object) -> dict[str, str | None]:
     """Returns the user's functions of a role by setting."""
     match settings:
         case RewardConfig():
-            return {"function": settings.function, "evaluation": settings.evaluation}
+            return dict(settings.functions())
         case RolloutConfig():
             return {"environment": settings.environment}
+        case JudgeConfig():
+            return dict(settings.functions)
         case _:
             return {}
 
 
 def _templates(settings: object) -> dict[str, Path | None]:
-    """Returns the conversation template files of a section of the config by setting."""
+    """Returns the conversation templates and prompts of a section of the config by setting."""
     match settings:
         case DataConfig() | RolloutConfig():
             return {"template": settings.template}
         case RewardConfig():
             return {"policy_template": settings.policy_template}
+        case JudgeConfig():
+            return dict(settings.files)
         case _:
             return {}
 
@@ -92,6 +114,9 @@ def data_paths(path: Path) -> list[Path]:
 
 
 def _model_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]]:
+    for name, role in config.role_settings.items():
+        if isinstance(role, JudgeConfig) and role.model.path.is_dir():
+            yield f"{name}.model.path", sorted(role.model.path.glob("*.safetensors")), False
     for name, role in models_of(config).items():
         if role.model is None or not role.model.path.is_dir():
             continue
@@ -118,7 +143,7 @@ def _source_files(name: str) -> list[Path]:
     except ImportNameError:
         return []
     files = set()
-    for source in (sys.modules[name.partition(":")[0]], function):
+    for source in (sys.modules[imported_module_name(name)], function):
         with suppress(TypeError):  # a built-in, or an object with __call__, has no file
             files.add(inspect.getsourcefile(source))
     return sorted(Path(file) for file in files if file is not None)
@@ -131,6 +156,12 @@ def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig) -> No
     """
     for key, now in input_checksums(config).items():
         before = FileChecksum(*old[key]) if key in old else now
+        if before != now and key.endswith(".reasoning_gym"):
+            raise RunFolderError(
+                f"{key}: the run in {config.output} was started with another version of reasoning-gym than "
+                f"{generator_version()}, which may generate other rows; install the old version, or set output to a "
+                f"new folder"
+            )
         if before != now:
             raise RunFolderError(
                 f"{key} has changed since the start of the run in {config.output} ({_difference(before, now)}), which "

@@ -337,7 +337,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from flowrl.config.data.data_settings import TEMPLATE_FILE  # noqa: PLC0415
     from flowrl.data.template import read_template  # noqa: PLC0415
     from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model  # noqa: PLC0415
-    from flowrl.run.templates import save_template  # noqa: PLC0415
+    from flowrl.run.datasets.templates import save_template  # noqa: PLC0415
 
     role = arguments.role or _find_exported_role(checkpoint)
     if (base := adapter_base(checkpoint.role(role))) is not None:

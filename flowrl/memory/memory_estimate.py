@@ -11,13 +11,14 @@ from functools import cache
 from flowrl.config import (
     ActorConfig,
     CriticConfig,
+    JudgeConfig,
     ModelRoleConfig,
     ReferenceConfig,
-    RewardConfig,
     RewardModelConfig,
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
+    ScoringModelConfig,
     TrainedConfig,
     import_attribute,
     models_of,
@@ -32,6 +33,10 @@ from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad
 PROCESS = {"cpu": 430_000_000, "cuda": 500_000_000}
 """Bytes of a process without a model. The CPU value (Python, torch, transformers, Ray) is measured; the CUDA value is
 assumed."""
+
+
+_CHARACTERS_PER_TOKEN = 4
+"""Characters of a judge's prompt per token."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,10 @@ def explain_unknown_sizes(config: RunConfig) -> list[str]:
             reasons.append(f"{role}.model.dtype is float64, but memory is estimated for 16 and 32 bits only")
         elif (reason := find_size_problem(value.model.path)) is not None:
             reasons.append(f"{role}.model.path is {value.model.path}, {reason}")
-    for role, value in config:
-        if isinstance(value, RolloutConfig) and value.capabilities.memory is None:
+    for role, value in config.role_settings.items():
+        if isinstance(value, JudgeConfig) and (reason := find_size_problem(value.model.path)) is not None:
+            reasons.append(f"{role}.model.path is {value.model.path}, {reason}")
+        if isinstance(value, RolloutConfig | JudgeConfig) and value.capabilities.memory is None:
             reasons.append(f"{role}.engine is {value.engine}, whose capabilities name no `memory` function")
     return [f"memory unknown: {reason}" for reason in reasons]
 
@@ -120,6 +127,9 @@ class _Estimator:
         role_plan = self._planned.roles[role]
         if role == "rollout":
             return self._rollout_memory(role_plan, slot)
+        judge = self._config.role_settings.get(role)
+        if isinstance(judge, JudgeConfig):
+            return self._judge_memory(judge, role_plan, slot)
         if role_config is None or role_config.model is None:  # a role without a model, such as a reward function
             return RoleMemory(0, 0, ())
         model = self._role_model(role)
@@ -151,7 +161,7 @@ class _Estimator:
             mesh=self._planned.roles[role].mesh,
             device_type=self._planned.kind,
             param_bytes=ITEMSIZE[value.model.dtype],
-            is_policy=not isinstance(value, CriticConfig | RewardConfig | RewardModelConfig),
+            is_policy=not isinstance(value, CriticConfig | ScoringModelConfig | RewardModelConfig),
             max_length=self._max_length,
             lora=value.lora if isinstance(value, TrainedConfig) else None,
             is_inline=self._config.backend == "inline",
@@ -176,6 +186,30 @@ class _Estimator:
             offloads=can_offload and self._shares_device(slot),
         )
         return import_attribute(rollout.capabilities.memory)(load)
+
+    def _judge_memory(self, judge: JudgeConfig, role_plan: RolePlan, slot: Slot) -> RoleMemory | None:
+        """Returns the memory of a judge; None if the size of its model or the memory of its engine is unknown."""
+        size = read_model_size(judge.model.path)
+        if size is None or judge.model.dtype == "float64" or judge.capabilities.memory is None:
+            return None
+        num_responses = 1 if judge.kind == "pointwise" else 2
+        # The data and the rollout limit the prompt and the responses, in tokens of the policy.
+        prompt = len(judge.read_prompt()) // _CHARACTERS_PER_TOKEN
+        if isinstance(self._config, RolloutRunConfig):
+            responses = num_responses * self._config.rollout.max_response_tokens
+            prompt += self._config.data.max_prompt_tokens + responses
+        rows = (self._rows(role_plan, "batch_size") or 1) * judge.max_judgments
+        can_offload = judge.generation.can_sleep(on_gpus=True) and self._planned.kind == "cuda"
+        load = RolloutLoad(
+            size=size,
+            param_bytes=ITEMSIZE[judge.model.dtype],
+            config=judge.generation,
+            batch=RolloutBatch(rows, rows, prompt),
+            device_type=self._planned.kind,
+            num_devices=role_plan.num_tp_devices,
+            offloads=can_offload and self._shares_device(slot),
+        )
+        return import_attribute(judge.capabilities.memory)(load)
 
     def _shares_device(self, slot: Slot) -> bool:
         """Returns whether another process uses a device of this slot."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from flowrl.config import (
     ConfigError,
+    JudgeConfig,
     RolloutConfig,
     RunConfig,
     models_of,
@@ -85,8 +86,8 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
     role_plan = planned.roles[role]
     if use == "process":
         return "processes without models already use most of it; use fewer devices or devices with more memory"
-    for name, value in config:
-        if name == role and isinstance(value, RolloutConfig):
+    for name, value in config.role_settings.items():
+        if name == role and isinstance(value, RolloutConfig | JudgeConfig):
             can_lower = use in ("kv_cache", "activations") and value.max_num_seqs > MIN_ROWS
             lower = f"lower {name}.max_num_seqs (now {value.max_num_seqs}), or " if can_lower else ""
             return f"{lower}give {name} a pool of its own instead of {role_plan.pool}"

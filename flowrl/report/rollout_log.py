@@ -36,8 +36,9 @@ COLUMNS: dict[str, str] = {
     "environment_length": "number of response tokens of an environment",
     "version": "weight version that sampled the oldest response token",
     "newest_version": "weight version that sampled the newest response token",
-    "score": "result of the reward function; in an evaluation, of the evaluation function",
+    "score": "weighted sum of the rewards; in an evaluation, of the rewards for evaluations",
     "other_scores": "other float columns of the batch with one value per row, such as `shaped_scores`",
+    "reward_failures": "cause of each failed reward, by the name of the reward; `{}` if no reward failed",
     "advantage": "mean advantage over the sampled response tokens",
 }
 """Columns of a row and their meanings. docs/generated_text.md contains the same table."""

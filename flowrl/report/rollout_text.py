@@ -73,6 +73,9 @@ def render_row(row: Row) -> str:
         if row[name] is not None:
             text = printable(str(row[name]))
             lines.append(f"  {name}:" + (_indent(text) if "\n" in text else f" {text}"))
+    failures = {f"failed reward {name}": message for name, message in (row["reward_failures"] or {}).items()}
+    for label, message in failures.items():
+        lines.append(f"  {label}: {' '.join(printable(message).split())}")
     return "\n".join(lines)
 
 

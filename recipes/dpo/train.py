@@ -30,7 +30,7 @@ def train(config: DPOConfig) -> Summary:
 
         if run.due(config.evaluate_every):
             run.log(evaluate_preferences(actor, held_out, reference))
-        stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.shuffle)
+        stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
         for batch in run.batches(stream, policy=actor):
             # 1. Log-probabilities of the responses under the reference, and KTO's estimate of the KL.
             batch = preference_inputs(batch, actor, reference)

@@ -15,7 +15,7 @@ from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import PtxText, read_prompts
 from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run, Summary
-from flowrl.workers import PTX, Actor, Reference, Reward, Rollout
+from flowrl.workers import PTX, Actor, Reference, Rollout
 
 
 def train(config: GRPOConfig) -> Summary:
@@ -25,15 +25,14 @@ def train(config: GRPOConfig) -> Summary:
     with Run(config) as run:
         actor = run.group(Actor, config.actor)
         reference = run.group(Reference, config.reference) if config.reference else None
-        reward = run.group(Reward, config.reward)
+        reward = run.rewards()
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, advantages, text)
 
         if run.due(config.evaluate_every):
             run.log(evaluate(rollout, reward, held_out, config.evaluation))
-        for batch in run.rollouts(rollout, prompts, policy=actor):
-            # 1. Score the responses.
-            batch = batch.union(reward.score(batch))
+        for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
+            # 1. Compute log-probabilities. The responses already have scores.
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
             elif config.actor.old_logprobs == "rollout":

@@ -17,7 +17,7 @@ from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import PtxText, read_prompts
 from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run, Summary
-from flowrl.workers import PTX, Actor, Critic, Reference, Reward, Rollout
+from flowrl.workers import PTX, Actor, Critic, Reference, Rollout
 
 
 def train(config: PPOConfig) -> Summary:
@@ -28,15 +28,15 @@ def train(config: PPOConfig) -> Summary:
         actor = run.group(Actor, config.actor)
         critic = run.group(Critic, config.critic)
         reference = run.group(Reference, config.reference) if config.reference else None
-        reward = run.group(Reward, config.reward)
+        reward = run.rewards()
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, critic, advantages, text)
 
         if run.due(config.evaluate_every):
             run.log(evaluate(rollout, reward, held_out, config.evaluation))
-        for batch in run.rollouts(rollout, prompts, policy=actor):
-            # 1. Score the responses. Calls return at once, and each waits only for the columns that it reads.
-            batch = batch.union(reward.score(batch))
+        for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
+            # 1. Compute log-probabilities and values. The responses already have scores. Calls return at once, and each
+            #    waits only for the columns that it reads.
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
             elif config.actor.old_logprobs == "rollout":

@@ -6,7 +6,7 @@ Usage: `python -m recipes.quickstart.prepare --output DIR --seed 0`
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -78,29 +78,31 @@ def _prompt(problem: Problem) -> dict:
     return {"messages": [_question(problem)], "answer": problem.answer}
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, characters: Iterable[str] = CHARACTERS, chat_template: str = CHAT_TEMPLATE) -> None:
     """Saves a tokenizer with one token per character, an end token, a padding token, and a chat template.
 
     The tokenizer is a Qwen2 tokenizer without merges, because transformers loads no other class for a Qwen2 model.
     """
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
     pad, eos = SPECIAL
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, eos_token=eos, chat_template=CHAT_TEMPLATE
+        vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, eos_token=eos, chat_template=chat_template
     )
     tokenizer.save_pretrained(folder)
 
 
-def save_model(folder: Path, seed: int) -> None:
-    """Saves an untrained Qwen2 model of 330,000 parameters, initialized from the seed."""
+def save_model(
+    folder: Path, seed: int, *, num_characters: int = len(CHARACTERS), num_layers: int = 2, max_tokens: int = 64
+) -> None:
+    """Saves an untrained Qwen2 model, initialized from the seed. It has 330,000 parameters by default."""
     config = Qwen2Config(
-        vocab_size=len(SPECIAL) + len(CHARACTERS),
+        vocab_size=len(SPECIAL) + num_characters,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=max_tokens,
         tie_word_embeddings=True,
         # With the default of 0.02, a model with hidden size 128 learns several times slower.
         initializer_range=0.05,

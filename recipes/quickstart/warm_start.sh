@@ -95,12 +95,17 @@ train_teacher() {
     _fine_tune "$1" "$2" teacher steps=700 data.train="[{path: $1/data/sft.jsonl}, {path: $1/data/pairs.jsonl}]"
 }
 
-# _fine_tune FOLDER SEED NAME SETTINGS...: creates FOLDER/NAME/model by supervised fine-tuning, unless it exists.
+# _fine_tune FOLDER SEED NAME SETTINGS...: creates FOLDER/NAME/model by supervised fine-tuning of FOLDER/data/model,
+# unless it exists.
 _fine_tune() {
-    if ! grep -qs '"interrupted_by": null' "$1/$3/summary.json"; then
+    fine_tune recipes/quickstart/sft.yaml "$1/$3" "$2" actor.model.path="$1/data/model" "${@:4}"
+}
+
+# fine_tune CONFIG FOLDER SEED SETTINGS...: creates FOLDER/model by supervised fine-tuning, unless it exists.
+fine_tune() {
+    if ! grep -qs '"interrupted_by": null' "$2/summary.json"; then
         # Removes the results of an interrupted run.
-        rm -rf "${1:?}/$3"
-        python -m recipes.sft.train recipes/quickstart/sft.yaml output="$1/$3" seed="$2" \
-            actor.model.path="$1/data/model" "${@:4}"
+        rm -rf "${2:?}"
+        python -m recipes.sft.train "$1" output="$2" seed="$3" "${@:4}"
     fi
 }

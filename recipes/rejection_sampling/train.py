@@ -17,7 +17,7 @@ from flowrl.run.datasets import read_prompts
 from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run, Summary
 from flowrl.run.targets.best_responses import select_best
-from flowrl.workers import Actor, Reward, Rollout
+from flowrl.workers import Actor, Rollout
 
 
 def train(config: RejectionSamplingConfig) -> Summary:
@@ -25,15 +25,14 @@ def train(config: RejectionSamplingConfig) -> Summary:
     prompts, held_out = read_prompts(config)
     with Run(config) as run:
         actor = run.group(Actor, config.actor)
-        reward = run.group(Reward, config.reward)
+        reward = run.rewards()
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
 
         if run.due(config.evaluate_every):
             run.log(evaluate(rollout, reward, held_out, config.evaluation))
-        for batch in run.rollouts(rollout, prompts, policy=actor):
-            # 1. Score the responses.
-            batch = batch.union(reward.score(batch))
+        for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
+            # 1. Log the scores.
             run.log(measure_batch(batch))
             run.save_rollouts(batch)
 

@@ -34,7 +34,7 @@ def train(config: RewardModelRunConfig) -> Summary:
 
         if run.due(config.evaluate_every):
             run.log(evaluate_preferences(reward, held_out))
-        stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.shuffle)
+        stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
         for batch in run.batches(stream, policy=reward):
             # Raise the score of the chosen response above that of the rejected response.
             run.log(reward.update(batch))

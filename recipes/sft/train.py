@@ -21,7 +21,7 @@ def train(config: SFTConfig) -> Summary:
     """Trains the model. Returns the summary of the run."""
     examples, held_out = SftExamples.read(config.data, config.actor.model)
     config = config.with_steps(len(examples))
-    stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.shuffle)
+    stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
     with Run(config) as run:
         actor = run.group(Actor, config.actor)
         run.add_checkpointable(actor)

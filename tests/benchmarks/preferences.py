@@ -103,7 +103,7 @@ def flowrl_losses(folder: Path, stage: str) -> list[float]:
         "data": {
             "train": _write_responses(folder) if stage == "kto" else folder / "pairs.jsonl",
             "max_prompt_tokens": 16,
-            "shuffle": False,
+            "order": "file",
         },
         "report": {"plots": False, "tensorboard": False},
     }

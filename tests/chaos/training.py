@@ -12,6 +12,8 @@ from recipes.ppo.config import PPOConfig
 if __name__ == "__main__":  # here, because the imports below take seconds
     sys.exit(run_recipe(PPOConfig, "tests.chaos.training:train"))
 
+from flowrl.run import role_groups
+from flowrl.run.loop import Summary
 from recipes.ppo import train as recipe
 from tests.chaos.workers import TracedActor, TracedCritic, TracedReference, TracedReward, TracedRollout
 
@@ -20,9 +22,14 @@ REPLACED = {
     "Critic": TracedCritic,
     "Reference": TracedReference,
     "Rollout": TracedRollout,
-    "Reward": TracedReward,
 }
 """Name in the recipe -> its replacement."""
 
-train = FunctionType(recipe.train.__code__, vars(recipe) | REPLACED)
+_train = FunctionType(recipe.train.__code__, vars(recipe) | REPLACED)
 """A copy of the recipe's `train` that uses the traced workers. It does not modify the recipe's module."""
+
+
+def train(config: PPOConfig) -> Summary:
+    """Runs the recipe with the traced workers. The process of this program runs nothing else."""
+    role_groups.Reward = TracedReward
+    return _train(config)

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl.checkpoints.inputs import check_same_inputs, input_checksums
 from flowrl.checkpoints.run_folder import RunFolderError
+from flowrl.data.checksums import FileChecksum
 from recipes.grpo.config import GRPOConfig
 from recipes.sft.config import SFTConfig
 from tests.configs import grpo_settings
@@ -168,3 +169,15 @@ def test_a_large_file_is_sampled_over_its_full_length(
     weights[offset] = 1
     (tmp_path / "m" / "a.safetensors").write_bytes(weights)
     assert input_checksums(sft) != before
+
+
+def test_rows_of_another_version_of_reasoning_gym_are_rejected(sft: SFTConfig) -> None:
+    generated = {"reasoning_gym": {"leg_counting": 1}}
+    data = {"train": [generated], "test": [generated], "tests": {"own": [generated]}, "max_prompt_tokens": 8}
+    config = SFTConfig.model_validate(sft.model_dump() | {"data": data})
+    before = input_checksums(config)
+    keys = {f"data.{name}.0.reasoning_gym" for name in ("train", "test", "tests.own")}
+    assert {key for key in before if "reasoning_gym" in key} == keys
+    check_same_inputs(before, config)
+    with rejects("data.train.0.reasoning_gym", error=RunFolderError):
+        check_same_inputs(before | {"data.train.0.reasoning_gym": FileChecksum(6, 1)}, config)

@@ -75,3 +75,18 @@ def test_a_template_file_is_filled_in(folder: Path) -> None:
     values = json.loads((folder / "t.json").read_text())
     assert (values["system_message"], values["end_of_assistant"], values["stop_ids"]) == ("1", "<eos>", [[1]])
     assert main(["data", "template", "t.json"]) == 2
+
+
+def test_generated_rows_are_checked_shown_and_prepared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.yaml").write_text(
+        "tokenizer: model\nkind: prompts\nfiles: [{reasoning_gym: {chain_sum: 1}, rows: 20, split: test}]\n"
+    )
+    assert main(["data", "check", "rows.yaml"]) == 0
+    assert "20 of 20" in capsys.readouterr().out
+    assert main(["data", "show", "rows.yaml", "--rows", "2"]) == 0
+    assert "reasoning_gym:chain_sum, line 2" in capsys.readouterr().out
+    assert main(["data", "prepare", "rows.yaml", "output=out"]) == 0
+    assert main(["data", "check", "out"]) == 0
+    (folder / "rows.yaml").write_text("files: [{reasoning_gym: {chain_sums: 1}}]\n")
+    assert main(["data", "check", "rows.yaml"]) == 2
+    assert "chain_sums" in capsys.readouterr().err

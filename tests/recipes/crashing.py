@@ -1,12 +1,14 @@
-"""The score of the quickstart, which raises after the number of calls set in the environment."""
+"""The KL estimator k1, which raises or presses Ctrl-C in the step that the environment names."""
 
 import os
 import signal
 
-from recipes.quickstart import task
+from torch import Tensor
+
+from flowrl.config import UserError
 
 CRASH_AT, ASK_AT = "FLOWRL_TEST_CRASH_AT", "FLOWRL_TEST_ASK_AT"
-"""Environment variables: the call of `score` in this process that raises, and the one in which Ctrl-C is pressed."""
+"""Environment variables: the call of `kl` in this process that raises, and the one in which Ctrl-C is pressed."""
 
 _calls = [0]
 
@@ -16,10 +18,13 @@ def reset_calls() -> None:
     _calls[0] = 0
 
 
-def score(prompt: str, response: str, answer: str, **columns: object) -> float:
+def kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Returns the estimate. Inline runs call it in the process of the driver: once per step for the penalty of PPO, and
+    once per minibatch for the loss.
+    """
     _calls[0] += 1
     if str(_calls[0]) == os.environ.get(CRASH_AT):
-        raise RuntimeError("crash requested by the environment")
+        raise UserError("crash requested by the environment")
     if str(_calls[0]) == os.environ.get(ASK_AT):
         signal.raise_signal(signal.SIGINT)
-    return task.score(prompt, response, answer, **columns)
+    return logprobs - ref_logprobs

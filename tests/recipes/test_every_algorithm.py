@@ -27,7 +27,7 @@ from tests.recipes.conftest import settings
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
 CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
-CLOCK |= {"wait_data_s", "wait_weights_s"}
+CLOCK |= {"wait_data_s", "wait_weights_s", "rewards/reward/seconds"}
 OWN_MODULE = "tests.algorithms.own_functions"
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -96,7 +96,7 @@ def rollouts(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bat
     base = settings(task_folder, tmp_path_factory.mktemp("rollouts"))
     own: dict[str, Any] = {"algorithm": {"estimator": "grpo"}, "actor": base["actor"] | {"kl_loss_coef": 0.02}}
     config = GRPOConfig.model_validate(base | own | {"samples_per_prompt": 4})
-    assert config.reference is not None
+    assert config.reference is not None and config.reward is not None
     prompts, _ = read_prompts(config)
     rows, samples = prompts.take(config.prompts_per_step), config.samples_per_prompt
     with Cluster(SINGLE, backend="inline", roles=config.roles, num_threads=1) as cluster:
@@ -107,7 +107,7 @@ def rollouts(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bat
         batch = Batch.from_rows(rows).repeat(samples)
         batch["sample"] = Batch.from_rows([{"sample": index} for _ in rows for index in range(samples)])
         batch = batch.union(rollout.generate(batch))
-        batch["scores"] = reward.score(batch)
+        batch = batch.union(reward.score(batch))
         batch["old_logprobs"] = actor.logprobs(batch)
         batch["ref_logprobs"] = reference.logprobs(batch)
         return Batch.of_payload(batch.payload(*batch.columns))

@@ -13,7 +13,7 @@ from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 
 GAP = {"rollout_gap", "rollout_gap_max", "actor/rollout_gap"}
-CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "wait_data_s", "wait_weights_s"}
+CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "wait_data_s", "wait_weights_s", "rewards/reward/seconds"}
 TOLERANCE = 1e-4
 """Bound of float32 metrics after two steps. Adam amplifies rounding errors of small gradients."""
 

@@ -44,7 +44,6 @@ APART = Placement(
 )
 EVERY_2 = {"every": 2}
 WEIGHTS = "model.safetensors"
-CRASHING = {"function": "tests.recipes.crashing:score", "evaluation": "recipes.quickstart.task:exact"}
 Configs = Callable[..., PPOConfig]
 
 
@@ -113,12 +112,18 @@ def metrics_of_clock(config: PPOConfig) -> list[dict[str, float]]:
     return [{name: value for name, value in json.loads(line).items() if name in CLOCK} for line in lines]
 
 
+def crashing_config(ppo_config: Configs, **changes: Any) -> PPOConfig:
+    """Returns the config of `straight` with an equal KL estimator that can crash."""
+    algorithm = ppo_config().algorithm.model_dump() | {"kl_kind": f"{crashing.__name__}:kl"}
+    return ppo_config(steps=5, algorithm=algorithm, resume="auto", **changes)
+
+
 def test_a_crashed_run_resumes_from_its_newest_checkpoint(
     ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crashing.reset_calls()
-    monkeypatch.setenv(crashing.CRASH_AT, str(4 * 32 + 1))
-    config = ppo_config(steps=5, reward=CRASHING, checkpoint=EVERY_2, resume="auto")
+    monkeypatch.setenv(crashing.CRASH_AT, "5")
+    config = crashing_config(ppo_config, checkpoint=EVERY_2)
     with pytest.raises(ValueError, match="crash"):
         train_ppo(config)
     assert [line["step"] for line in metrics_of(config)] == [0, 1, 2, 3]
@@ -145,8 +150,8 @@ def test_ctrl_c_saves_a_checkpoint_of_its_step(
     ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crashing.reset_calls()
-    monkeypatch.setenv(crashing.ASK_AT, str(1 * 32 + 1))
-    config = ppo_config(steps=5, reward=CRASHING, checkpoint={"every": 100}, resume="auto")
+    monkeypatch.setenv(crashing.ASK_AT, "2")
+    config = crashing_config(ppo_config, checkpoint={"every": 100})
     with pytest.raises(Interrupted, match=r"\b2 of 5\b"):
         train_ppo(config)
     assert Checkpoints(config.output).steps() == [2]

@@ -64,7 +64,7 @@ def with_staleness_one(config: GRPOConfig) -> dict[str, torch.Tensor]:
     """Reference loop of one_step_off: responses of step k + 1 are sampled before step k is trained."""
     prompts, _ = read_prompts(config)
     advantages = Advantages(config)
-    assert config.reference is not None
+    assert config.reference is not None and config.reward is not None
     with Cluster(config.placement, backend="inline", roles=config.roles) as cluster:
         actor: Any = cluster.group("actor", Actor, config.actor)
         reference: Any = cluster.group("reference", Reference, config.reference)
@@ -80,7 +80,7 @@ def with_staleness_one(config: GRPOConfig) -> dict[str, torch.Tensor]:
         coming = generated()
         for step in range(1, config.steps + 1):
             batch, coming = coming.with_seed((config.seed, step)), generated()
-            batch["scores"] = reward.score(batch)
+            batch = batch.union(reward.score(batch))
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = reference.logprobs(batch)
             batch, _ = advantages.compute(batch)
@@ -160,12 +160,12 @@ def test_one_step_off_resumes_bitwise_identically_from_two_replicas_and_under_an
 def test_one_step_off_resumes_bitwise_identically_after_ctrl_c(
     grpo_config: GrpoConfigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reward = {"function": "tests.recipes.crashing:score", "evaluation": "recipes.quickstart.task:exact"}
-    straight = grpo_config(steps=4, output=tmp_path / "straight", reward=reward, **ONE_STEP_OFF)
+    actor = grpo_config().actor.model_dump() | {"kl_loss_kind": "tests.recipes.crashing:kl"}
+    straight = grpo_config(steps=4, output=tmp_path / "straight", actor=actor, **ONE_STEP_OFF)
     train_grpo(straight)
     crashing.reset_calls()
-    monkeypatch.setenv(crashing.ASK_AT, str(1 * 32 + 1))
-    settings: dict[str, Any] = {"reward": reward, "checkpoint": {"every": 100}, "resume": "auto"}
+    monkeypatch.setenv(crashing.ASK_AT, "3")  # a step has two minibatches
+    settings: dict[str, Any] = {"actor": actor, "checkpoint": {"every": 100}, "resume": "auto"}
     config = grpo_config(steps=4, **settings, **ONE_STEP_OFF)
     with pytest.raises(Interrupted, match=r"\b2 of 4\b"):
         train_grpo(config)

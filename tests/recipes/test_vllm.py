@@ -121,13 +121,13 @@ def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
     killed = []
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor)
-        assert config.reference is not None
+        assert config.reference is not None and config.reward is not None
         reference = run.group(Reference, config.reference)
         reward = run.group(Reward, config.reward)
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.log(evaluate(rollout, reward, held_out))
         for batch in run.rollouts(rollout, prompts, policy=actor):
-            batch["scores"] = reward.score(batch)
+            batch = batch.union(reward.score(batch))
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = reference.logprobs(batch)
             batch, metrics = advantages.compute(batch)

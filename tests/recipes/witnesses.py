@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from flowrl.controller.worker import Dispatch, register
 from flowrl.data.metric import Metric
 from flowrl.workers import Actor, Loss, Rollout
-from flowrl.workers.loss import LossFunction
+from flowrl.workers.losses.loss import LossFunction
 from flowrl.workers.model_worker import resolve_loss
 
 

@@ -70,6 +70,14 @@ def test_a_row_is_rendered_with_its_columns() -> None:
     )
 
 
+def test_a_row_has_a_line_per_failed_reward() -> None:
+    row = make_row(0, 0.0, reward_failures={"style": "raised\nValueError \x1b", "size": "too late"})
+    assert render_row(row).split("\n")[-2:] == [
+        "  failed reward style: raised ValueError \\x1b",
+        "  failed reward size: too late",
+    ]
+
+
 def test_columns_without_values_are_not_rendered() -> None:
     assert render_row(make_row(0, None)) == "row 0: \n  prompt: 0+1=\n  response: 2"
 

@@ -22,7 +22,7 @@ def train(config: GroupConfig, prompts: Iterable[Batch]) -> Summary:
             kept: list[Batch] = []
             for batch in (rows.with_samples(samples) for rows in prompts):
                 batch = batch.union(rollout.generate(batch))
-                batch["scores"] = reward.score(batch)
+                batch = batch.union(reward.score(batch))
                 differ = batch.get("scores").view(-1, samples).std(1) > 0
                 kept.append(batch.rows(differ.repeat_interleave(samples).numpy()))
                 if sum(map(len, kept)) >= config.batch_size:

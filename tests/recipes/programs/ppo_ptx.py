@@ -24,7 +24,7 @@ def train(config: PtxConfig, prompts: Iterable[Batch], texts: Iterable[Batch]) -
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         for batch, text in zip(run.batches(prompts, policy=actor), texts, strict=False):
             batch = batch.union(rollout.generate(batch))
-            batch["scores"] = reward.score(batch)
+            batch = batch.union(reward.score(batch))
             batch["old_logprobs"] = actor.logprobs(batch)
             batch["ref_logprobs"] = reference.logprobs(batch)
             batch["values"] = critic.values(batch)

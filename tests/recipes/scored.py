@@ -1,0 +1,38 @@
+"""Reward functions of the tests of rewards: equal scores, failures, and slow calls."""
+
+import time
+from pathlib import Path
+
+from recipes.quickstart.task import score as task_score
+
+
+def parity(prompt: str, response: str) -> float:
+    """Returns 1 or 0. Prompts that end with an even digit have only equal scores."""
+    digits = [character for character in prompt if character.isdigit()]
+    return float(int(digits[-1]) % 2 == 1 and len(response) % 2 == 1)
+
+
+def constant(response: str) -> float:
+    return 1.0
+
+
+def length(response: str) -> float:
+    return float(len(response))
+
+
+def fail_for_long_responses(response: str) -> float:
+    if len(response) > 4:
+        raise ValueError("the response is too long")
+    return float(len(response))
+
+
+def slow(prompt: str, response: str, answer: str) -> float:
+    time.sleep(0.02)
+    return task_score(prompt, response, answer)
+
+
+def logged(prompt: str, response: str, answer: str, folder: str = "") -> float:
+    """Writes the time of each call to a file of `folder`."""
+    with Path(folder, "calls").open("a") as file:
+        file.write(f"{time.time()}\n")
+    return task_score(prompt, response, answer)

@@ -1,0 +1,126 @@
+"""Recipes with environments: one and several turns, rewards per turn, failures, and lost processes."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flowrl.config import Placement, UserError
+from flowrl.engines.rollout.base import Request, Response, Segment
+from flowrl.workers.dialogs import Dialog, turn_columns
+from flowrl.workers.episodes import Episode
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train as train_grpo
+from recipes.ppo.config import PPOConfig
+from recipes.ppo.train import train as train_ppo
+from tests.recipes.test_numbers import metrics_of
+from tests.recipes.test_rewards import ALL_ROWS, SCHEDULES, saved_rows
+from tests.recipes.test_schedules import ALIKE, weights
+
+HERE = "tests.recipes.turns"
+GrpoConfigs = Callable[..., GRPOConfig]
+TOGETHER = Placement(
+    device="cpu",
+    pools={"main": [1]},
+    roles=dict.fromkeys(("actor", "reference", "critic", "rollout", "reward", "environment"), "main"),
+)
+APART = Placement.model_validate({**ALIKE, "roles": {**ALIKE["roles"], "environment": "train"}})
+
+
+def environment(name: str, **settings: Any) -> dict[str, Any]:
+    return {"reward": None, "environment": {"name": f"{HERE}:{name}", **settings}}
+
+
+def results(config: GRPOConfig) -> list[dict[str, float]]:
+    """Returns the metrics that do not name the source of the scores."""
+    own = ("rewards/", "turns", "environment/")
+    return [{name: v for name, v in line.items() if not name.startswith(own)} for line in metrics_of(config)]
+
+
+@pytest.mark.parametrize("placement", [TOGETHER, APART], ids=["together", "apart"])
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+def test_one_turn_is_bitwise_identical_to_a_reward_function(
+    grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, placement: Placement
+) -> None:
+    settings: dict[str, Any] = {"schedule": SCHEDULES[schedule], "placement": placement, "evaluate_every": 1}
+    function = grpo_config(
+        output=tmp_path / "function", reward={"function": "recipes.quickstart.task:score"}, **settings
+    )
+    episodes = grpo_config(output=tmp_path / "episodes", **environment("OneTurn"), **settings)
+    for config in (function, episodes):
+        train_grpo(config)
+    assert results(episodes) == results(function)
+    assert all((weights(episodes)[name] == value).all() for name, value in weights(function).items())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_episodes_of_two_turns_are_trained(grpo_config: GrpoConfigs, schedule: str) -> None:
+    config = grpo_config(
+        schedule=SCHEDULES[schedule],
+        placement=APART,
+        rollout={"max_response_tokens": 24},
+        **environment("TwoTurns"),
+        **ALL_ROWS,
+    )
+    train_grpo(config)
+    rows = [row for step in saved_rows(config) for row in step]
+    assert any("1+1=" in row["response"] for row in rows) and any(row["environment_length"] for row in rows)
+    for line in metrics_of(config):
+        if line["step"]:
+            assert 1 < line["turns"] <= 2 and line["environment/again"] > 0 and line["environment/restarts"] == 0
+
+
+def test_rewards_are_given_at_the_end_of_their_turn() -> None:
+    """Two turns of two tokens, with one token of the environment between them."""
+    policy = [Segment.policy(Response("0", [7, 8], [0.0, 0.0], [0, 0])), Segment.environment([9])]
+    episode = Episode(0, Request("0", [1, 2, 3], key=0, segments=policy), {}, Response("0", [4, 5], [0.0] * 2, [0, 0]))
+    episode.dialog = Dialog(episode.request, 0, rewards=[0.5, 2.0], infos=[{"counts": {"again": 1}}, {"reason": "end"}])
+    rewards, records = turn_columns([episode])
+    assert rewards == [0, 0, 0, 0, 0.5, 0, 0, 2.0]
+    assert records == [{"turns": 2, "restarts": 0, "counts": {"again": 1}, "reason": "end"}]
+
+
+def test_ppo_trains_on_the_rewards_of_turns(ppo_config: Callable[..., PPOConfig]) -> None:
+    settings: dict[str, Any] = {"placement": TOGETHER, "rollout": {"max_response_tokens": 24}, "steps": 1}
+    config = ppo_config(**settings, **environment("TwoTurns"), **ALL_ROWS)
+    train_ppo(config)
+    assert metrics_of(config)[-1]["environment/again"] > 0
+
+
+def test_a_failed_episode_is_named_or_counted(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unlucky"):
+        train_grpo(grpo_config(output=tmp_path / "stop", placement=TOGETHER, **environment("Unlucky")))
+    settings = environment("Unlucky", on_failure="drop", max_failure_rate=1.0)
+    config = grpo_config(output=tmp_path / "drop", placement=TOGETHER, **settings, **ALL_ROWS)
+    train_grpo(config)
+    records = [line for line in metrics_of(config) if line["step"]]
+    assert all(0 < line["reward_failed_fraction"] < 1 for line in records)
+    assert all(row["score"] == 1 for step in saved_rows(config) for row in step)
+
+
+def test_episodes_of_a_killed_process_start_again(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+    """The environment kills its process once."""
+    settings = environment("KilledOnce", options={"folder": str(tmp_path)})
+    config = grpo_config(output=tmp_path / "run", placement=TOGETHER, steps=2, **settings, **ALL_ROWS)
+    train_grpo(config)
+    assert (tmp_path / "killed").exists()
+    assert sum(line["environment/restarts"] for line in metrics_of(config) if line["step"]) > 0
+    assert all(len(rows) == config.batch_size for rows in saved_rows(config))
+
+
+def test_a_run_leaves_no_process_behind(grpo_config: GrpoConfigs) -> None:
+    before = {process.pid for process in psutil.Process(os.getpid()).children(recursive=True)}
+    train_grpo(grpo_config(placement=TOGETHER, steps=1, **environment("OneTurn")))
+    after = psutil.Process(os.getpid()).children(recursive=True)
+    _, alive = psutil.wait_procs([process for process in after if process.pid not in before], timeout=60)
+    assert alive == []
+
+
+def test_reward_and_environment_exclude_each_other(grpo_config: GrpoConfigs) -> None:
+    with pytest.raises(ValueError, match="environment"):
+        grpo_config(environment={"name": f"{HERE}:OneTurn"}, reward={"function": "recipes.quickstart.task:score"})
+    with pytest.raises(ValueError, match="reward and environment are unset"):
+        grpo_config(reward=None)

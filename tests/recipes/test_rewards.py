@@ -1,0 +1,322 @@
+"""Recipes with several rewards, failing rewards and dynamic sampling, under every schedule and after a resume."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.config import Placement, UserError
+from flowrl.run.datasets import read_prompts
+from flowrl.run.loop import Run
+from flowrl.workers import Actor, Rollout
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train as train_grpo
+from tests.configs import with_float64_models
+from tests.recipes.test_numbers import assert_same, metrics_of
+from tests.recipes.test_resume import assert_bitwise_identical
+from tests.recipes.test_schedules import ALIKE
+
+HERE = "tests.recipes.scored"
+GrpoConfigs = Callable[..., GRPOConfig]
+SCHEDULES = {
+    "sync": {"kind": "sync"},
+    "one_step_off": {"kind": "one_step_off"},
+    "async": {"kind": "async", "max_staleness": 1},
+}
+APART: dict[str, Any] = {"placement": Placement.model_validate(ALIKE)}
+ALL_ROWS: dict[str, Any] = {"report": {"rollouts": {"every": 1, "rows": 100}}, "evaluate_every": 0}
+
+
+def saved_rows(config: GRPOConfig) -> list[list[dict[str, Any]]]:
+    """Returns the trained rows of each step."""
+    paths = sorted((config.output / "rollouts").glob("training-*.jsonl"))
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_trained_group_has_equal_scores(grpo_config: GrpoConfigs, schedule: str) -> None:
+    config = grpo_config(
+        schedule=SCHEDULES[schedule],
+        reward={"function": f"{HERE}:parity"},
+        dynamic_sampling={"max_rounds": 20},
+        **APART,
+        **ALL_ROWS,
+    )
+    train_grpo(config)
+    steps = saved_rows(config)
+    assert len(steps) == config.steps
+    for rows in steps:
+        groups = Counter(row["prompt_id"] for row in rows)
+        assert set(groups.values()) == {config.samples_per_prompt} and len(groups) == config.prompts_per_step
+        for prompt_id in groups:
+            assert len({row["score"] for row in rows if row["prompt_id"] == prompt_id}) == 2
+    trained = [row["prompt_id"] for rows in steps for row in rows[:: config.samples_per_prompt]]
+    assert len(set(trained)) == len(trained)
+    records = [line for line in metrics_of(config) if line["step"]]
+    assert sum(line["dropped_equal_scores"] for line in records) > 0
+    summary = json.loads((config.output / "summary.json").read_text())
+    assert summary["groups"]["dropped"]["equal_scores"] >= sum(line["dropped_equal_scores"] for line in records)
+
+
+def test_dynamic_sampling_trains_the_first_informative_prompts_in_order(grpo_config: GrpoConfigs) -> None:
+    """Half of the prompts can have different scores, so a step needs several rounds. Surplus prompts are dropped."""
+    config = grpo_config(
+        reward={"function": f"{HERE}:parity"},
+        dynamic_sampling={"max_rounds": 20, "oversample": 2.0},
+        **ALL_ROWS,
+    )
+    train_grpo(config)
+    trained = [[row["prompt_id"] for row in rows[:: config.samples_per_prompt]] for rows in saved_rows(config)]
+    assert all(ids == sorted(ids) for ids in trained)
+    assert all(before[-1] < after[0] for before, after in pairwise(trained))
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs, schedule: str) -> None:
+    config = grpo_config(
+        schedule=SCHEDULES[schedule], reward={"function": f"{HERE}:parity"}, dynamic_sampling={"max_rounds": 1}, **APART
+    )
+    train_grpo(config)
+    for line in metrics_of(config):
+        if line["step"]:
+            assert line["sampling_rounds"] == 1 and line["dropped_surplus"] == 0
+            assert 0 < line["dropped_equal_scores"] < config.prompts_per_step
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_without_informative_groups_ends_with_an_error(grpo_config: GrpoConfigs, schedule: str) -> None:
+    config = grpo_config(
+        schedule=SCHEDULES[schedule],
+        reward={"function": f"{HERE}:constant"},
+        dynamic_sampling={"max_rounds": 2},
+        **APART,
+    )
+    with pytest.raises(UserError, match="max_rounds"):
+        train_grpo(config)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+def test_dynamic_sampling_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path, schedule: str) -> None:
+    settings: dict[str, Any] = {
+        "schedule": SCHEDULES[schedule],
+        "reward": {"function": f"{HERE}:parity", "on_failure": "drop"},
+        "dynamic_sampling": {"max_rounds": 20, "oversample": 1.5},
+        "data": grpo_config().data.model_dump() | {"order": "curriculum"},
+        "checkpoint": {"every": 1},
+        **APART,
+        **ALL_ROWS,
+    }
+    straight = grpo_config(output=tmp_path / "straight", steps=4, **settings)
+    train_grpo(straight)
+    train_grpo(grpo_config(output=tmp_path / "resumed", steps=2, **settings))
+    resumed = grpo_config(output=tmp_path / "resumed", steps=4, resume="auto", **settings)
+    train_grpo(resumed)
+    assert_bitwise_identical(resumed, straight)
+    dropped = [json.loads((c.output / "summary.json").read_text())["groups"]["dropped"] for c in (straight, resumed)]
+    assert dropped[0] == dropped[1]
+
+
+# Several rewards.
+
+TWO = [
+    {"name": "task", "weight": 2.0, "function": "recipes.quickstart.task:score"},
+    {"name": "size", "weight": -0.25, "function": f"{HERE}:length"},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_scores_are_the_weighted_sum_of_the_rewards(grpo_config: GrpoConfigs, schedule: str) -> None:
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=TWO, **APART, **ALL_ROWS)
+    train_grpo(config)
+    for rows in saved_rows(config):
+        for row in rows:
+            assert row["other_scores"]["size"] == len(row["response"])
+            expected = 2 * row["other_scores"]["task"] - 0.25 * row["other_scores"]["size"]
+            assert row["score"] == pytest.approx(expected, abs=1e-5)
+    for line, rows in zip([line for line in metrics_of(config) if line["step"]], saved_rows(config), strict=True):
+        mean = sum(row["other_scores"]["size"] for row in rows) / len(rows)
+        assert line["rewards/size"] == pytest.approx(mean)
+        assert line["rewards/task/failed_fraction"] == line["reward_failed_fraction"] == 0
+
+
+def test_a_reward_scores_only_rows_of_its_data_sources(
+    grpo_config: GrpoConfigs, task_folder: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in (task_folder / "train.jsonl").read_text().splitlines()]
+    path = tmp_path / "train.jsonl"
+    path.write_text(
+        "".join(json.dumps(row | {"data_source": "even" if i % 2 else "odd"}) + "\n" for i, row in enumerate(rows))
+    )
+    data = grpo_config().data.model_dump() | {"train": path, "test": None, "evaluation_rows": None}
+    rewards = [TWO[0] | {"data_sources": ["even"]}, TWO[1] | {"data_sources": ["odd", "even"]}]
+    config = grpo_config(data=data, reward=rewards, **ALL_ROWS)
+    train_grpo(config)
+    num_missing = 0
+    for row in (row for rows in saved_rows(config) for row in rows):
+        task = row["other_scores"]["task"]
+        num_missing += task is None
+        length = -0.25 * row["other_scores"]["size"]
+        assert row["score"] == pytest.approx(length if task is None else 2 * task + length, abs=1e-5)
+    assert 0 < num_missing < config.steps * config.batch_size
+
+    with pytest.raises(UserError, match="odd"):
+        train_grpo(grpo_config(data=data, output=tmp_path / "other", reward=[rewards[0]], **ALL_ROWS))
+
+
+def test_gdpo_normalizes_the_rewards_of_a_list(grpo_config: GrpoConfigs) -> None:
+    algorithm = {"estimator": "gdpo", "reward_columns": ["task", "size"], "reward_weights": [1.0, 0.5]}
+    config = grpo_config(reward=TWO, algorithm=algorithm, **ALL_ROWS)
+    train_grpo(config)
+    assert all(math.isfinite(line["actor/grad_norm"]) for line in metrics_of(config) if line["step"])
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_whose_reward_failed_are_dropped_and_counted(grpo_config: GrpoConfigs, schedule: str) -> None:
+    reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "drop", "max_failure_rate": 1.0}
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
+    train_grpo(config)
+    records = [line for line in metrics_of(config) if line["step"]]
+    for line, rows in zip(records, saved_rows(config), strict=True):
+        assert all(len(row["response"]) <= 4 for row in rows)
+        assert min(Counter(row["prompt_id"] for row in rows).values()) >= 2
+        assert 0 < line["reward_failed_fraction"] < 1
+        assert line["rewards/reward/failed_fraction"] == line["reward_failed_fraction"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_failed_reward_with_zero_scores_zero(grpo_config: GrpoConfigs, schedule: str) -> None:
+    reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "zero", "max_failure_rate": 1.0}
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
+    train_grpo(config)
+    for row in (row for rows in saved_rows(config) for row in rows):
+        assert row["score"] == (0 if len(row["response"]) > 4 else len(row["response"]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, schedule: str) -> None:
+    reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "zero", "max_failure_rate": 0.01}
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, steps=8, checkpoint={"every": 100}, **APART)
+    with pytest.raises(UserError, match="max_failure_rate"):
+        train_grpo(config)
+    steps = [line["step"] for line in metrics_of(config)]
+    assert 1 <= steps[-1] < 8
+    assert (config.output / "checkpoints").is_dir() and any((config.output / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_failed_reward_ends_the_run_and_names_its_row(grpo_config: GrpoConfigs, schedule: str) -> None:
+    config = grpo_config(schedule=SCHEDULES[schedule], reward={"function": f"{HERE}:fail_for_long_responses"}, **APART)
+    with pytest.raises(UserError, match=r"too long.*prompt"):
+        train_grpo(config)
+
+
+# Placement and overlap.
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+def test_rewards_do_not_depend_on_the_placement(
+    ray_session: None, grpo_config: GrpoConfigs, tmp_path: Path, schedule: str
+) -> None:
+    settings: dict[str, Any] = {
+        "schedule": SCHEDULES[schedule],
+        "reward": TWO,
+        "dynamic_sampling": {"max_rounds": 5, "column": "task"},
+        "threads": 1,
+        **ALL_ROWS,
+    }
+    together = Placement(device="cpu", pools={"main": [1]}, roles=dict.fromkeys(grpo_config().roles, "main"))
+    runs = [
+        grpo_config(output=tmp_path / "inline", placement=together, **settings),
+        grpo_config(output=tmp_path / "ray", backend="ray", **APART, **settings),
+    ]
+    for config in map(with_float64_models, runs):
+        train_grpo(config)
+    compared = ("prompt_id", "sample", "response", "score", "other_scores")
+    rows = [[{name: row[name] for name in compared} for step in saved_rows(config) for row in step] for config in runs]
+    assert rows[0] == rows[1]
+    for expected, actual in zip(*map(metrics_of, runs), strict=True):
+        seconds = [{name for name in line if name.endswith("/seconds")} for line in (expected, actual)]
+        assert seconds[0] == seconds[1]
+        expected, actual = ({name: line[name] for name in line.keys() - seconds[0]} for line in (expected, actual))
+        assert_same(expected, actual)
+
+
+def test_functions_score_responses_while_others_are_generated(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+    """The first call of the reward is earlier than the end of `generate`."""
+    reward = [{"name": "task", "function": f"{HERE}:logged", "options": {"folder": str(tmp_path)}}]
+    rollout = {"max_response_tokens": 48, "max_num_seqs": 16}
+    config = grpo_config(reward=reward, steps=1, rollout=rollout, batch_size=64, **ALL_ROWS)
+    with Run(config) as run:
+        prompts, _ = read_prompts(config)
+        actor = run.group(Actor, config.actor)
+        workers = run.group(Rollout, config.rollout, config.actor.model, seed=0)
+        for _ in run.rollouts(workers, prompts, policy=actor, reward=run.rewards()):
+            run.sync_weights(actor, workers)
+        generated = [event for event in run.cluster.calls.events if event.method == "generate"]
+    calls_s = sorted(float(line) for line in (tmp_path / "calls").read_text().splitlines())
+    assert len(calls_s) == 64 and calls_s[0] < generated[0].ended_ns / 1e9
+
+
+# Models and judges in a list.
+
+
+def shout(text: str) -> float | None:
+    """Parses a verdict: the share of digits, or a failure without digits."""
+    digits = sum(character.isdigit() for character in text)
+    return digits / len(text) if digits else None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task_folder: Path, schedule: str) -> None:
+    model = {"path": task_folder / "model"}
+    judge = {
+        "model": model,
+        "prompt": "{prompt}{response}",
+        "max_response_tokens": 4,
+        "verdict": {"kind": f"{__name__}:shout"},
+    }
+    reward = {
+        "components": [
+            TWO[1],
+            {"name": "scorer", "weight": 0.5, "model": model, "head": "fresh"},
+            {"name": "judged", "weight": 3.0, "judge": judge},
+        ],
+        "on_failure": "zero",
+        "max_failure_rate": 1.0,
+        "evaluation": "recipes.quickstart.task:exact",
+    }
+    roles = {"reward_scorer": "train", "reward_judged": "train"}
+    placement = Placement.model_validate({**ALIKE, "roles": {**ALIKE["roles"], **roles}})
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, placement=placement, **ALL_ROWS)
+    assert {"reward", "reward_scorer", "reward_judged"} <= set(config.roles)
+    train_grpo(config)
+    num_judged = 0
+    for row in (row for rows in saved_rows(config) for row in rows):
+        scores = row["other_scores"]
+        num_judged += scores["judged"] > 0
+        expected = -0.25 * len(row["response"]) + 0.5 * scores["scorer"] + 3 * scores["judged"]
+        assert row["score"] == pytest.approx(expected, abs=1e-4)
+    assert num_judged
+    for line in metrics_of(config):
+        if line["step"]:
+            assert {"rewards/size", "rewards/scorer", "rewards/judged"} <= line.keys()
+
+
+def test_a_judge_can_be_the_only_reward(grpo_config: GrpoConfigs, task_folder: Path) -> None:
+    judge = {
+        "model": {"path": task_folder / "model"},
+        "prompt": "{prompt}{response}",
+        "max_response_tokens": 4,
+        "verdict": {"kind": f"{__name__}:shout"},
+    }
+    config = grpo_config(reward={"judge": judge, "on_failure": "drop", "max_failure_rate": 1.0}, **ALL_ROWS)
+    train_grpo(config)
+    assert all(row["score"] > 0 for rows in saved_rows(config) for row in rows)
