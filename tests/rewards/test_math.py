@@ -1,8 +1,10 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,8 @@ ADVERSARIAL = {
 }
 
 
+# An interruption in a callback of a weak reference is printed, and lost. The next one ends the evaluation.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_an_adversarial_response_scores_zero(name: str) -> None:
     assert score(ADVERSARIAL[name], "5", timeout_s=1) == 0.0
@@ -127,6 +131,37 @@ def test_an_answer_that_cannot_be_evaluated_in_time_is_rejected() -> None:
     math_reward._parse_answer.cache_clear()
     with pytest.raises(ValueError, match="answer"):
         score("5", r"\boxed{" + "(" * 2000 + "1" + ")" * 2000 + "}", timeout_s=1)
+
+
+def test_a_library_that_catches_exceptions_is_interrupted() -> None:
+    """The interruption itself may be lost as well."""
+    num_interruptions = 0
+    with pytest.raises(math_reward._TimeLimitError), math_reward._time_limit(0.01):
+        while True:
+            try:
+                while True:
+                    time.sleep(0.001)
+            except Exception:  # noqa: BLE001 - as sympy does
+                pass
+            except math_reward._TimeLimitError:
+                num_interruptions += 1
+                if num_interruptions == 2:
+                    raise
+
+
+def test_the_timer_of_the_caller_continues() -> None:
+    fired: list[int] = []
+    handler = signal.signal(signal.SIGALRM, lambda number, frame: fired.append(number))
+    before = signal.setitimer(signal.ITIMER_REAL, 60)
+    try:
+        assert score("5", "5") == 1.0
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        while not fired:
+            signal.pause()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 def rows(split: str) -> list[dict[str, str]]:
