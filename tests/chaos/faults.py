@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.ppo.config import PPOConfig
-from tests.chaos.variants import SCHEDULES
+from tests.chaos.variants import ROLES, SCHEDULES
 from tests.chaos.workers import EVALUATION, MISBEHAVIOR
 
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
-    "start": tuple((role, "__init__") for role in PPOConfig.possible_roles()),
+    "start": tuple((role, "__init__") for role in ROLES),
     "generation": (("rollout", "generate"), ("rollout", "poll")),
     "update": (("actor", "update"), ("critic", "update")),
     "weight_sync": (("actor", "weights"), ("rollout", "load_weights")),
@@ -69,11 +68,7 @@ def all_cases() -> list[Case]:
     for schedule in SCHEDULES:
         for engine in ("hf", "vllm", "fsdp"):
             for phase in PHASES:
-                targets = (
-                    (DRIVER, *PPOConfig.possible_roles())
-                    if engine == "hf"
-                    else ("rollout" if engine == "vllm" else "actor",)
-                )
+                targets = (DRIVER, *ROLES) if engine == "hf" else ("rollout" if engine == "vllm" else "actor",)
                 cases += [Case(schedule, engine, "kill", target, phase) for target in targets]
                 if phase != "start":
                     cases += [Case(schedule, engine, "stop", target, phase) for target in targets if target != DRIVER]

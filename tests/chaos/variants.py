@@ -9,6 +9,9 @@ from recipes.ppo.config import PPOConfig
 from tests.configs import NO_REPORT
 from tests.recipes.conftest import build_ppo_config
 
+ROLES = tuple(role for role in PPOConfig.possible_roles() if role != "environment")
+"""Roles of the runs. A reward scores the responses, so there is no environment."""
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {"kind": "sync"},
     "one_step_off": {"kind": "one_step_off"},
@@ -42,8 +45,8 @@ def variant_config(task: Path, output: Path, schedule: str, engine: str, steps: 
         "backend": "ray",
         "placement": {
             "device": "cpu",
-            "pools": {role: [counts.get(role, 1)] for role in PPOConfig.possible_roles()},
-            "roles": {role: role for role in PPOConfig.possible_roles()},
+            "pools": {role: [counts.get(role, 1)] for role in ROLES},
+            "roles": {role: role for role in ROLES},
         },
         "actor": actor | ({"engine": {"strategy": "fsdp"}} if engine == "fsdp" else {}),
         "reward": {"function": "tests.chaos.workers:score", "evaluation": "recipes.quickstart.task:exact"},

@@ -91,7 +91,7 @@ from flowrl import Batch, Future
 from flowrl.data.metric import Metric
 from flowrl.run.evaluation import Evaluation, evaluate
 from flowrl.run.loop import Run, Summary
-from flowrl.workers import Actor, Critic, Reward, Rollout
+from flowrl.workers import Actor, Critic, Rollout
 from recipes.ppo.config import PPOConfig
 from tests.controller.stub_workers import Judge
 import my_workers
@@ -114,7 +114,7 @@ def train(config: PPOConfig, run: Run, batch: Batch) -> None:
     run.group("rollout", Rollout, config.actor, config.actor.model, seed=0)  # wrong: not a rollout's config
     run.group(Critic, config.actor)  # wrong: not a critic's config
     rollout = run.group(Rollout, config.rollout, config.actor.model, seed=0)
-    reward = run.group(Reward, config.reward)
+    reward = run.rewards()
     f: Evaluation = evaluate(rollout, reward, batch)
     evaluate(reward, rollout, batch)  # wrong: in another order
     g: Batch = rollout.generate.submit(batch, temperature=0.0)
