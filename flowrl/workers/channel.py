@@ -20,6 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener, answer_chal
 from typing import Any
 
 from flowrl.config import UserError
+from flowrl.controller.worker import Dispatch, GroupType, Worker, register
 
 RECONNECT_S = 60.0
 """Seconds during which a client tries to connect to a server again. A lost process is replaced in this time."""
@@ -130,6 +131,33 @@ class _Session:
                 if None in results:
                     break
         _shut_down(self._connection)
+
+
+class ServingWorker(Worker[GroupType]):
+    """Worker that answers requests of rollout workers, which the driver does not see."""
+
+    _server: RequestServer | None = None
+
+    @register(Dispatch.ONE_TO_ALL, replay=True, memory=())
+    def serve(self, key: bytes, ports: Sequence[int] | None = None) -> ServerAddress:
+        """Starts to answer requests. Returns the address of this rank.
+
+        Args:
+            key: key of the run, which authenticates the rollout workers.
+            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
+        """
+        port = 0 if ports is None else ports[self.rank]
+        if self._server is None or port not in (0, self._server.address.port):
+            self._server = RequestServer(self.context.address, port, key, self.submit_request)
+        return self._server.address
+
+    def submit_request(self, request: Any) -> Future:  # Any: a value of the channel
+        """Returns the future of the result of a request. Is called in several threads."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
 
 class RequestClient:

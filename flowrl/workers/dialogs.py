@@ -222,7 +222,7 @@ class Dialogs:
         if dialog.response is None:
             # A row needs a token of the policy, although it is not trained.
             dialog.response = Response(episode.id, [self._tokenizer.eos_id], [0.0], [0], truncated=True)
-        dialog.rewards += [0.0] * (len(_policy_segments(episode)) + 1 - len(dialog.rewards))
+        dialog.rewards = [0.0] * (len(_policy_segments(episode)) + 1)
         episode.response = dialog.response
         self._ended.append(episode.id)
         episode.scores = RowScores({"scores": 0.0}, {NAME: RewardCall(None, dialog.seconds, failure, message)})
@@ -259,8 +259,12 @@ def _policy_segments(episode: "Episode") -> list[Segment]:
 
 
 def turn_columns(episodes: Sequence["Episode"]) -> tuple[list[float], list[dict[str, Any]]]:
-    """Returns the columns `turn_rewards` (one number per token of prompts and responses) and `episode` (one record per
-    row) of complete episodes.
+    """Returns the columns of complete episodes.
+
+    Returns:
+        `turn_rewards`: a number for each token of prompts and responses, which is the reward of a turn at its last
+            token and 0 elsewhere.
+        `episode`: a record for each row, with `turns`, `restarts`, `counts` (of events) and `reason` (of the end).
     """
     rewards_T: list[float] = []
     records = []

@@ -1,20 +1,18 @@
 """Environment worker, which runs the environments of episodes in separate processes."""
 
-from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowrl.config import EnvironmentConfig
-from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.environments.environment_host import EnvironmentHost
 from flowrl.environments.requests import EnvironmentLimits, EnvironmentSpec, Reply, Request
-from flowrl.workers.channel import RequestServer, ServerAddress
+from flowrl.workers.channel import ServingWorker
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import EnvironmentGroup
 
 
-class EnvironmentWorker(Worker["EnvironmentGroup"]):
+class EnvironmentWorker(ServingWorker["EnvironmentGroup"]):
     """Worker that runs the environments of episodes for rollout workers."""
 
     stateless = True
@@ -29,21 +27,12 @@ class EnvironmentWorker(Worker["EnvironmentGroup"]):
             allow_network=config.network,
         )
         self._host = EnvironmentHost(EnvironmentSpec(config.name, config.options), limits)
-        self._server: RequestServer | None = None
 
-    @register(Dispatch.ONE_TO_ALL, replay=True, memory=())
-    def serve(self, key: bytes, ports: Sequence[int] | None = None) -> ServerAddress:
-        """Runs episodes for the rollout workers that connect. The arguments are those of `Reward.serve`."""
-        port = 0 if ports is None else ports[self.rank]
-        if self._server is None or port not in (0, self._server.address.port):
-            self._server = RequestServer(self.context.address, port, key, self._submit)
-        return self._server.address
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self._host.close()
-
-    def _submit(self, request: Any) -> Future[Reply]:  # Any: a value of the channel
+    def submit_request(self, request: Request) -> Future[Reply]:
+        """Runs a call of an episode for a rollout worker (`Rollout.connect_environment`)."""
         assert isinstance(request, Request), "rollout workers send requests of environments"
         return self._host.submit(request)
+
+    def close(self) -> None:
+        super().close()
+        self._host.close()

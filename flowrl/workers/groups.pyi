@@ -216,7 +216,12 @@ class EnvironmentGroup(TypedGroup):
 
     @blocking
     def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
-        """Runs episodes for the rollout workers that connect. The arguments are those of `Reward.serve`."""
+        """Starts to answer requests. Returns the address of this rank.
+
+        Args:
+            key: key of the run, which authenticates the rollout workers.
+            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
+        """
 
 class JudgeGroup(TypedGroup):
     """Group of `Judge` workers."""
@@ -260,22 +265,21 @@ class ReferenceGroup(TypedGroup):
 class RewardGroup(TypedGroup):
     """Group of `Reward` workers."""
 
+    @blocking
+    def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
+        """Starts to answer requests. Returns the address of this rank.
+
+        Args:
+            key: key of the run, which authenticates the rollout workers.
+            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
+        """
+
     @batched
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:
         """Returns one score per row, `[B]`, in the columns of `RewardConfig.function_columns`.
 
         `reward_failed` is true if a call failed, and `reward_calls` has duration and failure of each call. `evaluation`
         selects the rewards of evaluations. Raises RewardError if a call fails and `on_failure` is stop.
-        """
-
-    @blocking
-    def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
-        """Scores rows that rollout workers send while they generate (`Rollout.connect_reward`).
-
-        Args:
-            key: key of the run, which authenticates the rollout workers.
-            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
-        Returns: the address of this rank.
         """
 
 class RewardModelGroup(TypedGroup):

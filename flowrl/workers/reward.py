@@ -20,7 +20,7 @@ from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.rewards.row_scorer import RowScorer
 from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
-from flowrl.workers.channel import RequestServer, ServerAddress
+from flowrl.workers.channel import ServingWorker
 from flowrl.workers.episodes import score_columns
 from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collective_forward
 
@@ -69,7 +69,7 @@ def add_score_columns(
     return replace(contract, writes=(*config.function_columns(evaluation=evaluation), FAILED, CALLS))
 
 
-class Reward(Worker["RewardGroup"]):
+class Reward(ServingWorker["RewardGroup"]):
     """Worker that scores rows with Python functions of `prompt`, `response`, `answer` and other dataset columns.
 
     The functions run in separate processes. With `config.model`, a reward model scores the rows instead
@@ -81,7 +81,6 @@ class Reward(Worker["RewardGroup"]):
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._scorer = RowScorer(config, workers=-(-config.workers // self.world_size))
-        self._server: RequestServer | None = None
 
     @classmethod
     def select_class(cls, mesh: Mesh, config: ScoringModelConfig) -> type[Worker]:
@@ -104,29 +103,13 @@ class Reward(Worker["RewardGroup"]):
         names = self._config.function_columns(evaluation=evaluation)
         return score_rows(self._scorer, batch, names, evaluation=evaluation)
 
-    # Requests of rollout workers.
-
-    @register(Dispatch.ONE_TO_ALL, replay=True, memory=())
-    def serve(self, key: bytes, ports: Sequence[int] | None = None) -> ServerAddress:
-        """Scores rows that rollout workers send while they generate (`Rollout.connect_reward`).
-
-        Args:
-            key: key of the run, which authenticates the rollout workers.
-            ports: port of each rank, so that a replaced process has the same address. None selects free ports.
-        Returns: the address of this rank.
-        """
-        port = 0 if ports is None else ports[self.rank]
-        if self._server is None or port not in (0, self._server.address.port):
-            self._server = RequestServer(self.context.address, port, key, self._submit)
-        return self._server.address
+    def submit_request(self, request: dict[str, Any]) -> Future[RowScores]:
+        """Scores a row that a rollout worker sends while it generates (`Rollout.connect_reward`)."""
+        return self._scorer.submit(request)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        super().close()
         self._scorer.close()
-
-    def _submit(self, row: dict[str, Any]) -> Future[RowScores]:
-        return self._scorer.submit(row)
 
 
 class RewardModel(ModelWorker["RewardModelGroup"]):

@@ -1,0 +1,81 @@
+"""Dialogs with an environment worker whose replies are scripted."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from flowrl.data.chat import ChatTokenizer
+from flowrl.engines.rollout.base import Request, Response
+from flowrl.environments.base import Observation
+from flowrl.environments.requests import Close, Reply
+from flowrl.rewards.reward_function import RewardError
+from flowrl.workers.channel import RequestClient, RequestServer
+from flowrl.workers.dialogs import Dialogs, turn_columns
+from flowrl.workers.episodes import Episode
+from tests.data.test_turn_delta import make_chat, user
+
+KEY = b"key"
+START = Reply(Observation([user("a")]))
+ASKS_AGAIN = Reply(Observation([user("b")], reward=0.5))
+FAILS = Reply(failure="raised", message="the tool broke")
+ENDS = Reply(Observation(reward=1.0, done=True, info={"reason": "answer"}))
+
+
+def play(chat: ChatTokenizer, replies: Sequence[Reply], *, stops_on_failure: bool = False) -> Episode:
+    """Returns an episode of two turns at most, whose environment gives these replies."""
+    script = iter(replies)
+
+    def answer(request: object) -> Future[Reply]:
+        future: Future[Reply] = Future()
+        future.set_result(Reply() if isinstance(request, Close) else next(script))
+        return future
+
+    with (
+        closing(RequestServer("127.0.0.1", 0, KEY, answer)) as server,
+        closing(RequestClient([server.address], KEY)) as client,
+    ):
+        dialogs = Dialogs(
+            chat,
+            client,
+            max_response_tokens=100,
+            max_prompt_tokens=100,
+            restarts=0,
+            stops_on_failure=stops_on_failure,
+        )
+        episode = Episode(0, Request("0", [], key=0), {"prompt": "a"})
+        (episode.dialog,) = dialogs.start([episode])
+        while not dialogs.pop_ended():
+            for request in dialogs.receive(10.0):
+                token_ids = chat.encode("c")
+                dialogs.send(
+                    [(episode, Response(request.request_id, token_ids, [0.0] * len(token_ids), [0] * len(token_ids)))]
+                )
+        return episode
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> ChatTokenizer:
+    return make_chat("chatml", tmp_path)
+
+
+def test_the_score_is_the_sum_of_the_rewards_of_turns(chat: ChatTokenizer) -> None:
+    episode = play(chat, [START, ASKS_AGAIN, ENDS])
+    assert episode.scores is not None and episode.scores.values == {"scores": 1.5}
+    rewards, records = turn_columns([episode])
+    assert [reward for reward in rewards if reward] == [0.5, 1.0]
+    assert records == [{"turns": 2, "restarts": 0, "counts": {}, "reason": "answer"}]
+
+
+def test_a_failed_episode_has_no_reward_in_any_turn(chat: ChatTokenizer) -> None:
+    episode = play(chat, [START, ASKS_AGAIN, FAILS])
+    assert episode.scores is not None and episode.scores.values == {"scores": 0.0}
+    rewards, records = turn_columns([episode])
+    assert set(rewards) == {0.0} and records[0]["turns"] == 2
+
+
+def test_a_failed_episode_stops_the_run_on_request(chat: ChatTokenizer) -> None:
+    with pytest.raises(RewardError, match="the tool broke"):
+        play(chat, [START, FAILS], stops_on_failure=True)
