@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from flowrl.config import ImportNameError, UserError, import_function
+
 ChatMessage = Mapping[str, Any]  # Any: values of JSON
 """A message of a conversation: `role`, `content`, and optional fields of the chat template, such as `name`."""
 
@@ -46,7 +48,9 @@ class Observation:
 class Environment(Protocol):
     """One episode. Methods may be sync: the host then calls them in a thread.
 
-    An environment may have an attribute `tools`, the JSON schemas for the chat template. It is read after `reset`.
+    An environment may have two attributes. `tools` has the JSON schemas for the chat template, and is read after
+    `reset`. `observation_roles` has the roles of the messages of observations, with which the chat template is checked
+    before a run.
     """
 
     async def reset(self, row: Row) -> Sequence[ChatMessage] | Sequence[int]:
@@ -60,6 +64,33 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Releases the resources of the episode. Called once, also after failures."""
         ...
+
+
+class EnvironmentLoadError(UserError):
+    """Raised if an environment cannot be created."""
+
+
+def create_environment(name: str, options: Mapping[str, Any]) -> Any:  # Any: a class of the user
+    """Imports the class `name` and returns an environment. `options` are the arguments of the class.
+
+    Raises EnvironmentLoadError if the class cannot be imported, rejects the options, or lacks a method.
+    """
+    try:
+        environment = import_function(name)(**options)
+    except ImportNameError as error:
+        raise EnvironmentLoadError(str(error)) from error
+    except Exception as error:
+        raise EnvironmentLoadError(
+            f"{name} cannot be created with the options {dict(options)} ({type(error).__name__}: {error}): correct "
+            f"the options or the class"
+        ) from error
+    missing = [method for method in ("reset", "step", "close") if not callable(getattr(environment, method, None))]
+    if missing:
+        raise EnvironmentLoadError(
+            f"{name} has no method {' and '.join(missing)}: name a class with the methods of "
+            f"flowrl.environments.base.Environment"
+        )
+    return environment
 
 
 def conversation_of(row: Row) -> list[ChatMessage]:

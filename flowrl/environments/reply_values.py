@@ -91,7 +91,9 @@ def encode_body(body: Mapping[str, Any]) -> bytes:  # Any: values of JSON
 
 
 def parse_observation(body: Mapping[str, Any]) -> Observation:  # Any: unchecked values of JSON
-    """Returns the observation of a reply. Raises LookupError, TypeError or ValueError if it is invalid."""
+    """Checks the JSON of a reply and returns it as an Observation. Raises LookupError, TypeError or ValueError if a
+    value is missing or has a wrong type.
+    """
     reward, done, info = body.get("reward"), body.get("done", False), body.get("info", {})
     if reward is not None:
         reward = _check_reward(reward)

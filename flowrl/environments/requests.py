@@ -96,7 +96,7 @@ class Reply:
     """The result of a request. Either `observation` or `failure` is None."""
 
     observation: Observation | None = None
-    """Result of `step`. For `reset`, its messages are the first messages of the conversation."""
+    """What `step` has returned. After `reset`, an observation whose messages begin the conversation."""
 
     prompt_ids: tuple[int, ...] | None = None
     """Tokens of the prompt, if `reset` has returned tokens."""

@@ -27,6 +27,8 @@ _Result = Literal["win", "draw", "loss", "illegal_move", "opponent_illegal_move"
 class TextArenaEnvironment:
     """A game in which the policy is one player and a function the other. Games run in threads."""
 
+    observation_roles = ("user",)
+
     def __init__(
         self,
         game: str,

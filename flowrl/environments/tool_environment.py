@@ -69,6 +69,7 @@ class ToolEnvironment:
         self._max_concurrent = max_concurrent
         self._tool_timeout_s, self._max_result_chars = tool_timeout_s, max_result_chars
         self._result_role = result_role
+        self.observation_roles = (result_role,)
         self._row: Row = {}
         self._num_calls = 0
 

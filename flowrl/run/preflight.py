@@ -13,6 +13,7 @@ from flowrl.config import (
     ConfigError,
     DataConfig,
     EngineConfig,
+    EnvironmentConfig,
     JudgeConfig,
     PreferenceActorConfig,
     PreferenceConfig,
@@ -39,6 +40,7 @@ from flowrl.controller.placement.plan import Plan, RolePlan, plan
 from flowrl.data.input_paths import find_dataset_problem, find_model_problem
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.rollout.base import check_engine_class
+from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import (
@@ -205,7 +207,7 @@ def find_path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports every user-defined function and engine of the config. Raises ConfigError if one is invalid."""
+    """Imports all functions, engines and environments of the user. Raises ConfigError if one is invalid."""
     for group, value in config:
         if isinstance(value, RolloutConfig):
             check_engine_class(value.engine)
@@ -216,6 +218,13 @@ def check_functions(config: RunConfig) -> None:
     for role, value in config.role_settings.items():
         if isinstance(value, JudgeConfig):
             _check_judge(role, value)
+        elif isinstance(value, EnvironmentConfig):
+            _check_environment(role, value)
+    _check_algorithm(config)
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    """Raises ConfigError if a loss, estimator or another function of the algorithm is invalid."""
     user_defined = [choice for choice in _chosen_functions(config) if ":" in choice[2]]
     if not user_defined:
         return
@@ -237,6 +246,14 @@ def _check_judge(role: str, config: JudgeConfig) -> None:
         load_verdict(config.applied_verdict)
     except ValueError as error:
         raise ConfigError(f"{role}.{error}") from error
+
+
+def _check_environment(role: str, config: EnvironmentConfig) -> None:
+    """Raises ConfigError if an environment cannot be created."""
+    try:
+        create_environment(config.name, config.options)
+    except EnvironmentLoadError as error:
+        raise ConfigError(f"{role}.name: {error}") from error
 
 
 def _check_loads(key: str, name: str | None, load: Callable[[str], object]) -> None:

@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from flowrl.config import Placement, UserError
+from flowrl.data.messages import DataError
+from flowrl.data.template import ConversationTemplate, write_template
 from flowrl.engines.rollout.base import Request, Response, Segment
 from flowrl.workers.dialogs import Dialog, turn_columns
 from flowrl.workers.episodes import Episode
@@ -16,6 +18,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
+from tests.errors import rejects
 from tests.recipes.test_numbers import metrics_of
 from tests.recipes.test_rewards import ALL_ROWS, SCHEDULES, saved_rows
 from tests.recipes.test_schedules import ALIKE, weights
@@ -124,3 +127,30 @@ def test_reward_and_environment_exclude_each_other(grpo_config: GrpoConfigs) -> 
         grpo_config(environment={"name": f"{HERE}:OneTurn"}, reward={"function": "recipes.quickstart.task:score"})
     with pytest.raises(ValueError, match="reward and environment are unset"):
         grpo_config(reward=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        (environment("NoSuchClass"), ("environment.name", "NoSuchClass")),
+        (environment("OneTurn", options={"turns": 2}), ("environment.name", "OneTurn", "turns")),
+    ],
+)
+def test_an_environment_that_cannot_be_created_is_rejected_before_the_start(
+    grpo_config: GrpoConfigs, settings: dict[str, Any], facts: tuple[str, ...]
+) -> None:
+    config = grpo_config(placement=TOGETHER, **settings)
+    with rejects(*facts):
+        train_grpo(config)
+    assert not config.output.exists()
+
+
+def test_a_template_that_rewrites_turns_is_rejected_before_the_start(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+    """The template renders only the last message."""
+    template = tmp_path / "template.yaml"
+    write_template(template, ConversationTemplate("{{ messages[-1]['content'] }}{{ eos_token }}"))
+    config = grpo_config(placement=TOGETHER, **environment("TwoTurns"))
+    data = config.data.model_copy(update={"template": template})
+    with rejects("environment.name", "template", "message", 1, error=DataError):
+        train_grpo(config.model_copy(update={"data": data}))
+    assert not config.output.exists()

@@ -28,6 +28,8 @@ class OneTurn:
 class TwoTurns(OneTurn):
     """Asks the question again after the first response. Each turn has a reward."""
 
+    observation_roles = ("user",)
+
     async def step(self, response: ModelResponse) -> Observation:
         await asyncio.sleep(0.001)
         reward = score(self.row["prompt"], response.text, self.row["answer"])

@@ -11,6 +11,8 @@ from flowrl.data.messages import DataError
 from flowrl.data.preparation.tokenized_rows import TokenizedRow
 from flowrl.data.prompts import RESERVED_COLUMNS, PromptSet, PromptStream, TokenizedPrompt, tokenize_prompts
 from flowrl.data.reading import reader
+from flowrl.data.turn_delta import check_turn_template
+from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.rewards.environment_function import (
     ENVIRONMENT_COLUMNS,
     RESPONSE_PARAMETERS,
@@ -38,7 +40,8 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
     """Returns the training prompts, and the held-out prompts of each evaluation file by its name.
 
     Raises DataError if a row or a setting is invalid, if a row lacks a column that the reward function requires, or if
-    a frozen policy has another vocabulary than the actor.
+    a frozen policy has another vocabulary than the actor, or the chat template cannot continue a conversation with
+    the environment.
     Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a file has no column for a parameter
     with a default.
     """
@@ -55,6 +58,7 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
                 )
     _check_stop_ids(tokenizer, config)
     _check_vocabularies(config)
+    _check_turns(tokenizer, config)
     reward = config.reward_settings
     training = () if reward is None else reward.training_components
     evaluation = () if reward is None else reward.evaluation_components
@@ -143,6 +147,20 @@ def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
             f"rollout.template {rollout.template} has no stop_ids {missing}, with which a response ends in {source}: "
             f"omit rollout.template, or add them to rollout.stop_ids"
         )
+
+
+def _check_turns(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
+    """Raises DataError if the environment cannot be created, or if the chat template rewrites earlier turns when
+    messages of the environment follow.
+    """
+    if config.environment is None:
+        return
+    try:
+        environment = create_environment(config.environment.name, config.environment.options)
+        if roles := getattr(environment, "observation_roles", ()):
+            check_turn_template(tokenizer, roles, getattr(environment, "tools", ()))
+    except (EnvironmentLoadError, DataError) as error:
+        raise DataError(f"environment.name: {error}") from error
 
 
 def read_stream(
