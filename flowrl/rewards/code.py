@@ -146,7 +146,10 @@ def _read_text(text: str) -> Sequence[_Program | _Statements]:
 
 
 def _read_columns(tests: Mapping[str, Any]) -> Iterator[dict[str, Any]]:  # Any: values of JSON
-    """Yields the tests of the format of APPS: lists of inputs and outputs, and optionally the name of a function."""
+    """Yields a test for each pair in the lists `inputs` and `outputs`, which is the format of the dataset APPS.
+
+    A test calls the function `fn_name`, if `tests` has one. Otherwise, it runs the program with the input as text.
+    """
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(

@@ -37,7 +37,7 @@ _NAMES = re.compile(r"[A-Za-z]\w*")
 _FUNCTIONS = frozenset(
     f"{prefix}{name}{suffix}" for name in ("sin", "cos", "tan") for prefix in ("", "a") for suffix in ("", "h")
 ) | {"exp", "log", "ln", "sqrt", "pi", "Abs", "sec", "csc", "cot", "erf"}
-"""Names of more than one letter in a formula."""
+"""Names that a formula may contain. Every other name must be a single letter, which is a variable."""
 
 _TUPLES = {"arc_agi": ("input", "output"), "rearc": ("input", "output")}
 """Task -> entries of its metadata that its scorer compares with tuples, which are lists in JSON."""

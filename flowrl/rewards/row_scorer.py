@@ -46,11 +46,6 @@ class RowScorer:
             name: RewardService(part.service) for name, part in functions.items() if part.service is not None
         }
 
-    @property
-    def unavailable(self) -> tuple[str, ...]:
-        """Protections that this system does not offer."""
-        return self._pool.unavailable
-
     def submit(self, row: Mapping[str, Any], *, evaluation: bool = False) -> Future[RowScores]:
         """Scores a row. Does not wait.
 

@@ -15,7 +15,9 @@ class RewardCall:
     score: float | None
     """Score, before its weight; None if the call failed."""
     seconds: float | None = None
-    """Duration of the last attempt, without the time in a queue. None for a model."""
+    """Duration of the call in seconds, without waiting in a queue and without failed attempts before it. None for a
+    model.
+    """
     failure: str | None = None
     """Kind of failure, such as `timeout`, or None."""
     message: str = ""

@@ -17,8 +17,11 @@ from flowrl.data.batch.batch import Batch
 from flowrl.rewards.row_scores import FAILED
 
 DROP_REASONS = ("equal_scores", "failed", "surplus")
-"""Reasons for dropping a scored group. `equal_scores`: no score differs. `failed`: fewer than two rows are left.
-`surplus`: the batch is already full.
+"""Reasons why a scored group is not trained:
+
+- `equal_scores`: all of its scores are equal.
+- `failed`: fewer than two of its rows have a score.
+- `surplus`: other groups fill the batch.
 """
 
 

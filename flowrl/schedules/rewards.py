@@ -100,23 +100,19 @@ class Rewards:
     """
 
     def __init__(self, config: RewardConfig, groups: Mapping[str, WorkerGroup], role: str) -> None:
-        """`groups` has the group of each role in `config.roles(role)`."""
+        """Stores the settings and the worker groups of a reward.
+
+        Args:
+            config: settings of the reward.
+            groups: worker group of each role of the reward (`config.roles(role)`), by name.
+            role: name of the reward's field in the config of the run, usually `reward`.
+        """
         self._config = config
         self._group = None if config.judge is not None else groups.get(role)
         name_role = (lambda part: role) if config.components is None else (lambda part: f"{role}_{part.name}")
         models = [] if config.model is not None else [part for part in config.training_components if part.is_model]
         self._models = [(part, groups[name_role(part)]) for part in models]
         """Rewards with roles of their own. A reward model that is the only reward returns the final columns."""
-
-    @property
-    def config(self) -> RewardConfig:
-        """Settings of the reward."""
-        return self._config
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns of a scored batch with one number per row."""
-        return self._config.columns
 
     @property
     def sent_columns(self) -> tuple[str, ...]:

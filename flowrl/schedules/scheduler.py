@@ -19,8 +19,11 @@ TrainerRoutes = tuple[tuple[int, ...], ...]
 """Type of the routes: for each data-parallel rank of the actor, the replicas that generate its share of a step."""
 
 DROP_REASONS = ("stale", "refused", "equal_scores", "failed")
-"""Reasons for dropping a group. `stale`: it exceeds the staleness bound. `refused`: the engine rejected its prompt.
-`equal_scores`, `failed`: see flowrl/schedules/group_filter.py.
+"""Reasons why a group is not trained:
+
+- `stale`: its responses are older than the staleness bound.
+- `refused`: the engine rejected its prompt.
+- `equal_scores` and `failed`: see flowrl/schedules/group_filter.py.
 """
 
 EWMA_WEIGHT = 1 / 8

@@ -1,4 +1,4 @@
-"""Creates a byte tokenizer and a small untrained model for tasks of reasoning-gym.
+"""Writes a folder with a byte-level tokenizer and a small model with random weights, for tasks of reasoning-gym.
 
 Usage: `python -m recipes.reasoning.prepare --output DIR --seed 0`
 """

@@ -24,9 +24,9 @@ class RewardSource(ScoringModelConfig):
     ALTERNATIVES = ("function", "model", "judge", "service")
 
     function: ImportName | None = None
-    """User function `module:function` or `path/file.py:function`. It receives by name the columns for which it has
-    parameters (prompt, response, answer, conversation, or another column of the row), and returns a number. It may be
-    async. docs/rewards.md describes its process.
+    """Python function that scores a response: `module:function` or `path/file.py:function`. Its parameters name the
+    columns that it receives, such as `response` and `answer`. It returns a number, may be async, and runs in a
+    separate process (docs/rewards.md).
     """
 
     options: Mapping[str, JsonValue] = Field(default_factory=dict)

@@ -181,7 +181,7 @@ def _can_mount_proc() -> bool:
 def _set_limits(isolation: Isolation) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     if isolation.memory_mb is not None:
-        _limit(resource.RLIMIT_AS, int(isolation.memory_mb * MIB))
+        _limit(resource.RLIMIT_AS, int(isolation.memory_mb * 10**6))
     if isolation.max_file_mb is not None:
         _limit(resource.RLIMIT_FSIZE, int(isolation.max_file_mb * MIB))
     if isolation.cpu_s is not None:

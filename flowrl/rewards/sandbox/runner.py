@@ -105,7 +105,7 @@ def _watch(first: int, ended: int, settings: dict[str, Any]) -> int:
     `first` is the process below the runner. `ended` is a pipe to which it writes the exit code.
     """
     deadline_s = time.monotonic() + settings["timeout_s"]
-    limit = settings["memory_mb"] * 1024**2
+    limit = settings["memory_mb"] * 10**6
     while (left_s := deadline_s - time.monotonic()) > 0:
         if select.select([ended], [], [], min(left_s, _POLL_S))[0]:
             code = os.read(ended, 4)

@@ -1,4 +1,4 @@
-"""Scores rows in one separate process, for checks before a run."""
+"""Scores rows in one process of a pool."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`score_in_process` returns scores, stops a reward function that hangs, and reports one that ends its process."""
+"""Processes of a pool return scores, are stopped if a reward function hangs, and report one that ends them."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowrl.rewards.processes.single_process import score_in_process
 from flowrl.rewards.reward_function import RewardError
 from tests.errors import rejects
 from tests.rewards.processes import scored_functions
+from tests.rewards.processes.single_process import score_in_process
 
-HERE = "tests.rewards.processes.test_single_process"
+HERE = "tests.rewards.processes.test_process"
 FUNCTIONS = "tests.rewards.processes.scored_functions"
 ROOT = Path(__file__).parents[3]
 ROWS = [{"prompt": "1+1", "response": response, "answer": "2", "level": 3.0} for response in ("2", "", "22")]
@@ -67,7 +67,7 @@ def test_an_interrupt_ends_the_processes(tmp_path: Path) -> None:
     """Ctrl-C reaches the process group of the terminal."""
     file = tmp_path / "pid"
     program = (
-        "from flowrl.rewards.processes.single_process import score_in_process\n"
+        "from tests.rewards.processes.single_process import score_in_process\n"
         f"score_in_process('{FUNCTIONS}:wait_for_sandbox', [{{'response': {str(file)!r}}}], None)\n"
     )
     command = [sys.executable, "-c", program]
