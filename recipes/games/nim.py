@@ -14,7 +14,7 @@ from typing import Any
 from flowrl.environments.base import Row
 from flowrl.environments.textarena_adapter import TextArenaEnvironment
 
-MAX_PILE = 5
+MAX_PILE = 4
 OPPONENT_SKILL = 0.5
 """Probability of a perfect move of the opponent. Its other moves are random."""
 
@@ -61,11 +61,16 @@ def perfect_moves(piles: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def deal(seed: int) -> tuple[Sequence[Piles], Sequence[Piles]]:
-    """Returns the starts of training and the held-out starts. The first player can win from all of them.
+    """Returns the starts of training and the held-out starts. They have at least two piles, and the first player can win
+    from all of them, but not with the first move.
 
     Two starts with the same piles in another order are in the same set.
     """
-    kinds = [piles for piles in itertools.combinations_with_replacement(range(1, MAX_PILE + 1), 3) if reduce(xor, piles)]
+    kinds = [
+        piles
+        for piles in itertools.combinations_with_replacement(range(MAX_PILE + 1), 3)
+        if perfect_moves(piles) and sum(map(bool, piles)) > 1
+    ]
     random.Random(seed).shuffle(kinds)
     training: list[Piles] = []
     held_out: list[Piles] = []
