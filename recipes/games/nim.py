@@ -1,7 +1,7 @@
-"""Nim with three piles: short observations, the opponent, and disjoint sets of starts.
+"""Nim with two piles: short observations, the opponent, and the starts.
 
 Players remove objects from one pile by turns, and whoever takes the last object wins. `[1 3]` removes three objects from
-the second pile. A player whose opponent does not play perfectly can win from every start.
+the second pile. A player who always makes the piles equal wins from every start.
 """
 
 import itertools
@@ -14,17 +14,15 @@ from typing import Any
 from flowrl.environments.base import Row
 from flowrl.environments.textarena_adapter import TextArenaEnvironment
 
-MAX_PILE = 4
+MAX_PILE = 7
 OPPONENT_SKILL = 0.5
 """Probability of a perfect move of the opponent. Its other moves are random."""
 
-NUM_HELD_OUT = 24
-
-Piles = tuple[int, int, int]
+Piles = tuple[int, int]
 
 
 class Nim(TextArenaEnvironment):
-    """A game from the piles of the row. The policy reads only the piles, such as `3 4 5`. Illegal moves lose."""
+    """A game from the piles of the row. The policy reads only the piles, such as `7 4`. Illegal moves lose."""
 
     def __init__(self, opponent: str = "recipes.games.nim:opponent") -> None:
         super().__init__("Nim-v0", opponent, max_illegal_moves=0, loss=0.0)
@@ -60,21 +58,6 @@ def perfect_moves(piles: Sequence[int]) -> list[tuple[int, int]]:
     return [(pile, size - (size ^ rest)) for pile, size in enumerate(piles) if size ^ rest < size]
 
 
-def deal(seed: int) -> tuple[Sequence[Piles], Sequence[Piles]]:
-    """Returns the starts of training and the held-out starts. They have at least two piles, and the first player can win
-    from all of them, but not with the first move.
-
-    Two starts with the same piles in another order are in the same set.
-    """
-    kinds = [
-        piles
-        for piles in itertools.combinations_with_replacement(range(MAX_PILE + 1), 3)
-        if perfect_moves(piles) and sum(map(bool, piles)) > 1
-    ]
-    random.Random(seed).shuffle(kinds)
-    training: list[Piles] = []
-    held_out: list[Piles] = []
-    for kind in kinds:
-        orders = sorted(set(itertools.permutations(kind)))
-        (held_out if len(held_out) + len(orders) <= NUM_HELD_OUT else training).extend(orders)
-    return training, held_out
+def starts() -> Sequence[Piles]:
+    """Returns all starts. The piles differ, because the first player of equal piles loses to a perfect opponent."""
+    return list(itertools.permutations(range(1, MAX_PILE + 1), 2))

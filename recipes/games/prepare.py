@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.checkpoints.run_folder import replacing
-from recipes.games.nim import Piles, deal, moves, show
+from recipes.games.nim import Piles, moves, show, starts
 from recipes.quickstart.prepare import save_model, save_tokenizer
 from recipes.reasoning.prepare import BYTES, CHAT_TEMPLATE
 
@@ -23,18 +23,17 @@ def prepare(output: Path, seed: int) -> bool:
     """Creates the folder `output` and returns True. Returns False if the folder exists.
 
     Writes `sft.jsonl` (games with random moves), `train.jsonl` and `test.jsonl` (starts with the columns `piles` and
-    `seed`), and `model/` (weights, config, tokenizer).
+    `seed`; the seeds of the files differ), and `model/` (weights, config, tokenizer).
     """
     if output.exists():
         return False
     output.parent.mkdir(parents=True, exist_ok=True)
-    starts, held_out = deal(seed)
     generator = random.Random(seed)
     first_seed = 2 * 10**6 * seed
     files = {
-        "sft": [_random_game(generator.choice(starts), generator) for _ in range(NUM_EXAMPLES)],
-        "train": [_start(generator.choice(starts), first_seed + game) for game in range(NUM_GAMES)],
-        "test": [_start(held_out[game % len(held_out)], first_seed + 10**6 + game) for game in range(NUM_HELD_OUT_GAMES)],
+        "sft": [_random_game(generator.choice(starts()), generator) for _ in range(NUM_EXAMPLES)],
+        "train": [_start(generator.choice(starts()), first_seed + game) for game in range(NUM_GAMES)],
+        "test": [_start(generator.choice(starts()), first_seed + 10**6 + game) for game in range(NUM_HELD_OUT_GAMES)],
     }
     with replacing(output) as folder:
         folder.mkdir()

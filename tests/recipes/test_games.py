@@ -13,7 +13,7 @@ from flowrl.config import load
 from flowrl.data.chat import ChatTokenizer, Message
 from flowrl.data.turn_delta import check_turn_template
 from flowrl.environments.base import ModelResponse
-from recipes.games.nim import MAX_PILE, Nim, deal, moves, opponent, perfect_moves
+from recipes.games.nim import Nim, moves, opponent, perfect_moves, show, starts
 from recipes.games.prepare import NUM_HELD_OUT_GAMES, main
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
@@ -35,16 +35,8 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_held_out_starts_are_other_starts_that_can_be_won(seed: int) -> None:
-    training, held_out = deal(seed)
-    assert not {tuple(sorted(piles)) for piles in training} & {tuple(sorted(piles)) for piles in held_out}
-    assert all(perfect_moves(piles) and max(piles) <= MAX_PILE for piles in (*training, *held_out))
-    assert len(training) > 2 * len(held_out) > 20
-
-
 def test_a_perfect_move_leaves_no_perfect_move() -> None:
-    for piles in deal(0)[0]:
+    for piles in starts():
         for pile, quantity in perfect_moves(piles):
             rest = list(piles)
             rest[pile] -= quantity
@@ -53,10 +45,9 @@ def test_a_perfect_move_leaves_no_perfect_move() -> None:
 
 
 def test_files_have_games_with_their_starts_and_seeds(data: Path) -> None:
-    training, held_out = deal(3)
     train_rows, test_rows = read_rows(data / "train.jsonl"), read_rows(data / "test.jsonl")
-    assert {tuple(row["piles"]) for row in train_rows} == set(training)
-    assert {tuple(row["piles"]) for row in test_rows} == set(held_out)
+    assert {tuple(row["piles"]) for row in train_rows} == set(starts())
+    assert {row["messages"][0]["content"] for row in test_rows} <= {show(piles) for piles in starts()}
     seeds = [row["seed"] for row in (*train_rows, *test_rows)]
     assert len(set(seeds)) == len(seeds) and len(test_rows) == NUM_HELD_OUT_GAMES
 
@@ -84,16 +75,15 @@ def play(start: list[int], seed: int, *, is_perfect: bool) -> tuple[float, str]:
 
 
 def test_a_perfect_player_wins_every_start_and_a_random_player_does_not() -> None:
-    starts = deal(0)[1]
-    assert all(play(list(piles), seed, is_perfect=True) == (1.0, "win") for seed, piles in enumerate(starts))
-    games = [play(list(starts[seed % len(starts)]), seed, is_perfect=False) for seed in range(300)]
+    assert all(play(list(piles), seed, is_perfect=True) == (1.0, "win") for seed, piles in enumerate(starts()))
+    games = [play(list(starts()[seed % len(starts())]), seed, is_perfect=False) for seed in range(300)]
     assert {reason for _, reason in games} == {"win", "loss"}
     assert 0.15 < sum(reward for reward, _ in games) / len(games) < 0.55
 
 
 def test_an_illegal_move_loses() -> None:
     environment = Nim()
-    environment.reset({"piles": [1, 2, 4], "seed": 0})
+    environment.reset({"piles": [1, 2], "seed": 0})
     observation = environment.step(ModelResponse("[0 2]"))
     assert observation.done and observation.reward == 0.0 and observation.info["reason"] == "illegal_move"
 
@@ -102,8 +92,8 @@ def test_the_seed_determines_the_moves_of_the_opponent() -> None:
     environment = Nim()
 
     def reply(seed: int) -> str:
-        environment.reset({"piles": [4, 4, 3], "seed": seed})
-        return environment.step(ModelResponse("[2 1]")).messages[0]["content"]
+        environment.reset({"piles": [6, 4], "seed": seed})
+        return environment.step(ModelResponse("[0 1]")).messages[0]["content"]
 
     assert len({reply(seed) for seed in range(10)}) > 1
     assert [reply(seed) for seed in range(10)] == [reply(seed) for seed in range(10)]
@@ -111,8 +101,8 @@ def test_the_seed_determines_the_moves_of_the_opponent() -> None:
 
 def test_the_opponent_moves_perfectly_more_often_than_by_chance() -> None:
     environment, rng = Nim(), random.Random(0)
-    environment.reset({"piles": [4, 4, 3], "seed": 0})
-    (perfect,) = perfect_moves([4, 4, 3])
+    environment.reset({"piles": [6, 4], "seed": 0})
+    (perfect,) = perfect_moves([6, 4])
     num_perfect = sum(opponent(environment.game, rng) == f"[{perfect[0]} {perfect[1]}]" for _ in range(1000))
     assert 200 < num_perfect < 800
 
