@@ -145,8 +145,8 @@ def test_the_script_is_valid() -> None:
     subprocess.run(["bash", "-n", SCRIPT], check=True)
 
 
-MIN_GAIN = 0.2
-"""Smallest gain of the win rate in held-out games."""
+MIN_GAIN = 0.3
+"""Smallest gain of the win rate in held-out games. The seeds gain @GAINS@."""
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_the_model_learns_to_call_the_tool(output: Path, seed: int) -> None:
     assert summary["accuracy_after"] > 0.9 and summary["evaluation/environment/tool_call_after"] > 0.95
 
 
-MAX_WITHOUT_TOOL = 0.15
+MAX_WITHOUT_TOOL = 0.1
 """Level below which the model stays without the tool; stated in recipes/tools/README.md."""
 
 
