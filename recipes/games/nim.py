@@ -6,12 +6,13 @@ from the second pile. A player who always makes the piles equal wins from every 
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import xor
-from typing import Any
 
-from flowrl.environments.base import Row
+from flowrl.environments.base import ModelResponse, Observation, Row
 from flowrl.environments.textarena_adapter import TextArenaEnvironment
 
 MAX_PILE = 7
@@ -19,6 +20,10 @@ OPPONENT_SKILL = 0.5
 """Probability of a perfect move of the opponent. Its other moves are random."""
 
 Piles = tuple[int, int]
+
+
+_MOVE = re.compile(r"\[[0-9] [0-9]\]")
+_PILE = re.compile(r"pile [0-9]+: ([0-9]+)")
 
 
 class Nim(TextArenaEnvironment):
@@ -31,7 +36,17 @@ class Nim(TextArenaEnvironment):
         self.game.initial_piles = list(row["piles"])
 
     def describe(self, text: str) -> str:
-        return show(self.game.state.game_state["piles"])
+        return show(read_piles(text))
+
+    def step(self, response: ModelResponse) -> Observation:
+        # The game accepts text around a move. An entropy bonus would make that text long.
+        is_move = _MOVE.fullmatch(response.text) is not None
+        return super().step(response if is_move else replace(response, text=""))
+
+
+def read_piles(observation: str) -> list[int]:
+    """Returns the piles in an observation of textarena."""
+    return [int(size) for size in _PILE.findall(observation)]
 
 
 def show(piles: Sequence[int]) -> str:
@@ -39,9 +54,9 @@ def show(piles: Sequence[int]) -> str:
     return " ".join(map(str, piles))
 
 
-def opponent(environment: Any, rng: random.Random) -> str:  # Any: a game of textarena
+def opponent(observation: str, rng: random.Random) -> str:
     """Returns the move of the opponent: half of them are perfect, and the others random."""
-    piles = environment.state.game_state["piles"]
+    piles = read_piles(observation)
     perfect = perfect_moves(piles)
     pile, quantity = rng.choice(perfect if perfect and rng.random() < OPPONENT_SKILL else moves(piles))
     return f"[{pile} {quantity}]"

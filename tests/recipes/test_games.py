@@ -81,10 +81,11 @@ def test_a_perfect_player_wins_every_start_and_a_random_player_does_not() -> Non
     assert 0.15 < sum(reward for reward, _ in games) / len(games) < 0.55
 
 
-def test_an_illegal_move_loses() -> None:
+@pytest.mark.parametrize("text", ["[0 2]", "[0 0]", "0 1", "[0 1] ", "I remove [0 1]", ""])
+def test_other_text_than_a_legal_move_loses(text: str) -> None:
     environment = Nim()
     environment.reset({"piles": [1, 2], "seed": 0})
-    observation = environment.step(ModelResponse("[0 2]"))
+    observation = environment.step(ModelResponse(text))
     assert observation.done and observation.reward == 0.0 and observation.info["reason"] == "illegal_move"
 
 
@@ -100,11 +101,10 @@ def test_the_seed_determines_the_moves_of_the_opponent() -> None:
 
 
 def test_the_opponent_moves_perfectly_more_often_than_by_chance() -> None:
-    environment, rng = Nim(), random.Random(0)
-    environment.reset({"piles": [6, 4], "seed": 0})
-    (perfect,) = perfect_moves([6, 4])
-    num_perfect = sum(opponent(environment.game, rng) == f"[{perfect[0]} {perfect[1]}]" for _ in range(1000))
-    assert 200 < num_perfect < 800
+    rng = random.Random(0)
+    replies = [opponent("Current Pile:\n  pile 0: 6\n  pile 1: 4", rng) for _ in range(1000)]
+    num_perfect = replies.count("[0 2]")
+    assert 400 < num_perfect < 700
 
 
 def test_games_fit_into_the_limits_of_tokens(data: Path) -> None:
