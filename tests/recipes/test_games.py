@@ -146,7 +146,7 @@ def test_the_script_is_valid() -> None:
 
 
 MIN_GAIN = 0.3
-"""Smallest gain of the win rate in held-out games. The seeds gain @GAINS@."""
+"""Smallest gain of the win rate in held-out games. The seeds gain 0.505 to 0.640."""
 
 
 @pytest.mark.slow
