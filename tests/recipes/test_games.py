@@ -146,7 +146,7 @@ def test_the_script_is_valid() -> None:
 
 
 MIN_GAIN = 0.3
-"""Smallest gain of the win rate in held-out games. The seeds gain 0.505 to 0.640."""
+"""Smallest gain of the win rate in held-out games. The seeds 0, 1 and 2 gain 0.465, 0.467 and 0.630."""
 
 
 @pytest.mark.slow
