@@ -15,9 +15,9 @@ enter_repository() {
 # absolute_path PATH: prints the absolute path of an existing file, and any other text unchanged.
 absolute_path() { if [[ -f $1 ]]; then realpath "$1"; else echo "$1"; fi; }
 
-# ensure_environment EXTRAS: installs flowrl with EXTRAS ("", "data", "rewards" or "dev", which has all others) into the
-# active environment. If none is active, it creates and activates .venv. It does nothing if pyproject.toml has not
-# changed since the last installation.
+# ensure_environment EXTRAS: installs flowrl with EXTRAS ("", "data", "rewards", "environments", or "dev", which has all
+# others) into the active environment. If none is active, it creates and activates .venv. It does nothing if
+# pyproject.toml has not changed since the last installation.
 ensure_environment() {
     local extras=$1 root env checksum stamp installed
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -25,7 +25,11 @@ _Result = Literal["win", "draw", "loss", "illegal_move", "opponent_illegal_move"
 
 
 class TextArenaEnvironment:
-    """A game in which the policy is one player and a function the other. Games run in threads."""
+    """A game in which the policy is one player and a function the other. Games run in threads.
+
+    A subclass can override `prepare`, to set up the game from the row, and `describe`, to shorten the observations.
+    The attribute `game` is the game of textarena.
+    """
 
     observation_roles = ("user",)
 
@@ -61,7 +65,7 @@ class TextArenaEnvironment:
         name = next((name for name in names if name in ENV_REGISTRY), None)
         if name is None:
             raise ValueError(f"textarena has no game {game!r}: use a name such as TicTacToe-v0 or Nim-v0")
-        self._game: Any = textarena.make(name, **options)  # Any: textarena has no types
+        self.game: Any = textarena.make(name, **options)  # Any: textarena has no types
         self._opponent: Callable[..., str] = import_function(opponent)
         self._player_setting: Literal[0, 1, "alternate"] = player
         self._player = 0
@@ -75,11 +79,21 @@ class TextArenaEnvironment:
         self._rng = random.Random(seed)
         self._player = seed % 2 if self._player_setting == "alternate" else self._player_setting
         self._random_state = random.Random(seed).getstate()
+        self.prepare(row)
         with self._own_random():
-            self._game.reset(num_players=2, seed=seed)
-        self._game.state.error_allowance = self._max_illegal_moves
+            self.game.reset(num_players=2, seed=seed)
+        self.game.state.error_allowance = self._max_illegal_moves
         self._play_opponent()
         return [{"role": "user", "content": self._observe()}]
+
+    def prepare(self, row: Row) -> None:
+        """Sets up `game` before it starts. Does nothing here."""
+
+    def describe(self, text: str) -> str:
+        """Returns the observation of the policy for the text of textarena, which has the messages since its last move.
+        Returns the same text here.
+        """
+        return text
 
     def step(self, response: ModelResponse) -> Observation:
         is_done = self._move(response.text)
@@ -100,15 +114,15 @@ class TextArenaEnvironment:
     def _move(self, action: str) -> bool:
         """Makes a move of the current player. Returns whether the game has ended."""
         with self._own_random():
-            return bool(self._game.step(action)[0])
+            return bool(self.game.step(action)[0])
 
     def _play_opponent(self) -> bool:
         """Makes moves of the opponent until it is the policy's turn. Returns whether the game has ended."""
-        while self._game.state.current_player_id != self._player:
-            player, messages = self._game.get_observation()
+        while self.game.state.current_player_id != self._player:
+            player, messages = self.game.get_observation()
             values = {
                 "observation": self._text(player, messages),
-                "environment": self._game,
+                "environment": self.game,
                 "player": player,
                 "rng": self._rng,
             }
@@ -119,13 +133,13 @@ class TextArenaEnvironment:
 
     def _is_illegal(self) -> bool:
         """Returns whether the last move of the policy was illegal."""
-        state = self._game.state
+        state = self.game.state
         return bool(state.game_info[self._player]["invalid_move"]) or (
             state.current_player_id == self._player and state.error_count > 0
         )
 
     def _result(self) -> _Result:
-        rewards, info = self._game.close()
+        rewards, info = self.game.close()
         own, other = rewards[self._player], rewards[1 - self._player]
         if info[self._player]["invalid_move"]:
             return "illegal_move"
@@ -134,7 +148,7 @@ class TextArenaEnvironment:
         return "win" if own > other else "loss" if own < other else "draw"
 
     def _observe(self) -> str:
-        return self._text(self._player, self._game.get_observation()[1])
+        return self.describe(self._text(self._player, self.game.get_observation()[1]))
 
     def _text(self, player: int, messages: Sequence[tuple[int, str, Any]]) -> str:
         """Returns the messages to a player, without its own moves and with the newest board only."""

@@ -21,8 +21,8 @@ _ORDER = (
 class ToolEnvironment:
     """An episode with tools. A response without a tool call is the answer and ends the episode.
 
-    `info["counts"]` counts the events of a turn, `info["reason"]` is the most important of them, and
-    `info["num_calls"]` is the number of executed calls of the episode so far.
+    `info["counts"]` counts the events of a turn and its executed calls (`tool_call`). `info["reason"]` is the most
+    important event, and `info["num_calls"]` is the number of executed calls of the episode so far.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class ToolEnvironment:
             return await self._end(response, counts)
         allowed = parsed.calls[: self._max_calls - self._num_calls]
         self._num_calls += len(allowed)
+        counts["tool_call"] = len(allowed)
         messages = [*await self._run_calls(allowed, counts)]
         for call in parsed.calls[len(allowed) :]:
             counts["max_calls"] += 1
@@ -141,7 +142,9 @@ class ToolEnvironment:
 
     def _info(self, counts: Counter[str]) -> dict[str, Any]:
         occurred = {name: counts[name] for name in _ORDER if counts[name]}
-        info: dict[str, Any] = {"counts": occurred, "num_calls": self._num_calls}
+        # Also 0, so that every log has the number of calls.
+        num_calls = {"tool_call": counts["tool_call"]}
+        info: dict[str, Any] = {"counts": num_calls | occurred, "num_calls": self._num_calls}
         return info | ({"reason": next(iter(occurred))} if occurred else {})
 
     async def close(self) -> None:

@@ -9,8 +9,10 @@ from tensordict import TensorDict
 from flowrl.config import EvaluationConfig
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.tensordicts import objects
 from flowrl.report.rollout_log import Row
 from flowrl.run.rollout_rows import collect_rows
+from flowrl.workers.dialogs import EPISODE
 
 if TYPE_CHECKING:
     from flowrl.schedules.rewards import Scoring
@@ -46,7 +48,8 @@ def evaluate(
         config: number of samples, and temperature.
 
     Returns: `accuracy`, the mean score, and `evaluation/response_length`, the mean number of tokens. With k > 1 samples
-        also `accuracy_best@k`, the mean over prompts of the best score. For named sets, the names end with `/NAME`.
+        also `accuracy_best@k`, the mean over prompts of the best score. With an environment also `evaluation/turns` and
+        `evaluation/environment/EVENT`. For named sets, the names end with `/NAME`.
     """
 
     def generate(rows: Batch) -> Batch:
@@ -96,7 +99,20 @@ def _measure_scores(batch: Batch, samples: int) -> dict[str, float]:
     metrics = {"accuracy": float(scores_B.mean())}
     if samples > 1:
         metrics[f"accuracy_best@{samples}"] = float(scores_B.view(-1, samples).amax(1).mean())
+    if EPISODE in batch:
+        metrics |= batch.reduce(measure_episodes, (EPISODE,)).get()
     return metrics
+
+
+def measure_episodes(table: TensorDict) -> dict[str, float]:
+    """Returns the mean number of turns of episodes, and for each counted event the share of episodes in which it
+    occurred. Runs on the task worker.
+    """
+    records = objects(table, EPISODE)
+    events = sorted({name for record in records for name in record["counts"]})
+    shares = {name: sum(bool(record["counts"].get(name)) for record in records) / len(records) for name in events}
+    turns = sum(record["turns"] for record in records) / len(records)
+    return {"evaluation/turns": turns} | {f"evaluation/environment/{name}": share for name, share in shares.items()}
 
 
 def evaluate_loss(actor: "ActorGroup", examples: Batch | Mapping[str, Batch]) -> Evaluation:

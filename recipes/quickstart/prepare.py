@@ -78,8 +78,13 @@ def _prompt(problem: Problem) -> dict:
     return {"messages": [_question(problem)], "answer": problem.answer}
 
 
-def save_tokenizer(folder: Path, characters: Iterable[str] = CHARACTERS, chat_template: str = CHAT_TEMPLATE) -> None:
-    """Saves a tokenizer with one token per character, an end token, a padding token, and a chat template.
+def save_tokenizer(
+    folder: Path,
+    characters: Iterable[str] = CHARACTERS,
+    chat_template: str = CHAT_TEMPLATE,
+    words: Iterable[str] = (),
+) -> None:
+    """Saves a tokenizer with one token per character and per word, an end token, a padding token, and a chat template.
 
     The tokenizer is a Qwen2 tokenizer without merges, because transformers loads no other class for a Qwen2 model.
     """
@@ -88,6 +93,7 @@ def save_tokenizer(folder: Path, characters: Iterable[str] = CHARACTERS, chat_te
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, eos_token=eos, chat_template=chat_template
     )
+    tokenizer.add_tokens(list(words))
     tokenizer.save_pretrained(folder)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.environments.base import ModelResponse, Observation
+from flowrl.environments.base import ModelResponse, Observation, Row
 from flowrl.environments.requests import Reset, Step
 from flowrl.environments.textarena_adapter import TextArenaEnvironment, random_opponent
 from tests.environments.test_environment_host import ask, make_host, mark
@@ -104,6 +104,25 @@ def test_a_random_opponent_needs_a_list_of_moves() -> None:
     assert random_opponent("Available Moves: '[3]'", random.Random(0)) == "[3]"
     with pytest.raises(ValueError):
         random_opponent("Move!", random.Random(0))
+
+
+class ShortNim(TextArenaEnvironment):
+    """Nim with the piles of the row, of which the policy reads only the sizes."""
+
+    def prepare(self, row: Row) -> None:
+        self.game.initial_piles = list(row["piles"])
+
+    def describe(self, text: str) -> str:
+        assert "Current Pile" in text
+        return " ".join(map(str, self.game.state.game_state["piles"]))
+
+
+def test_a_subclass_sets_up_the_game_and_shortens_observations() -> None:
+    environment = ShortNim("Nim-v0", f"{MODULE}:nim")
+    (message,) = environment.reset({"piles": [3, 2]})
+    assert message["content"] == "3 2"
+    (message,) = environment.step(ModelResponse("[1 2]")).messages  # the opponent takes one of the first pile
+    assert message["content"] == "2 0"
 
 
 def test_an_unknown_game_is_an_error() -> None:

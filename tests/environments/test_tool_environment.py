@@ -44,8 +44,9 @@ def test_an_answer_after_a_call_is_scored() -> None:
     first, second = run([hermes("add", a=1, b=2), "3"])
     assert list(first.messages) == [{"role": "tool", "name": "add", "content": "3"}]
     assert (first.done, first.reward) == (False, None)
+    assert first.info == {"counts": {"tool_call": 1}, "num_calls": 1}
     assert (second.done, second.reward) == (True, 0.9)  # 1 - 0.1 per call
-    assert second.info == {"reason": "answer", "counts": {"answer": 1}, "num_calls": 1}
+    assert second.info == {"reason": "answer", "counts": {"tool_call": 0, "answer": 1}, "num_calls": 1}
 
 
 def test_an_async_reward_with_options_and_a_role_of_results() -> None:
@@ -80,14 +81,15 @@ def test_calls_of_a_response_run_concurrently_and_in_order() -> None:
 def test_a_problem_is_a_message_with_a_counted_reason(text: str, reason: str, options: dict[str, Any]) -> None:
     (observation,) = run([text], **options)
     assert not observation.done and len(observation.messages) == 1
-    assert (observation.info["reason"], observation.info["counts"]) == (reason, {reason: 1})
+    num_calls = 0 if reason in ("parse_error", "max_calls") else 1
+    assert (observation.info["reason"], observation.info["counts"]) == (reason, {"tool_call": num_calls, reason: 1})
 
 
 def test_calls_beyond_the_limit_are_not_executed() -> None:
     first, second = run([hermes("add", a=1) * 3, hermes("add", a=1)], max_calls=2)
-    assert (first.info["counts"], first.info["num_calls"]) == ({"max_calls": 1}, 2)
+    assert (first.info["counts"], first.info["num_calls"]) == ({"tool_call": 2, "max_calls": 1}, 2)
     assert contents(first)[:2] == ["1", "1"] and len(first.messages) == 3
-    assert (second.info["counts"], second.info["num_calls"]) == ({"max_calls": 1}, 2)
+    assert (second.info["counts"], second.info["num_calls"]) == ({"tool_call": 0, "max_calls": 1}, 2)
 
 
 def test_a_call_in_the_last_turn_ends_the_episode_without_a_reward() -> None:
@@ -117,7 +119,7 @@ def test_an_episode_in_a_host() -> None:
         start = ask(host, Reset(0, ROW))
         assert [tool["function"]["name"] for tool in start.tools] == ["add", "wait", "sleep", "lookup", "misbehave"]
         late = ask(host, Step(0, ModelResponse(hermes("sleep", seconds=60) + hermes("add", a=1, b=2)))).observation
-        assert late is not None and late.info["counts"] == {"tool_timeout": 1}
+        assert late is not None and late.info["counts"] == {"tool_call": 2, "tool_timeout": 1}
         assert contents(late)[1] == "3"
         answer = ask(host, Step(0, ModelResponse("3", turn=1))).observation
         assert answer is not None and answer.reward == 0.8

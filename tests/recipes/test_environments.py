@@ -39,7 +39,7 @@ def environment(name: str, **settings: Any) -> dict[str, Any]:
 
 def results(config: GRPOConfig) -> list[dict[str, float]]:
     """Returns the metrics that do not name the source of the scores."""
-    own = ("rewards/", "turns", "environment/")
+    own = ("rewards/", "turns", "environment/", "evaluation/turns", "evaluation/environment/")
     return [{name: v for name, v in line.items() if not name.startswith(own)} for line in metrics_of(config)]
 
 

@@ -1,9 +1,7 @@
 """GRPO with dynamic sampling on tasks of reasoning-gym: settings, model, and the script from end to end."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from recipes.grpo.config import GRPOConfig
 from recipes.reasoning.prepare import main
 from recipes.reasoning.task import solved
 from recipes.sft.config import SFTConfig
+from tests.recipes.scripts import ROOT, read_steps, read_summary, run_script
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/reasoning"
 SCRIPT = FOLDER / "run_reasoning.sh"
 
@@ -88,21 +86,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reasoning")
 
 
-def run_script(output: Path, *settings: str) -> None:
-    variables = {"OUTPUT": str(output), "SEED": "1"}
-    variables |= {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
-    command = ["bash", str(SCRIPT), *settings]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=3000, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def read_steps(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["step"]]
-
-
 MIN_GAIN = 0.07
 """Smallest gain of the share of solved held-out problems. Seed 1 gains 0.140, seed 0 0.127 and seed 2 0.115."""
 
@@ -110,8 +93,8 @@ MIN_GAIN = 0.07
 @pytest.mark.slow
 @pytest.mark.timeout(3100)
 def test_grpo_solves_more_held_out_problems(output: Path) -> None:
-    run_script(output)
-    summary = json.loads((output / "seed1/grpo/summary.json").read_text())
+    run_script(SCRIPT, output)
+    summary = read_summary(output / "seed1/grpo")
     assert 0.2 < summary["accuracy_before"] < 0.7
     assert summary["accuracy_after"] > summary["accuracy_before"] + MIN_GAIN
     assert summary["groups"]["dropped"]["equal_scores"] > 0
@@ -124,7 +107,8 @@ def test_a_second_run_reuses_the_warm_start(output: Path) -> None:
     """Runs also without the first test, which then has created no warm start."""
     first = output / "seed1/sft/summary.json"
     before = first.stat().st_mtime_ns if first.exists() else None
-    run_script(output, "steps=2", "batch_size=64", "minibatch_size=32", "evaluate_every=0", "report={plots: false}")
+    settings = ["steps=2", "batch_size=64", "minibatch_size=32", "evaluate_every=0", "report={plots: false}"]
+    run_script(SCRIPT, output, *settings)
     assert before is None or first.stat().st_mtime_ns == before
     folder = max((output / "seed1").glob("grpo*"), key=lambda path: path.stat().st_mtime_ns)
     steps = read_steps(folder)

@@ -14,7 +14,7 @@ from flowrl import Batch, Dispatch, Worker, make_tensordict, register
 from flowrl.config import EvaluationConfig, RoleConfig, RunConfig
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths, num_rows
-from flowrl.run.evaluation import Evaluation, EvaluationHistory, evaluate, evaluate_loss
+from flowrl.run.evaluation import Evaluation, EvaluationHistory, evaluate, evaluate_loss, measure_episodes
 from flowrl.run.loop import Run
 from tests.conftest import ClusterMaker
 from tests.errors import rejects
@@ -80,6 +80,22 @@ def test_several_samples_give_their_mean_and_the_mean_of_the_best(table: Any) ->
     drawn = [(row["prompt_id"], row["sample"], row["score"]) for row in result.rows]
     assert drawn == [(prompt, sample, SCORES[prompt][sample]) for prompt in (0, 1) for sample in range(3)]
     assert [row["other_scores"]["warmth"] for row in result.rows] == [pytest.approx(0.7)] * 6
+
+
+def test_events_of_episodes_are_shares() -> None:
+    """An event counts once per episode."""
+    records = [
+        {"turns": 2, "counts": {"tool_call": 2, "answer": 1}},
+        {"turns": 1, "counts": {"tool_call": 0, "answer": 1}},
+        {"turns": 1, "counts": {}},
+        {"turns": 4, "counts": {"tool_call": 3, "max_turns": 1}},
+    ]
+    assert measure_episodes(make_tensordict({"episode": records})) == {
+        "evaluation/turns": 2.0,
+        "evaluation/environment/answer": 0.5,
+        "evaluation/environment/max_turns": 0.25,
+        "evaluation/environment/tool_call": 0.5,
+    }
 
 
 def test_every_named_set_has_its_metrics_and_its_rows(table: Any) -> None:

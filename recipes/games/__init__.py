@@ -1,0 +1,1 @@
+"""Nim of textarena against a fixed opponent, learned by a small model."""
