@@ -1,10 +1,12 @@
-"""Time of the host of environments per turn, and its throughput with tools that sleep.
+"""Time of the host of environments per turn, its throughput with tools that sleep, and how full a batch stays.
 
     python -m tests.benchmarks.environments [--episodes 1024] [--workers 2]
 
 The first table has the overhead: all episodes take their turns as fast as possible, with environments that return at
 once. The second table has tools that sleep 0.05 to 1 s (log-normal). An episode sends its next response when it has an
-observation, so the ideal time is that of the episode that sleeps longest.
+observation, so the ideal time is that of the episode that sleeps longest. The third table has a rollout worker that
+streams (schedule async, engine hf, 64 slots) episodes with and without such latency: the share of decode steps with at
+least 58 rows. Steps after the last prompt has left the queue are not counted, because the batch then runs empty.
 """
 
 import argparse
@@ -12,16 +14,28 @@ import json
 import math
 import random
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
+from flowrl import Batch, Cluster, Placement
+from flowrl.config import EnvironmentConfig, ModelConfig, RolloutConfig
+from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.environments.base import ModelResponse
 from flowrl.environments.environment_host import EnvironmentHost
 from flowrl.environments.requests import Close, EnvironmentLimits, EnvironmentSpec, Reply, Reset, Step
+from flowrl.schedules.rewards import EnvironmentScoring
+from flowrl.workers import EnvironmentWorker, Rollout
+from recipes.reasoning.prepare import prepare
 
 MODULE = "tests.environments.calculator"
+MODULE_OF_EPISODES = "tests.environments.episodes"
 TURNS = 3
+SLOTS, FULL = 64, 0.9
+NUM_STOPS = 16
+"""Tokens that end a response, of 256, so that the responses of a random model have about 16 tokens."""
 
 
 def sleep_times(num_episodes: int) -> list[list[float]]:
@@ -65,6 +79,55 @@ def play(host: EnvironmentHost, texts: list[list[str]]) -> float:
     return seconds
 
 
+class CountingRollout(Rollout):
+    """Records the number of decoding and of waiting rows of each decode step."""
+
+    def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
+        super().__init__(config, model, seed=seed)
+        assert isinstance(self.engine, HfRollout)
+        batch = self.engine._batch
+        step = batch._decoder.step
+
+        def counted(version: int) -> list:
+            counts.append((batch._decoder.num_rows, len(batch._waiting)))
+            return step(version)
+
+        batch._decoder.step = counted  # pyright: ignore[reportAttributeAccessIssue] (a wrapper of the same function)
+
+
+counts: list[tuple[int, int]] = []
+"""Rows that decode and rows that wait, per decode step of the current run."""
+
+
+def stream(model: Path, num_episodes: int, workers: int, *, is_slow: bool) -> tuple[float, float, float]:
+    """Streams episodes through a rollout worker. Returns the share of full decode steps, the mean number of decoding
+    rows, and the seconds.
+    """
+    counts.clear()
+    environment = EnvironmentConfig.model_validate(
+        {"name": f"{MODULE_OF_EPISODES}:Slow", "options": {"turns": TURNS, "is_slow": is_slow}, "workers": workers}
+    )
+    rollout = RolloutConfig(max_response_tokens=400, max_num_seqs=SLOTS, stop_ids=[(65 + i,) for i in range(NUM_STOPS)])
+    placement = Placement(pools={"b": [1], "c": [1]}, roles={"rollout": "b", "environment": "c"})
+    with Cluster(placement, backend="inline", num_threads=2) as cluster:
+        host = cluster.group("environment", EnvironmentWorker, environment)
+        group = cluster.group("rollout", CountingRollout, rollout, ModelConfig(path=model), seed=0)
+        scoring = EnvironmentScoring(environment, host, max_prompt_tokens=64)
+        scoring.connect(group)
+        rows = [
+            {"prompt_ids": [66], "prompt_id": i, "sample": 0, "prompt": f"{i}", "number": i}
+            for i in range(num_episodes)
+        ]
+        group.add(Batch.from_rows(rows), 1, **scoring.generate_arguments)
+        start_s, done = time.monotonic(), 0
+        while done < num_episodes:
+            done += group.poll(1.0, **scoring.generate_arguments).num_rows
+        seconds = time.monotonic() - start_s
+    last = max(i for i, (_, waiting) in enumerate(counts) if waiting)
+    busy = [rows for rows, _ in counts[: last + 1]]
+    return sum(rows >= FULL * SLOTS for rows in busy) / len(busy), sum(busy) / len(busy), seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1024)
@@ -97,6 +160,13 @@ def main() -> None:
             seconds = play(host, texts)
         kind = "async" if name == "wait" else "sync, in threads"
         sys.stdout.write(f"| {kind} tool | {seconds:.2f} | {ideal_s / seconds:.2f} |\n")
+    sys.stdout.write("\n| tool latency | full decode steps | mean rows | seconds |\n|---|---|---|---|\n")
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder) / "model", seed=0)
+        for is_slow in (False, True):
+            share, rows_per_step, seconds = stream(Path(folder) / "model", count, arguments.workers, is_slow=is_slow)
+            name = "0.05 to 1 s" if is_slow else "none"
+            sys.stdout.write(f"| {name} | {share:.3f} | {rows_per_step:.1f} | {seconds:.1f} |\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Environments of three turns, which misbehave as the column `kind` of a row states."""
+"""Environments of several turns. Some misbehave as the column `kind` of a row states."""
 
 import asyncio
+import math
 import os
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -113,3 +115,22 @@ class BadStart(Game):
 
 def bad_constructor() -> Game:
     raise RuntimeError("no constructor")
+
+
+class Slow:
+    """Asks `turns` times. If `is_slow`, a step takes 0.05 to 1 s (log-normal with the median 0.22 s)."""
+
+    def __init__(self, turns: int, is_slow: bool) -> None:
+        self.turns, self.is_slow = turns, is_slow
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        self.rng = random.Random(row["number"])
+        return [{"role": "user", "content": "1"}]
+
+    async def step(self, response: ModelResponse) -> Observation:
+        if self.is_slow:
+            await asyncio.sleep(min(1.0, max(0.05, math.exp(self.rng.gauss(math.log(0.22), 0.7)))))
+        return Observation([{"role": "user", "content": "2"}], reward=1.0, done=response.turn + 1 == self.turns)
+
+    async def close(self) -> None:
+        pass
