@@ -1,7 +1,7 @@
 """Checksums of a run's inputs: data files, frozen models, tokenizer, templates, reward and environment functions.
 
-Checkpoints contain only the checksums. The input of generated rows is the version of the package. A resumed run rejects
-changed inputs.
+Checkpoints contain only the checksums. For rows that reasoning-gym generates, the input is the version of the package.
+A resumed run rejects changed inputs.
 """
 
 import inspect

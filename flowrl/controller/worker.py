@@ -301,7 +301,7 @@ class Worker(Generic[GroupType]):
         self.onload()
 
     def close(self) -> None:
-        """Releases processes and connections. Called if the worker's process continues without it, with `inline`."""
+        """Releases processes and connections. Called only with the backend `inline`, where the process continues."""
 
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
         """Runs `fn(self, ...)` for `group.run`. Argument names have the prefix `of_`."""

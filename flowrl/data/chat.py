@@ -369,11 +369,11 @@ class ChatTokenizer:
         generate: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Returns the text of messages, which may have further fields of the chat template, without a system message
-        that the conversation template adds.
+        """Renders messages with the chat template. Returns the text without the system message of the conversation
+        template, which `with_system` adds.
 
         Args:
-            messages: the conversation.
+            messages: the conversation. Messages may have further fields that the chat template reads.
             generate: whether the generation prompt follows.
             tools: JSON schemas of tools for the chat template.
         Raises:

@@ -2,7 +2,7 @@
 
 The tokens of responses are never changed. The chat template is rendered with a marker as the content of the newest
 response. The text after the marker is tokenized and appended. Two checks reject templates whose text of earlier turns
-depends on later messages, because the policy would then read other tokens in training than in use:
+depends on later messages, because the policy would be trained on tokens that it does not read in deployment:
 
 - The rendering with the new messages starts with the rendering before the response.
 - The rendering with the response itself differs from that with the marker only in the response and in white space.
@@ -56,7 +56,7 @@ def make_turn_delta(
 
     Args:
         chat: the tokenizer of the policy.
-        messages: the conversation before the response. Earlier responses are those of earlier results.
+        messages: the conversation before the response: the first messages, or `TurnDelta.messages` of the last turn.
         response_ids: the sampled tokens, with or without the tokens that end a turn.
         observation: the messages after the response.
         tools: JSON schemas of tools for the chat template.
@@ -91,7 +91,7 @@ def check_turn_template(
         roles: roles of the messages of observations.
         tools: JSON schemas of tools for the chat template.
     Raises:
-        TurnRewriteError: the template rewrites earlier turns. A template that removes thoughts is found if it uses
+        TurnRewriteError: the template rewrites earlier turns. The removal of thoughts is detected for thoughts within
             `<think>`.
         DataError: the template rejects the conversation.
     """

@@ -30,7 +30,7 @@ class ModelResponse:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment returns for a response."""
+    """Result of a turn: the next messages, the reward, and whether the episode has ended."""
 
     messages: Sequence[ChatMessage] = ()
     """Messages that follow the response. Ignored if `done`."""
@@ -58,7 +58,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, response: ModelResponse) -> Observation:
-        """Returns what the policy observes after its response."""
+        """Returns the observation that follows a response of the policy."""
         ...
 
     async def close(self) -> None:

@@ -82,10 +82,10 @@ class _Process:
     """Reason why the host ends the process."""
 
     culprit: Hashable = None
-    """Episode that is known to be the reason."""
+    """Episode that is known to have caused the end, or None."""
 
     is_innocent: bool = False
-    """True: no call in flight is the reason."""
+    """True: no call in flight has caused the end."""
 
     kill_s: float = math.inf
 
@@ -127,7 +127,10 @@ class EnvironmentHost:
         """Reason why no process can start."""
 
     def submit(self, request: Request) -> "Future[Reply]":
-        """Returns the future reply to a request. Does not block. An episode has one request at a time, and `Close`."""
+        """Returns the future reply to a request. Does not block.
+
+        An episode may have one request in flight. `Close` and `Reset` are allowed at any time.
+        """
         future: Future[Reply] = Future()
         call = _Call(request, future, time.monotonic())
         try:
@@ -255,7 +258,7 @@ class EnvironmentHost:
         return min(usable, key=lambda process: len(process.episodes), default=None)
 
     def _start_alone(self) -> None:
-        """Gives the next episode that may end its process to a process that has no other."""
+        """Starts the next episode that must run alone, if the process for such episodes is free."""
         alone = [process for process in self._processes.values() if process.is_alone]
         if not self._alone or any(process.episodes or process.ending for process in alone):
             return
@@ -292,12 +295,12 @@ class EnvironmentHost:
         self._call(call, episode, "close")
 
     def _fail_calls(self, key: Hashable, process: _Process, message: str) -> None:
-        """Fails the calls of an episode whose later replies are ignored."""
+        """Fails the calls in flight of an episode. Replies to them are ignored."""
         for number in [number for number, other in process.calls.items() if other.request.episode == key]:
             self._fail(process.calls.pop(number), "closed", message)
 
     def _discard(self, key: Hashable, message: str) -> None:
-        """Forgets an episode, whose process closes it without a reply."""
+        """Removes an episode. Its process closes the environment, and the host ignores the reply."""
         for call in [call for call in self._alone if call.request.episode == key]:
             self._alone.remove(call)
             self._fail(call, "closed", message)
@@ -322,7 +325,10 @@ class EnvironmentHost:
         self._enqueue(episode.process, call.number, episode.number, kind, call.body)
 
     def _call_deadline_s(self) -> float:
-        """Returns when a process has hung. Before, it waits for an earlier call of the episode, and for the call."""
+        """Returns the time at which a call without a reply shows that its process hangs.
+
+        The process itself limits the call, and before it the wait for an earlier call of the episode, by `timeout_s`.
+        """
         timeout_s = self._limits.timeout_s
         return math.inf if timeout_s is None else time.monotonic() + 2 * timeout_s + _GRACE_S
 

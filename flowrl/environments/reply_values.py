@@ -1,4 +1,4 @@
-"""Values of environments as JSON, and their checks, in the host and in its processes."""
+"""Checks values that environments return, and converts them to and from JSON. Used by the host and its processes."""
 
 import math
 from collections.abc import Mapping, Sequence

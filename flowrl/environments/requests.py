@@ -55,7 +55,7 @@ class EnvironmentLimits:
     """Maximum number of threads per process for sync methods and tools."""
 
     memory_mb: float | None = None
-    """Address space of each process in MiB. Each thread needs 8 MiB."""
+    """Address space of each process in MB (10^6 bytes). Each thread needs 8 MiB."""
 
     allow_network: bool = False
     load_timeout_s: float | None = 120.0
@@ -93,10 +93,10 @@ Request = Reset | Step | Close
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a request. Either `observation` or `failure` is None."""
+    """The result of a request. `observation` is None after a failure and for `Close`."""
 
     observation: Observation | None = None
-    """What `step` has returned. After `reset`, an observation whose messages begin the conversation."""
+    """Observation that `step` returned. For `reset`, its messages are the start of the conversation."""
 
     prompt_ids: tuple[int, ...] | None = None
     """Tokens of the prompt, if `reset` has returned tokens."""

@@ -306,7 +306,7 @@ class EnvironmentServer:
         self._write(encode_frame(message))
 
     def _write(self, frame: bytes) -> None:
-        if os.getpid() != self._process_id:  # a copy, which an environment has forked and which has returned
+        if os.getpid() != self._process_id:  # a child that an environment forked returned instead of exiting
             os._exit(0)
         try:
             with self._send_lock:

@@ -107,7 +107,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     except BaseException as error:
         raise UserExit(type(error).__name__) from error
     finally:
-        if os.getpid() != process:  # a copy, which the function has forked and which has returned
+        if os.getpid() != process:  # a child that the function forked returned instead of exiting
             os._exit(0)
 
 

@@ -24,7 +24,7 @@ class RowScorer:
             False: components,
             True: components if config.evaluation is None else list(config.evaluation_components),
         }
-        """Whether for evaluations -> functions."""
+        """Components of training (key False) and of evaluations (key True)."""
         limits = PoolLimits(
             workers=workers,
             timeout_s=config.timeout_s,

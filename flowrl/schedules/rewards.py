@@ -30,7 +30,7 @@ class Scoring(Protocol):
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
-        """Arguments of the calls of a rollout whose responses are scored while others are generated."""
+        """Keyword arguments of `generate`, `add` and `poll` with which a rollout has its responses scored."""
         ...
 
     def connect(self, rollout: WorkerGroup) -> None:
@@ -87,7 +87,7 @@ def serve(group: WorkerGroup) -> tuple[list[ServerAddress], bytes]:
     """Starts the servers of a group. Returns their addresses and the key. Blocks."""
     key = secrets.token_bytes(32)
     servers = group.serve(key)
-    # A repeated call fixes the ports: it is what a replaced process runs.
+    # A replacement process repeats the last call. This call names the ports, so that the addresses stay the same.
     group.serve(key, [server.port for server in servers])
     return servers, key
 

@@ -177,8 +177,8 @@ class BatchRollouts:
     """Generates the responses of a step with `generate` calls, `num_ahead` steps before the step trains.
 
     Without a filter, a step has one call. The call for a later step is submitted before the calls of the current step.
-    It therefore runs while the current step trains, with the weights of the previous step. With dynamic sampling, the
-    further rounds of a later step run before its weights change, so that results do not depend on time.
+    It therefore runs while the current step trains, with the weights of the previous step. With dynamic sampling, all
+    rounds of a later step end before the next weight sync, so that results do not depend on timing.
     """
 
     is_streaming = False

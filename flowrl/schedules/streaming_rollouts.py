@@ -476,8 +476,8 @@ class StreamingRollouts:
         return batch
 
     def _has_generated_enough(self) -> bool:
-        """Returns whether the groups that were generated for the next step are `dynamic_sampling.max_rounds` batches.
-        The step then trains on the groups that are complete.
+        """Returns whether dropped and complete groups together reach `dynamic_sampling.max_rounds` times the prompts of
+        a step. The next step then trains on the groups that are complete.
         """
         num_generated = len(self._filtered) + len(self._complete)
         is_limited = self._filter.is_active and bool(self._filtered)

@@ -1,8 +1,9 @@
-"""Requests between workers over sockets, which the driver does not see.
+"""Requests between workers over sockets, without the driver.
 
-A server answers each request with the result of a future, in any order. A client sends requests to several servers. If
-a connection is lost, the client connects again and repeats the requests that have no result yet, so requests must be
-idempotent. Both authenticate with a key of the run (HMAC) before they read anything else.
+A server responds to each request with the result of a future, in any order. A client sends requests to several servers.
+If a connection is lost, the client connects again and repeats the requests in flight, so requests must be idempotent.
+With `lost_result`, the client sets this result instead. Client and server authenticate with a key of the run (HMAC)
+before they read anything else.
 """
 
 import itertools
@@ -134,13 +135,13 @@ class _Session:
 
 
 class ServingWorker(Worker[GroupType]):
-    """Worker that answers requests of rollout workers, which the driver does not see."""
+    """Worker that responds to requests of rollout workers over sockets, without the driver."""
 
     _server: RequestServer | None = None
 
     @register(Dispatch.ONE_TO_ALL, replay=True, memory=())
     def serve(self, key: bytes, ports: Sequence[int] | None = None) -> ServerAddress:
-        """Starts to answer requests. Returns the address of this rank.
+        """Starts the server for requests of rollout workers. Returns the address of this rank.
 
         Args:
             key: key of the run, which authenticates the rollout workers.
@@ -174,9 +175,9 @@ class RequestClient:
         reconnect_s: float = RECONNECT_S,
         lost_result: Any = None,  # Any: a result of the server
     ) -> None:
-        """Connects to the servers. Raises RequestError if a server does not answer within `reconnect_s` seconds.
+        """Connects to the servers. Raises RequestError if a server accepts no connection within `reconnect_s` seconds.
 
-        After a lost connection, requests in flight are repeated. With `lost_result`, this is their result instead.
+        After a lost connection, requests in flight are repeated. With `lost_result`, they get this result instead.
         """
         self._results: queue.SimpleQueue[tuple[Hashable, Any, str | None]] = queue.SimpleQueue()
         self._links = [_Link(server, key, self._results, reconnect_s, lost_result) for server in servers]

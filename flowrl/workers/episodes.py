@@ -205,7 +205,8 @@ class Episodes:
 def run_episodes(engine: RolloutEngine, own: Sequence[Episode], episodes: Episodes) -> None:
     """Generates the responses of all episodes, and waits for their scores.
 
-    All unfinished responses are generated together. A segment, a score or an observation does not wait for others.
+    All unfinished responses share one batch of the engine. Each episode continues as soon as its own segment, score or
+    observation has arrived.
 
     Args:
         engine: a serving engine.

@@ -216,7 +216,7 @@ class EnvironmentGroup(TypedGroup):
 
     @blocking
     def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
-        """Starts to answer requests. Returns the address of this rank.
+        """Starts the server for requests of rollout workers. Returns the address of this rank.
 
         Args:
             key: key of the run, which authenticates the rollout workers.
@@ -267,7 +267,7 @@ class RewardGroup(TypedGroup):
 
     @blocking
     def serve(self, key: OrFuture[bytes], ports: OrFuture[Sequence[int] | None] = None) -> list[ServerAddress]:
-        """Starts to answer requests. Returns the address of this rank.
+        """Starts the server for requests of rollout workers. Returns the address of this rank.
 
         Args:
             key: key of the run, which authenticates the rollout workers.
@@ -310,7 +310,7 @@ class RolloutGroup(TypedGroup):
 
     @nonblocking
     def connect_reward(self, servers: OrFuture[Sequence[ServerAddress]], key: OrFuture[bytes]) -> list[None]:
-        """Sends responses that are scored to these reward workers from now on."""
+        """Connects the rollout to the reward workers that score its responses (calls with `score`)."""
 
     @nonblocking
     def connect_environment(self, servers: OrFuture[EnvironmentServers]) -> list[None]:

@@ -144,7 +144,7 @@ class Rollout(Worker["RolloutGroup"]):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def connect_reward(self, servers: Sequence[ServerAddress], key: bytes) -> None:
-        """Sends responses that are scored to these reward workers from now on."""
+        """Connects the rollout to the reward workers that score its responses (calls with `score`)."""
         self._reward_servers = servers, key
         self._groups = PromptGroups(self._make_episodes(is_scored=True))
 

@@ -1,7 +1,7 @@
 """Nim with two piles: short observations, the opponent, and the starts.
 
-Players remove objects from one pile by turns, and whoever takes the last object wins. `[1 3]` removes three objects
-from the second pile. A player who always makes the piles equal wins from every start.
+Two players take turns to remove objects from one pile. Whoever takes the last object wins. `[1 3]` removes three
+objects from the second pile. A player who always makes the piles equal wins from every start.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on Nim against a fixed opponent, after a warm start on random games. Arguments are settings: key=value.
-# SEED=0 and OUTPUT=runs/games come from the environment.
+# The environment variables SEED (default 0) and OUTPUT (default runs/games) set the seed and the output folder.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/warm_start.sh"
 enter_repository environments

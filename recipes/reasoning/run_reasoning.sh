@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with dynamic sampling on tasks of reasoning-gym, after a warm start. Arguments are settings: key=value.
-# SEED=0 and OUTPUT=runs/reasoning come from the environment.
+# The environment variables SEED (default 0) and OUTPUT (default runs/reasoning) set the seed and the output folder.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/warm_start.sh"
 enter_repository rewards

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with a calculator tool on products of two-digit numbers, after a warm start. Arguments are settings: key=value.
-# SEED=0 and OUTPUT=runs/tools come from the environment.
+# The environment variables SEED (default 0) and OUTPUT (default runs/tools) set the seed and the output folder.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/warm_start.sh"
 enter_repository

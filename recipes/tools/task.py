@@ -25,9 +25,7 @@ def score(response: str, answer: str) -> float:
 
 
 def deal(seed: int) -> tuple[Sequence[Problem], Sequence[Problem]]:
-    """Returns 7,500 problems of training and 600 held-out problems. Two problems of equal factors in another order are
-    in the same set.
-    """
+    """Returns 7,500 training problems and 600 held-out problems. Problems with equal factors are in the same set."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     generator = random.Random(seed)
     generator.shuffle(pairs)

@@ -145,7 +145,7 @@ class DifficultyConfig(Config):
 
     column: str | None = None
     """Column of the dataset with the initial success of each prompt, such as a pass rate from 0 to 1. It counts as a
-    measurement. Null, also for a row: the success is unknown before the first measurement.
+    measurement. If this setting or the value of a row is null, the success is unknown before the first measurement.
     """
 
     min: float | None = None
@@ -155,8 +155,8 @@ class DifficultyConfig(Config):
     """Largest success of a prompt that is used; null sets no limit."""
 
     revisit: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Probability that a prompt outside of [min, max] is used anyway, each time that it is its turn. The new
-    measurement may return it to the range. 0 never uses it again.
+    """Probability that a prompt outside of [min, max] is used instead of skipped. The new measurement may return it to
+    the range. 0 never uses it again.
     """
 
     candidates: Annotated[int, Field(ge=2)] = 8

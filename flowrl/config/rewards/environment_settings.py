@@ -29,8 +29,8 @@ class EnvironmentConfig(RoleConfig):
     """Timeout of one call of an environment in seconds."""
 
     on_timeout: Literal["observe", "fail"] = "observe"
-    """Treatment of a step without a result in time. `observe`: the policy receives a message that says so, and the
-    episode continues. `fail`: the episode has failed.
+    """Treatment of a step that exceeds `timeout_s`. `observe`: the policy receives a message about the timeout, and the
+    episode continues. `fail`: the episode fails.
     """
 
     max_timeouts: NonNegativeInt = 3

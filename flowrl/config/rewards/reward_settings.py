@@ -86,7 +86,7 @@ Components = Annotated[tuple[RewardComponent, ...], Field(strict=False, min_leng
 
 
 class RewardConfig(RewardSource):
-    """The reward: a function or a reward model, or a list of rewards, each with a name and a weight.
+    """The reward: a function, a reward model, a judge, a service, or a list of these with names and weights.
 
     `reward: [{name: ..., weight: ..., function: ...}, ...]` is short for `reward: {components: [...]}`.
     """

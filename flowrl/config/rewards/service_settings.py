@@ -23,8 +23,8 @@ class ServiceConfig(Config):
     """Seconds for all attempts of a batch, including the pauses between them. Then its rows have failed."""
 
     retries: NonNegativeInt = 5
-    """Number of further attempts after a failed connection, a timeout, status 408, 429 or 5xx, or a malformed response.
-    Pauses grow exponentially, with jitter. `Retry-After` of the service is a lower limit of a pause.
+    """Number of retries after a failed connection, a timeout, a malformed response, or status 408, 425, 429, 500, 502,
+    503 or 504. Pauses grow exponentially, with jitter, and are at least as long as the header `Retry-After` requires.
     """
 
     max_concurrent: PositiveInt = 8

@@ -25,8 +25,8 @@ class DynamicSampling(Config):
     """
 
     max_rounds: PositiveInt = 10
-    """Largest number of generation rounds of a step. With schedule async, a step drops at most max_rounds - 1 times its
-    number of prompts.
+    """Largest number of generation rounds of a step. With schedule async, a step trains on its complete groups as soon
+    as the dropped and the complete groups together reach max_rounds times its prompts.
     """
 
     oversample: Annotated[float, Field(ge=1)] = 1.0
@@ -64,8 +64,8 @@ class RolloutRunConfig(DatasetConfig):
     """Overlap of generation and training."""
 
     environment: EnvironmentConfig | None = None
-    """Environment that responds to the policy and gives the rewards, in place of `reward`. Null has no environment:
-    every response is the only one of its episode.
+    """Environment that responds to the policy and computes the rewards, in place of `reward`. Null: no environment, so
+    every row has one response.
     """
 
     dynamic_sampling: DynamicSampling | None = None

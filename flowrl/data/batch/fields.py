@@ -38,7 +38,7 @@ FIELDS: dict[str, Field] = {
     "scores": Field("row, f32", "reward", "score of the response"),
     "reward_failed": Field("row, bool", "reward", "a reward function failed for the response"),
     "reward_calls": Field(
-        "row, object", "reward", "per name of a reward: score, seconds, and kind and cause of a failure"
+        "row, object", "reward", "by the name of the reward: score, seconds, kind and cause of a failure"
     ),
     "turn_rewards": Field("token, f32", "environment", "reward of a turn, at the last token of its response"),
     "episode": Field("row, object", "environment", "turns, restarts, counted events, reason of the end"),
@@ -59,7 +59,7 @@ FIELDS: dict[str, Field] = {
     "selected": Field("token, bool", "run", "tokens that `clip_cov` or `kl_cov` selects"),
     "loss_weights": Field("token, f32", "run", "importance weight of the token's policy loss, from the correction"),
     "loss_mask": Field(
-        "token, bool", "run", "response tokens of the policy loss, with a correction or `mask_truncated`"
+        "token, bool", "run", "response tokens that a correction or `mask_truncated` keeps in the policy loss"
     ),
     "prompt_id": Field("row, int64", "data", "unique id of a drawn prompt; seeds the sampling"),
     "sample": Field("row, int64", "data", "index of the sample among the samples of its prompt"),

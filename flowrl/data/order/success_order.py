@@ -123,7 +123,7 @@ class SuccessOrder:
                 f"the measured success of every prompt is outside of data.difficulty, {low:g} to {high:g}: widen the "
                 f"range, set data.difficulty.revisit above 0, or end the run"
             )
-        # With a small probability of revisits, an epoch may have none. The last examined position is one, then.
+        # If `revisit` is small, the filter may skip a whole epoch. The last examined position is then accepted.
         return accepted or [self._num_examined - 1]
 
     def _is_in_range(self, row: int) -> bool:

@@ -6,7 +6,7 @@ from flowrl.engines.rollout.base import BatchingEngine, Request, RequestBatch, R
 
 
 def open_batch(engine: RolloutEngine) -> RequestBatch:
-    """Returns an empty batch of requests, which does not return the responses to other requests of the engine."""
+    """Returns an empty batch of requests. Its `poll` returns only the responses to its own requests."""
     return engine.open_batch() if isinstance(engine, BatchingEngine) else GeneratedTogether(engine)
 
 

@@ -1,7 +1,7 @@
-"""Restricts what the current process may use: memory, processes, files, network. Linux offers it without root rights.
+"""Restricts the memory, processes, files and network of the current process. Requires Linux, but no root rights.
 
-Network and environment of other processes are hidden with a user and a network namespace. Files are protected with
-Landlock, or with read-only mounts in kernels without it. Rights that a system does not offer are reported by name.
+A user namespace hides the environment variables of other processes, and a network namespace hides the network. Landlock
+protects files, or read-only mounts in kernels without Landlock. Missing protections are reported by name.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Isolation:
     """Resources that a process and its children may use. None: no limit."""
 
     memory_mb: float | None = None
-    """Address space of each process in MiB. Not the sum over processes."""
+    """Address space of each process in MB (10^6 bytes). Not the sum over processes."""
 
     allow_network: bool = False
     """False: has no network interface, not even the loopback."""
@@ -104,7 +104,7 @@ def enter_process_namespace() -> bool:
 
 
 def probe_namespaces(*, allow_network: bool) -> None:
-    """Tries the namespaces in other processes. Processes that are forked later do not try again."""
+    """Tests in child processes which namespaces the system allows. Processes that are forked later reuse the result."""
     for flags in (_PROCESS_NAMESPACE, _CLONE_NEWUSER | (0 if allow_network else _CLONE_NEWNET)):
         _can_enter(flags)
 

@@ -43,7 +43,7 @@ WRITE_STACKS, KILL = b"s", b"k"
 """Requests of the pool to a guard."""
 
 _GUARDS_END_S = 3.0
-"""Time for the guards to end. Then the launcher kills its children, which a function may have taken from a guard."""
+"""Timeout for the end of the guards. The launcher then kills its children, the processes of guards that were killed."""
 
 NUM_DESCRIPTORS = 4
 _POLL_MS = 1000
@@ -58,7 +58,7 @@ requests, the settings of the process, and the protections that the system does 
 
 
 def main(control: socket.socket, parent: int, serve: Serve) -> None:
-    """Starts a process for each message, which brings its descriptors, until the pool closes the socket.
+    """Forks a process for each message until the pool closes the socket. A message contains descriptors and settings.
 
     Args:
         control: socket of the pool.

@@ -38,7 +38,7 @@ _MAX_START_FAILURES = 3
 """Processes in a row that ended before they could load a function."""
 
 _SEARCHED_ROWS = 64
-"""Rows at the head of a queue among which a process finds one that it may score."""
+"""Maximum number of rows at the head of a queue that a process may not score and that are skipped."""
 
 
 class ScoringPool:

@@ -38,7 +38,7 @@ class PoolLimits:
     """Number of further attempts for a row whose call failed, each in another process."""
 
     memory_mb: float | None = None
-    """Address space of each process in MiB."""
+    """Address space of each process in MB (10^6 bytes)."""
 
     allow_network: bool = False
     max_concurrent: int = 64

@@ -134,7 +134,7 @@ class ScoringProcess:
         return bool(self._unsent)
 
     def start_call(self) -> None:
-        """Allows the process to print again, and forgets what it has printed before."""
+        """Resets the limit of the output of a call, and discards earlier output."""
         self._allowance = _OUTPUT_PER_CALL
         self._output.clear()
 
@@ -173,7 +173,7 @@ class ScoringProcess:
         return data is None or bool(data)
 
     def read_guard(self) -> bool:
-        """Reads the exit status. Returns False if the guard has ended, so that all processes have ended."""
+        """Reads the exit status. Returns False if the guard has ended, and with it all other processes."""
         try:
             data = self.guard.recv(1 << 10)
         except BlockingIOError:

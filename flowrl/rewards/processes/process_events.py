@@ -42,7 +42,7 @@ class ProcessEvents:
                 key.data(mask)
 
     def add(self, process: ScoringProcess, on_channel: Handler, on_stacks: Handler, on_guard: Handler) -> None:
-        """Calls the handlers for events of a process, whose output is read."""
+        """Registers the handlers for events of a process, and starts to read its output."""
         for source, handler in (
             (process.channel, on_channel),
             (process.stacks, on_stacks),

@@ -55,7 +55,7 @@ class Scorer:
         self._batched: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deferred: deque[Mapping[str, Any]] = deque()
-        """Messages that arrived while the last async calls ended, and that are no async calls."""
+        """Messages that wait until all async calls have ended: the first that is not an async call, and later ones."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._process_id = os.getpid()
         self._umask = os.umask(0)
@@ -187,7 +187,7 @@ class Scorer:
             self._send({"kind": "stuck", "name": name})
 
     def _send(self, message: dict[str, Any]) -> None:
-        if os.getpid() != self._process_id:  # a copy, which the function has forked and which has returned
+        if os.getpid() != self._process_id:  # a child that the function forked returned instead of exiting
             os._exit(0)
         try:
             self._channel.sendall(encode_frame(message))

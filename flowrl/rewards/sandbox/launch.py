@@ -41,7 +41,7 @@ class SandboxLimits:
     """Wall time, and CPU time of each process."""
 
     memory_mb: float = 512.0
-    """Resident memory of all processes, and address space of each process, in MiB."""
+    """Resident memory of all processes, and address space of each process, in MB (10^6 bytes)."""
 
     max_processes: int = 32
     """Number of processes and threads."""
@@ -66,9 +66,9 @@ class Sandbox:
         """Starts the code.
 
         Args:
-            mode: `program`: a program with an input and an output. `serve`: functions for the tests in the sandbox at
-                the other end of `connection`. `check`: a test. `probe`: writes the protections that the system does
-                not offer as JSON.
+            mode: `program`: runs the code as a program. `serve`: runs the code, and then executes the calls of the
+                sandbox at the other end of `connection`. `check`: runs the code as a test, which calls the functions of
+                that other sandbox. `probe`: writes the missing protections as JSON.
             code: Python code.
             limits: resources of the code.
             stdin: standard input.

@@ -45,7 +45,7 @@ def main() -> NoReturn:
     isolation = _load(settings["isolation"])
     isolation.end_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # A root user without capabilities, as within the pool, may not map its id, which only limits what can be mounted.
+    # Within the pool, root has no capabilities and cannot map its id. The namespaces then work with fewer mounts.
     has_namespace = isolation.enter_process_namespace() or _LIBC.unshare(_NAMESPACES) == 0
     if not has_namespace:
         isolation.adopt_orphans()
@@ -170,7 +170,7 @@ def _start(isolation: types.ModuleType, settings: dict[str, Any], has_namespace:
 def _enter_root(folder: str) -> bool:
     """Replaces the root folder by one that contains only Python, system libraries and /tmp. Returns True if done."""
     number = _PIVOT_ROOT.get(platform.machine())
-    # The runner keeps the old root, whose /proc has all processes.
+    # In a mount namespace of its own, because the runner needs the old root, whose /proc lists all processes.
     if number is None or _LIBC.unshare(_CLONE_NEWNS) != 0:
         return False
     if _LIBC.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:

@@ -40,8 +40,8 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
     """Returns the training prompts, and the held-out prompts of each evaluation file by its name.
 
     Raises DataError if a row or a setting is invalid, if a row lacks a column that the reward function requires, or if
-    a frozen policy has another vocabulary than the actor, or the chat template cannot continue a conversation with
-    the environment.
+    a frozen policy has a different vocabulary from the actor, or if the chat template cannot continue a conversation
+    with the environment.
     Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a file has no column for a parameter
     with a default.
     """
