@@ -6,11 +6,14 @@ from flowrl.config import RolloutRunConfig, RunConfig
 
 
 class FailureWatch:
-    """Compares the share of failed rewards of each step with `reward.max_failure_rate`."""
+    """Compares the share of failed rewards or episodes of each step with `max_failure_rate`."""
 
     def __init__(self, config: RunConfig) -> None:
-        has_limit = isinstance(config, RolloutRunConfig) and config.on_failure != "stop"
-        self._limit = config.max_failure_rate if isinstance(config, RolloutRunConfig) and has_limit else None
+        self._limit: float | None = None
+        self._role = "reward"
+        if isinstance(config, RolloutRunConfig) and config.on_failure != "stop":
+            self._limit = config.max_failure_rate
+            self._role = "reward" if config.environment is None else "environment"
         self.error: str | None = None
         """Reason for which the run must end after the current step, or None."""
 
@@ -21,8 +24,9 @@ class FailureWatch:
             names = [
                 name.split("/")[1] for name, value in values.items() if name.endswith("/failed_fraction") and value
             ]
+            failed = f"reward {' and '.join(names)}" if self._role == "reward" else self._role
             self.error = (
-                f"reward {' and '.join(names)} failed for {share:.0%} of the responses of step {step}, more than "
-                f"reward.max_failure_rate ({self._limit:g}): the saved rows in rollouts/ have the causes in "
-                f"reward_failures; correct the reward, or raise max_failure_rate"
+                f"{failed} failed for {share:.0%} of the responses of step {step}, more than "
+                f"{self._role}.max_failure_rate ({self._limit:g}): the saved rows in rollouts/ have the causes in "
+                f"reward_failures; correct the {self._role}, or raise max_failure_rate"
             )

@@ -33,8 +33,8 @@ class RejectionSamplingConfig(RolloutRunConfig):
 
     @property
     def can_end_early(self) -> bool:
-        """Whether a step may have fewer updates, because responses have a score below `min_score`."""
-        return self.min_score is not None
+        """Whether a step may have fewer updates, because responses have a score below `min_score` or are dropped."""
+        return self.min_score is not None or super().can_end_early
 
     @classmethod
     def count_updates(cls, settings: SettingValues) -> int | None:

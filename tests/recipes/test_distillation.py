@@ -190,6 +190,7 @@ def test_a_teacher_with_another_vocabulary_is_rejected_before_the_run_starts(
         ({"actor": {"loss": {"kind": "topk_forward_kl", "k": 0}}}, ("actor.loss.topk_forward_kl.k", 0)),
         ({"actor": {"loss": "reverse_kl"}}, ("sampled_reverse_kl", "topk_forward_kl")),
         ({"minibatch_size": 17}, ("minibatch_size", 17, 16)),
+        ({"environment": {"name": "games:Game"}}, ("environment",)),
     ],
 )
 def test_invalid_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], facts: tuple[str | float, ...]) -> None:

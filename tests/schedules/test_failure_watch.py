@@ -31,6 +31,13 @@ def test_the_reason_is_the_first_step_above_the_rate() -> None:
         assert fact in limited.error
 
 
+def test_failed_episodes_name_the_setting_of_the_environment() -> None:
+    own = {"name": "games:Game", "on_failure": "zero"}
+    limited = FailureWatch(GRPOConfig.model_validate(grpo_settings(reward=None, environment=own)))
+    limited.check_step(1, {"reward_failed_fraction": 0.5, "rewards/environment/failed_fraction": 0.5})
+    assert limited.error is not None and "environment.max_failure_rate" in limited.error
+
+
 def test_a_step_without_scores_is_not_checked() -> None:
     limited = watch(on_failure="zero")
     limited.check_step(1, {"reward": 1.0})

@@ -90,6 +90,8 @@ class RolloutRunConfig(DatasetConfig):
     def _check_environment(self) -> "RolloutRunConfig":
         if self.environment is None:
             return self
+        if "environment" not in self.ALTERNATIVES:
+            raise ValueError("environment is set, but this recipe does not use environments: remove environment")
         if self.reward_settings is not None:
             raise ValueError("reward and environment are both set, but the environment gives the rewards: remove one")
         if self.rollout.environment is not None:
