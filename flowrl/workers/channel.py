@@ -47,7 +47,9 @@ class RequestServer:
         """Listens on a port; 0 selects a free one. Raises OSError if the port is in use."""
         # Without a key, because the handshake of a client would delay all others. Its session does the handshake.
         self._listener = Listener((host, port), backlog=64)
-        self._key, self._handle = key, handle
+        self.key = key
+        """Key of later connections."""
+        self._handle = handle
         self._connections: set[Connection] = set()
         self._is_closed = False
         bound: Any = self._listener.address  # typed for all families of sockets
@@ -63,7 +65,7 @@ class RequestServer:
                 self._listener.close()
                 return
             self._connections.add(connection)
-            _Session(connection, self._key, self._handle, self._connections.discard).start()
+            _Session(connection, self.key, self._handle, self._connections.discard).start()
 
     def close(self) -> None:
         """Stops listening and ends all connections. Is idempotent."""

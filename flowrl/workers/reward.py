@@ -118,6 +118,7 @@ class Reward(Worker["RewardGroup"]):
         port = 0 if ports is None else ports[self.rank]
         if self._server is None or port not in (0, self._server.address.port):
             self._server = RequestServer(self.context.address, port, key, self._submit)
+        self._server.key = key  # a restarted run has another key
         return self._server.address
 
     def close(self) -> None:

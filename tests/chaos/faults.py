@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.variants import CALL_TIMEOUT_S, EPISODES, REWARD_TIMEOUT_S, ROLES, SCHEDULES, get_roles
 from tests.chaos.misbehavior import MISBEHAVIOR
+from tests.chaos.variants import CALL_TIMEOUT_S, EPISODES, REWARD_TIMEOUT_S, ROLES, SCHEDULES, get_roles
 from tests.chaos.workers import EVALUATION
 
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {

@@ -28,7 +28,7 @@ class Program:
     that score, has this folder as `TMPDIR`.
     """
 
-    def __init__(self, folder: Path, config: Path) -> None:
+    def __init__(self, folder: Path, config: Path, module: str = "tests.chaos.training") -> None:
         self.folder = folder
         self.temporary = folder / "t"
         self.temporary.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ class Program:
         self.started_s = time.monotonic()
         temporary = {"TMPDIR": str(self.temporary), "RAY_TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.training", str(config)],
+            [sys.executable, "-m", module, str(config)],
             cwd=ROOT,
             env=os.environ | {FOLDER: str(folder), "COLUMNS": "4000", "PYTHONPATH": str(ROOT)} | temporary,
             stdout=subprocess.PIPE,
