@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class Account:
     """Prompts of the last checkpoint that are neither trained nor dropped."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped prompts per reason."""
-    failed_rows: float = 0.0
+    failed_rows: int = 0
     """Number of responses whose reward failed."""
     problems: list[str] = field(default_factory=list)
 
@@ -147,41 +148,60 @@ def kill_randomly(
 
 def add_prompts(account: Account, config: GRPOConfig) -> None:
     """Adds the prompts of a complete run to its account, and the problems that they show."""
-    steps_of: defaultdict[int, set[int]] = defaultdict(set)
-    scores_of: defaultdict[int, list[float]] = defaultdict(list)
     rollouts = RunFolder(config.output).rollouts
-    for step in saved_steps(rollouts, "training"):
-        for row in read_rows(rollouts, "training", step):
-            steps_of[row["prompt_id"]].add(step)
-            scores_of[row["prompt_id"]].append(row["score"])
+    rows = {step: read_rows(rollouts, "training", step) for step in saved_steps(rollouts, "training")}
     queue = Checkpoints(config.output).read(config.steps).driver()["objects"]["prompts"]
     groups = json.loads((config.output / "summary.json").read_text())["groups"]
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     records = {line["step"]: line for line in lines if line["step"]}
-    account.drawn, account.pending = queue["drawn"], len(queue["untrained"])
-    account.trained, account.dropped = len(steps_of), groups["dropped"]
-    absent = set(range(account.drawn)) - steps_of.keys() - set(queue["untrained"])
-    rates = [(line["reward_failed_fraction"], line["trained_groups"] + line["dropped_groups"]) for line in records.values()]
-    account.failed_rows = round(sum(rate * groups * SAMPLES for rate, groups in rates))
-    expected = range(1, config.steps + 1)
-    problems = {
-        "steps without rows": [step for step in expected if step not in saved_steps(rollouts, "training")],
-        "prompts trained in several steps": [prompt for prompt, steps in steps_of.items() if len(steps) > 1],
-        "prompts with more rows than samples": [p for p, scores in scores_of.items() if len(scores) > SAMPLES],
-        "trained groups with equal scores": [p for p, scores in scores_of.items() if len(set(scores)) < 2],
-        "trained prompts that were not drawn": [prompt for prompt in steps_of if prompt >= account.drawn],
-        "trained prompts that are pending": sorted(steps_of.keys() & set(queue["untrained"])),
-    }
-    account.problems += [f"{name}: {found[:10]}" for name, found in problems.items() if found]
-    if len(absent) != sum(account.dropped.values()):
-        account.problems.append(f"{len(absent)} prompts are missing, but {account.dropped} are counted")
+    account.drawn, account.pending, account.dropped = queue["drawn"], len(queue["untrained"]), groups["dropped"]
+    account.trained = len({row["prompt_id"] for step in rows.values() for row in step})
+    for line in records.values():
+        num_rows = (line["trained_groups"] + line["dropped_groups"]) * config.samples_per_prompt
+        account.failed_rows += round(line["reward_failed_fraction"] * num_rows)
+    if rows.keys() != {*range(1, config.steps + 1)}:
+        account.problems.append(f"rows of {len(rows)} steps are saved")
+    account.problems += find_problems(rows, account.drawn, queue["untrained"], account.dropped)
     if groups["trained"] != account.trained:
         account.problems.append(f"{groups['trained']} groups are counted as trained, but {account.trained} are saved")
-    logged = Counter[str]()
-    for line in records.values():
-        logged.update({reason: line[f"dropped_{reason}"] for reason in account.dropped})
+    logged = {reason: sum(line[f"dropped_{reason}"] for line in records.values()) for reason in account.dropped}
     if any(logged[reason] > count for reason, count in account.dropped.items()):
-        account.problems.append(f"the steps log {dict(logged)}, but the summary counts {account.dropped}")
+        account.problems.append(f"the steps log {logged}, but the summary counts {account.dropped}")
+
+
+def find_problems(
+    rows: Mapping[int, Sequence[Mapping[str, Any]]], drawn: int, pending: Sequence[int], dropped: Mapping[str, int]
+) -> list[str]:
+    """Returns what is wrong with the prompts of a run.
+
+    Args:
+        rows: trained rows of each step.
+        drawn: number of prompts that the run has drawn.
+        pending: prompts that are neither trained nor dropped.
+        dropped: number of dropped prompts per reason.
+    """
+    steps_of: defaultdict[int, set[int]] = defaultdict(set)
+    scores_of: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    repeated = []
+    for step, own in rows.items():
+        for row in own:
+            prompt, sample = row["prompt_id"], row["sample"]
+            if sample in scores_of[prompt]:
+                repeated.append(prompt)
+            steps_of[prompt].add(step)
+            scores_of[prompt][sample] = row["score"]
+    found = {
+        "prompts trained in several steps": [prompt for prompt, steps in steps_of.items() if len(steps) > 1],
+        "prompts with a repeated sample": repeated,
+        "trained groups with equal scores": [p for p, own in scores_of.items() if len({*own.values()}) < 2],
+        "trained prompts that were not drawn": [prompt for prompt in steps_of if prompt >= drawn],
+        "trained prompts that are pending": [prompt for prompt in pending if prompt in steps_of],
+    }
+    problems = [f"{name}: {prompts[:10]}" for name, prompts in found.items() if prompts]
+    absent = set(range(drawn)) - steps_of.keys() - set(pending)
+    if len(absent) != sum(dropped.values()):
+        problems.append(f"{len(absent)} prompts are absent, but {dict(dropped)} are counted as dropped")
+    return problems
 
 
 def main() -> int:
