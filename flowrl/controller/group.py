@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from flowrl.controller.backends.base import Backend
-from flowrl.controller.calls.calls import CallRef, Calls, find_records
+from flowrl.controller.calls.calls import PING_TIMEOUT_S, CallRef, Calls, find_records
+from flowrl.controller.calls.failures import PING
 from flowrl.controller.dispatch import (
     BatchSlice,
     DispatchMode,
@@ -306,6 +307,21 @@ class WorkerGroup:
         )
         assert isinstance(result, Future)
         return result.get()
+
+    def keep_alive(self) -> None:
+        """Sends a ping to each process about once per second while the driver waits.
+
+        Processes that serve other processes may have no call in flight, so that the driver would not notice their end
+        until its next call. A ping makes it replace a lost process, and a process that a signal has stopped. Does
+        nothing with the inline backend.
+        """
+        if not self._backend.is_remote:
+            return
+        timeout_s = PING_TIMEOUT_S if self._calls.timeout_s is None else min(PING_TIMEOUT_S, self._calls.timeout_s / 2)
+        contract = Contract(Dispatch.ONE_TO_ALL, blocking=False, memory=(), timeout_s=timeout_s)
+        mode = get_dispatch_mode(contract.mode)
+        for index, slot in enumerate(self.slots):
+            self._calls.add_ping(slot, lambda index=index: self._send(index, PING, contract, mode, {}, ()).record)
 
     def resolve(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> Contract:
         """Returns the contract of a call. It can differ from the method's contract if that has `resolve`."""

@@ -303,6 +303,9 @@ class Worker(Generic[GroupType]):
     def close(self) -> None:
         """Releases processes and connections. Called only with the backend `inline`, where the process continues."""
 
+    def ping(self) -> None:
+        """Returns None, which shows that the process runs calls (`group.keep_alive`)."""
+
     def run_function(self, fn: Callable, **arguments: Any) -> Any:  # Any: the function's own
         """Runs `fn(self, ...)` for `group.run`. Argument names have the prefix `of_`."""
         return fn(self, **{name.removeprefix("of_"): value for name, value in arguments.items()})

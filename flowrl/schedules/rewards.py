@@ -84,11 +84,14 @@ class EnvironmentScoring:
 
 
 def serve(group: WorkerGroup) -> tuple[list[ServerAddress], bytes]:
-    """Starts the servers of a group. Returns their addresses and the key. Blocks."""
+    """Starts the servers of a group, whose processes are replaced if they are lost. Returns the addresses and the key
+    of the servers. Blocks.
+    """
     key = secrets.token_bytes(32)
     servers = group.serve(key)
     # A replacement process repeats the last call. This call names the ports, so that the addresses stay the same.
     group.serve(key, [server.port for server in servers])
+    group.keep_alive()
     return servers, key
 
 

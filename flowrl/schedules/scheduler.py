@@ -13,7 +13,7 @@ A replica gets the group only if this version is at most `max_staleness` above t
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 TrainerRoutes = tuple[tuple[int, ...], ...]
 """Type of the routes: for each data-parallel rank of the actor, the replicas that generate its share of a step."""
@@ -107,6 +107,15 @@ class GroupCounts:
     trained: int
     dropped: Mapping[str, int]
     """Number of dropped groups per reason, for all `DROP_REASONS`."""
+
+    def add_finished(self, earlier: "GroupCounts") -> "GroupCounts":
+        """Returns the sum of these counts and the trained and dropped groups of an earlier scheduler.
+
+        The other groups of the earlier scheduler were admitted again.
+        """
+        dropped = {reason: count + earlier.dropped.get(reason, 0) for reason, count in self.dropped.items()}
+        admitted = self.admitted + earlier.trained + sum(earlier.dropped.values())
+        return replace(self, admitted=admitted, trained=self.trained + earlier.trained, dropped=dropped)
 
 
 @dataclass

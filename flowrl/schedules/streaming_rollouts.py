@@ -152,6 +152,8 @@ class StreamingRollouts:
         self._metrics: tuple[Logged, ...] = ()
         self._counts: GroupCounts | None = None
         """Group counts at the end of the last `next_batch`."""
+        self._earlier: GroupCounts | None = None
+        """Group counts of the checkpoint from which the run was resumed."""
         self._starved = StepFunction()
         """Fraction of replicas that wait for newer weights, over time."""
         self._refused_locations: set[str] = set()
@@ -468,12 +470,17 @@ class StreamingRollouts:
         self._filtered.clear()
         batch = batch.with_sections(len(self._context.trainer_routes or [()]))
         self._forget_dropped()
-        counts = self._scheduler.counts
+        counts = self._count_groups()
         values = group_metrics(counts, self._counts)
         self._counts = counts
         self._metrics = (values, staleness_metrics(batch, version, self._context.config.schedule.staleness), *measured)
         self._record_counts()
         return batch
+
+    def _count_groups(self) -> GroupCounts:
+        """Returns the number of groups per state since the start of the run, including the time before a resume."""
+        counts = self._scheduler.counts
+        return counts if self._earlier is None else counts.add_finished(self._earlier)
 
     def _has_generated_enough(self) -> bool:
         """Returns whether dropped and complete groups together reach `dynamic_sampling.max_rounds` times the prompts of
@@ -512,7 +519,7 @@ class StreamingRollouts:
 
     def summary(self) -> dict[str, Any]:
         with self._lock:
-            return {"groups": asdict(self._scheduler.counts), "replicas_lost": self._num_lost}
+            return {"groups": asdict(self._count_groups()), "replicas_lost": self._num_lost}
 
     def finish(self) -> None:
         self.detach()
@@ -534,6 +541,8 @@ class StreamingRollouts:
             state = self._context.prompts.state([self._prompts[group] for group in pending])
             state |= {"groups": self._scheduler.snapshot(), "num_queues": self._scheduler.num_queues}
             state["filter"] = self._filter.state()
+            state["counts"] = asdict(self._count_groups())
+            state["last_counts"] = None if self._counts is None else asdict(self._counts)
             complete = [group for group in pending if group in self._complete]
             if not complete:
                 return state, None
@@ -543,6 +552,8 @@ class StreamingRollouts:
     def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
         self._context.prompts.restore(state)
         self._filter.restore(state["filter"])
+        self._earlier = GroupCounts(**state["counts"])
+        self._counts = None if state["last_counts"] is None else GroupCounts(**state["last_counts"])
         groups = [(queue, version) for queue, version in state["groups"]]
         self._pending = PendingRollouts(groups, state["num_queues"], rows)
 

@@ -49,7 +49,9 @@ class RequestServer:
         """Listens on a port; 0 selects a free one. Raises OSError if the port is in use."""
         # Without a key, because the handshake of a client would delay all others. Its session does the handshake.
         self._listener = Listener((host, port), backlog=64)
-        self._key, self._handle = key, handle
+        self.key = key
+        """Key of later connections."""
+        self._handle = handle
         self._connections: set[Connection] = set()
         self._is_closed = False
         bound: Any = self._listener.address  # typed for all families of sockets
@@ -65,7 +67,7 @@ class RequestServer:
                 self._listener.close()
                 return
             self._connections.add(connection)
-            _Session(connection, self._key, self._handle, self._connections.discard).start()
+            _Session(connection, self.key, self._handle, self._connections.discard).start()
 
     def close(self) -> None:
         """Stops listening and ends all connections. Is idempotent."""
@@ -150,6 +152,7 @@ class ServingWorker(Worker[GroupType]):
         port = 0 if ports is None else ports[self.rank]
         if self._server is None or port not in (0, self._server.address.port):
             self._server = RequestServer(self.context.address, port, key, self.submit_request)
+        self._server.key = key  # a restarted run has another key
         return self._server.address
 
     def submit_request(self, request: Any) -> Future:  # Any: a value of the channel

@@ -146,12 +146,14 @@ class Rollout(Worker["RolloutGroup"]):
     def connect_reward(self, servers: Sequence[ServerAddress], key: bytes) -> None:
         """Connects the rollout to the reward workers that score its responses (calls with `score`)."""
         self._reward_servers = servers, key
+        self._groups.episodes.close()
         self._groups = PromptGroups(self._make_episodes(is_scored=True))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def connect_environment(self, servers: EnvironmentServers) -> None:
         """Runs all episodes with these environment workers from now on."""
         self._environment_servers = servers
+        self._groups.episodes.close()
         self._groups = PromptGroups(self._make_episodes(is_scored=True))
 
     def _make_episodes(self, *, is_scored: bool) -> Episodes:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.variants import ROLES, SCHEDULES
-from tests.chaos.workers import EVALUATION, MISBEHAVIOR
+from tests.chaos.misbehavior import MISBEHAVIOR
+from tests.chaos.variants import CALL_TIMEOUT_S, EPISODES, REWARD_TIMEOUT_S, ROLES, SCHEDULES, get_roles
+from tests.chaos.workers import EVALUATION
 
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "start": tuple((role, "__init__") for role in ROLES),
@@ -23,7 +24,13 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
 """Phase -> (role, method) pairs. The phase lasts while one of them runs; `any` is a random time."""
 
 PROCESS_FAULTS = ("kill", "stop")
-DRIVER, DISK, REWARD = "driver", "disk", "reward"
+DRIVER, DISK = "driver", "disk"
+
+CHILDREN = {"scoring_process": "reward", "environment_process": "environment"}
+"""Target -> the role whose workers start such processes."""
+
+FUNCTION = "scoring_process"
+"""Target of the misbehavior of a reward function."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Case:
     engine: str
     fault: str
     target: str
-    """A role, or `driver` or `disk`."""
+    """A role, one of `CHILDREN`, or `driver` or `disk`."""
     phase: str
 
     @property
@@ -47,32 +54,50 @@ class Case:
 
     @property
     def is_hang(self) -> bool:
-        return self.fault in ("stop", "hangs", "hangs_always")
+        return self.fault in ("stop", "hangs", "hangs_always", "prints")
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a hang is detected; 0 for other faults."""
+        if not self.is_hang:
+            return 0.0
+        return REWARD_TIMEOUT_S if self.target in CHILDREN else CALL_TIMEOUT_S
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
         """Allowed exit codes of a program that ends because of the fault; see the table in docs/failures.md."""
-        if not self.ends_run:
-            return ()
-        return (2,) if self.fault in ("raises", "nan", "string", "full") else (1, 2)
+        return (2,) if self.ends_run else ()
 
     @property
     def ends_run(self) -> bool:
-        """Whether the program may end with an error instead of continuing, because a user must fix the cause."""
-        return self.target == DISK or (self.fault in MISBEHAVIOR and self.fault not in ("hangs", "prints"))
+        """Whether the program may end with an error instead of continuing, because a user must fix the cause.
+
+        With `on_failure: stop`, this includes each failure of a reward function or an environment.
+        """
+        is_lost_call = self.target in CHILDREN and self.fault in PROCESS_FAULTS
+        return self.target == DISK or is_lost_call or self.fault in MISBEHAVIOR
+
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "hf": (DRIVER, *get_roles("hf"), "scoring_process"),
+    "vllm": ("rollout",),
+    "fsdp": ("actor",),
+    EPISODES: ("rollout", "environment", "environment_process"),
+}
+"""Engine -> targets of signals."""
 
 
 def all_cases() -> list[Case]:
     """Returns every combination of fault, target, phase, schedule and engine that is possible."""
     cases = []
     for schedule in SCHEDULES:
-        for engine in ("hf", "vllm", "fsdp"):
+        for engine, targets in TARGETS.items():
             for phase in PHASES:
-                targets = (DRIVER, *ROLES) if engine == "hf" else ("rollout" if engine == "vllm" else "actor",)
-                cases += [Case(schedule, engine, "kill", target, phase) for target in targets]
+                own = [target for target in targets if phase != "start" or target not in CHILDREN]
+                cases += [Case(schedule, engine, "kill", target, phase) for target in own]
                 if phase != "start":
-                    cases += [Case(schedule, engine, "stop", target, phase) for target in targets if target != DRIVER]
-        cases += [Case(schedule, "hf", fault, REWARD, "any") for fault in MISBEHAVIOR]
+                    cases += [Case(schedule, engine, "stop", target, phase) for target in own if target != DRIVER]
+        cases += [Case(schedule, "hf", fault, FUNCTION, "any") for fault in MISBEHAVIOR]
         cases += [Case(schedule, "hf", "full", DISK, "any")]
     return cases
 
@@ -84,7 +109,7 @@ def _pattern(pattern: str) -> Finder:
     return lambda report: re.search(pattern, report, re.IGNORECASE) is not None
 
 
-_FUNCTION = r"tests\.chaos\.workers:score|\bscore \(|chaos/workers\.py"
+_FUNCTION = r"tests\.chaos\.misbehavior:score|\bscore \(|chaos/misbehavior\.py"
 """The user's function, by its setting or by its frame in a stack."""
 
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -92,8 +117,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "raises": (_FUNCTION, r"RuntimeError", r"refused 10 connections"),
     "nan": (_FUNCTION, r"\bnan\b"),
     "string": (_FUNCTION, r"0\.5 points"),
-    "hangs": (_FUNCTION, r"reward\.score", r"deadline"),
-    "hangs_always": (_FUNCTION, r"reward\.score", r"deadline"),
+    "hangs": (_FUNCTION, r"in hang \(", r"within 6 s", r"timeout_s"),
+    "hangs_always": (_FUNCTION, r"in hang \(", r"within 6 s", r"timeout_s"),
+    "prints": (_FUNCTION, r"printed more than 1 MiB", r"timeout_s"),
+    "killed": (_FUNCTION, r"SIGKILL"),
     "sys_exit": (_FUNCTION, r"sys\.exit|SystemExit"),
     "os_exit": (_FUNCTION, r"(exit|code|status)\D{0,20}\b3\b"),
     "interrupt": (_FUNCTION, r"KeyboardInterrupt"),
@@ -103,17 +130,23 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 """Fault -> patterns of facts that its report must contain."""
 
 
+CHILD_FAULTS = {"kill": (r"SIGKILL",), "stop": (r"within 6 s",)}
+"""Facts of the report of a killed or stopped child process. A loss between two calls needs no report."""
+
+CHILD_CODE = {"scoring_process": _FUNCTION, "environment_process": r"tests\.recipes\.turns:TwoTurns"}
+
+
 def missing_facts(case: Case, rank: int, report: str) -> list[str]:
     """Returns the patterns of required facts that the report does not contain."""
     patterns = REQUIRED.get(case.fault, ())
-    if case.fault == "kill" and case.target == DRIVER:
+    if case.target in CHILDREN and case.fault in PROCESS_FAULTS:
+        patterns = (CHILD_CODE[case.target], *CHILD_FAULTS[case.fault]) if report else ()
+    elif case.fault == "kill" and case.target == DRIVER:
         patterns = (r"resuming from step|starting",)
     elif case.fault == "kill":
         patterns = (rf"\b{case.target}\b", rf"rank {rank}\b", r"SIGKILL|signal 9")
     elif case.fault == "stop":
         patterns = (rf"\b{case.target}\b", rf"rank {rank}\b", *patterns)
-    elif case.fault == "prints":
-        patterns = ()
     return [pattern for pattern in patterns if not _pattern(pattern)(report)]
 
 

@@ -24,9 +24,11 @@ CACHES = {"torchinductor_root", "torchinductor_" + os.environ.get("USER", "root"
 
 
 class Program:
-    """A training program that writes temporary files to `folder/t`. The environment of its processes names `folder`."""
+    """A training program that writes temporary files to `folder/t`. The environment of all its processes, also of those
+    that score, has this folder as `TMPDIR`.
+    """
 
-    def __init__(self, folder: Path, config: Path) -> None:
+    def __init__(self, folder: Path, config: Path, module: str = "tests.chaos.training") -> None:
         self.folder = folder
         self.temporary = folder / "t"
         self.temporary.mkdir(exist_ok=True)
@@ -37,7 +39,7 @@ class Program:
         self.started_s = time.monotonic()
         temporary = {"TMPDIR": str(self.temporary), "RAY_TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.training", str(config)],
+            [sys.executable, "-m", module, str(config)],
             cwd=ROOT,
             env=os.environ | {FOLDER: str(folder), "COLUMNS": "4000", "PYTHONPATH": str(ROOT)} | temporary,
             stdout=subprocess.PIPE,
@@ -80,10 +82,21 @@ class Program:
         own = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                is_marked = process.environ().get(FOLDER) == str(self.folder)
+                is_marked = process.environ().get("TMPDIR") == str(self.temporary)
                 if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                     own.append(process)
         return own
+
+    def scoring_processes(self, worker: int) -> list[int]:
+        """Returns the ids of the processes in which a worker runs reward functions or environments.
+
+        The worker starts a launcher, which starts a guard for each process.
+        """
+        with suppress(psutil.Error):
+            launchers = psutil.Process(worker).children()
+            guards = [guard for launcher in launchers for guard in launcher.children()]
+            return [process.pid for guard in guards for process in guard.children()]
+        return []
 
     def wait_for_end(self) -> list[str]:
         """Waits for the end of all processes; ends those that remain, and returns their names."""

@@ -41,10 +41,11 @@ def run_reference(folder: Path, task: Path, schedule: str, engine: str, steps: i
     """
     output = folder / f"{schedule}-{engine}-{steps}"
     backend = "inline" if engine == "hf" else "ray"
-    config = variant_config(task, output, schedule, engine, steps, call_timeout_s=None, backend=backend)
+    records = folder / f"{output.name}-records"
+    limits = {"call_timeout_s": None, "backend": backend}
+    config = variant_config(task, output, schedule, engine, steps, records=records, **limits)
     if (output / "summary.json").exists():
         return read_metrics(output)
-    records = folder / f"{output.name}-records"
     (records / "now").mkdir(parents=True, exist_ok=True)
     with _environment(FOLDER, str(records)):
         if backend == "inline":

@@ -19,6 +19,7 @@ from typing import Any
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.report.rollout_log import read_rows, saved_steps
 from tests.chaos.faults import (
+    CHILDREN,
     DISK,
     DRIVER,
     PHASES,
@@ -31,7 +32,7 @@ from tests.chaos.faults import (
     wrong_facts,
 )
 from tests.chaos.program import Program, last_step
-from tests.chaos.variants import CALL_TIMEOUT_S, read_metrics, variant_config, write_config
+from tests.chaos.variants import read_metrics, variant_config, write_config
 from tests.chaos.workers import BETWEEN_CALLS
 
 PROGRESS_STEPS = 3
@@ -41,6 +42,7 @@ two of them before the event.
 PHASE_WAIT_S, STABLE_WAIT_S, LIMIT_S = 120.0, 400.0, 500.0
 MAX_DELAY_S, MAX_RANDOM_S = 0.02, 1.5
 REPORT_S = 5.0
+REPORT_WAIT_S = 25.0
 INTERRUPTED = 130
 """Exit code of a run that SIGINT has ended."""
 EVALUATION_METRICS = frozenset({"accuracy"})
@@ -109,7 +111,7 @@ class Session:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(self.disk)], check=True)
         self.is_mounted = on_disk
         self.output = self.disk / "run"
-        self.config = variant_config(task, self.output, schedule, engine, steps)
+        self.config = variant_config(task, self.output, schedule, engine, steps, records=folder)
         self._config_path = write_config(self.config, folder / "config.yaml")
         self._random = random.Random(seed)
         self.program = Program(folder, self._config_path)
@@ -198,7 +200,9 @@ class Session:
         (self.folder / "reward").unlink(missing_ok=True)
 
     def _wait_for_phase(self, case: Case) -> tuple[int, int, str] | None:
-        """Returns rank, process id and current method of the target, in the phase of the case."""
+        """Returns rank, process id and current method of the target, in the phase of the case. The method of a scoring
+        process is empty.
+        """
         methods, found = set(PHASES[case.phase]), False
 
         def is_in_phase() -> bool:
@@ -217,12 +221,15 @@ class Session:
         time.sleep(self._random.uniform(0, MAX_DELAY_S))
         if case.target in (DRIVER, DISK):
             return 0, self.program.process.pid, ""
-        current = self.program.current_methods()
-        ranks = sorted(rank for role, rank in current if role == case.target)
+        current, target = self.program.current_methods(), CHILDREN.get(case.target, case.target)
+        ranks = sorted(rank for role, rank in current if role == target)
         if not ranks:
             return None
         rank = self._random.choice(ranks)
-        process_id, method = current[case.target, rank]
+        process_id, method = current[target, rank]
+        if case.target in CHILDREN:
+            children = self.program.scoring_processes(process_id)
+            return (rank, self._random.choice(children), "") if children else None
         return rank, process_id, "" if method == BETWEEN_CALLS else method
 
     def _misbehave(self, fault: str) -> float | None:
@@ -269,11 +276,10 @@ class Session:
         missing: list[str] = []
         if is_driver_killed:
             reported_s, cause = None, ""
-        elif case.fault != "prints":
+        else:
             missing = missing_facts(case, rank, cause) + wrong_facts(case, cause)
-        elif sum(len(line) for _, line in program.output_since(event_s)) > 100_000:
-            missing = ["short output"]
-        deadline_s = CALL_TIMEOUT_S if case.is_hang else 0.0
+        if sum(len(line) for _, line in program.output_since(event_s)) > 100_000:
+            missing = [*missing, "short output"]
         return Result(
             commit=self.commit,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -282,7 +288,7 @@ class Session:
             outcome=outcome,
             during="",
             cause=cause[:400],
-            report_s=None if reported_s is None else round(reported_s - event_s - deadline_s, 2),
+            report_s=None if reported_s is None else round(reported_s - event_s - case.timeout_s, 2),
             progress_s=None if progress_s is None else round(progress_s, 1),
             leftovers=leftovers,
             numbers=None if self.schedule == "async" else self.has_reference_numbers(),
@@ -297,8 +303,10 @@ class Session:
         Until the deadline of the stopped call, or the next call of the killed process, the run may progress with
         buffered rows and other processes.
         """
+        if case.fault == "kill" and case.target in CHILDREN:
+            return  # between two calls, it is replaced without a report
         if case.fault in PROCESS_FAULTS:
-            limit_s = event_s + CALL_TIMEOUT_S + 2 * REPORT_S - time.monotonic()
+            limit_s = event_s + case.timeout_s + REPORT_WAIT_S - time.monotonic()
             self._wait(lambda: _find_report(self.program, event_s)[0] is not None, limit_s)
 
     reference: list[dict[str, float]]

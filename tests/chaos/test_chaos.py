@@ -90,7 +90,7 @@ def test_a_wrong_prompt_in_the_saved_rows_of_a_run_is_found_and_a_repeated_step_
 
 
 def test_every_row_of_every_step_is_saved(tmp_path: Path) -> None:
-    config = variant_config(tmp_path, tmp_path / "run", "async", "hf", steps=2)
+    config = variant_config(tmp_path, tmp_path / "run", "async", "hf", steps=2, records=tmp_path)
     log = RolloutLog(tmp_path, config.report.rollouts)
     assert [log.num_training_rows(step) for step in (1, 2, 3, 4)] == [config.batch_size] * 4
     assert config.samples_per_prompt == 1  # so that a row has its own prompt
@@ -99,14 +99,14 @@ def test_every_row_of_every_step_is_saved(tmp_path: Path) -> None:
 def test_the_recipe_uses_the_traced_workers_of_all_roles() -> None:
     assert REPLACED.keys() <= {*recipe.train.__code__.co_names}
     assert not any(getattr(recipe, name) is worker for name, worker in REPLACED.items())
-    assert {*(name.lower() for name in REPLACED), "reward"} == {*ROLES}  # the run starts the reward
+    assert {*(name.lower() for name in REPLACED), "reward", "environment"} == {*ROLES}  # the run starts these two
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("faults", "steps"),
-    [(["reward-prints-any", "reward-kill-any"], 18), (["rollout-stop-any", "actor-kill-update"], 24)],
+    [(["scoring_process-prints-any", "reward-kill-any"], 18), (["rollout-stop-any", "actor-kill-update"], 24)],
 )
 def test_metrics_after_faults_equal_those_of_an_undisturbed_run(cache: Path, faults: list[str], steps: int) -> None:
     cases = [CASES[f"sync-hf-{fault}"] for fault in faults]

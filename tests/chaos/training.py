@@ -15,7 +15,14 @@ if __name__ == "__main__":  # here, because the imports below take seconds
 from flowrl.run import role_groups
 from flowrl.run.loop import Summary
 from recipes.ppo import train as recipe
-from tests.chaos.workers import TracedActor, TracedCritic, TracedReference, TracedReward, TracedRollout
+from tests.chaos.workers import (
+    TracedActor,
+    TracedCritic,
+    TracedEnvironment,
+    TracedReference,
+    TracedReward,
+    TracedRollout,
+)
 
 REPLACED = {
     "Actor": TracedActor,
@@ -31,5 +38,5 @@ _train = FunctionType(recipe.train.__code__, vars(recipe) | REPLACED)
 
 def train(config: PPOConfig) -> Summary:
     """Runs the recipe with the traced workers. The process of this program runs nothing else."""
-    role_groups.Reward = TracedReward
+    role_groups.Reward, role_groups.EnvironmentWorker = TracedReward, TracedEnvironment
     return _train(config)

@@ -100,7 +100,11 @@ class _RayHost(Host):
         return None, Report(now_ns, now_ns, now_ns, now_ns)
 
     def recover(self, plan: RecoveryPlan, role: str) -> None:
-        """Constructs missing workers, and replays the calls that set the state of `role`."""
+        """Constructs missing workers, and replays the calls that set the state of `role`.
+
+        After a construction, also replays such calls of the other roles of the process if they need no device memory.
+        Workers of other processes may need this state before the driver calls these roles, for example a server.
+        """
         missing = [construction for construction in plan.constructions if self.lacks([construction])]
         self.replaced = self.replaced or bool(missing)
         self.forget_states(plan.attempt_start_id)
@@ -110,10 +114,11 @@ class _RayHost(Host):
         rebuild = is_ahead and not self.overwrites_state(role, plan.requests)
         for construction in [*missing, *(c for c in plan.constructions if c.role == role and rebuild)]:
             super().construct(construction)
-        if is_ahead or self.is_behind(role, plan.requests):
-            for state, refs in plan.replay_log:
-                if state.role == role:
-                    super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
+        roles = {construction.role for construction in missing} - {role}
+        is_replayed = is_ahead or self.is_behind(role, plan.requests)
+        for state, refs in plan.replay_log:
+            if (state.role == role and is_replayed) or (state.role in roles and state.contract.memory == ()):
+                super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
 
 
 class RayRef:

@@ -5,13 +5,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from flowrl.controller.backends.base import Backend
 from flowrl.controller.calls.event_pump import EventPump
-from flowrl.controller.calls.failures import CallRecord, Failures, Recovery
+from flowrl.controller.calls.failures import PING, CallRecord, Failures, Recovery
 from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import FlowError, WorkerError
 from flowrl.controller.placement.plan import Slot
@@ -26,6 +27,12 @@ MAX_EVENTS = 200_000
 
 POLL_INTERVAL_S = 0.1
 """Seconds between two checks of the calls in flight for failures and deadlines."""
+
+PING_INTERVAL_S = 1.0
+"""Smallest time in seconds between two pings of a process."""
+
+PING_TIMEOUT_S = 60.0
+"""Largest timeout of a ping in seconds, after which a process that runs no other call is replaced."""
 
 IdleCallback = Callable[[], Iterable[Future | Batch]]
 """A non-blocking function that the driver runs repeatedly. Completion of a returned result triggers its next run."""
@@ -80,6 +87,16 @@ def find_records(result: Future | Batch) -> list[CallRecord]:
 
 
 @dataclass(eq=False)
+class _Ping:
+    """Pings of a process."""
+
+    slot: Slot
+    send: Callable[[], CallRecord]
+    record: CallRecord | None = None
+    """The last ping."""
+
+
+@dataclass(eq=False)
 class Calls:
     """The calls in flight of a driver, and the trace events of finished calls."""
 
@@ -101,6 +118,9 @@ class Calls:
     it, except in a callback or if the caller holds it.
     """
     _in_flight: dict[int, CallRecord] = field(default_factory=dict)
+    _pings: list[_Ping] = field(default_factory=list)
+    _pinged_s: float = 0.0
+    """Monotonic time of the last pings."""
     _stored_rows: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
     _num_replacements: Counter[Slot] = field(default_factory=Counter)
     _failed_state_calls: dict[tuple[Slot, str], CallRecord] = field(default_factory=dict)
@@ -198,8 +218,26 @@ class Calls:
         """
         return self._pump.add(lambda: [record for result in callback() for record in find_records(result)])
 
+    def add_ping(self, slot: Slot, send: Callable[[], CallRecord]) -> None:
+        """Registers a function that sends a ping to a process. The driver calls it about once per second while it
+        waits, after the previous ping is done.
+        """
+        with self.lock:
+            self._pings = [*(ping for ping in self._pings if ping.slot != slot), _Ping(slot, send)]
+
+    def _send_pings(self, now_s: float) -> None:
+        if now_s - self._pinged_s < PING_INTERVAL_S:
+            return
+        self._pinged_s = now_s
+        for ping in self._pings:
+            is_done = ping.record is None or ping.record.is_resolved
+            if is_done and self.recovery.is_recoverable(ping.slot.pool):
+                with suppress(FlowError):  # of a failed pool, which the next call of the driver raises
+                    ping.record = ping.send()
+
     def close(self) -> None:
         """Fails all calls in flight and rejects new ones."""
+        self._pings.clear()
         self._pump.clear()
         self._closed = FlowError("the cluster is closed and its processes have ended; read results before closing it")
         for record in self.in_flight():
@@ -213,6 +251,7 @@ class Calls:
 
         Returns: the pools whose processes are still busy after `timeout_s` seconds.
         """
+        self._pings.clear()
         self._pump.clear()
         self._wait(lambda: not self._in_flight, (), timeout_s)
         late = self.in_flight()
@@ -325,6 +364,7 @@ class Calls:
                 if record.symptom is not None and (error := self._get_first_cause(record)):
                     self._in_flight.pop(record.call_id)
                     record.error = error
+            self._send_pings(time.monotonic())
 
     def _collect(self, records: Sequence[CallRecord], timeout_s: float, count: int) -> None:
         """Waits until `count` of the calls are done, or until the timeout. Resolves done calls in submission order."""
@@ -369,7 +409,8 @@ class Calls:
                 self._failed_state_calls.pop((record.slot, record.role), None)
             record.report = report
             self.failures.record_success(record.slot)
-            self.events.append(_make_event(record, report))
+            if record.method != PING:
+                self.events.append(_make_event(record, report))
             if report.is_replacement:
                 self._num_replacements[record.slot] += 1
                 self.notify(f"{record.role} on rank {record.rank} lost its process; the replacement has taken over")

@@ -19,6 +19,10 @@ LIVENESS_INTERVAL_S = 1.0
 """Seconds between two liveness checks of nodes and processes."""
 
 
+PING = "ping"
+"""Method of pings, which show that a process without other calls is alive."""
+
+
 @dataclass(eq=False)
 class CallRecord:
     """State of a call on one rank, in the driver."""
@@ -316,7 +320,7 @@ class Failures:
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
         """Creates the error of a lost process. Names its current call, or its first role between calls."""
         current = self.deadlines.get_current(slot.pool, slot.rank)
-        if current is not None:
+        if current is not None and current.method != PING:
             return ProcessLost(current.role, current.rank, slot.node, current.method, cause)
         role, rank = self._recovery.get_first_role(slot)
         return ProcessLost(role, rank, slot.node, "", cause)
