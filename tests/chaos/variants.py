@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flowrl.config import to_yaml
+from flowrl.config import RunConfig, to_yaml
 from recipes.ppo.config import PPOConfig
 from tests.configs import NO_REPORT
 from tests.recipes.conftest import build_ppo_config
@@ -97,7 +97,7 @@ def variant_config(
 VLLM = {"engine": "vllm", "transfer": {"bucket_mb": 0.5}}
 
 
-def write_config(config: PPOConfig, path: Path) -> Path:
+def write_config(config: RunConfig, path: Path) -> Path:
     path.write_text(to_yaml(config))
     return path
 
