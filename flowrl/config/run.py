@@ -318,7 +318,7 @@ class DatasetConfig(RunConfig):
         if self.data.needs_success and not self.measures_success:
             setting = "order is curriculum" if self.data.order == "curriculum" else "difficulty has min or max"
             raise ValueError(
-                f"data.{setting}, but only a run with a reward (not an environment) measures the success of prompts: "
+                f"data.{setting}, but only a run with a reward or an environment measures the success of prompts: "
                 "set data.order: shuffle, and remove data.difficulty"
             )
         return self

@@ -306,6 +306,8 @@ def _advantage_columns(
         scores = scores_B = columns["scores"]
     else:
         scores = torch.stack([columns[name].float() for name in config.reward_columns], dim=-1)
+        # NaN: the reward does not apply to the data source of the group. As a constant, it contributes nothing.
+        scores = scores.where(~scores.isnan(), 0)
         weights_K = torch.tensor(config.reward_weights or [1.0] * scores.shape[1])
         scores_B = scores @ weights_K.to(scores)
     if (penalty := config.kl_penalty) is not None:

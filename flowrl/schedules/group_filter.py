@@ -51,6 +51,7 @@ class GroupFilter:
         samples: int,
         drops_failed: bool = False,
         needs_success: bool = False,
+        can_fail: bool = True,
     ) -> None:
         """
         Args:
@@ -58,13 +59,16 @@ class GroupFilter:
             samples: rows per group.
             drops_failed: whether rows with `reward_failed` are dropped.
             needs_success: whether the order of the prompts depends on their scores.
+            can_fail: whether the rows have the column `reward_failed`, which a reward model does not compute.
         """
         sampling = dynamic_sampling
         self._column = "scores" if sampling is None else sampling.column
-        self._samples, self._drops_equal, self._drops_failed = samples, sampling is not None, drops_failed
+        self._samples, self._drops_equal = samples, sampling is not None
+        self._drops_failed = drops_failed and can_fail
+        self._reads_failed = can_fail and (drops_failed or needs_success)
         self.is_active = self._drops_equal or drops_failed or needs_success
         """Whether the driver needs the scores of a batch before it trains on it."""
-        self.columns = (self._column, *((FAILED,) if drops_failed else ()))
+        self.columns = (self._column, *((FAILED,) if self._reads_failed else ()))
         """Columns that `select` reads."""
         self.max_rounds = 1 if sampling is None else sampling.max_rounds
         self.oversample = 1.0 if sampling is None else sampling.oversample
@@ -78,6 +82,7 @@ class GroupFilter:
             samples=config.samples_per_prompt,
             drops_failed=is_scored and config.on_failure == "drop",
             needs_success=is_scored and needs_success,
+            can_fail=config.reward_settings is None or config.reward_settings.model is None,
         )
 
     def select(self, batch: Batch) -> list[SelectedGroup]:
@@ -87,7 +92,7 @@ class GroupFilter:
     def select_values(self, values: Mapping[str, Any]) -> list[SelectedGroup]:
         """Returns one result per group, given the values of `columns`."""
         scores = np.asarray(values[self._column], dtype=np.float64)
-        failed = np.asarray(values[FAILED]) if self._drops_failed else np.zeros(len(scores), dtype=bool)
+        failed = np.asarray(values[FAILED]) if self._reads_failed else np.zeros(len(scores), dtype=bool)
         size = self._samples
         return [
             self.select_group(scores[first : first + size], failed[first : first + size])
@@ -96,9 +101,10 @@ class GroupFilter:
 
     def select_group(self, scores: np.ndarray, failed: np.ndarray) -> SelectedGroup:
         """Returns the result for the rows of one group."""
-        rows = tuple(np.flatnonzero(~failed).tolist())
+        rows = tuple(np.flatnonzero(~failed).tolist()) if self._drops_failed else tuple(range(len(scores)))
         valid = [float(scores[row]) for row in rows if not math.isnan(scores[row])]
-        success = sum(valid) / len(valid) if valid else math.nan
+        measured = scores[~failed & ~np.isnan(scores)].tolist()
+        success = sum(measured) / len(measured) if measured else math.nan
         reason = None
         if len(rows) < len(scores) and len(rows) < 2:
             reason = "failed"
@@ -116,9 +122,13 @@ class GroupFilter:
 
 def no_groups_message(step: int, group_filter: GroupFilter) -> str:
     """Returns the error message for a step whose groups were all dropped."""
+    most = max(group_filter.num_dropped, key=lambda reason: group_filter.num_dropped[reason])
+    fix = "use prompts of medium difficulty or more samples_per_prompt, correct the reward, or raise "
+    fix = f"{fix}dynamic_sampling.max_rounds"
+    if most == "failed":
+        fix = "most rewards failed, so correct the reward or its service; reward.on_failure: stop names the first cause"
     dropped = ", ".join(f"{count} {reason}" for reason, count in group_filter.num_dropped.items() if count)
     return (
         f"step {step} has no group to train after {group_filter.max_rounds} rounds (groups dropped since the start: "
-        f"{dropped}): use prompts of medium difficulty or more samples_per_prompt, correct the reward, or raise "
-        f"dynamic_sampling.max_rounds"
+        f"{dropped}): {fix}"
     )

@@ -21,7 +21,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.events import CallEvent, Counted
-from flowrl.data.metric import Logged, Max, Mean, Metric, merge_metrics
+from flowrl.data.metric import Logged, Max, Mean, Metric, Min, Sum, merge_metrics
 from flowrl.data.prompts import PromptStream
 from flowrl.schedules.group_filter import DROP_REASONS, GroupFilter, SelectedGroup, no_groups_message
 from flowrl.schedules.rewards import Scoring, reward_metrics
@@ -322,13 +322,16 @@ class BatchRollouts:
         if not self._filter.is_active:
             return state  # the metrics of rewards are computed again from the saved rows
         rewards: dict[str, Any] = merge_metrics([future.get() for future in pending.reward_metrics])
-        return state | {"reward_metrics": {name: astuple(metric) for name, metric in rewards.items()}}
+        values = {name: (type(metric).__name__, *astuple(metric)) for name, metric in rewards.items()}
+        return state | {"reward_metrics": values}
 
     def restore(self, state: Mapping[str, Any], rows: SavedRows | None) -> None:
         queue, samples = self._context.prompts, self._context.config.samples_per_prompt
         queue.restore(state)
         self._filter.restore(state["filter"])
-        if rows is None:
+        if rows is None:  # no step has a group
+            for step in state["steps"]:
+                self._steps.append(_PendingStep([], [], [], 0, True, step["metrics"], self._saved_metrics(step)))
             return
         indices = queue.pop(sum(step["num_groups"] for step in state["steps"]))
         prompts = queue.make_batch(indices)
@@ -337,15 +340,18 @@ class BatchRollouts:
         for step in state["steps"]:
             groups = slice(first, first + step["num_groups"])
             own_rows = slice(groups.start * samples, groups.stop * samples)
-            part = (prompts.rows(own_rows), responses.rows(own_rows))
-            masks = [kept[own_rows]] if len(kept) else []
-            rewards = (
-                [{name: Mean(*values) for name, values in step["reward_metrics"].items()}]
-                if self._filter.is_active
-                else reward_metrics([part[1]])
-            )
-            self._steps.append(_PendingStep(indices[groups], [part], masks, 0, True, step["metrics"], rewards))
+            parts = [(prompts.rows(own_rows), responses.rows(own_rows))] if step["num_groups"] else []
+            masks = [kept[own_rows]] if len(kept) and parts else []
+            is_saved = self._filter.is_active
+            rewards = self._saved_metrics(step) if is_saved else reward_metrics([part[1] for part in parts])
+            self._steps.append(_PendingStep(indices[groups], parts, masks, 0, True, step["metrics"], rewards))
             first = groups.stop
+
+    def _saved_metrics(self, state: Mapping[str, Any]) -> list[Any]:
+        """Returns the metrics of the rewards of a step, as of `_state_of`."""
+        kinds = {kind.__name__: kind for kind in (Max, Mean, Min, Sum)}
+        metrics = {name: kinds[kind](*values) for name, (kind, *values) in state.get("reward_metrics", {}).items()}
+        return [metrics] if metrics else []
 
 
 def drop_metrics(dropped: Mapping[str, int]) -> dict[str, float]:

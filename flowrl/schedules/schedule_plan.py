@@ -123,6 +123,12 @@ def _check_routed_schedule(config: RolloutRunConfig) -> None:
             f"schedule.overprovision is {schedule.overprovision}, but placement.routes does not support "
             f"over-provisioning: set schedule.overprovision: 0, or remove placement.routes"
         )
+    if config.dynamic_sampling is not None or config.on_failure == "drop":
+        setting = "on_failure is drop" if config.dynamic_sampling is None else "dynamic_sampling is set"
+        raise ConfigError(
+            f"{setting}, so a step may have fewer rows, but placement.routes needs equal shares of a step: remove "
+            f"placement.routes, or do not drop rows"
+        )
 
 
 def _check_equal_shares(config: RolloutRunConfig, num_trainers: int) -> None:

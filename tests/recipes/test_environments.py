@@ -20,6 +20,7 @@ from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 from tests.errors import rejects
 from tests.recipes.test_numbers import metrics_of
+from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_rewards import ALL_ROWS, SCHEDULES, saved_rows
 from tests.recipes.test_schedules import ALIKE, weights
 
@@ -112,6 +113,24 @@ def test_episodes_of_a_killed_process_start_again(grpo_config: GrpoConfigs, tmp_
     assert (tmp_path / "killed").exists()
     assert sum(line["environment/restarts"] for line in metrics_of(config) if line["step"]) > 0
     assert all(len(rows) == config.batch_size for rows in saved_rows(config))
+
+
+def test_dynamic_sampling_of_episodes_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "schedule": SCHEDULES["one_step_off"],
+        "placement": APART,
+        "dynamic_sampling": {"max_rounds": 20},
+        "checkpoint": {"every": 1},
+        "data": grpo_config().data.model_dump() | {"order": "curriculum"},
+        **environment("Parity", on_failure="drop"),
+        **ALL_ROWS,
+    }
+    straight = grpo_config(output=tmp_path / "straight", steps=3, **settings)
+    train_grpo(straight)
+    train_grpo(grpo_config(output=tmp_path / "resumed", steps=1, **settings))
+    resumed = grpo_config(output=tmp_path / "resumed", steps=3, resume="auto", **settings)
+    train_grpo(resumed)
+    assert_bitwise_identical(resumed, straight)
 
 
 def test_a_run_leaves_no_process_behind(grpo_config: GrpoConfigs) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.environments.base import ModelResponse, Observation, conversation_of
 from recipes.quickstart.task import score
+from tests.recipes.scored import parity
 
 
 class OneTurn:
@@ -36,6 +37,14 @@ class TwoTurns(OneTurn):
         if response.turn:
             return Observation(reward=reward, done=True, info={"reason": "answer", "counts": {"answer": 1}})
         return Observation([{"role": "user", "content": "1+1="}], reward=reward / 2, info={"counts": {"again": 1}})
+
+
+class Parity(OneTurn):
+    """The reward function `scored.parity` with a counted event."""
+
+    async def step(self, response: ModelResponse) -> Observation:
+        reward = parity(prompt=self.row["prompt"], response=response.text)
+        return Observation(reward=reward, done=True, info={"counts": {"odd": int(reward)}})
 
 
 class Unlucky(OneTurn):

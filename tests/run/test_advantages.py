@@ -120,6 +120,25 @@ def test_gdpo_normalizes_each_reward_column() -> None:
     assert response(result, "token_rewards") == [0, 1, 3]
 
 
+def test_a_reward_that_does_not_apply_to_a_group_contributes_nothing_to_gdpo() -> None:
+    """Two groups of two rows. Each reward applies to one group only."""
+    rows = Batch.from_columns(
+        rows={
+            "prompt_id": [0, 0, 1, 1],
+            "code": torch.tensor([0.0, 1.0, torch.nan, torch.nan]),
+            "math": torch.tensor([torch.nan, torch.nan, 0.0, 1.0]),
+        },
+        tokens={"input_ids": [1] * 4, "response_mask": [True] * 4},
+        lengths=[1] * 4,
+    )
+    result = compute(rows, GdpoAdvantage(reward_columns=("code", "math")))
+    normalized = 1 / (2 * (0.5**0.5 + 1e-4))
+    expected = normalized / ((4 * normalized**2 / 3) ** 0.5 + 1e-4)
+    expected_advantages = [-expected, expected, -expected, expected]
+    assert result.get("advantages").tolist() == pytest.approx(expected_advantages, rel=1e-6)
+    assert result.get("token_rewards").tolist() == [0, 1, 0, 1]
+
+
 # Metrics.
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from flowrl.config import DynamicSampling
 from flowrl.data.batch.batch import Batch
-from flowrl.schedules.group_filter import GroupFilter, SelectedGroup
+from flowrl.rewards.row_scores import FAILED
+from flowrl.schedules.group_filter import GroupFilter, SelectedGroup, no_groups_message
 
 
 def make_filter(*, drops_failed: bool = True, samples: int = 4, **dynamic: Any) -> GroupFilter:
@@ -57,6 +58,28 @@ def test_rewards_that_do_not_apply_do_not_count() -> None:
     scores = np.array([math.nan, math.nan, math.nan, math.nan])
     assert make_filter(column="exact").select_group(scores, np.zeros(4, bool)).reason == "equal_scores"
     assert not make_filter(column="exact").select_group(scores, np.zeros(4, bool)).has_success
+
+
+def test_failed_rows_have_no_success_although_they_are_trained() -> None:
+    chosen = GroupFilter(None, samples=4, needs_success=True)
+    failed = np.array([0, 0, 1, 1], bool)
+    assert chosen.columns == ("scores", FAILED)
+    assert chosen.select_group(np.array([1.0, 1, 0, 0]), failed) == SelectedGroup((0, 1, 2, 3), None, 1.0)
+
+
+def test_a_reward_model_has_no_failed_rows() -> None:
+    chosen = GroupFilter(None, samples=2, drops_failed=True, needs_success=True, can_fail=False)
+    assert chosen.columns == ("scores",)
+    groups = chosen.select(Batch.from_columns(rows={"scores": np.array([0.0, 1.0])}))
+    assert groups == [SelectedGroup((0, 1), None, 0.5)]
+
+
+def test_the_error_of_a_step_without_groups_names_failed_rewards() -> None:
+    chosen = make_filter(max_rounds=2)
+    chosen.num_dropped.update(failed=3, equal_scores=1)
+    assert "reward.on_failure" in no_groups_message(5, chosen)
+    chosen.num_dropped.update(equal_scores=9)
+    assert "dynamic_sampling.max_rounds" in no_groups_message(5, chosen)
 
 
 def test_dropped_groups_are_counted_across_a_checkpoint() -> None:

@@ -44,6 +44,7 @@ def routed(*feeds: list[int], **settings: Any) -> dict[str, Any]:
         (routed([0], [1], schedule={"kind": "one_step_off"}), "placement.routes.*schedule.kind"),
         (routed([0], [1], schedule={"kind": "async", "max_staleness": 0}), "placement.routes.*schedule.max_staleness"),
         (routed([0], [1], schedule={"kind": "async", "overprovision": 1}), "schedule.overprovision.*placement.routes"),
+        (routed([0], [1], dynamic_sampling={}, samples_per_prompt=2), "dynamic_sampling.*placement.routes"),
         (routed([0]), r"placement.routes.rollout\b.* 1\b.* 2\b"),
         (routed([0], [1], [1]), r"placement.routes.rollout\b.* 3\b.* 2\b"),
         (routed([0, 1], []), r"placement.routes.rollout\.1\b"),

@@ -143,7 +143,7 @@ class RolloutRunConfig(DatasetConfig):
 
     @property
     def measures_success(self) -> bool:
-        return self.reward_settings is not None
+        return self.reward_settings is not None or self.environment is not None
 
     @property
     def prompts_per_step(self) -> int:
