@@ -79,8 +79,8 @@ def soak_config(task: Path, output: Path, scores: Scores, steps: int) -> GRPOCon
     roles = {"actor": 1, "rollout": REPLICAS, scores: WORKERS}
     limits = {"workers": PROCESSES, "on_failure": "drop", "max_failure_rate": 1.0, "timeout_s": 20.0}
     sources: dict[Scores, dict[str, Any]] = {
-        "reward": {"reward": {"function": "tests.chaos.soak_scores:parity", **limits}},
-        "environment": {"reward": None, "environment": {"name": "tests.chaos.soak_scores:Parity", **limits}},
+        "reward": {"reward": {"function": "tests.chaos.soak_scores:score", **limits}},
+        "environment": {"reward": None, "environment": {"name": "tests.chaos.soak_scores:AskTwice", **limits}},
     }
     settings = quickstart_settings(task, output, steps=steps, batch_size=SAMPLES * PROMPTS, samples_per_prompt=SAMPLES)
     settings |= {
@@ -102,7 +102,7 @@ def soak_config(task: Path, output: Path, scores: Scores, steps: int) -> GRPOCon
         "checkpoint": {"every": CHECKPOINT_EVERY},
         "restarts": MANY_RESTARTS,
     }
-    settings["actor"] |= {"optimizer": {"lr": 1e-4}}
+    settings["actor"] |= {"optimizer": {"lr": 1e-5}}
     return GRPOConfig.model_validate(settings | sources[scores])
 
 
