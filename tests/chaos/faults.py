@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.misbehavior import MISBEHAVIOR
-from tests.chaos.variants import CALL_TIMEOUT_S, EPISODES, REWARD_TIMEOUT_S, ROLES, SCHEDULES, get_roles
+from tests.chaos.variants import (
+    CALL_TIMEOUT_S,
+    ENVIRONMENT_TIMEOUT_S,
+    EPISODES,
+    REWARD_TIMEOUT_S,
+    ROLES,
+    SCHEDULES,
+    get_roles,
+)
 from tests.chaos.workers import EVALUATION
 
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -61,7 +69,9 @@ class Case:
         """Seconds after which a hang is detected; 0 for other faults."""
         if not self.is_hang:
             return 0.0
-        return REWARD_TIMEOUT_S if self.target in CHILDREN else CALL_TIMEOUT_S
+        if self.target == "environment_process":
+            return ENVIRONMENT_TIMEOUT_S
+        return REWARD_TIMEOUT_S if self.target == "scoring_process" else CALL_TIMEOUT_S
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
@@ -130,7 +140,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 """Fault -> patterns of facts that its report must contain."""
 
 
-CHILD_FAULTS = {"kill": (r"SIGKILL",), "stop": (r"within 6 s",)}
+CHILD_FAULTS = {"kill": (r"SIGKILL",), "stop": (r"within \d s",)}
 """Facts of the report of a killed or stopped child process. A loss between two calls needs no report."""
 
 CHILD_CODE = {"scoring_process": _FUNCTION, "environment_process": r"tests\.recipes\.turns:TwoTurns"}

@@ -16,7 +16,7 @@ from tests.chaos.faults import DISK, Case
 from tests.chaos.program import ROOT
 from tests.chaos.session import Result, Session, SessionError
 from tests.chaos.training import train
-from tests.chaos.variants import read_metrics, variant_config, write_config
+from tests.chaos.variants import EPISODES, read_metrics, variant_config, write_config
 from tests.chaos.workers import FOLDER
 
 TESTED = ("flowrl", "recipes")
@@ -40,7 +40,7 @@ def run_reference(folder: Path, task: Path, schedule: str, engine: str, steps: i
     The run with one process per role is bitwise identical to an inline run, which starts sooner.
     """
     output = folder / f"{schedule}-{engine}-{steps}"
-    backend = "inline" if engine == "hf" else "ray"
+    backend = "inline" if engine in ("hf", EPISODES) else "ray"
     records = folder / f"{output.name}-records"
     limits = {"call_timeout_s": None, "backend": backend}
     config = variant_config(task, output, schedule, engine, steps, records=records, **limits)

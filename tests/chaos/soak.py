@@ -3,7 +3,7 @@
     python -m tests.chaos.soak --scores reward --steps 500
     python -m tests.chaos.soak --scores environment --steps 500
 
-Kills scoring or environment processes, their workers, and rollout replicas every few seconds. Afterwards, the saved
+Kills scoring or environment processes, their workers, and rollout replicas every few steps. Afterwards, the saved
 rows, the last checkpoint and the summary show whether every prompt was trained once or dropped with a counted reason,
 and whether a trained group had equal scores. Prints the account as JSON. The exit code is 0 if it has no problem.
 """
@@ -41,8 +41,14 @@ REPLICAS, WORKERS, PROCESSES = 2, 2, 4
 """Rollout replicas, workers that score, and their processes in total."""
 
 CHECKPOINT_EVERY = 5
-KILL_EVERY_S = (1.0, 5.0)
-"""Range of the time between two kills. It is random."""
+STEPS_BETWEEN_KILLS = 1, 4
+"""Range of the number of steps between two kills."""
+
+SOON = 0.1
+"""Probability of a kill without steps after the previous one."""
+
+KILL_DELAY_S = 0.1, 1.0
+"""Range of the time between a step and a kill."""
 
 
 @dataclass
@@ -73,8 +79,8 @@ def soak_config(task: Path, output: Path, scores: Scores, steps: int) -> GRPOCon
     roles = {"actor": 1, "rollout": REPLICAS, scores: WORKERS}
     limits = {"workers": PROCESSES, "on_failure": "drop", "max_failure_rate": 1.0, "timeout_s": 20.0}
     sources: dict[Scores, dict[str, Any]] = {
-        "reward": {"reward": {"function": "tests.chaos.soak_scores:parity", **limits}},
-        "environment": {"reward": None, "environment": {"name": "tests.chaos.soak_scores:Parity", **limits}},
+        "reward": {"reward": {"function": "tests.chaos.soak_scores:score", **limits}},
+        "environment": {"reward": None, "environment": {"name": "tests.chaos.soak_scores:AskTwice", **limits}},
     }
     settings = quickstart_settings(task, output, steps=steps, batch_size=SAMPLES * PROMPTS, samples_per_prompt=SAMPLES)
     settings |= {
@@ -96,7 +102,7 @@ def soak_config(task: Path, output: Path, scores: Scores, steps: int) -> GRPOCon
         "checkpoint": {"every": CHECKPOINT_EVERY},
         "restarts": MANY_RESTARTS,
     }
-    settings["actor"] |= {"optimizer": {"lr": 1e-4}}
+    settings["actor"] |= {"optimizer": {"lr": 1e-5}}
     return GRPOConfig.model_validate(settings | sources[scores])
 
 
@@ -124,15 +130,20 @@ def soak(folder: Path, scores: Scores, steps: int, seed: int = 0, limit_s: float
 def kill_randomly(
     program: Program, output: Path, scores: Scores, generator: random.Random, limit_s: float
 ) -> Counter[str]:
-    """Kills random processes until the program ends. Returns the number of kills per kind."""
+    """Kills random processes until the program ends. Returns the number of kills per kind.
+
+    The next kill is some steps after the previous one, or soon after it, so that it may hit the recovery.
+    """
     kills: Counter[str] = Counter()
     kinds = (f"{scores} process", f"{scores} worker", "rollout replica")
-    while program.code is None and time.monotonic() < program.started_s + limit_s:
-        time.sleep(generator.uniform(*KILL_EVERY_S))
+    next_step, until_s = 1, program.started_s + limit_s
+    while program.code is None and time.monotonic() < until_s:
+        time.sleep(generator.uniform(*KILL_DELAY_S))
         kind = generator.choice(kinds)
         role = "rollout" if kind == "rollout replica" else scores
         workers = [process for (own, _), (process, _) in program.current_methods().items() if own == role]
-        if last_step(output) < 1 or not workers:
+        step = last_step(output)
+        if step < next_step or not workers:
             continue
         victim = generator.choice(workers)
         if kind == kinds[0]:
@@ -143,6 +154,7 @@ def kill_randomly(
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
             kills[kind] += 1
+            next_step = step if generator.random() < SOON else step + generator.randint(*STEPS_BETWEEN_KILLS)
     return kills
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
+import zlib
 
 from flowrl.environments.base import ModelResponse, Observation
 from tests.recipes.turns import OneTurn
@@ -11,18 +10,22 @@ from tests.recipes.turns import OneTurn
 CALL_S = 0.05
 
 
-def parity(response: str) -> float:
-    """Returns 1 for responses of odd length, otherwise 0, so that some groups have equal scores."""
+def random_bit(prompt: str, response: str) -> float:
+    """Returns 0 or 1, which is different for about half of the responses, so that no policy makes all scores equal."""
+    return float(zlib.crc32(f"{prompt} {response}".encode()) % 2)
+
+
+def score(prompt: str, response: str) -> float:
+    """Returns the random bit of a response after some time."""
     time.sleep(CALL_S)
-    return float(len(response) % 2)
+    return random_bit(prompt, response)
 
 
-class Parity(OneTurn):
-    """An environment of two turns. The reward is that of `parity` for the last response."""
+class AskTwice(OneTurn):
+    """An environment of two turns. The reward is the random bit of the last response."""
 
     async def step(self, response: ModelResponse) -> Observation:
         await asyncio.sleep(CALL_S)
         if response.turn:
-            return Observation(reward=float(len(response.text) % 2), done=True, info=dict[str, Any](reason="answer"))
-        again: Mapping[str, Any] = {"role": "user", "content": "1+1="}
-        return Observation([again], reward=0.0)
+            return Observation(reward=random_bit(self.row["prompt"], response.text), done=True)
+        return Observation([{"role": "user", "content": "1+1="}])

@@ -106,7 +106,7 @@ def test_the_recipe_uses_the_traced_workers_of_all_roles() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("faults", "steps"),
-    [(["scoring_process-prints-any", "reward-kill-any"], 18), (["rollout-stop-any", "actor-kill-update"], 24)],
+    [(["scoring_process-kill-any", "reward-kill-any"], 18), (["rollout-stop-any", "actor-kill-update"], 24)],
 )
 def test_metrics_after_faults_equal_those_of_an_undisturbed_run(cache: Path, faults: list[str], steps: int) -> None:
     cases = [CASES[f"sync-hf-{fault}"] for fault in faults]

@@ -32,8 +32,8 @@ BATCH_SIZE, CHECKPOINT_EVERY, EVALUATE_EVERY = 8, 3, 4
 ALL_ROWS = {"every": 1, "rows": BATCH_SIZE, "max_mb": None}
 """Settings of `report.rollouts` that keep all rows of all steps, so that every trained prompt is known."""
 CALL_TIMEOUT_S = 15.0
-REWARD_TIMEOUT_S = 6.0
-"""Timeout of reward functions and environments. It is shorter, so that they are the cause of a late call."""
+REWARD_TIMEOUT_S, ENVIRONMENT_TIMEOUT_S = 6.0, 4.0
+"""Timeouts of reward functions and environments. They are shorter, so that a late call is attributed to them."""
 MANY_RESTARTS = 1_000_000
 """A run takes many faults, so the number of restarts is not what ends it."""
 
@@ -48,9 +48,10 @@ def scoring_settings(engine: str, records: Path) -> dict[str, Any]:
 
     One process scores, so that a stopped process receives the next call.
     """
-    limits = {"workers": 1, "timeout_s": REWARD_TIMEOUT_S}
     if engine == EPISODES:
-        return {"reward": None, "environment": {"name": "tests.recipes.turns:TwoTurns", **limits}}
+        environment = {"name": "tests.recipes.turns:TwoTurns", "workers": 1, "timeout_s": ENVIRONMENT_TIMEOUT_S}
+        return {"reward": None, "environment": environment}
+    limits = {"workers": 1, "timeout_s": REWARD_TIMEOUT_S}
     function = {"function": "tests.chaos.misbehavior:score", "options": {"folder": str(records)}}
     return {"reward": {**function, "evaluation": "recipes.quickstart.task:exact", **limits}}
 

@@ -255,7 +255,7 @@ def test_with_random_resumes_no_prompt_is_trained_twice_lost_or_too_stale(seed: 
     for last in (*sorted(chance.sample(range(1, 40), 4)), 40):
         run.run(first=done + 1, last=last, version=done)
         total, done = total + run.trained, last
-        dropped += sum(run.source.summary()["groups"]["dropped"].values())
+        dropped = sum(run.source.summary()["groups"]["dropped"].values())  # since the start of the first run
         assert max(run.ages) <= bounds["max_staleness"]
         drawn, num_pending = run.prompts.drawn, len(left_over(run))
         assert drawn == 4 * done + dropped + num_pending

@@ -162,3 +162,15 @@ def test_close_leaves_no_thread_behind(executor: ThreadPoolExecutor) -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before
+
+
+def test_a_server_with_another_key_keeps_its_connections(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    """A restarted run retains reward workers, and connects to them with another key."""
+    server = open_server(lambda value: executor.submit(int, value))
+    old = RequestClient([server.address], KEY)
+    server.key = b"another key"
+    new = RequestClient([server.address], b"another key", reconnect_s=5.0)
+    for client in (old, new):
+        client.send([("a", 7)])
+        assert receive_all(client) == {"a": 7}
+        client.close()
