@@ -3,17 +3,11 @@
 Needs the extra `rewards`.
 """
 
-import contextlib
 import logging
 import math
 import re
-import signal
-import threading
-import time
-from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
-from types import FrameType
 from typing import Any
 
 try:
@@ -22,6 +16,8 @@ except ImportError as error:
     raise ImportError(
         f"flowrl.rewards.math needs the library math-verify ({error}): pip install 'flowrl[rewards]'"
     ) from error
+
+from flowrl.rewards.time_limit import TimeLimitError, time_limit
 
 _MAX_CHARACTERS = 20_000
 """Characters at the end of a response that are searched for the answer."""
@@ -33,17 +29,7 @@ _BOX = "\\boxed{"
 _BRACE = re.compile(r"(?<!\\)[{}]")
 _UNESCAPED = re.compile(r"(?<!\\)([%$])")
 
-_REPEAT_S = 0.1
-"""Seconds until a time limit interrupts again, because the first interruption may be lost."""
-
-_RELEASES = {"__del__", "remove", "_remove"}
-"""Functions that run when an object is freed. The interpreter prints and ignores exceptions in them."""
-
 Expressions = list[Any]  # Any: expressions of sympy, and texts
-
-
-class _TimeLimitError(BaseException):
-    """Raised after a time limit. It is no Exception, because sympy catches every Exception in many functions."""
 
 
 def score(response: str, answer: object, *, only_boxed: bool = False, timeout_s: int = 5, **columns: object) -> float:
@@ -60,58 +46,23 @@ def score(response: str, answer: object, *, only_boxed: bool = False, timeout_s:
     Raises:
         ValueError: `answer` contains no expression, or cannot be read within `timeout_s`.
     """
-    # The library warns that its own timeouts are disabled. The one of `_time_limit` replaces them.
+    # The library warns that its own timeouts are disabled. The one of `time_limit` replaces them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     text = _answer_of(response[-_MAX_CHARACTERS:])
     try:
-        with _time_limit(timeout_s):
+        with time_limit(timeout_s):
             expected = _parse_answer(_answer_text(answer))
-    except _TimeLimitError as error:
+    except TimeLimitError as error:
         raise ValueError(f"answer {answer!r} cannot be read within {timeout_s} s: simplify it") from error
     if not expected:
         raise ValueError(f"answer {answer!r} contains no number or formula: correct the data, or use another reward")
     if only_boxed and not text.startswith(_BOX):
         return 0.0
     try:
-        with _time_limit(timeout_s):
+        with time_limit(timeout_s):
             return float(_is_equal(expected, text))
-    except (_TimeLimitError, RecursionError, MemoryError, OverflowError):  # deep nesting or huge numbers
+    except (TimeLimitError, RecursionError, MemoryError, OverflowError):  # deep nesting or huge numbers
         return 0.0
-
-
-@contextlib.contextmanager
-def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Raises _TimeLimitError after `timeout_s` seconds, and again until the block ends. Works in the main thread only.
-
-    The limit of math-verify raises an Exception once. Sympy may catch it, and would then continue without a limit.
-    """
-    if threading.current_thread() is not threading.main_thread():  # Python allows signal handlers only there
-        yield
-        return
-    is_active = True
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            if frame.f_code.co_name in _RELEASES:
-                return
-            frame = frame.f_back
-        if is_active:
-            raise _TimeLimitError
-
-    start = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, _REPEAT_S)
-    try:
-        try:
-            yield
-        finally:
-            is_active = False
-    finally:
-        if remaining:  # a timer of the caller
-            remaining = max(remaining - (time.monotonic() - start), _REPEAT_S)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
 
 
 def _is_equal(expected: tuple[Any, ...], text: str) -> bool:

@@ -5,20 +5,19 @@ Needs the extra `rewards`. `data` settings with `reasoning_gym` generate the row
 
 import ast
 import re
-import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 try:
     import reasoning_gym
-    from math_verify.errors import TimeoutException
-    from math_verify.utils import timeout
     from reasoning_gym.factory import DATASETS
 except ImportError as error:
     raise ImportError(
         f"flowrl.rewards.reasoning_gym needs the library reasoning-gym ({error}): pip install 'flowrl[rewards]'"
     ) from error
+
+from flowrl.rewards.time_limit import TimeLimitError, time_limit
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _MAX_CHARACTERS = 20_000
@@ -32,7 +31,8 @@ EVALUATES_FORMULAS = frozenset(
 )
 """Tasks whose scorer passes the answer to sympy's parser, which uses `eval`."""
 
-_FORMULA = re.compile(r"(?:[\s+\-*/^()]|\d+(?:\.\d*)?|\.\d+|(?P<name>[A-Za-z]\w*))*")
+# Possessive, because a text of the model could otherwise be split in exponentially many ways.
+_FORMULA = re.compile(r"(?:[\s+\-*/^()]|\d++(?:\.\d*+)?+|\.\d++|[A-Za-z]\w*+)*+")
 _NAMES = re.compile(r"[A-Za-z]\w*")
 _FUNCTIONS = frozenset(
     f"{prefix}{name}{suffix}" for name in ("sin", "cos", "tan") for prefix in ("", "a") for suffix in ("", "h")
@@ -81,12 +81,10 @@ def score(
     entry = {"answer": answer, "metadata": values}
     options = repr(sorted((task_options or {}).items()))
     dataset = _load_dataset(name, options) if task_options else _load_dataset(name)
-    # The library's limit is a signal handler, which Python allows only in the main thread.
-    is_main = threading.current_thread() is threading.main_thread()
-    score_answer = timeout(timeout_s if is_main else None)(dataset.score_answer)
     try:
-        return float(score_answer(_checked(_find_answer(response, only_tagged), name, answer), entry))
-    except (TimeoutException, Exception):  # noqa: BLE001 (some scorers fail for answers of an unexpected form)
+        with time_limit(timeout_s):
+            return float(dataset.score_answer(_checked(_find_answer(response, only_tagged), name, answer), entry))
+    except (TimeLimitError, Exception):  # noqa: BLE001 (some scorers fail for answers of an unexpected form)
         return float(dataset.score_answer("", entry))
 
 

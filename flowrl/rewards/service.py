@@ -51,20 +51,27 @@ class RewardService:
     """Sends rows to a service in a background thread. `submit` can be called from any thread."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        """Starts the thread. Raises RewardError if the environment variable of the token is missing."""
+        """Starts the thread.
+
+        Raises:
+            RewardError: the environment variable of the token is missing, or variables such as `ALL_PROXY` are invalid.
+        """
         self._config = config
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if config.token_variable is not None:
             if not (token := os.environ.get(config.token_variable, "").strip()):
                 raise RewardError(
                     f"token_variable is {config.token_variable}, but the environment variable is missing or empty: set "
                     f"it on the machine of the driver, or remove token_variable"
                 )
-            self._headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = f"Bearer {token}"
+        self._client = _create_client(config, headers)
         self._rows: asyncio.Queue[_Row] = asyncio.Queue()
         self._open: set[_Row] = set()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._error: str | None = None
+        """Reason for which the thread has ended before `close`."""
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="reward service", daemon=True)
@@ -80,6 +87,8 @@ class RewardService:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the client of the reward service is closed")
+            if self._error is not None:
+                return _failed(self._error, "raised")
             self._open.add(entry)
             self._loop.call_soon_threadsafe(self._rows.put_nowait, entry)
         return entry.result
@@ -96,29 +105,29 @@ class RewardService:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._loop.call_soon_threadsafe(self._stop.set)
+            if self._error is None:
+                self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
-        for row in list(self._open):
-            self._finish(row, Outcome(None, "closed", "the service was closed", num_attempts=0))
+        self._finish_all(Outcome(None, "closed", "the service was closed", num_attempts=0))
 
     def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._send_all())
-        finally:
-            self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._send_all())
+            except Exception as error:  # the boundary of the thread: each open row reports the failure
+                _logger.warning("the client of the reward service has failed", exc_info=True)
+                message = f"the client of {self._config.url} has failed ({_describe(error)})"
+                with self._lock:
+                    self._error = message
+                self._finish_all(Outcome(None, "raised", message, num_attempts=0))
 
     async def _send_all(self) -> None:
         """Sends rows until the service is closed."""
-        limits = httpx.Limits(max_connections=self._config.max_concurrent)
-        # A redirect could send the token to another host.
-        async with httpx.AsyncClient(
-            headers=self._headers, timeout=self._config.timeout_s, limits=limits, follow_redirects=False
-        ) as client:
-            senders = [asyncio.create_task(self._send_batches(client)) for _ in range(self._config.max_concurrent)]
+        async with self._client as client, asyncio.TaskGroup() as group:
+            senders = [group.create_task(self._send_batches(client)) for _ in range(self._config.max_concurrent)]
             await self._stop.wait()
             for sender in senders:
                 sender.cancel()
-            await asyncio.gather(*senders, return_exceptions=True)
 
     async def _send_batches(self, client: httpx.AsyncClient) -> None:
         while True:
@@ -141,6 +150,12 @@ class RewardService:
             self._open.discard(row)
         if not row.result.cancelled() and not row.result.done():
             row.result.set_result(outcome)
+
+    def _finish_all(self, outcome: Outcome) -> None:
+        with self._lock:
+            rows = list(self._open)
+        for row in rows:
+            self._finish(row, outcome)
 
     async def _score(self, client: httpx.AsyncClient, batch: list[_Row]) -> list[Outcome]:
         """Returns the outcome of each row of a batch."""
@@ -166,6 +181,9 @@ class RewardService:
             outcome = Outcome(None, "timeout", f"{config.url} gave no score within {config.deadline_s:g} s")
         except _ServiceError as error:
             outcome = Outcome(None, error.failure, str(error))
+        except Exception as error:  # such as an ExceptionGroup of httpx: only these rows have failed
+            _logger.warning("a request to the reward service failed", exc_info=True)
+            outcome = Outcome(None, "raised", f"the request to {config.url} failed ({_describe(error)})")
         else:
             seconds = time.monotonic() - begun_s
             return [replace(_read_score(score, config.url), seconds=seconds, num_attempts=attempts) for score in scores]
@@ -195,6 +213,25 @@ class RewardService:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _ServiceError(f"the request to {url} failed ({type(error).__name__}: {error})", "raised") from error
         return _read_scores(bytes(content), num_rows, url)
+
+
+def _create_client(config: ServiceConfig, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=config.max_concurrent)
+    try:
+        # A redirect could send the token to another host.
+        return httpx.AsyncClient(headers=headers, timeout=config.timeout_s, limits=limits, follow_redirects=False)
+    except (ImportError, ValueError, OSError) as error:
+        raise RewardError(
+            f"requests to {config.url} cannot be configured ({_describe(error)}): correct the environment variables "
+            f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE, and the token"
+        ) from error
+
+
+def _describe(error: BaseException) -> str:
+    """Returns the type and the text of an error, or of the first error of a group, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
 def _failed(message: str, failure: Failure) -> Future[Outcome]:

@@ -1,10 +1,8 @@
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -133,37 +131,6 @@ def test_an_answer_that_cannot_be_evaluated_in_time_is_rejected() -> None:
         score("5", r"\boxed{" + "(" * 2000 + "1" + ")" * 2000 + "}", timeout_s=1)
 
 
-def test_a_library_that_catches_exceptions_is_interrupted() -> None:
-    """The interruption itself may be lost as well."""
-    num_interruptions = 0
-    with pytest.raises(math_reward._TimeLimitError), math_reward._time_limit(0.01):
-        while True:
-            try:
-                while True:
-                    time.sleep(0.001)
-            except Exception:  # noqa: BLE001 - as sympy does
-                pass
-            except math_reward._TimeLimitError:
-                num_interruptions += 1
-                if num_interruptions == 2:
-                    raise
-
-
-def test_the_timer_of_the_caller_continues() -> None:
-    fired: list[int] = []
-    handler = signal.signal(signal.SIGALRM, lambda number, frame: fired.append(number))
-    before = signal.setitimer(signal.ITIMER_REAL, 60)
-    try:
-        assert score("5", "5") == 1.0
-        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        while not fired:
-            signal.pause()
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *before)
-
-
 def rows(split: str) -> list[dict[str, str]]:
     folder = os.environ.get("GSM8K")
     if folder is None:
@@ -186,7 +153,7 @@ def test_a_boxed_answer_of_gsm8k_is_compared_with_its_solution() -> None:
 
 def test_a_missing_library_is_reported_with_its_extra() -> None:
     code = (
-        "import sys; sys.modules['math_verify'] = None\n"
+        "import sys; sys.modules['math_verify'] = sys.modules['reasoning_gym'] = None\n"
         "from flowrl.rewards.reward_function import RewardError, load_reward_function\n"
         "for name in ('math', 'reasoning_gym'):\n"
         "    try: load_reward_function(f'flowrl.rewards.{name}:score')\n"

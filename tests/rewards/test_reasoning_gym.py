@@ -10,7 +10,7 @@ from reasoning_gym.factory import DATASETS
 
 from flowrl.config import DataFile
 from flowrl.data.reading.generated_rows import generate_lines
-from flowrl.rewards.reasoning_gym import EVALUATES_FORMULAS, EVALUATES_LITERALS, score
+from flowrl.rewards.reasoning_gym import EVALUATES_FORMULAS, EVALUATES_LITERALS, _is_formula, score
 
 # A dependency of arc_agi leaves its data file open, and the scorer of pool_matrix warns about answers without numbers.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (".*arcagi", "loadtxt")]
@@ -102,6 +102,17 @@ def test_all_tasks_that_execute_an_answer_are_known() -> None:
 @pytest.mark.parametrize("answer", ["[]", "null", "1", "9**9**9**9", "[" * 500, "1/0", "\0", "\ud800", "t" * 100_000])
 def test_an_adversarial_answer_scores_less_than_one(task: str, answer: str, rows: dict[str, dict[str, Any]]) -> None:
     assert score(answer, **rows[task], timeout_s=1) < 1.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", ["a" * 500 + ".", "1" * 500 + "!", "The answer is " + "x" * 500 + "."])
+def test_the_time_to_check_a_formula_is_not_exponential(text: str, rows: dict[str, dict[str, Any]]) -> None:
+    assert score(text, **rows["countdown"]) < 1.0
+
+
+def test_a_formula_has_numbers_operators_and_known_names() -> None:
+    assert all(map(_is_formula, ("", "1.5*x + sin(x)/2", "2x**3", "1..5", "(\n8 - .5) ^ 2.", "log(x)y")))
+    assert not any(map(_is_formula, ("x.y", "1_000", "..", "ab", "sin2", "_", "x[0]", "log2.", "eval(1)")))
 
 
 def test_the_function_works_outside_of_the_main_thread(rows: dict[str, dict[str, Any]]) -> None:

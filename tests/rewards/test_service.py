@@ -3,6 +3,7 @@
 import json
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -349,3 +350,43 @@ def test_a_canceled_row_is_not_sent() -> None:
 def test_a_malformed_address_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match="url"):
         ServiceConfig(url=url)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "-1", "x"])
+def test_an_invalid_port_is_rejected(port: str) -> None:
+    with pytest.raises(ValueError, match="port"):
+        ServiceConfig(url=f"http://127.0.0.1:{port}/score")
+
+
+@pytest.mark.parametrize("url", ["http://host/x", "http://[::1]:65535/x", "https://host:1"])
+def test_an_address_may_have_a_port(url: str) -> None:
+    assert ServiceConfig(url=url).url == url
+
+
+def test_an_unexpected_error_costs_only_the_rows_of_its_request() -> None:
+    config = ServiceConfig.model_construct(url="http://127.0.0.1:99999/score")  # the check would reject the port
+    with RewardService(config) as service:
+        for _ in range(2):
+            outcome = service.submit({"x": 1}).result(60)
+            assert outcome.failure == "raised"
+            assert "99999" in outcome.message and "\n" not in outcome.message
+
+
+def test_a_failed_thread_ends_open_and_later_rows() -> None:
+    release = threading.Event()
+    with serve(lambda handler, number, rows: wait_for(release)) as server, connect(server.url) as service:
+        future = service.submit({"x": 1})
+        while not server.requests:
+            time.sleep(0.01)
+        service._loop.call_soon_threadsafe(service._loop.stop)
+        assert future.result(60).failure == "raised"
+        assert service.submit({"x": 1}).result(60).failure == "raised"
+        release.set()
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "unknown://127.0.0.1:1"])
+def test_an_invalid_proxy_is_reported(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # without the optional library for socks
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(RewardError, match="ALL_PROXY"):
+        connect("http://127.0.0.1:1/score")

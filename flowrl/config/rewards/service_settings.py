@@ -1,6 +1,7 @@
 """Settings of HTTP services that score rows."""
 
 import re
+from urllib.parse import urlsplit
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -40,4 +41,10 @@ class ServiceConfig(Config):
             raise ValueError(
                 f"url is {url!r}, but must have the form http://HOST:PORT/PATH or https://HOST/PATH, without a password"
             )
+        try:
+            is_valid = urlsplit(url).port != 0
+        except ValueError:  # a port that is no number or above 65535
+            is_valid = False
+        if not is_valid:
+            raise ValueError(f"url is {url!r}, whose port is invalid: write a port from 1 to 65535, or none")
         return url

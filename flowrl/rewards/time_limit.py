@@ -1,0 +1,53 @@
+"""Time limit of a block of code that may catch exceptions."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+_REPEAT_S = 0.1
+"""Seconds until a time limit interrupts again, because the first interruption may be lost."""
+
+_RELEASES = {"__del__", "remove", "_remove"}
+"""Functions that run when an object is freed. The interpreter prints and ignores exceptions in them."""
+
+
+class TimeLimitError(BaseException):
+    """Raised after a time limit. It is no Exception, because sympy catches every Exception in many functions."""
+
+
+@contextlib.contextmanager
+def time_limit(timeout_s: float) -> Iterator[None]:
+    """Raises TimeLimitError after `timeout_s` seconds, and again until the block ends. Works in the main thread only.
+
+    A limit that raises an Exception once, as that of math-verify, has no effect if sympy catches it.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python allows signal handlers only there
+        yield
+        return
+    is_active = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_name in _RELEASES:
+                return
+            frame = frame.f_back
+        if is_active:
+            raise TimeLimitError
+
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, _REPEAT_S)
+    try:
+        try:
+            yield
+        finally:
+            is_active = False
+    finally:
+        if remaining:  # a timer of the caller
+            remaining = max(remaining - (time.monotonic() - start), _REPEAT_S)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
