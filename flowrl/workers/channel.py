@@ -8,6 +8,7 @@ before they read anything else.
 
 import itertools
 import os
+import pickle
 import queue
 import socket
 import threading
@@ -106,34 +107,66 @@ class _Session:
         threading.Thread(target=self._receive, name="flowrl-channel-receive", daemon=True).start()
 
     def _receive(self) -> None:
-        # A wrong key or a lost connection concerns only this client.
-        with suppress(OSError, EOFError, AuthenticationError):
-            deliver_challenge(self._connection, self._key)
-            answer_challenge(self._connection, self._key)
-            while True:
-                for key, value in self._connection.recv():
-                    self._handle(value).add_done_callback(lambda future, key=key: self._add_result(key, future))
-        self._on_close(self._connection)
-        self._results.put(None)
-        # Closed after both threads have ended, because a closed connection has no handle.
-        self._sending.join()
-        self._connection.close()
+        try:
+            # A wrong key or a lost connection concerns only this client.
+            with suppress(OSError, EOFError, AuthenticationError):
+                deliver_challenge(self._connection, self._key)
+                answer_challenge(self._connection, self._key)
+                while self._submit(self._connection.recv_bytes()):
+                    pass
+        finally:
+            self._on_close(self._connection)
+            self._results.put(None)
+            # Closed after both threads have ended, because a closed connection has no handle.
+            self._sending.join()
+            self._connection.close()
+
+    def _submit(self, message: bytes) -> bool:
+        """Submits the requests of a message. Returns False if the message cannot be read."""
+        try:
+            requests = pickle.loads(message)  # noqa: S301 - the client is authenticated
+        except Exception as error:  # noqa: BLE001 - raised by a class of the message
+            # The keys are unknown, so the client as a whole fails. Repeating the message would not help.
+            self._results.put((None, None, f"the server cannot read a request ({type(error).__name__}: {error})"))
+            return False
+        for key, value in requests:
+            try:
+                future = self._handle(value)
+            except Exception as error:  # noqa: BLE001 - fails only this request
+                self._results.put((key, None, _describe(error)))
+            else:
+                future.add_done_callback(lambda future, key=key: self._add_result(key, future))
+        return True
 
     def _add_result(self, key: Hashable, future: Future) -> None:
         error = future.exception()
-        self._results.put((key, None, str(error)) if error is not None else (key, future.result(), None))
+        self._results.put((key, None, _describe(error)) if error is not None else (key, future.result(), None))
 
     def _send(self) -> None:
         with suppress(OSError):
-            while (first := self._results.get()) is not None:
+            is_last = False
+            while not is_last:
                 # Results that are ready at the same time share one message.
-                results: list[tuple[Hashable, Any, str | None] | None] = [first]
+                results = [self._results.get()]
                 while not self._results.empty():
                     results.append(self._results.get())
-                self._connection.send([result for result in results if result is not None])
-                if None in results:
-                    break
+                is_last = None in results
+                self._connection.send_bytes(_encode([result for result in results if result is not None]))
         _shut_down(self._connection)
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _encode(results: Sequence[tuple[Hashable, Any, str | None]]) -> bytes:
+    """Returns the message of results. A result that has no pickle becomes an error."""
+    try:
+        return pickle.dumps(results)
+    except Exception as error:  # noqa: BLE001 - raised by a class of the result
+        if len(results) > 1:
+            return pickle.dumps([pickle.loads(_encode([result]))[0] for result in results])  # noqa: S301 - own bytes
+        return pickle.dumps([(results[0][0], None, f"the result cannot be sent ({_describe(error)})")])
 
 
 class ServingWorker(Worker[GroupType]):
@@ -292,7 +325,9 @@ class _Link:
             try:
                 for key, result, error in self._connection.recv():
                     with self._lock:
-                        is_new = self._in_flight.pop(key, self) is not self
+                        if key is None:  # the server cannot read a request, so nothing is repeated
+                            self._in_flight.clear()
+                        is_new = key is None or self._in_flight.pop(key, self) is not self
                     if is_new:
                         self._results.put((key, result, error))
             except (OSError, EOFError):

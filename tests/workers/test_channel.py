@@ -94,6 +94,44 @@ def test_an_error_of_a_request_is_raised_with_its_message(
     client.close()
 
 
+def test_an_error_of_the_handler_fails_only_its_request(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    def handle(value: Any) -> Future:
+        if value == 7:
+            raise RuntimeError("the pool is closed")
+        return executor.submit(int, value)
+
+    client = RequestClient([open_server(handle).address], KEY)
+    client.send([("a", 7)])
+    with pytest.raises(RequestError, match="the pool is closed"):
+        client.receive(60)
+    client.send([("b", 8)])
+    assert client.receive(60) == [("b", 8)]
+    client.close()
+
+
+class Unreadable:
+    """Its pickle cannot be read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+def test_a_request_that_the_server_cannot_read_is_an_error(open_server: OpenServer) -> None:
+    client = RequestClient([open_server(lambda value: Future()).address], KEY)
+    client.send([("a", Unreadable())])
+    with pytest.raises(RequestError, match="cannot read a request.*not a number"):
+        client.receive(60)
+    client.close()
+
+
+def test_a_result_that_cannot_be_sent_is_an_error(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    client = RequestClient([open_server(lambda value: executor.submit(lambda: threading.Lock())).address], KEY)
+    client.send([("a", 1)])
+    with pytest.raises(RequestError, match="the result cannot be sent.*lock"):
+        client.receive(60)
+    client.close()
+
+
 def test_requests_are_repeated_after_a_lost_connection(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
     first = open_server(lambda value: Future())  # never answers
     port = first.address.port
