@@ -73,6 +73,8 @@ class TextArenaEnvironment:
         self._rewards = {"win": win, "draw": draw, "loss": loss}
         self._rng = random.Random(0)
         self._random_state: Any = None
+        self._is_over = False
+        """Whether the opponent has ended the game before the first move of the policy."""
 
     def reset(self, row: Row) -> Sequence[ChatMessage]:
         seed = int(row.get("seed", 0))
@@ -83,7 +85,7 @@ class TextArenaEnvironment:
         with self._own_random():
             self.game.reset(num_players=2, seed=seed)
         self.game.state.error_allowance = self._max_illegal_moves
-        self._play_opponent()
+        self._is_over = self._play_opponent()
         return [{"role": "user", "content": self._observe()}]
 
     def prepare(self, row: Row) -> None:
@@ -96,7 +98,7 @@ class TextArenaEnvironment:
         return text
 
     def step(self, response: ModelResponse) -> Observation:
-        is_done = self._move(response.text)
+        is_done = self._is_over or self._move(response.text)
         counts = {"illegal_move": 1} if self._is_illegal() else {}
         if not is_done:
             is_done = self._play_opponent()

@@ -7,7 +7,7 @@ before they read anything else.
 """
 
 import itertools
-import os
+import pickle
 import queue
 import socket
 import threading
@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from flowrl.config import UserError
@@ -27,7 +27,12 @@ RECONNECT_S = 60.0
 """Seconds during which a client tries to connect to a server again. A lost process is replaced in this time."""
 
 _RETRY_S = 0.2
-"""Seconds between two attempts to connect."""
+"""Seconds between two attempts to connect, or to accept a connection."""
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+"""Seconds without a message before a check of the other computer, seconds between checks, and failed checks after which
+the connection is lost.
+"""
 
 
 class RequestError(UserError):
@@ -47,44 +52,61 @@ class RequestServer:
 
     def __init__(self, host: str, port: int, key: bytes, handle: Callable[[Any], Future]) -> None:
         """Listens on a port; 0 selects a free one. Raises OSError if the port is in use."""
-        # Without a key, because the handshake of a client would delay all others. Its session does the handshake.
-        self._listener = Listener((host, port), backlog=64)
+        self._listener = socket.create_server((host, port), backlog=64)
         self.key = key
         """Key of later connections."""
         self._handle = handle
         self._connections: set[Connection] = set()
         self._is_closed = False
-        bound: Any = self._listener.address  # typed for all families of sockets
-        self.address = ServerAddress(*bound)
+        self.address = ServerAddress(*self._listener.getsockname())
         self._accepting = threading.Thread(target=self._accept, name="flowrl-channel-accept", daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
-        while True:
-            connection = self._listener.accept()
-            if self._is_closed:
-                connection.close()
-                self._listener.close()
-                return
-            self._connections.add(connection)
-            _Session(connection, self.key, self._handle, self._connections.discard).start()
+        with self._listener:
+            while not self._is_closed:
+                try:
+                    connection = _make_connection(self._listener.accept()[0])
+                except OSError:  # a client that has gone, or too many open files for now
+                    if not self._is_closed:
+                        time.sleep(_RETRY_S)
+                    continue
+                self._connections.add(connection)
+                # The handshake of a client would delay all others, so its session does it.
+                _Session(connection, self.key, self._handle, self._connections.discard).start()
 
     def close(self) -> None:
         """Stops listening and ends all connections. Is idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        # Closing a socket does not end its `accept`, so a last connection ends it.
-        Client((self.address.host, self.address.port)).close()
+        # Closing a socket does not end its `accept`, but this does. It fails if the socket is already closed.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         for connection in tuple(self._connections):
             _shut_down(connection)
 
 
+def _make_connection(connected: socket.socket) -> Connection:
+    """Returns the connection of a socket, which loses a computer that does not respond any more."""
+    with connected:
+        connected.settimeout(None)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not on all systems
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return Connection(connected.detach())
+
+
 def _shut_down(connection: Connection) -> None:
     """Ends a connection whose thread is waiting for a message. The thread then closes it."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
-        duplicate.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        shared = socket.socket(fileno=connection.fileno())
+        try:
+            shared.shutdown(socket.SHUT_RDWR)
+        finally:
+            shared.detach()
 
 
 class _Session:
@@ -106,34 +128,66 @@ class _Session:
         threading.Thread(target=self._receive, name="flowrl-channel-receive", daemon=True).start()
 
     def _receive(self) -> None:
-        # A wrong key or a lost connection concerns only this client.
-        with suppress(OSError, EOFError, AuthenticationError):
-            deliver_challenge(self._connection, self._key)
-            answer_challenge(self._connection, self._key)
-            while True:
-                for key, value in self._connection.recv():
-                    self._handle(value).add_done_callback(lambda future, key=key: self._add_result(key, future))
-        self._on_close(self._connection)
-        self._results.put(None)
-        # Closed after both threads have ended, because a closed connection has no handle.
-        self._sending.join()
-        self._connection.close()
+        try:
+            # A wrong key or a lost connection concerns only this client.
+            with suppress(OSError, EOFError, AuthenticationError):
+                deliver_challenge(self._connection, self._key)
+                answer_challenge(self._connection, self._key)
+                while self._submit(self._connection.recv_bytes()):
+                    pass
+        finally:
+            self._on_close(self._connection)
+            self._results.put(None)
+            # Closed after both threads have ended, because a closed connection has no handle.
+            self._sending.join()
+            self._connection.close()
+
+    def _submit(self, message: bytes) -> bool:
+        """Submits the requests of a message. Returns False if the message cannot be read."""
+        try:
+            requests = pickle.loads(message)
+        except Exception as error:  # noqa: BLE001 - raised by a class of the message
+            # The keys are unknown, so the client as a whole fails. Repeating the message would not help.
+            self._results.put((None, None, f"the server cannot read a request ({type(error).__name__}: {error})"))
+            return False
+        for key, value in requests:
+            try:
+                future = self._handle(value)
+            except Exception as error:  # noqa: BLE001 - fails only this request
+                self._results.put((key, None, _describe(error)))
+            else:
+                future.add_done_callback(lambda future, key=key: self._add_result(key, future))
+        return True
 
     def _add_result(self, key: Hashable, future: Future) -> None:
         error = future.exception()
-        self._results.put((key, None, str(error)) if error is not None else (key, future.result(), None))
+        self._results.put((key, None, _describe(error)) if error is not None else (key, future.result(), None))
 
     def _send(self) -> None:
         with suppress(OSError):
-            while (first := self._results.get()) is not None:
+            is_last = False
+            while not is_last:
                 # Results that are ready at the same time share one message.
-                results: list[tuple[Hashable, Any, str | None] | None] = [first]
+                results = [self._results.get()]
                 while not self._results.empty():
                     results.append(self._results.get())
-                self._connection.send([result for result in results if result is not None])
-                if None in results:
-                    break
+                is_last = None in results
+                self._connection.send_bytes(_encode([result for result in results if result is not None]))
         _shut_down(self._connection)
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _encode(results: Sequence[tuple[Hashable, Any, str | None]]) -> bytes:
+    """Returns the message of results. A result that has no pickle becomes an error."""
+    try:
+        return pickle.dumps(results)
+    except Exception as error:  # noqa: BLE001 - raised by a class of the result
+        if len(results) > 1:
+            return pickle.dumps([pickle.loads(_encode([result]))[0] for result in results])
+        return pickle.dumps([(results[0][0], None, f"the result cannot be sent ({_describe(error)})")])
 
 
 class ServingWorker(Worker[GroupType]):
@@ -183,8 +237,14 @@ class RequestClient:
         After a lost connection, requests in flight are repeated. With `lost_result`, they get this result instead.
         """
         self._results: queue.SimpleQueue[tuple[Hashable, Any, str | None]] = queue.SimpleQueue()
-        self._links = [_Link(server, key, self._results, reconnect_s, lost_result) for server in servers]
+        self._links: list[_Link] = []
         self._link_of: dict[Hashable, _Link] = {}
+        try:
+            for server in servers:
+                self._links.append(_Link(server, key, self._results, reconnect_s, lost_result))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_in_flight(self) -> int:
@@ -267,7 +327,7 @@ class _Link:
         address = (self._server.host, self._server.port)
         while True:
             try:
-                return Client(address, authkey=self._key)
+                return self._open(max(_RETRY_S, deadline - time.monotonic()))
             except (OSError, EOFError, AuthenticationError) as error:
                 if time.monotonic() >= deadline or self._is_closed:
                     raise RequestError(
@@ -275,6 +335,24 @@ class _Link:
                         f"{self._reconnect_s:g} s ({type(error).__name__}: {error}): check the network between nodes"
                     ) from error
                 time.sleep(_RETRY_S)
+
+    def _open(self, timeout_s: float) -> Connection:
+        """Returns a connection after the handshake. Raises OSError, EOFError or AuthenticationError."""
+        connection = _make_connection(socket.create_connection((self._server.host, self._server.port), timeout_s))
+        # A stopped server accepts connections, but does not respond. Messages have no time limit of their own.
+        limit = threading.Timer(timeout_s, _shut_down, [connection])
+        limit.daemon = True
+        limit.start()
+        try:
+            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self._key)
+        except BaseException:
+            limit.cancel()
+            limit.join()  # it must not use the number of a closed file
+            connection.close()
+            raise
+        limit.cancel()
+        return connection
 
     def send(self, requests: Sequence[tuple[Hashable, Any]]) -> None:
         with self._lock:
@@ -292,10 +370,15 @@ class _Link:
             try:
                 for key, result, error in self._connection.recv():
                     with self._lock:
-                        is_new = self._in_flight.pop(key, self) is not self
+                        if key is None:  # the server cannot read a request, so nothing is repeated
+                            self._in_flight.clear()
+                        is_new = key is None or self._in_flight.pop(key, self) is not self
                     if is_new:
                         self._results.put((key, result, error))
-            except (OSError, EOFError):
+            except Exception as error:  # noqa: BLE001 - a class of a result may raise any error
+                if not isinstance(error, OSError | EOFError):
+                    self._results.put((None, None, f"a result cannot be read ({type(error).__name__}: {error})"))
+                    self._is_closed = True
                 with self._lock:
                     self._connection.close()
                 if self._is_closed or not self._reconnect():
@@ -312,6 +395,9 @@ class _Link:
             return False
         with self._lock:
             self._connection = connection
+            if self._is_closed:  # after `close`, which has not seen this connection
+                connection.close()
+                return False
             if self._lost_result is not None:
                 for key in self._in_flight:
                     self._results.put((key, self._lost_result, None))

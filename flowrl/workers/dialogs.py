@@ -174,11 +174,16 @@ class Dialogs:
         return self._checked(dialog, self._tokenizer.encode(text))
 
     def _checked(self, dialog: Dialog, token_ids: Sequence[int]) -> Request:
-        """Returns the request for a prompt. Raises DataError if it is too long."""
+        """Returns the request for a prompt. Raises DataError if it is too long, or has an unknown token."""
         if len(token_ids) > self._max_prompt_tokens:
             raise DataError(
                 f"the prompt that the environment returned has {len(token_ids)} tokens, more than "
                 f"data.max_prompt_tokens ({self._max_prompt_tokens}): shorten it, or raise data.max_prompt_tokens"
+            )
+        if (largest := max(token_ids, default=0)) >= len(self._tokenizer):
+            raise DataError(
+                f"the prompt that the environment returned has the token id {largest}, but the vocabulary of the "
+                f"policy has the ids 0 to {len(self._tokenizer) - 1}: return tokens of the policy's tokenizer"
             )
         return replace(dialog.first, token_ids=token_ids)
 

@@ -65,6 +65,7 @@ def test_an_observation_has_the_opponents_move_and_one_board() -> None:
         (["[0]", "hello", "hello"], {}, -1.0, "illegal_move"),
         (["[0]", "[0]"], {"max_illegal_moves": 0}, -1.0, "illegal_move"),
         (["[0]"], {"opponent": "illegal"}, 1.0, "opponent_illegal_move"),
+        (["[0]"], {"opponent": "illegal", "player": 1}, 1.0, "opponent_illegal_move"),
         (["[0]", "[1]"], {"max_turns": 2, "draw": 0.25}, 0.25, "max_turns"),
     ],
 )

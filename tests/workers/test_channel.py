@@ -1,5 +1,7 @@
 """Requests between workers over sockets: order, errors, lost connections, keys, and dropped requests."""
 
+import os
+import resource
 import socket
 import threading
 import time
@@ -94,6 +96,44 @@ def test_an_error_of_a_request_is_raised_with_its_message(
     client.close()
 
 
+def test_an_error_of_the_handler_fails_only_its_request(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    def handle(value: Any) -> Future:
+        if value == 7:
+            raise RuntimeError("the pool is closed")
+        return executor.submit(int, value)
+
+    client = RequestClient([open_server(handle).address], KEY)
+    client.send([("a", 7)])
+    with pytest.raises(RequestError, match="the pool is closed"):
+        client.receive(60)
+    client.send([("b", 8)])
+    assert client.receive(60) == [("b", 8)]
+    client.close()
+
+
+class Unreadable:
+    """Its pickle cannot be read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+def test_a_request_that_the_server_cannot_read_is_an_error(open_server: OpenServer) -> None:
+    client = RequestClient([open_server(lambda value: Future()).address], KEY)
+    client.send([("a", Unreadable())])
+    with pytest.raises(RequestError, match=r"cannot read a request.*not a number"):
+        client.receive(60)
+    client.close()
+
+
+def test_a_result_that_cannot_be_sent_is_an_error(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
+    client = RequestClient([open_server(lambda value: executor.submit(lambda: threading.Lock())).address], KEY)
+    client.send([("a", 1)])
+    with pytest.raises(RequestError, match=r"the result cannot be sent.*lock"):
+        client.receive(60)
+    client.close()
+
+
 def test_requests_are_repeated_after_a_lost_connection(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
     first = open_server(lambda value: Future())  # never answers
     port = first.address.port
@@ -137,6 +177,68 @@ def test_a_client_with_another_key_is_rejected_and_others_are_served(
     client.send([(1, 1)])
     assert receive_all(client) == {1: 1}
     client.close()
+
+
+def test_a_server_that_does_not_respond_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # the system accepts connections for it
+        address = ServerAddress(*stopped.getsockname())
+        with pytest.raises(RequestError, match=str(address.port)):
+            RequestClient([address], KEY, reconnect_s=0.3)
+
+
+def test_a_server_accepts_connections_again_after_too_many_open_files(
+    open_server: OpenServer, executor: ThreadPoolExecutor
+) -> None:
+    server = open_server(lambda value: executor.submit(int, value))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as clients:
+        raw = [clients.enter_context(socket.socket()) for _ in range(4)]
+        free = os.dup(raw[0].fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            for client in raw:
+                client.connect((server.address.host, server.address.port))
+            time.sleep(0.5)  # until the server has tried to accept them
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    client = RequestClient([server.address], KEY)
+    client.send([(1, 1)])
+    assert receive_all(client) == {1: 1}
+    client.close()
+
+
+def test_a_client_that_cannot_reach_all_servers_leaves_no_thread_behind(open_server: OpenServer) -> None:
+    server = open_server(lambda value: Future())
+    with socket.create_server(("127.0.0.1", 0)) as stopped, pytest.raises(RequestError):
+        RequestClient([server.address, ServerAddress(*stopped.getsockname())], KEY, reconnect_s=0.3)
+    deadline = time.monotonic() + 60
+    while "flowrl-channel-client" in thread_names() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "flowrl-channel-client" not in thread_names()
+
+
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_a_client_that_is_closed_while_it_connects_again_stays_closed(open_server: OpenServer) -> None:
+    first = open_server(lambda value: Future())
+    client = RequestClient([first.address], KEY)
+    first.close()
+    time.sleep(0.05)  # the client tries to connect
+    client.close()
+    served: list[Any] = []
+
+    def handle(value: Any) -> Future:
+        served.append(value)
+        return Future()
+
+    open_server(handle, first.address.port)
+    deadline = time.monotonic() + 60
+    while "flowrl-channel-client" in thread_names() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "flowrl-channel-client" not in thread_names() and not served
 
 
 def test_results_of_dropped_requests_are_discarded(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:

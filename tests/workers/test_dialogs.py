@@ -79,3 +79,12 @@ def test_a_failed_episode_has_no_reward_in_any_turn(chat: ChatTokenizer) -> None
 def test_a_failed_episode_stops_the_run_on_request(chat: ChatTokenizer) -> None:
     with pytest.raises(RewardError, match="the tool broke"):
         play(chat, [START, FAILS], stops_on_failure=True)
+
+
+@pytest.mark.parametrize("excess", [0, 5])
+def test_an_unknown_token_of_reset_is_an_error(chat: ChatTokenizer, excess: int) -> None:
+    known, unknown = len(chat) - 1, len(chat) + excess
+    with pytest.raises(RewardError, match=rf"token id {unknown}.* 0 to {known}"):
+        play(chat, [Reply(prompt_ids=(0, unknown, known)), ENDS], stops_on_failure=True)
+    episode = play(chat, [Reply(prompt_ids=(0, known)), ENDS], stops_on_failure=True)
+    assert episode.request.token_ids == (0, known)
