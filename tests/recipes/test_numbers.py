@@ -41,8 +41,8 @@ def as_parameters(cases: Collection[str], *fast: str) -> list[Any]:
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "rollout_gap_max"}
 CLOCK |= {"weights_compared", "weights_unreached"}
-CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
-CLOCK |= {"wait_data_s", "wait_weights_s", "rewards/reward/seconds"}
+CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "environment", "reference", "reward", "rollout")}
+CLOCK |= {"wait_data_s", "wait_weights_s", "rewards/reward/seconds", "rewards/environment/seconds"}
 """Metrics that may depend on the placement. The gap between rollout and trainer is a rounding error. Weights are only
 compared if they are sent."""
 

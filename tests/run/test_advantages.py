@@ -124,7 +124,7 @@ def test_a_reward_that_does_not_apply_to_a_group_contributes_nothing_to_gdpo() -
     """Two groups of two rows. Each reward applies to one group only."""
     rows = Batch.from_columns(
         rows={
-            "prompt_id": [0, 0, 1, 1],
+            "group": [0, 0, 1, 1],
             "code": torch.tensor([0.0, 1.0, torch.nan, torch.nan]),
             "math": torch.tensor([torch.nan, torch.nan, 0.0, 1.0]),
         },
