@@ -5,8 +5,9 @@
 The first table has the overhead: all episodes take their turns as fast as possible, with environments that return at
 once. The second table has tools that sleep 0.05 to 1 s (log-normal). An episode sends its next response when it has an
 observation, so the ideal time is that of the episode that sleeps longest. The third table has a rollout worker that
-streams (schedule async, engine hf, 64 slots) episodes with and without such latency: the share of decode steps with at
-least 58 rows. Steps after the last prompt has left the queue are not counted, because the batch then runs empty.
+streams (engine hf, 64 slots) episodes with and without such latency, without the scheduler: all episodes are queued at
+the start. It shows the share of decode steps with at least 58 rows. Steps after the last prompt has left the queue are
+not counted, because the batch then runs empty.
 """
 
 import argparse
@@ -107,7 +108,7 @@ def stream(model: Path, num_episodes: int, workers: int, *, is_slow: bool) -> tu
     environment = EnvironmentConfig.model_validate(
         {"name": f"{MODULE_OF_EPISODES}:Slow", "options": {"turns": TURNS, "is_slow": is_slow}, "workers": workers}
     )
-    rollout = RolloutConfig(max_response_tokens=400, max_num_seqs=SLOTS, stop_ids=[(65 + i,) for i in range(NUM_STOPS)])
+    rollout = RolloutConfig(max_response_tokens=400, max_num_seqs=SLOTS, stop_ids=tuple((65 + i,) for i in range(NUM_STOPS)))
     placement = Placement(pools={"b": [1], "c": [1]}, roles={"rollout": "b", "environment": "c"})
     with Cluster(placement, backend="inline", num_threads=2) as cluster:
         host = cluster.group("environment", EnvironmentWorker, environment)
