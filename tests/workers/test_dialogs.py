@@ -30,7 +30,7 @@ def play(chat: ChatTokenizer, replies: Sequence[Reply], *, stops_on_failure: boo
     """Returns an episode of two turns at most, whose environment gives these replies."""
     script = iter(replies)
 
-    def answer(request: object) -> Future[Reply]:
+    def answer(request: object, connection: object) -> Future[Reply]:
         future: Future[Reply] = Future()
         future.set_result(Reply() if isinstance(request, Close) else next(script))
         return future
