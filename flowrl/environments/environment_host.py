@@ -47,6 +47,7 @@ class _Call:
     request: Request
     future: "Future[Reply]"
     start_s: float
+    owner: Hashable
     body: bytes = b"null"
     """JSON of the row or the response."""
 
@@ -54,10 +55,20 @@ class _Call:
     deadline_s: float = math.inf
 
 
+@dataclass(frozen=True)
+class _Discard:
+    """Request of the host itself: discards the episodes of an owner."""
+
+    owner: Hashable
+
+
 @dataclass(eq=False)
 class _Episode:
     number: int
     process: "_Process"
+    owner: Hashable
+    """Client that has sent the last request of the episode."""
+
     lost: str = ""
     """Description of the end of its process."""
 
@@ -109,7 +120,7 @@ class EnvironmentHost:
         """Protections that the system does not offer (`isolate`). Known after the start of the first process."""
 
         self._lock = threading.Lock()
-        self._inbox: deque[_Call] = deque()
+        self._inbox: deque[_Call | _Discard] = deque()
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._events = ProcessEvents(self._read_inbox)
@@ -126,13 +137,14 @@ class EnvironmentHost:
         self._error: tuple[Failure, str] | None = None
         """Reason why no process can start."""
 
-    def submit(self, request: Request) -> "Future[Reply]":
+    def submit(self, request: Request, owner: Hashable = None) -> "Future[Reply]":
         """Returns the future reply to a request. Does not block.
 
-        An episode may have one request in flight. `Close` and `Reset` are allowed at any time.
+        An episode may have one request in flight. `Close` and `Reset` are allowed at any time. The episode belongs to
+        the owner of its last request (`discard`).
         """
         future: Future[Reply] = Future()
-        call = _Call(request, future, time.monotonic())
+        call = _Call(request, future, time.monotonic(), owner)
         try:
             if isinstance(request, Reset):
                 call.body = encode_json(dict(request.row))
@@ -150,6 +162,13 @@ class EnvironmentHost:
                 self._thread.start()
             self._events.wake()
         return future
+
+    def discard(self, owner: Hashable) -> None:
+        """Closes the episodes of an owner that sends no further requests. Does not block."""
+        with self._lock:
+            if not self._is_closed and self._thread is not None:
+                self._inbox.append(_Discard(owner))
+                self._events.wake()
 
     def close(self) -> None:
         """Ends all processes and the thread. Requests without a reply fail. Can be called again."""
@@ -188,7 +207,7 @@ class EnvironmentHost:
         if self._launcher is not None:
             self._launcher.close()
         with self._lock:
-            calls += [*self._alone, *self._inbox]
+            calls += [*self._alone, *(call for call in self._inbox if isinstance(call, _Call))]
             self._inbox.clear()
         for call in calls:
             self._finish(call, Reply(failure="closed", message="the host of the environments was closed"))
@@ -228,7 +247,9 @@ class EnvironmentHost:
             self._events.accept_wake()
             calls, self._inbox = self._inbox, deque()
         for call in calls:
-            if isinstance(call.request, Reset):
+            if isinstance(call, _Discard):
+                self._discard_all(call.owner)
+            elif isinstance(call.request, Reset):
                 self._discard(call.request.episode, "the episode was started again")
                 self._reset(call)
             elif isinstance(call.request, Step):
@@ -271,7 +292,7 @@ class EnvironmentHost:
 
     def _place(self, call: _Call, process: _Process) -> None:
         key = call.request.episode
-        self._episodes[key] = _Episode(next(self._numbers), process)
+        self._episodes[key] = _Episode(next(self._numbers), process, call.owner)
         process.episodes.add(key)
         self._call(call, self._episodes[key], "reset")
 
@@ -281,6 +302,7 @@ class EnvironmentHost:
             self._fail(call, "lost", "the episode has ended" if episode is None else episode.lost)
             self._episodes.pop(call.request.episode, None)
         else:
+            episode.owner = call.owner
             self._call(call, episode, "step")
 
     def _close_episode(self, call: _Call) -> None:
@@ -309,6 +331,14 @@ class EnvironmentHost:
             self._fail_calls(key, episode.process, message)
             self._enqueue(episode.process, next(self._numbers), episode.number, "close", b"null")
             self._end_episode(key, episode.process)
+
+    def _discard_all(self, owner: Hashable) -> None:
+        """Removes the episodes of an owner."""
+        # First those that wait for a process of their own, which must not start when another one is removed.
+        waiting = [call.request.episode for call in self._alone if call.owner == owner]
+        for key in [*waiting, *(key for key, episode in self._episodes.items() if episode.owner == owner)]:
+            self._losses.pop(key, None)
+            self._discard(key, "the connection of the episode has ended")
 
     def _end_episode(self, key: Hashable, process: _Process) -> None:
         """Removes an episode from its process, which ends if it is retiring or has no further use."""

@@ -48,14 +48,25 @@ class ServerAddress:
 
 
 class RequestServer:
-    """Serves requests in threads. `handle` maps the value of a request to the future of its result."""
+    """Serves requests in threads.
 
-    def __init__(self, host: str, port: int, key: bytes, handle: Callable[[Any], Future]) -> None:
+    `handle` maps the value of a request and its connection to the future of the result. `on_disconnect` is called with
+    a connection after its last request.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        handle: Callable[[Any, Hashable], Future],
+        on_disconnect: Callable[[Hashable], None] = lambda connection: None,
+    ) -> None:
         """Listens on a port; 0 selects a free one. Raises OSError if the port is in use."""
         self._listener = socket.create_server((host, port), backlog=64)
         self.key = key
         """Key of later connections."""
-        self._handle = handle
+        self._handle, self._on_disconnect = handle, on_disconnect
         self._connections: set[Connection] = set()
         self._is_closed = False
         self.address = ServerAddress(*self._listener.getsockname())
@@ -73,7 +84,11 @@ class RequestServer:
                     continue
                 self._connections.add(connection)
                 # The handshake of a client would delay all others, so its session does it.
-                _Session(connection, self.key, self._handle, self._connections.discard).start()
+                _Session(connection, self.key, self._handle, self._forget).start()
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._on_disconnect(connection)
 
     def close(self) -> None:
         """Stops listening and ends all connections. Is idempotent."""
@@ -116,7 +131,7 @@ class _Session:
         self,
         connection: Connection,
         key: bytes,
-        handle: Callable[[Any], Future],
+        handle: Callable[[Any, Hashable], Future],
         forget: Callable[[Connection], None],
     ) -> None:
         self._connection, self._key, self._handle, self._on_close = connection, key, handle, forget
@@ -136,8 +151,8 @@ class _Session:
                 while self._submit(self._connection.recv_bytes()):
                     pass
         finally:
-            self._on_close(self._connection)
             self._results.put(None)
+            self._on_close(self._connection)
             # Closed after both threads have ended, because a closed connection has no handle.
             self._sending.join()
             self._connection.close()
@@ -152,7 +167,7 @@ class _Session:
             return False
         for key, value in requests:
             try:
-                future = self._handle(value)
+                future = self._handle(value, self._connection)
             except Exception as error:  # noqa: BLE001 - fails only this request
                 self._results.put((key, None, _describe(error)))
             else:
@@ -205,13 +220,16 @@ class ServingWorker(Worker[GroupType]):
         """
         port = 0 if ports is None else ports[self.rank]
         if self._server is None or port not in (0, self._server.address.port):
-            self._server = RequestServer(self.context.address, port, key, self.submit_request)
+            self._server = RequestServer(self.context.address, port, key, self.submit_request, self.end_connection)
         self._server.key = key  # a restarted run has another key
         return self._server.address
 
-    def submit_request(self, request: Any) -> Future:  # Any: a value of the channel
+    def submit_request(self, request: Any, connection: Hashable) -> Future:  # Any: a value of the channel
         """Returns the future of the result of a request. Is called in several threads."""
         raise NotImplementedError
+
+    def end_connection(self, connection: Hashable) -> None:
+        """Frees what the requests of a lost or closed connection have started. Does nothing here."""
 
     def close(self) -> None:
         if self._server is not None:

@@ -225,8 +225,8 @@ class Dialogs:
         dialog = _dialog(episode)
         self._close([episode])
         if dialog.response is None:
-            # A row needs a token of the policy, although it is not trained.
-            dialog.response = Response(episode.id, [self._tokenizer.eos_id], [0.0], [0], truncated=True)
+            # A row needs a token. No version of the policy has sampled this one, so `response_mask` excludes it.
+            dialog.response = Response(episode.id, [self._tokenizer.eos_id], [0.0], [-1], truncated=True)
         dialog.rewards = [0.0] * (len(_policy_segments(episode)) + 1)
         episode.response = dialog.response
         self._ended.append(episode.id)

@@ -1,5 +1,6 @@
 """Environment worker, which runs the environments of episodes in separate processes."""
 
+from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,14 @@ class EnvironmentWorker(ServingWorker["EnvironmentGroup"]):
         )
         self._host = EnvironmentHost(EnvironmentSpec(config.name, config.options), limits)
 
-    def submit_request(self, request: Request) -> Future[Reply]:
+    def submit_request(self, request: Request, connection: Hashable) -> Future[Reply]:
         """Runs a call of an episode for a rollout worker (`Rollout.connect_environment`)."""
         assert isinstance(request, Request), "rollout workers send requests of environments"
-        return self._host.submit(request)
+        return self._host.submit(request, connection)
+
+    def end_connection(self, connection: Hashable) -> None:
+        """Discards the episodes of a lost rollout worker."""
+        self._host.discard(connection)
 
     def close(self) -> None:
         super().close()

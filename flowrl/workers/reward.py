@@ -1,6 +1,6 @@
 """Reward workers, which score rows with Python functions (`Reward`) or a reward model (`RewardModel`)."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class Reward(ServingWorker["RewardGroup"]):
         names = self._config.function_columns(evaluation=evaluation)
         return score_rows(self._scorer, batch, names, evaluation=evaluation)
 
-    def submit_request(self, request: dict[str, Any]) -> Future[RowScores]:
+    def submit_request(self, request: dict[str, Any], connection: Hashable) -> Future[RowScores]:
         """Scores a row that a rollout worker sends while it generates (`Rollout.connect_reward`)."""
         return self._scorer.submit(request)
 

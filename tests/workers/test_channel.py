@@ -1,13 +1,14 @@
 """Requests between workers over sockets: order, errors, lost connections, keys, and dropped requests."""
 
 import os
+import queue
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -23,7 +24,7 @@ OpenServer = Callable[..., RequestServer]
 def open_server() -> Iterator[OpenServer]:
     with ExitStack() as servers:
 
-        def open_one(handle: Callable[[Any], Future], port: int = 0) -> RequestServer:
+        def open_one(handle: Callable[[Any, Any], Future], port: int = 0) -> RequestServer:
             server = RequestServer("127.0.0.1", port, KEY, handle)
             servers.callback(server.close)
             return server
@@ -52,7 +53,7 @@ def test_results_arrive_as_they_are_ready(open_server: OpenServer, executor: Thr
             release.wait()
         return value * 10
 
-    server = open_server(lambda value: executor.submit(compute, value))
+    server = open_server(lambda value, connection: executor.submit(compute, value))
     client = RequestClient([server.address], KEY)
     client.send(enumerate(range(4)))
     early: dict[Any, Any] = {}
@@ -68,8 +69,8 @@ def test_results_arrive_as_they_are_ready(open_server: OpenServer, executor: Thr
 def test_requests_are_shared_by_the_servers(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
     counts = [0, 0, 0]
 
-    def counting(index: int) -> Callable[[Any], Future]:
-        def handle(value: Any) -> Future:
+    def counting(index: int) -> Callable[[Any, Any], Future]:
+        def handle(value: Any, connection: object) -> Future:
             counts[index] += 1
             return executor.submit(str, value)
 
@@ -89,7 +90,7 @@ def test_an_error_of_a_request_is_raised_with_its_message(
     def fail(value: Any) -> Any:
         raise ValueError(f"row {value} is broken")
 
-    client = RequestClient([open_server(lambda value: executor.submit(fail, value)).address], KEY)
+    client = RequestClient([open_server(lambda value, connection: executor.submit(fail, value)).address], KEY)
     client.send([("a", 7)])
     with pytest.raises(RequestError, match="row 7 is broken"):
         client.receive(None)
@@ -97,7 +98,7 @@ def test_an_error_of_a_request_is_raised_with_its_message(
 
 
 def test_an_error_of_the_handler_fails_only_its_request(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
-    def handle(value: Any) -> Future:
+    def handle(value: Any, connection: object) -> Future:
         if value == 7:
             raise RuntimeError("the pool is closed")
         return executor.submit(int, value)
@@ -118,8 +119,28 @@ class Unreadable:
         return int, ("not a number",)
 
 
+def test_the_server_is_told_about_the_end_of_a_connection(executor: ThreadPoolExecutor) -> None:
+    used: list[Any] = []
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def handle(value: Any, connection: Any) -> Future:
+        used.append(connection)
+        return executor.submit(int, value)
+
+    with closing(RequestServer("127.0.0.1", 0, KEY, handle, ended.put)) as server:
+        first, second = (RequestClient([server.address], KEY) for _ in range(2))
+        for client in (first, second):
+            client.send([(1, 1), (2, 2)])
+            receive_all(client)
+        assert used[0] == used[1] != used[2] == used[3] and ended.empty()
+        first.close()
+        assert ended.get(timeout=60) == used[0]
+        second.close()
+        assert ended.get(timeout=60) == used[2]
+
+
 def test_a_request_that_the_server_cannot_read_is_an_error(open_server: OpenServer) -> None:
-    client = RequestClient([open_server(lambda value: Future()).address], KEY)
+    client = RequestClient([open_server(lambda value, connection: Future()).address], KEY)
     client.send([("a", Unreadable())])
     with pytest.raises(RequestError, match=r"cannot read a request.*not a number"):
         client.receive(60)
@@ -127,7 +148,9 @@ def test_a_request_that_the_server_cannot_read_is_an_error(open_server: OpenServ
 
 
 def test_a_result_that_cannot_be_sent_is_an_error(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
-    client = RequestClient([open_server(lambda value: executor.submit(lambda: threading.Lock())).address], KEY)
+    client = RequestClient(
+        [open_server(lambda value, connection: executor.submit(lambda: threading.Lock())).address], KEY
+    )
     client.send([("a", 1)])
     with pytest.raises(RequestError, match=r"the result cannot be sent.*lock"):
         client.receive(60)
@@ -135,12 +158,12 @@ def test_a_result_that_cannot_be_sent_is_an_error(open_server: OpenServer, execu
 
 
 def test_requests_are_repeated_after_a_lost_connection(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
-    first = open_server(lambda value: Future())  # never answers
+    first = open_server(lambda value, connection: Future())  # never answers
     port = first.address.port
     client = RequestClient([first.address], KEY)
     client.send([(i, i) for i in range(5)])
     first.close()
-    second = open_server(lambda value: executor.submit(int, value), port)
+    second = open_server(lambda value, connection: executor.submit(int, value), port)
     assert second.address.port == port
     assert receive_all(client) == {i: i for i in range(5)}
     client.close()
@@ -155,7 +178,7 @@ def test_a_server_that_cannot_be_reached_is_an_error() -> None:
 
 
 def test_a_server_that_is_lost_for_good_is_an_error(open_server: OpenServer) -> None:
-    server = open_server(lambda value: Future())
+    server = open_server(lambda value, connection: Future())
     client = RequestClient([server.address], KEY, reconnect_s=0.5)
     client.send([(0, 0)])
     server.close()
@@ -167,7 +190,7 @@ def test_a_server_that_is_lost_for_good_is_an_error(open_server: OpenServer) -> 
 def test_a_client_with_another_key_is_rejected_and_others_are_served(
     open_server: OpenServer, executor: ThreadPoolExecutor
 ) -> None:
-    server = open_server(lambda value: executor.submit(int, value))
+    server = open_server(lambda value, connection: executor.submit(int, value))
     with pytest.raises(RequestError):
         RequestClient([server.address], b"another key", reconnect_s=0.1)
     # A client without authentication cannot send a value.
@@ -189,7 +212,7 @@ def test_a_server_that_does_not_respond_is_an_error() -> None:
 def test_a_server_accepts_connections_again_after_too_many_open_files(
     open_server: OpenServer, executor: ThreadPoolExecutor
 ) -> None:
-    server = open_server(lambda value: executor.submit(int, value))
+    server = open_server(lambda value, connection: executor.submit(int, value))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as clients:
         raw = [clients.enter_context(socket.socket()) for _ in range(4)]
@@ -209,7 +232,7 @@ def test_a_server_accepts_connections_again_after_too_many_open_files(
 
 
 def test_a_client_that_cannot_reach_all_servers_leaves_no_thread_behind(open_server: OpenServer) -> None:
-    server = open_server(lambda value: Future())
+    server = open_server(lambda value, connection: Future())
     with socket.create_server(("127.0.0.1", 0)) as stopped, pytest.raises(RequestError):
         RequestClient([server.address, ServerAddress(*stopped.getsockname())], KEY, reconnect_s=0.3)
     deadline = time.monotonic() + 60
@@ -223,14 +246,14 @@ def thread_names() -> list[str]:
 
 
 def test_a_client_that_is_closed_while_it_connects_again_stays_closed(open_server: OpenServer) -> None:
-    first = open_server(lambda value: Future())
+    first = open_server(lambda value, connection: Future())
     client = RequestClient([first.address], KEY)
     first.close()
     time.sleep(0.05)  # the client tries to connect
     client.close()
     served: list[Any] = []
 
-    def handle(value: Any) -> Future:
+    def handle(value: Any, connection: object) -> Future:
         served.append(value)
         return Future()
 
@@ -242,7 +265,7 @@ def test_a_client_that_is_closed_while_it_connects_again_stays_closed(open_serve
 
 
 def test_results_of_dropped_requests_are_discarded(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
-    server = open_server(lambda value: executor.submit(int, value))
+    server = open_server(lambda value, connection: executor.submit(int, value))
     client = RequestClient([server.address], KEY)
     client.send([(i, i) for i in range(10)])
     client.drop([0, 1, "unknown"])
@@ -254,7 +277,7 @@ def test_results_of_dropped_requests_are_discarded(open_server: OpenServer, exec
 
 def test_close_leaves_no_thread_behind(executor: ThreadPoolExecutor) -> None:
     before = threading.active_count()
-    server = RequestServer("127.0.0.1", 0, KEY, lambda value: executor.submit(int, value))
+    server = RequestServer("127.0.0.1", 0, KEY, lambda value, connection: executor.submit(int, value))
     client = RequestClient([server.address], KEY)
     client.close()
     server.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.rollout.base import Request, Response
 from flowrl.environments.base import Observation
@@ -15,6 +16,7 @@ from flowrl.rewards.reward_function import RewardError
 from flowrl.workers.channel import RequestClient, RequestServer
 from flowrl.workers.dialogs import Dialogs, turn_columns
 from flowrl.workers.episodes import Episode
+from flowrl.workers.rollout import episodes_to_tensordict
 from tests.data.test_turn_delta import make_chat, user
 
 KEY = b"key"
@@ -28,7 +30,7 @@ def play(chat: ChatTokenizer, replies: Sequence[Reply], *, stops_on_failure: boo
     """Returns an episode of two turns at most, whose environment gives these replies."""
     script = iter(replies)
 
-    def answer(request: object) -> Future[Reply]:
+    def answer(request: object, connection: object) -> Future[Reply]:
         future: Future[Reply] = Future()
         future.set_result(Reply() if isinstance(request, Close) else next(script))
         return future
@@ -74,6 +76,16 @@ def test_a_failed_episode_has_no_reward_in_any_turn(chat: ChatTokenizer) -> None
     assert episode.scores is not None and episode.scores.values == {"scores": 0.0}
     rewards, records = turn_columns([episode])
     assert set(rewards) == {0.0} and records[0]["turns"] == 2
+
+
+def test_an_episode_whose_reset_failed_has_no_trained_token(chat: ChatTokenizer) -> None:
+    failed, played = play(chat, [FAILS]), play(chat, [START, FAILS])
+    table = episodes_to_tensordict([failed, played], chat, ["scores"])
+    assert table["rows", "reward_failed"].tolist() == [True, True]
+    failed_mask, played_mask = table["tokens", "response_mask"].split(lengths(table).tolist())
+    assert not failed_mask.any() and played_mask.any()
+    assert not table["tokens", "rollout_logprobs"][: len(failed_mask)].any()
+    assert set(table["tokens", "weight_version"][: len(failed_mask)].tolist()) == {-1}
 
 
 def test_a_failed_episode_stops_the_run_on_request(chat: ChatTokenizer) -> None:

@@ -203,7 +203,7 @@ def reward() -> Iterator[tuple[RequestClient, list[tuple[dict[str, Any], Future[
     """Yields a client of a reward whose scores the test sets, and the rows that it has received."""
     received: list[tuple[dict[str, Any], Future[RowScores]]] = []
 
-    def handle(row: dict[str, Any]) -> Future[RowScores]:
+    def handle(row: dict[str, Any], connection: object) -> Future[RowScores]:
         received.append((row, Future()))
         return received[-1][1]
 
@@ -277,7 +277,7 @@ def test_a_reward_that_fails_ends_generation(model: ModelConfig, reward: Any) ->
 def test_all_responses_of_a_call_are_scored(model: ModelConfig) -> None:
     rows: list[dict[str, Any]] = []
 
-    def handle(row: dict[str, Any]) -> Future[RowScores]:
+    def handle(row: dict[str, Any], connection: object) -> Future[RowScores]:
         rows.append(row)
         future: Future[RowScores] = Future()
         future.set_result(as_scores(float(len(row["token_ids"]))))
