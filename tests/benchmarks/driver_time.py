@@ -94,6 +94,8 @@ class InstantBackend:
     def describe_end(self, slot: Slot) -> str | None:
         return None
 
+    def restore(self, slot: Slot, plan: RecoveryPlan) -> None: ...
+
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         return []
 

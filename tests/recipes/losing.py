@@ -1,10 +1,12 @@
 """A loss that kills its process once after a checkpoint, and a score that records its process.
 
-The environment names the folder that contains the run and receives the records.
+The environment names the folder that contains the run and receives the records of the loss. Processes of reward
+functions do not receive it, so the score has the option `folder`.
 """
 
 import os
 import signal
+import uuid
 from pathlib import Path
 
 from torch import Tensor, distributed
@@ -18,9 +20,14 @@ STEP = 2
 """The process is killed after the checkpoint of this step."""
 
 
-def score(prompt: str, response: str, answer: str, **columns: object) -> float:
-    if folder := os.environ.get(FOLDER):
-        Path(folder, f"replica-{os.getpid()}").touch()
+SCORED = "scored-"
+_PROCESS = uuid.uuid4().hex
+"""Name of the process that has imported this module. Process ids are not unique across process namespaces."""
+
+
+def score(prompt: str, response: str, answer: str, folder: str = "", **columns: object) -> float:
+    if folder:
+        Path(folder, f"{SCORED}{_PROCESS}").touch()
     return task.score(prompt, response, answer, **columns)
 
 

@@ -28,7 +28,12 @@ SPLIT = Placement(
 
 def losing_config(ppo_config: Configs, output: Path, **changes: Any) -> PPOConfig:
     actor = ppo_config().actor.model_dump(include={"model", "optimizer"}, exclude_unset=True) | {"loss": f"{OWN}:loss"}
-    reward = {"function": f"{OWN}:score", "evaluation": "recipes.quickstart.task:exact"}
+    reward = {
+        "function": f"{OWN}:score",
+        "options": {"folder": str(output.parent)},
+        "workers": 1,
+        "evaluation": "recipes.quickstart.task:exact",
+    }
     settings = {"recipe": "recipes.ppo.config:PPOConfig", "backend": "ray", "placement": SPLIT, "steps": 5}
     return ppo_config(**settings, actor=actor, reward=reward, output=output, checkpoint={"every": 1}, **changes)
 
@@ -70,4 +75,6 @@ def run_with_lost_trainer(config: PPOConfig, tmp_path: Path) -> None:
     output = " ".join(done.stdout.split())
     assert re.search(r"rank 1 \(node 0\)", output), output
     assert re.search(r"restart 1 of 3: .*step [23]; .*rollout", output), output
-    assert len(list(tmp_path.glob("lost-*"))) == 1 and len(list(tmp_path.glob("replica-*"))) == 1
+    assert len(list(tmp_path.glob(f"{losing.LOST}*"))) == 1
+    # The process of the reward function ends with its worker, which shares a process with the rollout.
+    assert len(list(tmp_path.glob(f"{losing.SCORED}*"))) == 1

@@ -92,6 +92,13 @@ class Backend(Protocol):
         """
         ...
 
+    def restore(self, slot: Slot, plan: RecoveryPlan) -> None:
+        """Restores the workers of a replacement process that serve other processes. Does not block.
+
+        Earlier calls to the process may wait for results of these other processes, so the restoration precedes them.
+        """
+        ...
+
     def describe_end(self, slot: Slot) -> str | None:
         """Returns how the last process of a slot ended (exit code or signal); None if it is unknown."""
         ...

@@ -57,6 +57,8 @@ class _RayHost(Host):
     def __init__(self, name: str, folder: str | None) -> None:
         """`folder` is the folder for temporary files on a local Ray. It is None on a cluster."""
         super().__init__()
+        self._is_restored = False
+        """Whether `restore` has restored a lost process, and no call has reported it yet."""
         if folder is not None:
             set_temporary_folder(folder)
         # On Ctrl-C, a terminal sends SIGINT to all processes. Only the driver handles the signal.
@@ -86,7 +88,8 @@ class _RayHost(Host):
 
     def call(self, request: Request, plan: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
         """Runs `Host.call`. A replacement process first restores the workers and the state of the lost process."""
-        is_replacement = plan is not None and self.lacks(plan.constructions)
+        is_replacement = self._is_restored or (plan is not None and self.lacks(plan.constructions))
+        self._is_restored = False
         if plan is not None:
             self.recover(plan, request.role)
         value, report = super().call(request, *objects)
@@ -98,6 +101,12 @@ class _RayHost(Host):
             return super().construct(construction, *after)
         now_ns = time.time_ns()
         return None, Report(now_ns, now_ns, now_ns, now_ns)
+
+    def restore(self, plan: RecoveryPlan) -> None:
+        """Constructs missing workers, and replays the calls that need no device memory. The next call reports it."""
+        if self.lacks(plan.constructions):
+            self.recover(plan, role="")
+            self._is_restored = True
 
     def recover(self, plan: RecoveryPlan, role: str) -> None:
         """Constructs missing workers, and replays the calls that set the state of `role`.
@@ -354,6 +363,12 @@ class RayBackend:
     def _is_local(self, slot: Slot) -> bool:
         return self._nodes.id_of(slot) == ray.get_runtime_context().get_node_id()
 
+    def restore(self, slot: Slot, plan: RecoveryPlan) -> None:
+        # Ray sends the calls of one caller in the order of submission, so a task is the caller.
+        on_driver_node = self._nodes.on_driver_node()
+        restoring = ray.remote(num_cpus=0)(_restore).options(scheduling_strategy=on_driver_node)
+        restoring.remote(self._hosts[slot.pool, slot.rank], plan)
+
     def describe_end(self, slot: Slot) -> str | None:
         name = self._names.get((slot.pool, slot.rank))
         if name is None or not self._uses_fork_server or (end := fork_server().find_exit(name)) is None:
@@ -387,6 +402,12 @@ class RayBackend:
         self._nodes.close()
         kill_processes(self._all_names)  # a stopped process (SIGSTOP) has not noticed that Ray has ended
         ray_worker.print_to_stdstream = _PRINT_RAY_MESSAGE
+
+
+def _restore(host: Any, plan: RecoveryPlan) -> None:  # Any: an actor handle, as in `RayBackend`
+    """Runs on a worker of Ray. A failure is raised by the next call of the driver, which restores the workers too."""
+    with contextlib.suppress(RayError):
+        ray.get(host.restore.options(max_task_retries=-1).remote(plan))
 
 
 def _object_ref(ref: Ref) -> ray.ObjectRef:

@@ -223,6 +223,7 @@ class Calls:
         waits, after the previous ping is done.
         """
         with self.lock:
+            self.failures.serving.add(slot)
             self._pings = [*(ping for ping in self._pings if ping.slot != slot), _Ping(slot, send)]
 
     def _send_pings(self, now_s: float) -> None:
@@ -252,6 +253,7 @@ class Calls:
         Returns: the pools whose processes are still busy after `timeout_s` seconds.
         """
         self._pings.clear()
+        self.failures.serving.clear()
         self._pump.clear()
         self._wait(lambda: not self._in_flight, (), timeout_s)
         late = self.in_flight()

@@ -216,6 +216,8 @@ class Failures:
         self._overdue: dict[Slot, DeadlineError] = {}
         """Slot -> error, for processes that are being replaced because of a missed deadline."""
         self._liveness_checked_s = 0.0
+        self.serving: set[Slot] = set()
+        """Processes whose workers serve other processes."""
 
     def add_failure_group(self, group: FailureGroup) -> None:
         self._groups |= {pool.name: group for pool in group.pools}
@@ -337,6 +339,8 @@ class Failures:
         groups = {group.name: group for group in self._groups.values()}.values()
         slots = [slot for group in groups for slot in group.slots if slot.pool not in self._errors]
         for slot in self._backend.lost_processes([s for s in slots if self._recovery.is_recoverable(s.pool)]):
+            if slot in self.serving and (plan := self._recovery.get_plan(slot)) is not None:
+                self._backend.restore(slot, plan)
             if slot in self._overdue:
                 continue  # the missed deadline was already reported
             cause = self._describe_end(slot) or "its process has ended"

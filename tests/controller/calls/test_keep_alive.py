@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,23 @@ class Server(Worker):
         path.with_suffix(".new").rename(path)
         return os.getpid()
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
+    def echo(self, value: list[str]) -> list[str]:
+        return value
+
+
+class Client(Worker):
+    """Waits for a server."""
+
+    stateless = True
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def wait_for_other(self, path: Path, process_id: int) -> str:
+        """Waits until another process than this one serves."""
+        while path.read_text() == str(process_id):
+            time.sleep(0.01)
+        return path.read_text()
+
 
 @pytest.fixture
 def messages() -> list[str]:
@@ -33,16 +51,15 @@ def messages() -> list[str]:
 
 @pytest.fixture
 def cluster(ray_session: None, open_cluster: ClusterMaker, messages: list[str]) -> Cluster:
-    roles = {"server": "main", "scorer": "main"}
-    return open_cluster(
-        "ray", {"main": [1]}, roles, num_threads=1, restarts=3, call_timeout_s=10.0, notify=messages.append
-    )
+    roles = {"server": "main", "scorer": "main", "client": "other"}
+    return open_cluster("ray", {"main": [1], "other": [1]}, roles, num_threads=1, restarts=3, notify=messages.append)
 
 
 @pytest.mark.parametrize(("number", "fact"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "SIGSTOP")])
 def test_a_server_without_calls_in_flight_is_replaced(
     cluster: Cluster, messages: list[str], tmp_path: Path, number: signal.Signals, fact: str
 ) -> None:
+    cluster.calls.timeout_s = 10.0
     server = cluster.group("server", Server)
     (process_id,) = server.serve(tmp_path / "id")
     server.keep_alive()
@@ -50,6 +67,21 @@ def test_a_server_without_calls_in_flight_is_replaced(
     cluster.calls.wait_until(lambda: (tmp_path / "id").read_text() != str(process_id), LIMIT_S)
     assert any("server" in message and "rank 0" in message and fact in message for message in messages)
     assert not any(event.method == "ping" for event in cluster.calls.events)
+
+
+def test_a_server_is_restored_although_a_call_to_it_waits_for_one_of_its_clients(
+    cluster: Cluster, messages: list[str], tmp_path: Path
+) -> None:
+    """The call to the server needs the result of its client, which needs the server."""
+    server, client = cluster.group("server", Server), cluster.group("client", Client)
+    (process_id,) = server.serve(tmp_path / "id")
+    server.keep_alive()
+    result = server.echo(client.wait_for_other(tmp_path / "id", process_id))
+    os.kill(process_id, signal.SIGKILL)
+    ((served_by,),) = result.get(LIMIT_S)
+    assert served_by == (tmp_path / "id").read_text() != str(process_id)
+    assert any("taken over" in message for message in messages)
+    assert cluster.calls.get_num_replacements(server.slots[0]) == 1
 
 
 def test_a_server_in_the_process_of_another_role_serves_before_the_call_of_this_role(
