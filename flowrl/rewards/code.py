@@ -5,8 +5,9 @@ import json
 import logging
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +44,7 @@ def score(
     all_or_nothing: bool = False,
     max_tests: int | None = None,
     timeout_s: float = 5.0,
+    total_timeout_s: float = 30.0,
     memory_mb: float = 512.0,
     max_processes: int = 32,
     max_file_mb: float = 16.0,
@@ -57,6 +59,8 @@ def score(
         all_or_nothing: returns 1 if the code passes all tests, otherwise 0.
         max_tests: number of tests to run, from the start. None runs all.
         timeout_s: wall time of each test.
+        total_timeout_s: wall time of all tests. Then the remaining tests fail. Must be below `reward.timeout_s`, which
+            ends the process of the function.
         memory_mb: memory of each test, over all processes.
         max_processes: number of processes and threads of a test.
         max_file_mb: largest file, also the largest output.
@@ -70,9 +74,11 @@ def score(
         return 0.0
     _warn_of_missing_protections()
     limits = SandboxLimits(timeout_s, memory_mb, max_processes, max_file_mb)
+    deadline_s = time.monotonic() + total_timeout_s
     passed = 0
     for test in known:
-        is_passed = _passes(code, test, entry_point, limits)
+        left_s = deadline_s - time.monotonic()
+        is_passed = left_s > 0 and _passes(code, test, entry_point, replace(limits, timeout_s=min(timeout_s, left_s)))
         if all_or_nothing and not is_passed:
             return 0.0
         passed += is_passed

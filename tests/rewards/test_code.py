@@ -121,6 +121,13 @@ def test_unknown_formats_are_rejected(tests: object) -> None:
         score(fenced(ADD), tests)
 
 
+@pytest.mark.timeout(60)
+def test_all_tests_share_a_time_limit() -> None:
+    code = fenced("import time\nseconds = int(input())\ntime.sleep(seconds)\nprint(seconds)")
+    tests = [{"input": str(x), "output": str(x)} for x in (0, 1000, *range(198))]
+    assert score(code, tests, timeout_s=100.0, total_timeout_s=10.0) == 1 / 200
+
+
 def test_the_function_works_outside_of_the_main_thread() -> None:
     scores: list[float] = []
     thread = threading.Thread(target=lambda: scores.append(score(fenced(ADD), ["assert add(1, 2) == 3"])))
