@@ -209,7 +209,12 @@ def test_a_permanent_failure_is_not_repeated(name: str) -> None:
 
 @pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"1e30", b"null", b'"1"', b"true", b"[1]"])
 def test_an_invalid_score_costs_only_its_row(value: bytes) -> None:
-    with serve(lambda handler, number, rows: handler.send(b'{"scores": [1, %s, 3.5]}' % value)) as server:
+    values = [b"1", value, b"3.5"]
+
+    def respond(handler: Handler, number: int, rows: list[dict[str, Any]]) -> None:
+        handler.send(b'{"scores": [%s]}' % b", ".join(values[row["x"]] for row in rows))
+
+    with serve(respond) as server:
         results = outcomes(server, 3, batch_size=3, max_concurrent=1)
         assert [result.score for result in results] == [1.0, None, 3.5]
         assert results[1].failure == "invalid"
