@@ -396,6 +396,8 @@ class EnvironmentHost:
             self._launcher.close()
             self._launcher = None
             self._count_start_failure("the launcher of the processes has ended")
+            with self._lock:
+                self._events.wake()  # otherwise, no event may follow that starts another process for the waiting calls
             return None
         self._processes[process.own.number] = process
         self._events.add(

@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -222,6 +223,7 @@ def _work(
         os.dup2(source, target)
     channel, stacks = (_move(descriptor) for descriptor in (channel, stacks))
     os.closerange(3, channel)
+    os.environ["TMPDIR"] = tempfile.tempdir = settings["folder"]
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
         for number in (1, 2)

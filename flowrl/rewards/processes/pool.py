@@ -205,6 +205,8 @@ class ScoringPool:
             self._launcher.close()
             self._launcher = None
             self._count_start_failure("the launcher of the processes has ended")
+            with self._lock:
+                self._events.wake()  # otherwise, no event may follow that starts another process for the waiting rows
             return False
         self._processes[process.process.number] = process
         self._events.add(

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -53,6 +55,7 @@ class Launcher:
     def __init__(self, environment: Mapping[str, str], main_loop: str = "flowrl.rewards.processes.scorer") -> None:
         """`environment` are the variables of the processes. `main_loop` is the module of their function `serve`."""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.folder = tempfile.mkdtemp(prefix="flowrl-")
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
             "import socket\n"
@@ -83,6 +86,7 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class ScoringProcess:
@@ -95,9 +99,11 @@ class ScoringProcess:
         self.output, output = os.pipe()
         self.stacks, stacks = os.pipe()
         self.has_ended = False
+        # A process that is killed cannot remove its temporary files.
+        self._folder = tempfile.mkdtemp(dir=launcher.folder)
         try:
             os.set_blocking(stacks, False)  # a signal handler writes
-            launcher.start(settings, [channel.fileno(), output, guard.fileno(), stacks])
+            launcher.start({**settings, "folder": self._folder}, [channel.fileno(), output, guard.fileno(), stacks])
         except OSError:
             self.close()
             raise
@@ -195,11 +201,12 @@ class ScoringProcess:
             self.guard.send(KILL)
 
     def close(self) -> None:
-        """Closes the sockets and pipes, so that the guard ends all processes."""
+        """Closes the sockets and pipes, so that the guard ends all processes, and removes their temporary files."""
         for end in (self.channel, self.guard):
             end.close()
         for descriptor in (self.output, self.stacks):
             os.close(descriptor)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def status(self) -> int | None:
         """Returns the exit status as in `subprocess`, or None if it is unknown."""

@@ -140,8 +140,8 @@ class Sandbox:
 def find_missing_protections() -> tuple[str, ...]:
     """Returns the protections that this system does not offer to a sandbox, by name.
 
-    The names are those of `isolate`, `reading` (the code can read files of the user) and `descendants` (a process that
-    the code starts could survive).
+    The names are those of `isolate`, `reading` (the code can read files of the user), `descendants` (a process that the
+    code starts could survive) and `memory` (the code can hold memory that is not counted).
     """
     with Sandbox("probe") as sandbox:
         sandbox.wait()

@@ -7,6 +7,7 @@ namespaces, it adopts and kills the descendants of the code.
 
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import platform
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 import types
@@ -27,9 +29,22 @@ _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 4096, 16384, 1 << 18, 2
 _MS_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")  # shared mappings of /dev/zero are memory that is not counted
 _POLL_S = 0.05
-_MAX_OPEN_FILES = 256
+_MAX_OPEN_FILES = 64
+
+# Numbers in the kernel, for the filter of system calls.
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_IF_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _DENY = 0x7FFF0000, 0x00050000 | errno.EPERM
+_X32_CALLS = 0x40000000
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_HIDDEN_MEMORY = {
+    "x86_64": (0xC000003E, 9, (319, 447, 29, 68, 240)),
+    "aarch64": (0xC00000B7, 222, (279, 447, 194, 186, 180)),
+}
+"""Machine -> its number, the number of mmap, and those of memfd_create, memfd_secret, shmget, msgget and mq_open."""
+
 _UNMAPPED = 65534
 """Id of all users in a user namespace without a mapping."""
 TIMED_OUT, TOO_MUCH_MEMORY = 124, 125
@@ -246,6 +261,7 @@ def _execute(
     unavailable = [name for name in missing if not available.get(name, False)]
     unavailable += [] if has_namespace else ["descendants"]
     unavailable += [] if has_root else ["reading"]
+    unavailable += [] if _deny_hidden_memory() else ["memory"]
     if settings["mode"] == "probe":
         sys.stdout.write(json.dumps(unavailable))
         return 0
@@ -256,6 +272,40 @@ def _execute(
     module = types.ModuleType("calls")
     exec(code, module.__dict__)
     return module.serve(settings, descriptor) if settings["mode"] == "serve" else module.check(settings, descriptor)
+
+
+def _deny_hidden_memory() -> bool:
+    """Denies memory that no process maps, which the runner cannot count. Returns False if the system does not offer it.
+
+    Such memory is in anonymous files, System V segments, message queues, and unmapped pages of shared mappings.
+    """
+    if platform.machine() not in _HIDDEN_MEMORY:
+        return False
+    machine, mmap, denied = _HIDDEN_MEMORY[platform.machine()]
+    number_at, machine_at, flags_at = 0, 4, 40  # in the argument of the filter, struct seccomp_data
+    to_deny, to_allow = "deny", "allow"
+    program: list[tuple[int, int, str | None, str | None]] = [
+        (_LOAD, machine_at, None, None),
+        (_JUMP_EQUAL, machine, None, to_deny),
+        (_LOAD, number_at, None, None),
+        (_JUMP_AT_LEAST, _X32_CALLS, to_deny, None),
+        *((_JUMP_EQUAL, number, to_deny, None) for number in denied),
+        (_JUMP_EQUAL, mmap, None, to_allow),
+        (_LOAD, flags_at, None, None),
+        (_JUMP_IF_SET, _MAP_ANONYMOUS, None, to_allow),
+        (_JUMP_IF_SET, _MAP_SHARED, to_deny, to_allow),
+        (_RETURN, _DENY, None, None),
+        (_RETURN, _ALLOW, None, None),
+    ]
+    targets = {to_deny: len(program) - 2, to_allow: len(program) - 1}
+    code = b"".join(
+        struct.pack("=HBBI", kind, *(targets[to] - i - 1 if to is not None else 0 for to in jumps), value)
+        for i, (kind, value, *jumps) in enumerate(program)
+    )
+    text = ctypes.create_string_buffer(code, len(code))
+    argument = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(text)))
+    pointer = ctypes.c_void_p(ctypes.addressof(argument))
+    return _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, pointer, 0, 0) == 0
 
 
 def _run_program(code: str) -> int:

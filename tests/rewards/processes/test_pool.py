@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -360,3 +361,18 @@ def test_processes_end_without_namespaces(mark: str, is_closed: bool) -> None:
             assert run.wait(timeout=120) == 0
         else:
             os.kill(run.pid, signal.SIGKILL)
+
+
+def test_the_temporary_files_of_a_killed_process_are_removed(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    options = {"timeout_s": 100.0, "total_timeout_s": 100.0}
+    row = {"response": "```python\nwhile True: pass\n```", "tests": [{"input": "", "output": ""}]}
+    with make_pool(FunctionSpec("code", "flowrl.rewards.code:score", options), workers=1, timeout_s=8) as pool:
+        future, found = pool.submit("code", row), False
+        while not future.done():
+            found = found or any(tmp_path.rglob("flowrl-code-*"))
+            time.sleep(0.01)
+        assert found and future.result().failure == "timeout"
+    assert list(tmp_path.iterdir()) == []

@@ -195,6 +195,30 @@ time.sleep(1000)
     assert run(code, limits)[0] == 125
 
 
+HIDDEN_MEMORY = {
+    "anonymous files": "os.write(os.memfd_create('x'), bytes(2**20))",
+    "System V segments": "libc.shmget(0, 2**20, 0o1600) >= 0 or 1 / 0",
+    "unmapped pages": "mmap.mmap(-1, 2**20)",
+    "the zero device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2**20)",
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN_MEMORY)
+def test_memory_that_is_not_counted_is_denied(kind: str) -> None:
+    needs("memory", "reading")
+    code = f"""
+import ctypes, mmap, os
+libc = ctypes.CDLL(None)
+mmap.mmap(-1, 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+try:
+    {HIDDEN_MEMORY[kind]}
+    print("allowed")
+except (OSError, ArithmeticError):
+    print("denied")
+"""
+    assert run(code) == (0, "denied\n")
+
+
 def test_huge_output_is_bounded() -> None:
     with Sandbox("program", "while True: print('x' * 1000)", SandboxLimits(timeout_s=10.0, max_file_mb=1)) as sandbox:
         assert sandbox.wait() != 0
