@@ -108,7 +108,9 @@ def stream(model: Path, num_episodes: int, workers: int, *, is_slow: bool) -> tu
     environment = EnvironmentConfig.model_validate(
         {"name": f"{MODULE_OF_EPISODES}:Slow", "options": {"turns": TURNS, "is_slow": is_slow}, "workers": workers}
     )
-    rollout = RolloutConfig(max_response_tokens=400, max_num_seqs=SLOTS, stop_ids=tuple((65 + i,) for i in range(NUM_STOPS)))
+    rollout = RolloutConfig(
+        max_response_tokens=400, max_num_seqs=SLOTS, stop_ids=tuple((65 + i,) for i in range(NUM_STOPS))
+    )
     placement = Placement(pools={"b": [1], "c": [1]}, roles={"rollout": "b", "environment": "c"})
     with Cluster(placement, backend="inline", num_threads=2) as cluster:
         host = cluster.group("environment", EnvironmentWorker, environment)
