@@ -1,6 +1,7 @@
 """Time limit of a block of code that may catch exceptions."""
 
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -30,11 +31,7 @@ def time_limit(timeout_s: float) -> Iterator[None]:
     is_active = True
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            if frame.f_code.co_name in _RELEASES:
-                return
-            frame = frame.f_back
-        if is_active:
+        if is_active and not _is_releasing(frame):
             raise TimeLimitError
 
     start = time.monotonic()
@@ -51,3 +48,13 @@ def time_limit(timeout_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
         signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+
+
+def _is_releasing(frame: FrameType | None) -> bool:
+    """Returns whether the interpreter frees objects, and would therefore ignore an exception."""
+    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    while frame is not None:
+        if frame.f_code.co_name in _RELEASES or frame.f_code in callbacks:
+            return True
+        frame = frame.f_back
+    return False

@@ -84,9 +84,9 @@ class RequestServer:
                     continue
                 self._connections.add(connection)
                 # The handshake of a client would delay all others, so its session does it.
-                _Session(connection, self.key, self._handle, self._forget).start()
+                _Session(connection, self.key, self._handle, self._remove).start()
 
-    def _forget(self, connection: Connection) -> None:
+    def _remove(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self._on_disconnect(connection)
 

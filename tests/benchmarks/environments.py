@@ -167,9 +167,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder) / "model", seed=0)
         for is_slow in (False, True):
-            share, rows_per_step, seconds = stream(Path(folder) / "model", count, arguments.workers, is_slow=is_slow)
+            share, mean_rows, seconds = stream(Path(folder) / "model", count, arguments.workers, is_slow=is_slow)
             name = "0.05 to 1 s" if is_slow else "none"
-            sys.stdout.write(f"| {name} | {share:.3f} | {rows_per_step:.1f} | {seconds:.1f} |\n")
+            sys.stdout.write(f"| {name} | {share:.3f} | {mean_rows:.1f} | {seconds:.1f} |\n")
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def test_close_leaves_no_thread_behind(executor: ThreadPoolExecutor) -> None:
 
 def test_a_server_with_another_key_keeps_its_connections(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
     """A restarted run retains reward workers, and connects to them with another key."""
-    server = open_server(lambda value: executor.submit(int, value))
+    server = open_server(lambda value, connection: executor.submit(int, value))
     old = RequestClient([server.address], KEY)
     server.key = b"another key"
     new = RequestClient([server.address], b"another key", reconnect_s=5.0)
