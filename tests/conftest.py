@@ -21,7 +21,12 @@ ClusterMaker = Callable[..., Cluster]
 
 SLOWEST_FILES = (
     "recipes/test_quickstart.py",
+    "recipes/test_rewards.py",
+    "recipes/test_programs.py",
+    "recipes/test_environments.py",
     "recipes/test_numbers.py",
+    "environments/test_environment_host.py",
+    "rewards/processes/test_pool.py",
     "engines/parallel/test_strategies.py",
     "controller/calls/test_failures.py",
     "engines/models/test_families.py",

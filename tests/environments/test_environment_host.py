@@ -96,10 +96,20 @@ CASES = [
     (SYNC, "exception@reset", "raised"),
     (SYNC, "kill@reset", "killed"),
 ]
+FAST = {
+    (SYNC, "exception"), (SYNC, "system_exit"), (SYNC, "none"), (SYNC, "nan_reward"), (SYNC, "large_message"),
+    (SYNC, "segfault"), (SYNC, "kill@reset"), (ASYNC, "exit"), (ASYNC, "garbage"), (ASYNC, "print"),
+    (ASYNC, "cancelled"),
+}  # fmt: skip
+"""Cases that are no slow tests, because all cases take minutes together."""
 
 
 @pytest.mark.usefixtures("mark")
-@pytest.mark.parametrize(("name", "kind", "failure"), CASES, ids=lambda value: str(value).rpartition(":")[2])
+@pytest.mark.parametrize(
+    ("name", "kind", "failure"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[:2] not in FAST)) for case in CASES],
+    ids=lambda value: str(value).rpartition(":")[2],
+)
 def test_an_episode_that_misbehaves_fails_alone(name: str, kind: str, failure: str) -> None:
     with make_host(name, timeout_s=5.0) as host:
         bad, *others = play_all(host, [kind, "", "", ""])
@@ -109,11 +119,13 @@ def test_an_episode_that_misbehaves_fails_alone(name: str, kind: str, failure: s
 
 
 @pytest.mark.usefixtures("mark")
-@pytest.mark.parametrize("kind", [*HARMLESS, "exception@close", "system_exit@close"])
 @pytest.mark.parametrize("name", [SYNC, ASYNC], ids=["sync", "async"])
-def test_an_episode_that_leaves_processes_or_fails_at_its_end_is_played(name: str, kind: str) -> None:
+def test_episodes_that_leave_processes_or_fail_at_their_end_are_played(name: str) -> None:
+    kinds = [*HARMLESS, "exception@close", "system_exit@close", ""]
     with make_host(name) as host:
-        assert [played.failure for played in play_all(host, [kind, ""])] == [None, None]
+        played = play_all(host, kinds)
+    failures = {kind: episode.failure for kind, episode in zip(kinds, played, strict=True)}
+    assert failures == dict.fromkeys(kinds)
 
 
 @pytest.mark.usefixtures("mark")
@@ -227,10 +239,11 @@ def test_reset_returns_messages_or_tokens() -> None:
 
 
 @pytest.mark.usefixtures("mark")
-@pytest.mark.parametrize("start", [None, "text", [], [{}], [-1], [1.5], {"role": "user"}])
-def test_an_invalid_start_fails(start: Any) -> None:
+def test_an_invalid_start_fails() -> None:
+    starts = [None, "text", [], [{}], [-1], [1.5], {"role": "user"}]
     with make_host(f"{FOLDER}:BadStart") as host:
-        assert ask(host, Reset(0, {"start": start})).failure == "invalid"
+        failures = [ask(host, Reset(episode, {"start": start})).failure for episode, start in enumerate(starts)]
+    assert failures == ["invalid"] * len(starts)
 
 
 @pytest.mark.usefixtures("mark")

@@ -87,9 +87,9 @@ def test_ppo_without_a_penalty_has_the_same_metrics_for_each_choice(ppo_config: 
 @pytest.mark.parametrize(
     ("loss", "algorithm"),
     [
-        ("clip_cov", {"estimator": "grpo"}),
+        pytest.param("clip_cov", {"estimator": "grpo"}, marks=pytest.mark.slow),
         ("kl_cov", {"estimator": "grpo"}),
-        ("decoupled_ppo", {"estimator": "grpo"}),
+        pytest.param("decoupled_ppo", {"estimator": "grpo"}, marks=pytest.mark.slow),
         ("ppo", {"estimator": "grpo", "correction": {"kind": "truncated"}}),
         pytest.param("ppo", {"estimator": "rloo", "kl_coef": 0.05}, marks=pytest.mark.slow),
     ],

@@ -86,6 +86,7 @@ def test_ptx_adds_its_loss_to_every_update(task_folder: Path, tmp_path: Path) ->
     assert losses[1.0][2] < losses[0.0][2]
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_trains_only_on_prompts_with_different_scores(task_folder: Path, tmp_path: Path) -> None:
     base = settings(task_folder, tmp_path / "run", rollout={}, reward={})
     sizes = {"batch_size": 16, "samples_per_prompt": 4, "algorithm": {"estimator": "grpo"}}

@@ -28,6 +28,8 @@ SCHEDULES = {
     "one_step_off": {"kind": "one_step_off"},
     "async": {"kind": "async", "max_staleness": 1},
 }
+FAST_SCHEDULES = ["sync", pytest.param("one_step_off", marks=pytest.mark.slow), "async"]
+"""For tests in which `one_step_off` uses the code of the other schedules. All schedules together take minutes."""
 APART: dict[str, Any] = {"placement": Placement.model_validate(ALIKE)}
 ALL_ROWS: dict[str, Any] = {"report": {"rollouts": {"every": 1, "rows": 100}}, "evaluate_every": 0}
 
@@ -76,7 +78,7 @@ def test_dynamic_sampling_trains_the_first_informative_prompts_in_order(grpo_con
     assert all(before[-1] < after[0] for before, after in pairwise(trained))
 
 
-@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(
         schedule=SCHEDULES[schedule], reward={"function": f"{HERE}:parity"}, dynamic_sampling={"max_rounds": 1}, **APART
@@ -88,7 +90,7 @@ def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs
             assert 0 < line["dropped_equal_scores"] < config.prompts_per_step
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_a_run_without_informative_groups_ends_with_an_error(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(
         schedule=SCHEDULES[schedule],
@@ -100,7 +102,7 @@ def test_a_run_without_informative_groups_ends_with_an_error(grpo_config: GrpoCo
         train_grpo(config)
 
 
-@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_dynamic_sampling_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path, schedule: str) -> None:
     settings: dict[str, Any] = {
         "schedule": SCHEDULES[schedule],
@@ -129,7 +131,7 @@ TWO = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_scores_are_the_weighted_sum_of_the_rewards(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(schedule=SCHEDULES[schedule], reward=TWO, **APART, **ALL_ROWS)
     train_grpo(config)
@@ -191,7 +193,7 @@ def test_rows_whose_reward_failed_are_dropped_and_counted(grpo_config: GrpoConfi
         assert line["rewards/reward/failed_fraction"] == line["reward_failed_fraction"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_a_failed_reward_with_zero_scores_zero(grpo_config: GrpoConfigs, schedule: str) -> None:
     reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "zero", "max_failure_rate": 1.0}
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
@@ -211,7 +213,7 @@ def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, 
     assert (config.output / "checkpoints").is_dir() and any((config.output / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_a_failed_reward_ends_the_run_and_names_its_row(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(schedule=SCHEDULES[schedule], reward={"function": f"{HERE}:fail_for_long_responses"}, **APART)
     with pytest.raises(UserError, match=r"too long.*prompt"):
@@ -274,7 +276,7 @@ def shout(text: str) -> float | None:
     return digits / len(text) if digits else None
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task_folder: Path, schedule: str) -> None:
     model = {"path": task_folder / "model"}
     judge = {
