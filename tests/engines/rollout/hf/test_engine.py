@@ -104,6 +104,18 @@ def test_rows_that_outgrow_the_cache_stay_bitwise_identical():
     assert rows_of(generate(rollout(max_num_seqs=4, **settings), prompt_ids)) == expected_rows
 
 
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_long_rows_are_bitwise_identical_in_any_batch(num_heads: int):
+    """Matrix products choose their summation order by the number of attended positions."""
+    model = qwen2(num_key_value_heads=num_heads, max_position_embeddings=512)
+    prompt_ids = prompts(16, longest=90)
+    engine = rollout(model, max_response_tokens=300, temperature=1.5)
+    expected_rows = rows_of(generate(engine, prompt_ids))
+    shortest = sorted(range(16), key=lambda row: len(prompt_ids[row]) - len(expected_rows[row][0]))[:3]
+    assert min(len(expected_rows[row][0]) for row in shortest) > 100
+    assert rows_of(generate(engine, prompt_ids, shortest)) == [expected_rows[row] for row in shortest]
+
+
 def test_samples_of_one_prompt_differ_and_repeat_with_the_seed():
     engine, prompt = rollout(), [5, 6, 7]
     rows = [prompt] * 20, torch.zeros(20, dtype=torch.int64), torch.arange(20)
