@@ -89,7 +89,10 @@ def gemma2() -> PreTrainedModel:
     """Returns a model whose attention has a softcap and whose layers have sliding windows."""
     torch.manual_seed(0)
     sizes = {**SIZES, "max_position_embeddings": 256, "sliding_window": 256, "head_dim": 16, "hidden_size": 32}
-    return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_logit_softcapping=5.0)).double().eval()
+    config = Gemma2Config(**sizes, attn_logit_softcapping=5.0, tie_word_embeddings=False)
+    model = Gemma2ForCausalLM(config).double().eval()
+    model.set_attn_implementation("eager")  # the only one of transformers with a softcap
+    return model
 
 
 def gpt2() -> PreTrainedModel:
@@ -120,7 +123,7 @@ MODELS = {
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_continued_turns_equal_prefilled_turns_and_the_full_forward_pass(name: str, greedy: bool) -> None:
-    model, given = MODELS[name](), requests(24, greedy=greedy)
+    model, given = MODELS[name](), requests(16, greedy=greedy, longest=28)
     engine, prefilling = engine_for(model), engine_for(model, keep_turn_cache=False)
     episodes, expected = play(engine, given), play(prefilling, given)
     for request in given:
@@ -131,7 +134,7 @@ def test_continued_turns_equal_prefilled_turns_and_the_full_forward_pass(name: s
                 assert segment.logprobs == pytest.approx(other.logprobs, rel=1e-5)
                 check_logprobs(segment, before, [model])
             before += segment.token_ids
-    assert len({len(segments) for segments in episodes.values()}) > 3
+    assert len({len(segments) for segments in episodes.values()}) > 1
 
 
 @pytest.fixture(scope="module")
@@ -215,25 +218,18 @@ def _size(segment: Segment) -> int:
 
 def test_rows_that_prefill_do_not_copy_the_keys_of_a_continued_turn() -> None:
     """Both have the same tokens, but keys and values of decode steps differ in the last bit."""
-    first, *_ = requests(1)
-    alone = engine_for()
-    alone.add([first])
-    (response,) = alone.poll()
-    following = replace(first, segments=(Segment.policy(response), Segment.environment([9] * 20)))
-    fresh = replace(following, request_id="fresh", key=1)
-    alone.add([fresh])
-    (expected,) = alone.poll()
     engine = engine_for()
-    engine.add([first])
-    engine.poll()
-    # The limit gives the turn time for another row to join.
-    engine.add([following])
-    engine.poll(0.0)
-    assert engine.num_running == 1
+    following = finish_turn(engine, requests(20))
+    fresh = [replace(request, request_id=f"fresh {row}", may_continue=False) for row, request in enumerate(following)]
+    expected = engine_for().generate(fresh)
+    engine.add(following)
+    early = {response.request_id for response in engine.poll(0.0)}
+    rows = [row for row, request in enumerate(following) if request.request_id not in early]
+    assert len(rows) > 5
     num_tokens = count_prefilled(engine)
-    engine.add([fresh])
-    responses = {response.request_id: response for response in [*engine.poll(), *engine.poll()]}
-    assert responses["fresh"] == expected and num_tokens == [-(-(len(fresh.context) - 1) // 16) * 16]
+    responses = finish_all(engine, [fresh[row] for row in rows])
+    assert [responses[f"fresh {row}"] for row in rows] == [expected[row] for row in rows]
+    assert sum(num_tokens) >= sum(len(fresh[row].context) - 1 for row in rows)
 
 
 def finish_turn(engine: HfRollout, given: Sequence[Request]) -> list[Request]:
@@ -326,6 +322,15 @@ def test_a_restarted_episode_does_not_use_the_cache_of_its_first_attempt() -> No
         fresh = finish_all(engine_for(), again)
         assert finish_all(engine, again) == fresh
     assert engine.num_kept == len([r for r in fresh.values() if not r.truncated])
+
+
+def test_a_continued_turn_processes_new_tokens_only() -> None:
+    engine = engine_for()
+    following = finish_turn(engine, requests(20))
+    num_tokens = count_prefilled(engine)
+    finish_all(engine, following)
+    num_new = [len(request.segments[-1].token_ids) for request in following]
+    assert sum(num_tokens) == 16 * -(-max(num_new) // 16) * len([number for number in num_new if number])
 
 
 def test_without_kept_caches_each_turn_prefills_all_tokens() -> None:
