@@ -290,6 +290,11 @@ class RolloutConfig(RoleConfig):
     otherwise the template in the model's folder or of its tokenizer.
     """
 
+    keep_turn_cache: bool = True
+    """Keep the KV cache of an episode while its environment replies, so that the next turn processes new tokens only.
+    The memory grows with the number of episodes that wait. False: each turn prefills all earlier turns again. Only
+    engine hf can disable it. For vllm, see vllm.prefix_caching."""
+
     max_num_seqs: PositiveInt = 256
     """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16."""
 
@@ -342,6 +347,16 @@ class RolloutConfig(RoleConfig):
         if via in ("cuda_ipc", "nccl") and via not in capabilities.gpu_transports:
             others = name_alternatives(lambda known: via in known.gpu_transports)
             raise ValueError(f"transfer.via is {via}, which {key} does not support: set auto, or engine: {others}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_turn_cache(self) -> "RolloutConfig":
+        if not self.keep_turn_cache and not self.capabilities.keeps_turn_cache:
+            others = name_alternatives(lambda known: known.keeps_turn_cache)
+            raise ValueError(
+                f"keep_turn_cache is false, but engine {self.engine} does not have this setting: remove it, or set "
+                f"engine: {others}"
+            )
         return self
 
     @property

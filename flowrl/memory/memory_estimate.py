@@ -175,11 +175,13 @@ class _Estimator:
         if rollout.capabilities.memory is None:
             return None
         can_offload = rollout.can_sleep(on_gpus=True) and self._planned.kind == "cuda"
+        has_environment = config.environment is not None or rollout.environment is not None
+        num_prompts = -(-rows // config.samples_per_prompt)
         load = RolloutLoad(
             size=actor.size,
             param_bytes=actor.param_bytes,
             config=rollout,
-            batch=RolloutBatch(rows, -(-rows // config.samples_per_prompt), config.data.max_prompt_tokens),
+            batch=RolloutBatch(rows, num_prompts, config.data.max_prompt_tokens, has_environment),
             device_type=self._planned.kind,
             weight_owner=actor if self._shares_actor_weights(actor, role_plan, slot) else None,
             num_devices=role_plan.num_tp_devices,

@@ -36,6 +36,8 @@ class RolloutBatch:
     unique_prompts: int
     """Number of different prompts. Each prompt is prefilled once."""
     max_prompt_tokens: int
+    has_environment: bool = False
+    """Whether an environment continues the responses, so that engine hf keeps the KV caches of waiting episodes."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ def hf_memory(load: RolloutLoad) -> RoleMemory:
         (decode_slots * slot_bytes, _decode(size, param_bytes, rows, final_slots, previous_slots)),
     ]
     kv_cache, activations = max(steps, key=sum)
+    if batch.has_environment and config.keep_turn_cache:
+        # All episodes may wait for their environment while the slots stay allocated.
+        kv_cache += batch.rows * (prompt + config.max_response_tokens) * slot_bytes
     calls = [CallMemory("generate", activations=activations, gathered=gathered, kv_cache=kv_cache)]
     if is_quantized:
         name = "set_version" if weight_owner else "load_weights"

@@ -10,7 +10,14 @@ from tensordict import TensorDict
 
 from flowrl.data.batch.tensordicts import num_rows, objects
 from flowrl.data.chat import ChatTokenizer
-from flowrl.engines.rollout.base import GatheringEngine, Request, Response, RolloutEngine, Segment
+from flowrl.engines.rollout.base import (
+    GatheringEngine,
+    Request,
+    RequestBatch,
+    Response,
+    RolloutEngine,
+    Segment,
+)
 from flowrl.engines.rollout.request_batch import open_batch
 from flowrl.rewards.environment_function import (
     ENVIRONMENT_COLUMNS,
@@ -110,6 +117,8 @@ class Episodes:
         self._tokenizer, self._environment, self._reward, self._dialogs = tokenizer, environment, reward, dialogs
         self._episodes: dict[Hashable, Episode] = {}
         """Request id -> episode without a complete response, or without scores."""
+        self._ended: list[str] = []
+        """Ids of the episodes whose last segment is complete, since the last call of `pop_ended`."""
 
     @property
     def num_waiting(self) -> int:
@@ -148,6 +157,8 @@ class Episodes:
             else:
                 episode.request = following
                 continued.append(following)
+        if self._environment is not None:
+            self._ended += [episode.id for episode in complete]
         if self._reward is not None:
             self._reward.send((episode.id, self._scored_row(episode)) for episode in complete)
         else:
@@ -175,12 +186,21 @@ class Episodes:
         """
         if self._dialogs is not None:
             requests = self._dialogs.receive(timeout_s)
-            self._remove(self._dialogs.pop_ended())
+            ended = self._dialogs.pop_ended()
+            self._ended += ended
+            self._remove(ended)
             return requests
         if self._reward is not None:
             for request_id, scores in self._reward.receive(timeout_s):
                 self._episodes.pop(request_id).scores = scores
         return []
+
+    def pop_ended(self) -> list[str]:
+        """Returns the ids of the episodes that an environment has ended since the last call. The engine can release
+        what it keeps for their next segments.
+        """
+        ended, self._ended = self._ended, []
+        return ended
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Discards episodes. Ignores unknown ids."""
@@ -221,11 +241,29 @@ def run_episodes(engine: RolloutEngine, own: Sequence[Episode], episodes: Episod
             if batch.num_running:
                 # Without results to receive, the engine returns only when a response has finished.
                 responses = batch.poll(POLL_S if episodes.num_waiting else None)
-                requests = [*episodes.add_responses(responses), *episodes.receive(0)]
+                continue_episodes(batch, episodes, responses, 0)
             else:
-                requests = episodes.receive(None)
-            if requests:
-                batch.add(requests)
+                continue_episodes(batch, episodes, [], None)
+
+
+def continue_episodes(
+    batch: RequestBatch, episodes: Episodes, responses: Sequence[Response], timeout_s: float | None
+) -> None:
+    """Processes finished segments, scores and observations. Adds the requests for the next segments to the batch, and
+    releases what the batch keeps for ended episodes.
+
+    Args:
+        batch: generates the segments.
+        episodes: processes the responses.
+        responses: finished segments.
+        timeout_s: `timeout_s` of `Episodes.receive`.
+    """
+    requests = episodes.add_responses(responses) if responses else []
+    requests += episodes.receive(timeout_s)
+    if ended := episodes.pop_ended():
+        batch.abort(ended)
+    if requests:
+        batch.add(requests)
 
 
 def episode_columns(batch: TensorDict) -> list[Columns]:

@@ -43,6 +43,7 @@ from flowrl.workers.episodes import (
     Environment,
     Episode,
     Episodes,
+    continue_episodes,
     episode_columns,
     run_episodes,
     score_columns,
@@ -128,13 +129,24 @@ class Rollout(Worker["RolloutGroup"]):
         prompts = objects(batch, "prompt_ids")
         prompt_id_B = batch["rows", "prompt_id"]
         sample_B = batch["rows"].get("sample", torch.zeros_like(prompt_id_B))
-        requests = make_requests(prompts, prompt_id_B, sample_B, seed=self.seed, temperature=temperature)
+        requests = make_requests(
+            prompts,
+            prompt_id_B,
+            sample_B,
+            seed=self.seed,
+            temperature=temperature,
+            may_continue=self._has_environment,
+        )
         columns = self._episode_columns(batch, score)
         samples = zip(sample_B.tolist(), requests, columns, strict=True)
         episodes = [Episode(sample, request, row) for sample, request, row in samples]
         with self._open_episodes(is_scored=bool(score)) as processed:
             run_episodes(self.engine, episodes, processed)
         return episodes_to_tensordict(episodes, self.tokenizer, score)
+
+    @property
+    def _has_environment(self) -> bool:
+        return self._environment is not None or self._environment_servers is not None
 
     def _episode_columns(self, batch: TensorDict, score: Sequence[str]) -> Sequence[Columns]:
         is_read = self._environment is not None or score
@@ -207,7 +219,8 @@ class Rollout(Worker["RolloutGroup"]):
                 "the rollout shares the weights of the actor in its process, which training changes during streaming: "
                 "assign rollout to a pool of its own in the placement, or set schedule.kind to sync or one_step_off"
             )
-        groups = make_groups(batch, samples, self.seed, self._episode_columns(batch, score))
+        columns = self._episode_columns(batch, score)
+        groups = make_groups(batch, samples, self.seed, columns, may_continue=self._has_environment)
         if self._environment_servers is not None:
             self._groups.add(groups)
             return dict.fromkeys(groups)
@@ -251,9 +264,9 @@ class Rollout(Worker["RolloutGroup"]):
                 left_s = max(0.0, deadline - time.monotonic())
                 if engine.num_running:
                     responses = engine.poll(min(left_s, POLL_S) if groups.episodes.num_waiting else left_s)
-                    engine.add([*groups.episodes.add_responses(responses), *groups.episodes.receive(0)])
+                    continue_episodes(engine, groups.episodes, responses, 0)
                 elif groups.episodes.num_waiting:
-                    engine.add(groups.episodes.receive(left_s))
+                    continue_episodes(engine, groups.episodes, [], left_s)
                 else:
                     break
                 if not left_s:
@@ -403,8 +416,13 @@ class PromptGroup:
         return [sample.request for sample in self.samples.values()]
 
 
-def make_groups(batch: TensorDict, samples: int, seed: int, columns: Sequence[Columns]) -> dict[int, PromptGroup]:
-    """Creates the group of each prompt, by `prompt_id`. Raises ValueError unless each prompt has `samples` rows."""
+def make_groups(
+    batch: TensorDict, samples: int, seed: int, columns: Sequence[Columns], *, may_continue: bool
+) -> dict[int, PromptGroup]:
+    """Creates the group of each prompt, by `prompt_id`. Raises ValueError unless each prompt has `samples` rows.
+
+    `may_continue` is that of the requests.
+    """
     prompt_id_B, sample_B = batch["rows", "prompt_id"], batch["rows", "sample"]
     unique_U, counts_U = prompt_id_B.unique(return_counts=True)
     for prompt_id, count in zip(unique_U.tolist(), counts_U.tolist(), strict=True):
@@ -416,7 +434,7 @@ def make_groups(batch: TensorDict, samples: int, seed: int, columns: Sequence[Co
     rows = zip(objects(batch, "prompt_ids"), prompt_id_B.tolist(), sample_B.tolist(), keys, columns, strict=True)
     groups: dict[int, PromptGroup] = {}
     for prompt, prompt_id, sample, key, row_columns in rows:
-        request = Request(f"{prompt_id}-{sample}", prompt, key)
+        request = Request(f"{prompt_id}-{sample}", prompt, key, may_continue=may_continue)
         group = groups.setdefault(prompt_id, PromptGroup())
         group.samples[request.request_id] = Episode(sample, request, row_columns)
     return groups

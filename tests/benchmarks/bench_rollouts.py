@@ -47,9 +47,8 @@ class Measurement:
     """CPU time of all threads of the generating process. For a call through Ray, also of the driver."""
 
 
-def save_model(size: str, folder: Path) -> None:
-    """Writes the model and its tokenizer."""
-    width, layers, heads, vocabulary = SIZES[size]
+def count_down_model(width: int, layers: int, heads: int, vocabulary: int) -> LlamaForCausalLM:
+    """Returns a model that generates token i after token i + 1."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -72,10 +71,20 @@ def save_model(size: str, folder: Path) -> None:
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.zero_()
-    model.save_pretrained(folder)
+    return model
+
+
+def count_down_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<end>": END, **{f"n{i}": i for i in range(FIRST, vocabulary)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+
+
+def save_model(size: str, folder: Path) -> None:
+    """Writes the model and its tokenizer."""
+    width, layers, heads, vocabulary = SIZES[size]
+    count_down_model(width, layers, heads, vocabulary).save_pretrained(folder)
+    count_down_tokenizer(vocabulary).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
 
 

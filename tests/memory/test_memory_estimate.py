@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import main
-from flowrl.config import ConfigError, EngineConfig, load
+from flowrl.config import ConfigError, EngineConfig, RolloutConfig, load
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget, render_memory
 from flowrl.memory.model_size import model_size_from_config
 from flowrl.memory.role_memory import RoleModel, training_role
-from flowrl.memory.rollout_memory import num_slots
+from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, hf_memory, num_slots
 from flowrl.run.preflight import check_run, plan_run
 from recipes.ppo.config import PPOConfig
 from tests.errors import missing_facts, rejects
@@ -87,6 +87,18 @@ def test_checkpoint_snapshot_uses_no_gpu_memory() -> None:
 def test_kv_slots_double_when_a_row_outgrows_them() -> None:
     assert num_slots(100, 28) == (128, 128)
     assert num_slots(100, 30) == (320, 128)
+
+
+def test_caches_of_waiting_episodes_need_memory(model: Path) -> None:
+    size = model_size_from_config(SETTINGS)
+    assert size is not None
+    kv_cache = {}
+    for has_environment, keeps in ((True, True), (True, False), (False, True)):
+        settings = RolloutConfig(max_response_tokens=28, keep_turn_cache=keeps)
+        load = RolloutLoad(size, 2, settings, RolloutBatch(256, 64, 100, has_environment), "cuda")
+        kv_cache[has_environment, keeps] = hf_memory(load).calls[0].kv_cache
+    assert kv_cache[True, False] == kv_cache[False, True] == kv_cache[True, True] // 2
+    assert kv_cache[False, True] == 256 * 128 * 30 * 2 * 4096 * 2
 
 
 def test_device_peak_is_all_resident_state_plus_the_largest_call(model: Path) -> None:

@@ -24,7 +24,14 @@ from flowrl.rewards.reward_function import RewardError
 from flowrl.rewards.row_scores import RewardCall, RowScores
 from flowrl.workers import Rollout
 from flowrl.workers.channel import RequestClient, RequestError, RequestServer
-from flowrl.workers.episodes import Environment, Episode, Episodes, run_episodes, score_columns
+from flowrl.workers.episodes import (
+    Environment,
+    Episode,
+    Episodes,
+    continue_episodes,
+    run_episodes,
+    score_columns,
+)
 from tests.engines.rollout.hf.test_engine import prompts, rollout
 from tests.engines.tiny import qwen2, tokenizer
 from tests.errors import rejects
@@ -187,6 +194,19 @@ def test_all_segments_use_weights_that_are_gathered_once(model: ModelConfig) -> 
         before = [id(parameter) for parameter in engine.model.parameters()]
         run_all(engine, requests[:2], environment, text)
         assert [id(parameter) for parameter in engine.model.parameters()] == before
+
+
+def test_kept_caches_are_released_with_their_episodes(model: ModelConfig) -> None:
+    engine, ids, text = rollout(qwen2(), max_response_tokens=40), torch.arange(20), ChatTokenizer(model.path)
+    episodes = Episodes(text, Environment(f"{ENVIRONMENTS}:count_down", text, 40))
+    requests = make_requests(prompts(20), ids, ids, seed=0, may_continue=True)
+    batch, num_kept = engine.open_batch(), []
+    batch.add(episodes.add([Episode(0, request, {}) for request in requests]))
+    while batch.num_running:
+        responses = batch.poll()
+        num_kept.append(batch.num_kept)
+        continue_episodes(batch, episodes, responses, 0)
+    assert max(num_kept) > 0 and batch.num_kept == 0
 
 
 # Scores.

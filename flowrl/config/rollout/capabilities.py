@@ -46,6 +46,9 @@ class EngineCapabilities:
     """The engine has `add`, `poll` and `abort`, which `schedule.kind: async` with `max_staleness` above 0 requires."""
     sleep: bool = False
     """The engine can offload its device memory while other processes use the devices."""
+    keeps_turn_cache: bool = False
+    """The engine has the setting `rollout.keep_turn_cache`: it keeps the KV cache of an episode between two turns, or
+    prefills each turn again."""
     tensor_parallel: bool = False
     """One engine can use several devices of a node."""
     matches_trainer: bool = False

@@ -21,6 +21,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         own_process=False,
         shares_weights=True,
         streaming=True,
+        keeps_turn_cache=True,
         matches_trainer=True,
         dtypes=("float32", "bfloat16", "float16", "float64"),
         quantizations={"int8": Quantization()},

@@ -77,6 +77,9 @@ class Request:
     """Sampling temperature; None is that of the settings."""
     segments: Sequence[Segment] = ()
     """Earlier segments of the response. The engine samples the policy segment that follows them."""
+    may_continue: bool = False
+    """Whether a request with the same id and more segments may follow. An engine may keep the KV cache until then. The
+    caller passes the id to `abort` when no request follows."""
 
     @property
     def greedy(self) -> bool:
@@ -399,7 +402,7 @@ class RequestBatch(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops the requests with these ids. Ignores unknown ids."""
+        """Drops the requests with these ids, and all state kept for requests that may follow. Ignores unknown ids."""
         ...
 
 

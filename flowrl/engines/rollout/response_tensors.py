@@ -46,6 +46,7 @@ def make_requests(
     *,
     seed: int,
     temperature: float | None = None,
+    may_continue: bool = False,
 ) -> list[Request]:
     """Returns requests with the ids `generate-0`, `generate-1`, ... for a batch of prompts.
 
@@ -55,10 +56,11 @@ def make_requests(
         sample: index of each row among the samples of its prompt, int64 [N].
         seed: random seed. Rows with equal (seed, prompt_id, sample) get equal random numbers.
         temperature: sampling temperature. 0 selects the most likely tokens. None is the temperature of the settings.
+        may_continue: whether an environment may continue the responses.
     """
     keys = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
     rows = enumerate(zip(prompt_ids, keys, strict=True))
-    return [Request(f"generate-{row}", ids, key, temperature) for row, (ids, key) in rows]
+    return [Request(f"generate-{row}", ids, key, temperature, may_continue=may_continue) for row, (ids, key) in rows]
 
 
 def stack_responses(responses: Sequence[Response], requests: Sequence[Request] | None = None) -> Responses:

@@ -10,6 +10,9 @@ A prefill processes all tokens of a prompt except the last. The next decode step
 same code samples every token. Rows with the same prompt share a prefill: it runs once for the rows that join together,
 and a row that joins later copies the keys and values of a row that still decodes. A new row reuses the slot of a
 finished row, because removing a slot would copy the complete cache.
+
+The keys and values of a finished row whose episode may continue are copied out of its slot (turn_cache.py). The row of
+the next turn copies them into its own slot, and an extension processes only the tokens that have followed.
 """
 
 from collections import Counter
@@ -23,7 +26,8 @@ from transformers import PreTrainedModel
 from flowrl.config import RolloutConfig
 from flowrl.engines.rollout.base import Request, Response
 from flowrl.engines.rollout.hf.decode_step import has_short_step, short_step
-from flowrl.engines.rollout.hf.kv_cache import SlotCache, round_up
+from flowrl.engines.rollout.hf.kv_cache import SLOT_MULTIPLE, SlotCache, round_up
+from flowrl.engines.rollout.hf.turn_cache import LayerStates, TurnCache, TurnCaches
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 
 _MIN_ROWS = 16
@@ -37,11 +41,23 @@ same.
 _PREFILL_TOKENS = 16384
 """Maximum number of tokens of one prefill pass, including padding."""
 
+_EXTENSION_TOKENS = 256
+"""Maximum number of tokens that one extension pass processes per row. The tokens of a longer observation are split at
+multiples of this number, so that the split does not depend on other rows.
+"""
+
+_EXTENSION_LOGITS = 2**26
+"""Maximum number of attention logits of one layer in an extension pass. A pass with one row may exceed it."""
+
 _SHRINK_SHARE = 0.75
 """The cache shrinks if at most this fraction of its slots is in use."""
 
 History = tuple[int, ...]
 """Tokens of a row: first the prompt, then the response so far."""
+
+
+_Piece = tuple[History, int, int]
+"""Consecutive tokens of a row for one extension pass, the slot of the row, and the position of the first token."""
 
 
 @dataclass
@@ -51,6 +67,8 @@ class Row:
     request: Request
     response: Response
     """The segment that is being sampled. It is updated only when the decoder removes the row."""
+    continues_cache: bool = False
+    """Whether the row has joined with the keys and values of earlier turns, which decode steps have computed."""
 
     @property
     def history(self) -> History:
@@ -136,6 +154,9 @@ class Decoder:
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._has_short_step = has_short_step(model)
         self._end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
+        self._num_heads: int = model.config.get_text_config().num_attention_heads
+        self.turn_caches = TurnCaches()
+        """Keys and values of the rows that have finished a turn and may continue."""
         self._stops = [torch.tensor(stop, dtype=torch.int64, device=device) for stop in config.stop_ids]
         self._padding = max((len(stop) for stop in config.stop_ids), default=1) - 1
         self._clear()
@@ -156,28 +177,46 @@ class Decoder:
         """Adds rows to the batch and prefills their tokens."""
         histories = [row.history for row in rows]
         slots = self._allocate(len(rows), max(map(len, histories)))
-        sources = self._prefilled_slots({len(history) for history in histories})
+        assert self._cache is not None
+        fresh: list[tuple[History, int]] = []
+        continued: list[tuple[History, int, TurnCache]] = []
+        for row, history, slot in zip(rows, histories, slots, strict=True):
+            turn_cache = self.turn_caches.take(row.request.request_id, history)
+            row.continues_cache = turn_cache is not None
+            if turn_cache is None:
+                fresh.append((history, slot))
+            else:
+                continued.append((history, slot, turn_cache))
+        self._prefill_shared(self._cache, fresh)
+        self._extend(self._cache, continued)
+        self._start(rows, histories, slots)
+
+    def _prefill_shared(self, cache: SlotCache, rows: Sequence[tuple[History, int]]) -> None:
+        """Prefills histories in their slots. Equal histories share a prefill."""
+        lengths = [len(history) for history, _ in rows]
+        sources = self._prefilled_slots(set(lengths))
         first: dict[History, int] = {}
-        for history, slot in zip(histories, slots, strict=True):
+        for history, slot in rows:
             if history not in sources:
                 sources[history] = first[history] = slot
-        assert self._cache is not None
-        self._prefill(self._cache, first)
-        copies = [(sources[h], slot) for h, slot in zip(histories, slots, strict=True) if sources[h] != slot]
+        self._prefill(cache, first)
+        copies = [(sources[history], slot) for history, slot in rows if sources[history] != slot]
         if copies:
             source_N, target_N = torch.tensor(copies, device=self._device).unbind(1)
-            self._cache.copy(source_N, target_N, max(map(len, histories)))
-        self._start(rows, histories, slots)
+            cache.copy(source_N, target_N, max(lengths))
 
     def _prefilled_slots(self, lengths: Collection[int]) -> dict[History, int]:
         """Returns the decoding rows whose prefill had one of these lengths, and their slots.
 
-        Excludes rows that joined with a partial response, because their prefill can differ in the last bit.
+        Excludes rows that joined with a partial response or with the keys and values of earlier turns, because these
+        can differ from those of a prefill in the last bit.
         """
         return {
             row.history: slot
             for slot, row in enumerate(self._rows)
-            if row is not None and not row.response.token_ids and len(row.request.context) in lengths
+            if row is not None
+            and not (row.response.token_ids or row.continues_cache)
+            and len(row.request.context) in lengths
         }
 
     def _allocate(self, count: int, longest: int) -> list[int]:
@@ -200,10 +239,7 @@ class Decoder:
             width = self._prefill_width(chunk[-1])
             if width == 0:
                 continue
-            lengths_U = torch.tensor([min(len(history), width) for history in chunk])
-            ids_UL = torch.zeros(len(chunk), width, dtype=torch.int64)
-            is_token_UL = torch.arange(width) < lengths_U[:, None]
-            ids_UL[is_token_UL] = torch.tensor([token for history in chunk for token in history[:width]])
+            ids_UL, _ = _pad([history[:width] for history in chunk], width)
             cache.begin_prefill(torch.tensor([slots[history] for history in chunk], device=self._device))
             self._model.base_model(input_ids=ids_UL.to(self._device), past_key_values=cache, use_cache=True)
 
@@ -220,6 +256,48 @@ class Decoder:
 
     def _prefill_width(self, history: History) -> int:
         return min(round_up(len(history) - 1, _PROMPT_MULTIPLE), self._max_length)
+
+    def _extend(self, cache: SlotCache, rows: Sequence[tuple[History, int, TurnCache]]) -> None:
+        """Restores kept keys and values, and computes those of all later tokens except the last of each history."""
+        for _, slot, turn_cache in rows:
+            cache.write(slot, turn_cache.layers)
+        num_new = [len(history) - 1 - len(turn_cache.tokens) for history, _, turn_cache in rows]
+        for offset in range(0, max(num_new, default=0), _EXTENSION_TOKENS):
+            starts = [(history[:-1], slot, len(turn_cache.tokens) + offset) for history, slot, turn_cache in rows]
+            pieces = [
+                (tokens[start : start + _EXTENSION_TOKENS], slot, start)
+                for tokens, slot, start in starts
+                if start < len(tokens)
+            ]
+            for chunk in self._extension_chunks(sorted(pieces, key=lambda piece: len(piece[0]))):
+                tokens, slots, starts_of_chunk = zip(*chunk, strict=True)
+                ids_UL, is_token_UL = _pad(tokens, round_up(len(tokens[-1]), _PROMPT_MULTIPLE))
+                slots_U, starts_U = (torch.tensor(x, device=self._device) for x in (slots, starts_of_chunk))
+                positions_UL = cache.begin_extension(slots_U, starts_U, is_token_UL.to(self._device))
+                self._model.base_model(
+                    input_ids=ids_UL.to(self._device),
+                    position_ids=positions_UL,
+                    attention_mask=cache.mask(self._model.dtype),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+
+    def _extension_chunks(self, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+        """Splits pieces, sorted by length, into forward passes with at most `_EXTENSION_LOGITS` attention logits and
+        `_PREFILL_TOKENS` tokens.
+        """
+        chunk: list[_Piece] = []
+        attended = 0
+        for piece in pieces:
+            tokens, _, start = piece
+            attended = max(attended, round_up(start + len(tokens), SLOT_MULTIPLE))
+            num_tokens = (len(chunk) + 1) * round_up(len(tokens), _PROMPT_MULTIPLE)
+            if chunk and num_tokens > min(_PREFILL_TOKENS, _EXTENSION_LOGITS // (self._num_heads * attended)):
+                yield chunk
+                chunk, attended = [], round_up(start + len(tokens), SLOT_MULTIPLE)
+            chunk.append(piece)
+        if chunk:
+            yield chunk
 
     def _start(self, rows: Sequence[Row], histories: Sequence[History], indices: Sequence[int]) -> None:
         slots, device = self._slots, self._device
@@ -263,10 +341,25 @@ class Decoder:
         if not len(index_N):
             return []
         is_stop_N = is_stop_R[index_N].tolist()
+        kept = self._copy_continuing(cache, index_N[~is_full_R[index_N]])
         rows = self._remove(index_N, version)
         for row, is_stop in zip(rows, is_stop_N, strict=True):
             row.response.truncated = not is_stop
+            request_id = row.request.request_id
+            if request_id in kept:
+                self.turn_caches.keep(request_id, TurnCache(row.history[:-1], kept[request_id]))
         return rows
+
+    def _copy_continuing(self, cache: SlotCache, index_N: Tensor) -> dict[str, list[LayerStates]]:
+        """Copies the keys and values of those of the finished rows that may continue. Returns them by request id."""
+        copies = {}
+        if self._config.keep_turn_cache:
+            for slot, position in zip(index_N.tolist(), self._slots.position[index_N].tolist(), strict=True):
+                row = self._rows[slot]
+                # The token at `position` has just been sampled and has no keys and values.
+                if row is not None and row.request.may_continue:
+                    copies[row.request.request_id] = cache.read(slot, position)
+        return copies
 
     def _forward(self, cache: SlotCache) -> Tensor:
         """Runs one token per slot and returns the logits [R, V] of the next token."""
@@ -322,10 +415,11 @@ class Decoder:
             self._remove(torch.tensor(slots, device=self._device), 0)
 
     def remove_all(self, version: int) -> list[Row]:
-        """Removes all rows from the batch and returns them, so that they can join again later.
+        """Removes all rows from the batch and returns them, so that they can join again later. Drops all kept caches.
 
-        `version` is the current weight version.
+        `version` is the current weight version. New weights follow.
         """
+        self.turn_caches.clear()
         slots = [slot for slot, row in enumerate(self._rows) if row is not None]
         return self._remove(torch.tensor(slots, device=self._device), version) if slots else []
 
@@ -364,3 +458,12 @@ class Decoder:
         self._rows = [self._rows[slot] for slot in kept]
         self._slots = self._slots.select(index_R)
         self._cache.select(index_R)
+
+
+def _pad(rows: Sequence[History], width: int) -> tuple[Tensor, Tensor]:
+    """Returns token ids [U, L], padded with 0 on the right to L = `width`, and a bool mask of the tokens."""
+    lengths_U = torch.tensor([len(tokens) for tokens in rows])
+    is_token_UL = torch.arange(width) < lengths_U[:, None]
+    ids_UL = torch.zeros(len(rows), width, dtype=torch.int64)
+    ids_UL[is_token_UL] = torch.tensor([token for tokens in rows for token in tokens])
+    return ids_UL, is_token_UL

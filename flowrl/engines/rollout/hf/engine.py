@@ -132,6 +132,7 @@ class HfRollout:
 
     def load_from(self, actor: PreTrainedModel, version: int) -> None:
         """Sets the version. With quantized weights, also copies the weights of the actor."""
+        self._batch.pause(self.version)
         if self._config.quantization is not None:
             write_weights(self.model, full_weights(actor))
         self._serving.version = version
@@ -147,6 +148,11 @@ class HfRollout:
     def num_running(self) -> int:
         """Number of added requests whose responses `poll` has not yet returned."""
         return self._batch.num_running
+
+    @property
+    def num_kept(self) -> int:
+        """Number of added requests that have finished and whose KV caches are kept for their next turn."""
+        return self._batch.num_kept
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Response]:
@@ -203,7 +209,7 @@ class HfRollout:
         return self._batch.poll(self.version, timeout_s)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops the requests with these ids. Ignores unknown ids."""
+        """Drops the requests with these ids, and the KV caches kept for their next turn. Ignores unknown ids."""
         self._batch.abort(request_ids)
 
     def _new_batch(self) -> "ContinuousBatch":
@@ -220,6 +226,11 @@ class SeparateBatch:
     @property
     def num_running(self) -> int:
         return self._batch.num_running
+
+    @property
+    def num_kept(self) -> int:
+        """Number of requests that have finished and whose KV caches are kept for their next turn."""
+        return self._batch.num_kept
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests. Raises PromptError if a prompt is empty or too long."""
@@ -250,6 +261,10 @@ class ContinuousBatch:
     def num_running(self) -> int:
         return len(self._request_ids)
 
+    @property
+    def num_kept(self) -> int:
+        return len(self._decoder.turn_caches)
+
     def add(self, requests: Sequence[Request]) -> None:
         check_request_ids([request.request_id for request in requests], self._request_ids)
         self._request_ids.update(dict.fromkeys(request.request_id for request in requests))
@@ -269,7 +284,12 @@ class ContinuousBatch:
         return finished
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        dropped = {request_id for request_id in request_ids if request_id in self._request_ids}
+        """Drops the requests with these ids, and the KV caches kept for their next turn. Ignores unknown ids."""
+        request_ids = set(request_ids)
+        self._decoder.turn_caches.release(request_ids)
+        dropped = request_ids & self._request_ids.keys()
+        if not dropped:
+            return
         for request_id in dropped:
             del self._request_ids[request_id]
         self._decoder.drop(dropped)
@@ -279,7 +299,8 @@ class ContinuousBatch:
         """Interrupts decoding: moves all decoding rows to the front of the queue of waiting rows.
 
         `begin_update` calls this method before the weights change. `version` is the weight version before the change.
-        The rows keep their tokens. When the rows join the batch again, a prefill recomputes their keys and values.
+        The rows keep their tokens. When the rows join the batch again, a prefill recomputes their keys and values. The
+        KV caches of episodes between two turns are dropped, so the next turn prefills all tokens.
         """
         order = {request_id: index for index, request_id in enumerate(self._request_ids)}
         rows = self._decoder.remove_all(version)

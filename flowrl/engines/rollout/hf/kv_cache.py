@@ -5,13 +5,17 @@ pass, D head dimension.
 
 The cache stores the token at position p of a row at index p. Attention masks all later indices. Rows of different
 lengths can therefore decode together, with the same summation order in any batch. The attended length is a multiple of
-32, because vectorized code sums a remainder in a different order.
+32, because vectorized code sums a remainder in a different order. Values are summed in blocks of 128 positions, because
+matrix products choose their summation order by the number of positions.
 
-Decode steps do not use torch's attention kernel, whose summation order on the CPU depends on memory addresses.
+A prefill fills an empty row. An extension is a prefill of tokens that follow cached ones. Decode steps and extensions
+do not use torch's attention kernel, whose summation order on the CPU depends on memory addresses.
 """
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +24,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flowrl.engines.models.attention import attend, capped_attention
+from flowrl.engines.rollout.hf.turn_cache import LayerStates
 
 SLOT_MULTIPLE = 32
+_BLOCK = 128
+"""Number of positions that one matrix product sums, a multiple of `SLOT_MULTIPLE`."""
+
 _ATTENTION = "flowrl_slots"
 
 
@@ -54,14 +62,16 @@ def _slot_attention(
     Args:
         query: [B, H x G, L, D], for G query heads per key-value head.
         key, value: [B, H, C, D], for C positions.
-        attention_mask: None for a causal prefill with C = L. An additive mask [B, 1, 1, C] for a decode step with
-            L = 1.
+        attention_mask: None for a causal prefill with C = L. Otherwise an additive mask [B, 1, L, C], with L = 1 for a
+            decode step and L > 1 for an extension.
     """
     if attention_mask is None:
         return attend(query, key, value, pack=None, scaling=scaling, softcap=softcap), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None:
         return capped_attention(query * scale, key, value, attention_mask, softcap), None
+    if query.shape[2] > 1:
+        return _attend_extension(query * scale, key, value, attention_mask), None
     return attend_slots(query.squeeze(2), key, value, attention_mask, scale).view(
         query.shape[0], 1, query.shape[1], -1
     ), None
@@ -73,7 +83,44 @@ def attend_slots(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tens
     """
     query_BHGD = (query * scale).unflatten(1, (key.shape[1], -1))
     weights_BHGC = torch.matmul(query_BHGD, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
-    return torch.matmul(weights_BHGC, value).flatten(1)
+    return _sum_values(weights_BHGC, value).flatten(1)
+
+
+def _sum_values(weights_BHMC: Tensor, value_BHCD: Tensor) -> Tensor:
+    """Returns the sums of the values of C positions, weighted by M rows of weights, [B, H, M, D].
+
+    Further positions with weight 0 do not change the bits of the result.
+    """
+    attended = torch.matmul(weights_BHMC[..., :_BLOCK], value_BHCD[:, :, :_BLOCK])
+    for start in range(_BLOCK, weights_BHMC.shape[-1], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        attended += torch.matmul(weights_BHMC[..., block], value_BHCD[:, :, block])
+    return attended
+
+
+def _attend_extension(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
+    """Returns the attention outputs of an extension, [B, L, H x G, D]. `query` is already scaled."""
+    length = query.shape[2]
+    # The L queries of all G heads that share keys and values are the rows of one matrix.
+    query_BHMD = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    logits_BHGLC = torch.matmul(query_BHMD, key.transpose(2, 3)).unflatten(2, (-1, length))
+    weights_BHMC = logits_BHGLC.add_(attention_mask[:, :, None]).softmax(-1).flatten(2, 3)
+    attended_BHGLD = _sum_values(weights_BHMC, value).unflatten(2, (-1, length))
+    return attended_BHGLD.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class _Extension:
+    """Indices of an extension of U rows by up to L tokens each, T in total. The tokens are padded on the right."""
+
+    rows_U: Tensor
+    """Row of the cache."""
+    positions_UL: Tensor
+    """Position in the row. Padding repeats the position of the row's last token."""
+    source_T: tuple[Tensor, Tensor]
+    """Indices of each token in [U, L]."""
+    target_T: tuple[Tensor, Tensor]
+    """Row of the cache and position of each token."""
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -97,12 +144,36 @@ class _SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         cache = self._cache
+        if cache.extension is not None:
+            return self._extend(cache.extension, key_states, value_states)
         if cache.prefilled is not None:
             slots = slice(0, key_states.shape[2])
             self.keys[cache.prefilled, :, slots] = key_states
             self.values[cache.prefilled, :, slots] = value_states
             return key_states, value_states
         return self.append(key_states.squeeze(2), value_states.squeeze(2))
+
+    def _extend(self, extension: _Extension, keys_UHLD: Tensor, values_UHLD: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the keys and values of an extension. Returns those of all attended positions, [U, H, C, D] each."""
+        assert self.keys is not None and self.values is not None
+        (row_T, column_T), (target_T, position_T) = extension.source_T, extension.target_T
+        self.keys[target_T, :, position_T] = keys_UHLD[row_T, :, column_T]
+        self.values[target_T, :, position_T] = values_UHLD[row_T, :, column_T]
+        rows, width = extension.rows_U, self._cache.width
+        return self.keys[rows, :, :width], self.values[rows, :, :width]
+
+    def read(self, row: int, num_slots: int) -> LayerStates:
+        """Returns a copy of the first `num_slots` positions of a row."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[row, :, :num_slots].clone(), self.values[row, :, :num_slots].clone()
+
+    def write(self, row: int, keys_HCD: Tensor, values_HCD: Tensor) -> None:
+        """Stores keys and values in the first positions of a row."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys_HCD[None], values_HCD[None])
+        assert self.keys is not None and self.values is not None
+        self.keys[row, :, : keys_HCD.shape[1]] = keys_HCD
+        self.values[row, :, : values_HCD.shape[1]] = values_HCD
 
     def append(self, keys_BHD: Tensor, values_BHD: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the keys and values of a decode step. Returns those of all attended positions."""
@@ -125,13 +196,13 @@ class _SlotLayer(CacheLayerMixin):
             self.values[targets, :, :num_slots] = self.values[sources, :, :num_slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns (number of keys, index of the first key) for a prefill. Decode steps pass an explicit mask
-        instead.
+        """Returns (number of keys, index of the first key) for a prefill. Decode steps and extensions pass an explicit
+        mask instead.
         """
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Returns the first position of a prefill. Decode steps pass explicit positions instead."""
+        """Returns the first position of a prefill. Decode steps and extensions pass explicit positions instead."""
         return 0
 
     def get_max_length(self) -> int:
@@ -148,7 +219,7 @@ def _select(slots_BHCD: Tensor, rows: Tensor, capacity: int) -> Tensor:
 
 
 class SlotCache(Cache):
-    """KV cache (`past_key_values` of transformers) for prefills and decode steps."""
+    """KV cache (`past_key_values` of transformers) for prefills, extensions and decode steps."""
 
     def __init__(self, num_layers: int, num_rows: int, num_slots: int, device: torch.device | str) -> None:
         """Creates a cache for `num_rows` rows of `num_slots` tokens. The cache grows if a row becomes longer."""
@@ -157,6 +228,7 @@ class SlotCache(Cache):
         self.capacity = round_up(num_slots, SLOT_MULTIPLE)
         self.width = self.capacity
         self.prefilled: Tensor | None = None
+        self.extension: _Extension | None = None
         self.positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.row_numbers = torch.arange(num_rows, device=device)
         self._step_index: dict[int, Tensor] = {}
@@ -166,11 +238,30 @@ class SlotCache(Cache):
         """Prepares a prefill of right-padded tokens. `rows` are the indices of the rows that receive the keys and
         values.
         """
-        self.prefilled = rows
+        self.prefilled, self.extension = rows, None
+
+    def begin_extension(self, rows_U: Tensor, starts_U: Tensor, is_token_UL: Tensor) -> Tensor:
+        """Prepares a prefill of right-padded tokens that follow the cached ones.
+
+        Args:
+            rows_U: distinct indices of the rows of the cache.
+            starts_U: position of the first new token of each row.
+            is_token_UL: false for padding. Each row has at least one new token.
+        Returns: the positions [U, L] of the tokens.
+        """
+        row_T, column_T = is_token_UL.nonzero().unbind(1)
+        last_U1 = is_token_UL.sum(1, keepdim=True) - 1
+        columns_L = torch.arange(is_token_UL.shape[1], device=is_token_UL.device)
+        positions_UL = starts_U[:, None] + columns_L.minimum(last_U1)
+        target_T = (rows_U[row_T], positions_UL[row_T, column_T])
+        self.prefilled, self.extension = None, _Extension(rows_U, positions_UL, (row_T, column_T), target_T)
+        self.width = round_up(int(positions_UL.max()) + 1, SLOT_MULTIPLE)
+        assert self.width <= self.capacity, "the decoder has allocated the row"
+        return positions_UL
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
         """Prepares a decode step with one token per row, at `positions` [B]. No row may exceed `longest` tokens."""
-        self.prefilled = None
+        self.prefilled = self.extension = None
         self.positions = positions
         self.width = round_up(longest, SLOT_MULTIPLE)
         if self.width > self.capacity:
@@ -195,11 +286,12 @@ class SlotCache(Cache):
         return slots.append(keys_BHD, values_BHD)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """Returns the additive mask [B, 1, 1, C] of a decode step. It is 0 at tokens of the row and -inf at later
-        positions.
+        """Returns the additive mask of a decode step [B, 1, 1, C] or an extension [B, 1, L, C]. It is 0 at the position
+        of the token and before it, and -inf at later positions.
         """
-        slots_C = torch.arange(self.width, device=self.positions.device)
-        return torch.where(slots_C > self.positions[:, None], -math.inf, 0.0).to(dtype)[:, None, None]
+        positions_BL = self.positions[:, None] if self.extension is None else self.extension.positions_UL
+        slots_C = torch.arange(self.width, device=positions_BL.device)
+        return torch.where(slots_C > positions_BL[..., None], -math.inf, 0.0).to(dtype)[:, None]
 
     def grow(self, num_rows: int, num_slots: int) -> None:
         """Grows the cache to at least `num_rows` rows of `num_slots` tokens. The contents of new rows are undefined."""
@@ -207,6 +299,20 @@ class SlotCache(Cache):
         if num_rows > self.num_rows or capacity > self.capacity:
             missing = max(0, num_rows - self.num_rows)
             self.select(nn.functional.pad(self.row_numbers, (0, missing)), capacity)
+
+    def read(self, row: int, num_slots: int) -> list[LayerStates]:
+        """Returns a copy of the first `num_slots` positions of a row, for each layer."""
+        layers = []
+        for layer in self.layers:
+            assert isinstance(layer, _SlotLayer)
+            layers.append(layer.read(row, num_slots))
+        return layers
+
+    def write(self, row: int, layers: Sequence[LayerStates]) -> None:
+        """Stores the result of `read` in a row."""
+        for layer, (keys, values) in zip(self.layers, layers, strict=True):
+            assert isinstance(layer, _SlotLayer)
+            layer.write(row, keys, values)
 
     def copy(self, sources: Tensor, targets: Tensor, num_slots: int) -> None:
         """Copies the first `num_slots` positions of source rows to target rows. A row must not be both source and

@@ -104,6 +104,21 @@ def test_rows_that_outgrow_the_cache_stay_bitwise_identical():
     assert rows_of(generate(rollout(max_num_seqs=4, **settings), prompt_ids)) == expected_rows
 
 
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_long_rows_are_bitwise_identical_in_any_batch(num_heads: int):
+    """Matrix products choose their summation order by the number of attended positions."""
+    model = qwen2(num_key_value_heads=num_heads, max_position_embeddings=512, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[END] = 0.0  # greedy responses do not end
+    prompt_ids = [(prompt * 96)[: 6 * (row + 1)] for row, prompt in enumerate(prompts(16))]
+    engine = rollout(model, max_response_tokens=250)
+    expected_rows = rows_of(generate(engine, prompt_ids, greedy=True))
+    long_rows = [row for row in range(16) if len(expected_rows[row][0]) == 250]
+    assert len(long_rows) > 5
+    for row in long_rows[:4]:
+        assert rows_of(generate(engine, prompt_ids, [row], greedy=True)) == [expected_rows[row]]
+
+
 def test_samples_of_one_prompt_differ_and_repeat_with_the_seed():
     engine, prompt = rollout(), [5, 6, 7]
     rows = [prompt] * 20, torch.zeros(20, dtype=torch.int64), torch.arange(20)
