@@ -39,14 +39,14 @@ from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
-from flowrl.run.datasets.row_batches import Skippable
+from flowrl.run.datasets.row_batches import Lookahead, Skippable
 from flowrl.run.datasets.templates import conversation_template, save_template
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, metric_titles, show, write_trace
-from flowrl.run.role_groups import check_role, find_role, start_scoring
+from flowrl.run.role_groups import Protections, check_role, find_role, start_scoring
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.run.step_log import PeakMemory, StepLog, check_logged
 from flowrl.run.updates import ZeroRateWatch, describe_updates
@@ -89,7 +89,7 @@ class Run:
         self.step = 0
         """Number of the current step, from 1; 0 before the first step."""
         self._is_in_loop = False
-        self._stream: _Lookahead | None = None
+        self._stream: Lookahead | None = None
         """Batches of `batches`; None in a run with rollouts of its own schedule."""
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
@@ -122,6 +122,7 @@ class Run:
             self._watch = RolloutWatch(config, self._progress.notify)
             self._rates = ZeroRateWatch(config, self._progress.notify)
             self._failures = FailureWatch(config)
+            self._protections = Protections(self._progress.notify)
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
@@ -193,8 +194,11 @@ class Run:
         """
         if isinstance(args[0], str):
             check_role(self.config, args[0])
-            return self.cluster.group(*args, **kwargs)
-        return self.cluster.group(find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args, **kwargs)
+        else:
+            args = (find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args)
+        group = self.cluster.group(*args, **kwargs)
+        self._protections.follow(group)
+        return group
 
     def rewards(self) -> Scoring:
         """Starts the workers that score responses: those of `config.reward`, or of `config.environment`."""
@@ -252,7 +256,7 @@ class Run:
             stream.skip(self.step)
         else:
             stream = islice(stream, self.step, None)
-        self._stream = _Lookahead(iter(stream))
+        self._stream = Lookahead(iter(stream))
         for step in self._steps():
             yield self._stream.pop().with_seed((self.config.seed, step))
 
@@ -266,6 +270,7 @@ class Run:
             if rollout is not None and self._policy is not None:
                 self._watch.follow(self._weight_sync.send(self._policy, rollout, self.version))
         self.cluster.wait_for_calls()
+        self._protections.report()
         if self._source is not None and rollout is not None:
             self._source.begin(self._policy, self.step, self.version)
             dedicated = rollout.role if self._source.is_streaming else None
@@ -518,6 +523,7 @@ class Run:
             "restarts": current_policy().num_restarts,
             "seconds": time.monotonic() - self.started_s,
             "rollout_gap_steps": self._watch.gap_steps,
+            "missing_protections": {role: list(names) for role, names in self._protections.missing.items()},
             "peak_memory_mb": self._memory.measure_mb(is_required=True),
         }
         source = {} if self._source is None else self._source.summary()
@@ -567,24 +573,3 @@ class Run:
 
 _SAVE_TIMEOUT_S = 60.0
 """Seconds to wait for the calls in flight of a failed run, and for the files of its policy."""
-
-
-class _Lookahead:
-    """A stream of batches that tells whether it has another batch.
-
-    A batch is drawn only when it is needed, because the stream may generate it with the weights of that time.
-    """
-
-    def __init__(self, stream: Iterator[Batch]) -> None:
-        self._stream = stream
-        self._drawn: list[Batch] = []
-
-    def has_next(self) -> bool:
-        if not self._drawn:
-            self._drawn = list(islice(self._stream, 1))
-        return bool(self._drawn)
-
-    def pop(self) -> Batch:
-        """Returns the next batch, which must exist."""
-        assert self.has_next()
-        return self._drawn.pop()
