@@ -291,6 +291,7 @@ class Run:
                 if self._stream is not None and not self._stream.has_next():
                     break
                 self.step += 1
+                self._failures.check_responses(self.step)
                 self._evaluation_rows = []
                 self._log.begin(self.step)
                 self._defer_signals(f"finishing step {self.step} and saving", f"in step {self.step}")
@@ -440,7 +441,8 @@ class Run:
 
     def _log_source(self) -> None:
         for metrics in () if self._source is None else self._source.pop_metrics():
-            self._log.add(self._watch.follow(metrics) if isinstance(metrics, ComparedWeights) else (metrics,))
+            watch = self._watch if isinstance(metrics, ComparedWeights) else self._failures
+            self._log.add(watch.follow(metrics))  # pyright: ignore[reportArgumentType] (each follows its own type)
 
     def _write_records(self, last_step: int) -> None:
         for step in self._log.unresolved:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import Placement, UserError
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
@@ -206,9 +207,10 @@ def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, 
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, steps=8, checkpoint={"every": 100}, **APART)
     with pytest.raises(UserError, match="max_failure_rate"):
         train_grpo(config)
-    steps = [line["step"] for line in metrics_of(config)]
-    assert 1 <= steps[-1] < 8
-    assert (config.output / "checkpoints").is_dir() and any((config.output / "checkpoints").iterdir())
+    records = [line for line in metrics_of(config) if line["step"]]
+    failed = [line["step"] for line in records if line["reward_failed_fraction"] > 0.01]
+    assert failed == [records[-1]["step"]] and failed[0] < 8  # no later step is trained
+    assert Checkpoints(config.output).steps() == failed
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
