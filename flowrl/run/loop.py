@@ -89,6 +89,8 @@ class Run:
         self.step = 0
         """Number of the current step, from 1; 0 before the first step."""
         self._is_in_loop = False
+        self._complete_step: int | None = None
+        """Newest step of `rollouts` whose calls are all submitted. None while those of the next one are."""
         self._stream: Lookahead | None = None
         """Batches of `batches`; None in a run with rollouts of its own schedule."""
         self._policy: WorkerGroup | None = None
@@ -232,7 +234,7 @@ class Run:
         self._saver.add_buffer(self._source)
         self._policy = policy
         self._begin(rollout)
-        first_step, first_version = self.step + 1, self.version
+        self._complete_step, first_step, first_version = self.step, self.step + 1, self.version
         for step in self._steps():
             if self.version - first_version != step - first_step:
                 raise UserError(
@@ -240,7 +242,10 @@ class Run:
                     f"{step - first_step} steps, but every step has one weight version: call it once at the end of "
                     "every step"
                 )
-            yield self._source.next_batch(step, self.version).with_seed((config.seed, step))
+            batch = self._source.next_batch(step, self.version).with_seed((config.seed, step))
+            self._complete_step = None
+            yield batch
+            self._complete_step = step
 
     def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:
         """Yields the batch of each step from a stream, until `steps` or the end of the stream.
@@ -286,12 +291,12 @@ class Run:
             while self.step < self.config.steps:
                 if self.step > 1:
                     self._write_record(self.step - 1)
+                self._failures.check_responses(self.step)
                 if self._interruption.signal is not None or self._failures.error is not None:
                     break  # `finish` writes the results
                 if self._stream is not None and not self._stream.has_next():
                     break
                 self.step += 1
-                self._failures.check_responses(self.step)
                 self._evaluation_rows = []
                 self._log.begin(self.step)
                 self._defer_signals(f"finishing step {self.step} and saving", f"in step {self.step}")
@@ -537,8 +542,11 @@ class Run:
         try:
             if self._source is not None:
                 self._source.detach()
-            if isinstance(error, UserError) and self.config.checkpoint.every == 0:
-                self._save_weights()
+            if isinstance(error, UserError):
+                if self.config.checkpoint.every == 0:
+                    self._save_weights()
+                elif self._complete_step is not None and self._complete_step > self._saver.last_step:
+                    self._save_step(self._complete_step)
             if error is not None:
                 self._write_partial_results()
         except OSError as lost:  # not raised, because the first error is reported
@@ -560,7 +568,7 @@ class Run:
         if self._policy is None or not any(record["step"] for record in self._metrics.history):
             return
         try:
-            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S)
+            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S, keeps_events=True)
             with replacing(self.folder.model) as folder:
                 self._policy.save.submit(folder.absolute()).get(_SAVE_TIMEOUT_S)
                 save_template(self._template, folder)
@@ -571,6 +579,20 @@ class Run:
                 f"saved the weights after the last valid update to {self.folder.model}; to resume runs with their "
                 "optimizer state, set checkpoint.every"
             )
+
+    def _save_step(self, step: int) -> None:
+        """Saves a checkpoint of the newest complete step, after an error in the responses of the next one."""
+        assert self._source is not None
+        try:
+            self._write_records(step)
+            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S, keeps_events=True)
+            self._wait_for_save()
+            self._source.requeue_prompts()
+            self.step = step
+            self._save(asynchronous=False)
+            self._progress.notify(f"saved a checkpoint of step {step}, from which resume=auto continues the run")
+        except (FlowError, UserError, TimeoutError) as error:
+            self._progress.notify(f"step {step} could not be saved: {error}")
 
 
 _SAVE_TIMEOUT_S = 60.0
