@@ -119,12 +119,14 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
 def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
     """Raises CheckpointError if a checkpoint of `one_step_off` lacks the pending rollouts of the next step.
 
-    Versions of flowrl that write format 2 save no responses after the last step.
+    Versions of flowrl that write format 2 save no responses after the last step. A run that a failed reward has ended
+    saves none either, but generates them again.
     """
     if not isinstance(config, RolloutRunConfig) or config.schedule.is_streaming or not config.schedule.staleness:
         return
-    step = newest.manifest.step
-    if step < config.steps and newest.driver()["rows"] is None:
+    step, state = newest.manifest.step, newest.driver()
+    is_requeued = state["objects"].get("prompts", {}).get("is_requeued", False)
+    if step < config.steps and state["rows"] is None and not is_requeued:
         raise CheckpointError(
             f"steps is {config.steps}, but checkpoint {newest.path} was the end of a run and lacks the pending "
             f"rollouts of step {step + 1}, so a {config.schedule.kind} run cannot continue from it: set steps to "

@@ -137,6 +137,11 @@ class EnvironmentHost:
         self._error: tuple[Failure, str] | None = None
         """Reason why no process can start."""
 
+        self._probes: list[threading.Event] = []
+        """Calls of `find_missing_protections` that wait for a process."""
+        self._has_reported = False
+        """Whether a process has reported the protections that it lacks."""
+
     def submit(self, request: Request, owner: Hashable = None) -> "Future[Reply]":
         """Returns the future reply to a request. Does not block.
 
@@ -157,11 +162,28 @@ class EnvironmentHost:
             if self._is_closed:
                 raise RuntimeError("the host of the environments is closed")
             self._inbox.append(call)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
-                self._thread.start()
-            self._events.wake()
+            self._notify()
         return future
+
+    def find_missing_protections(self) -> tuple[str, ...]:
+        """Returns the protections that the system does not offer (`isolate`). Starts a process if none has started, and
+        blocks until it is ready. Returns an empty tuple if no process can start.
+        """
+        done = threading.Event()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the host of the environments is closed")
+            self._probes.append(done)
+            self._notify()
+        done.wait()
+        return self.unavailable
+
+    def _notify(self) -> None:
+        """Wakes the thread, and starts it for the first request."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+            self._thread.start()
+        self._events.wake()
 
     def discard(self, owner: Hashable) -> None:
         """Closes the episodes of an owner that sends no further requests. Does not block."""
@@ -193,6 +215,7 @@ class EnvironmentHost:
             while not self._is_closed:
                 self._events.handle(self._wait_s())
                 self._check_deadlines()
+                self._continue_probes()
                 self._send_all()
         finally:
             self._is_closed = True
@@ -209,8 +232,23 @@ class EnvironmentHost:
         with self._lock:
             calls += [*self._alone, *(call for call in self._inbox if isinstance(call, _Call))]
             self._inbox.clear()
+            for done in self._probes:
+                done.set()
         for call in calls:
             self._finish(call, Reply(failure="closed", message="the host of the environments was closed"))
+
+    def _continue_probes(self) -> None:
+        """Starts a process that reports the protections that it lacks, and ends the probes after its report."""
+        if not self._probes:
+            return
+        if not self._has_reported and self._error is None:
+            if not self._processes:
+                self._start_process()
+            return
+        with self._lock:
+            for done in self._probes:
+                done.set()
+            self._probes.clear()
 
     def _finish(self, call: _Call, reply: Reply) -> None:
         if call.future.set_running_or_notify_cancel():
@@ -438,7 +476,7 @@ class EnvironmentHost:
             for item in message["items"]:
                 self._handle_reply(process, int(item["id"]), item["body"])
         elif kind == "ready":
-            self.unavailable = tuple(map(str, message["unavailable"]))
+            self.unavailable, self._has_reported = tuple(map(str, message["unavailable"])), True
             process.load_deadline_s = time.monotonic() + (self._limits.load_timeout_s or math.inf)
         elif kind == "loaded":
             process.is_loaded, process.load_deadline_s, self._num_start_failures = True, math.inf, 0

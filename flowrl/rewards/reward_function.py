@@ -250,6 +250,9 @@ def required_parameters(function: RewardFunction) -> tuple[str, ...]:
 
 
 def optional_parameters(function: RewardFunction) -> tuple[str, ...]:
-    """Returns the names of a reward function's parameters with a default."""
+    """Returns the names of a reward function's parameters with a default. Excludes keyword-only parameters, which are
+    options by convention.
+    """
     parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind in _NAMED and p.default is not inspect.Parameter.empty)
+    is_column = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(p.name for p in parameters if p.kind is is_column and p.default is not inspect.Parameter.empty)

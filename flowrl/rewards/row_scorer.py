@@ -34,6 +34,7 @@ class RowScorer:
             max_concurrent=config.max_concurrent,
         )
         functions = {_unique_name(part, kind): part for kind, parts in self._components.items() for part in parts}
+        self._has_functions = any(part.function is not None for part in functions.values())
         self._pool = ScoringPool(
             [
                 FunctionSpec(name, part.function, part.options, part.rows_per_call)
@@ -61,6 +62,13 @@ class RowScorer:
             outcome = self._pool.submit(name, row) if source is None else source.submit(row)
             outcome.add_done_callback(lambda future, name=part.name: result.add(name, future))
         return result.future
+
+    def find_missing_protections(self) -> tuple[str, ...]:
+        """Returns the protections that the system does not offer to the functions. Starts a process for it, and blocks.
+
+        Services run elsewhere, so they have none.
+        """
+        return self._pool.find_missing_protections() if self._has_functions else ()
 
     def close(self) -> None:
         """Ends all processes and requests."""

@@ -22,6 +22,9 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.console import make_console
+from flowrl.rewards.processes.isolation import describe_missing
+from flowrl.rewards.processes.pool import ScoringPool
+from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
 from flowrl.weight_sync.transfer import WeightSync, choose_transport, has_per_replica_updates
@@ -72,6 +75,8 @@ def examine(
         update={"max_response_tokens": min(TOKENS, config.rollout.max_response_tokens), "check_weights": "complete"}
     )
     config = config.model_copy(update={"rollout": rollout_config})
+    if (isolation := _isolation(config)) is not None:
+        findings.add("isolation", isolation)
     findings.add("engine", ", ".join([rollout_config.engine, *_versions(rollout_config)]))
     try:
         with ExitStack() as resources:
@@ -120,6 +125,20 @@ def _cluster(config: RolloutRunConfig) -> Cluster:
         call_timeout_s=config.call_timeout_s,
         start_timeout_s=config.start_timeout_s,
     )
+
+
+def _isolation(config: RolloutRunConfig) -> str | None:
+    """Returns whether this node isolates reward functions or environments completely. None: the run has none."""
+    reward = config.reward_settings
+    settings = config.environment if reward is None or not reward.has_functions else reward
+    if settings is None:
+        return None
+    limits = PoolLimits(workers=1, timeout_s=None, memory_mb=settings.memory_mb, allow_network=settings.network)
+    with ScoringPool([], limits) as pool:
+        missing = pool.find_missing_protections()
+    if not missing:
+        return "this node offers all protections against user code"
+    return f"on this node, user code can {describe_missing(missing)} (docs/rewards.md, Isolation)"
 
 
 def _versions(config: RolloutConfig) -> list[str]:

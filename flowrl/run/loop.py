@@ -39,14 +39,14 @@ from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import Kind, RolloutLog, Row
 from flowrl.report.rollout_text import render_markdown
-from flowrl.run.datasets.row_batches import Skippable
+from flowrl.run.datasets.row_batches import Lookahead, Skippable
 from flowrl.run.datasets.templates import conversation_template, save_template
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, metric_titles, show, write_trace
-from flowrl.run.role_groups import check_role, find_role, start_scoring
+from flowrl.run.role_groups import Protections, check_role, find_role, start_scoring
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.run.step_log import PeakMemory, StepLog, check_logged
 from flowrl.run.updates import ZeroRateWatch, describe_updates
@@ -89,7 +89,9 @@ class Run:
         self.step = 0
         """Number of the current step, from 1; 0 before the first step."""
         self._is_in_loop = False
-        self._stream: _Lookahead | None = None
+        self._complete_step: int | None = None
+        """Newest step of `rollouts` whose calls are all submitted. None while those of the next one are."""
+        self._stream: Lookahead | None = None
         """Batches of `batches`; None in a run with rollouts of its own schedule."""
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
@@ -122,6 +124,7 @@ class Run:
             self._watch = RolloutWatch(config, self._progress.notify)
             self._rates = ZeroRateWatch(config, self._progress.notify)
             self._failures = FailureWatch(config)
+            self._protections = Protections(self._progress.notify)
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
             resources.callback(Checkpoints(config.output).remove_unfinished)
@@ -193,8 +196,11 @@ class Run:
         """
         if isinstance(args[0], str):
             check_role(self.config, args[0])
-            return self.cluster.group(*args, **kwargs)
-        return self.cluster.group(find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args, **kwargs)
+        else:
+            args = (find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args)
+        group = self.cluster.group(*args, **kwargs)
+        self._protections.follow(group)
+        return group
 
     def rewards(self) -> Scoring:
         """Starts the workers that score responses: those of `config.reward`, or of `config.environment`."""
@@ -228,7 +234,7 @@ class Run:
         self._saver.add_buffer(self._source)
         self._policy = policy
         self._begin(rollout)
-        first_step, first_version = self.step + 1, self.version
+        self._complete_step, first_step, first_version = self.step, self.step + 1, self.version
         for step in self._steps():
             if self.version - first_version != step - first_step:
                 raise UserError(
@@ -236,7 +242,10 @@ class Run:
                     f"{step - first_step} steps, but every step has one weight version: call it once at the end of "
                     "every step"
                 )
-            yield self._source.next_batch(step, self.version).with_seed((config.seed, step))
+            batch = self._source.next_batch(step, self.version).with_seed((config.seed, step))
+            self._complete_step = None
+            yield batch
+            self._complete_step = step
 
     def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:
         """Yields the batch of each step from a stream, until `steps` or the end of the stream.
@@ -252,7 +261,7 @@ class Run:
             stream.skip(self.step)
         else:
             stream = islice(stream, self.step, None)
-        self._stream = _Lookahead(iter(stream))
+        self._stream = Lookahead(iter(stream))
         for step in self._steps():
             yield self._stream.pop().with_seed((self.config.seed, step))
 
@@ -266,6 +275,7 @@ class Run:
             if rollout is not None and self._policy is not None:
                 self._watch.follow(self._weight_sync.send(self._policy, rollout, self.version))
         self.cluster.wait_for_calls()
+        self._protections.report()
         if self._source is not None and rollout is not None:
             self._source.begin(self._policy, self.step, self.version)
             dedicated = rollout.role if self._source.is_streaming else None
@@ -281,6 +291,7 @@ class Run:
             while self.step < self.config.steps:
                 if self.step > 1:
                     self._write_record(self.step - 1)
+                self._failures.check_responses(self.step)
                 if self._interruption.signal is not None or self._failures.error is not None:
                     break  # `finish` writes the results
                 if self._stream is not None and not self._stream.has_next():
@@ -435,7 +446,8 @@ class Run:
 
     def _log_source(self) -> None:
         for metrics in () if self._source is None else self._source.pop_metrics():
-            self._log.add(self._watch.follow(metrics) if isinstance(metrics, ComparedWeights) else (metrics,))
+            watch = self._watch if isinstance(metrics, ComparedWeights) else self._failures
+            self._log.add(watch.follow(metrics))  # pyright: ignore[reportArgumentType] (each follows its own type)
 
     def _write_records(self, last_step: int) -> None:
         for step in self._log.unresolved:
@@ -518,6 +530,7 @@ class Run:
             "restarts": current_policy().num_restarts,
             "seconds": time.monotonic() - self.started_s,
             "rollout_gap_steps": self._watch.gap_steps,
+            "missing_protections": {role: list(names) for role, names in self._protections.missing.items()},
             "peak_memory_mb": self._memory.measure_mb(is_required=True),
         }
         source = {} if self._source is None else self._source.summary()
@@ -529,8 +542,11 @@ class Run:
         try:
             if self._source is not None:
                 self._source.detach()
-            if isinstance(error, UserError) and self.config.checkpoint.every == 0:
-                self._save_weights()
+            if isinstance(error, UserError):
+                if self.config.checkpoint.every == 0:
+                    self._save_weights()
+                elif self._complete_step is not None and self._complete_step > self._saver.last_step:
+                    self._save_step(self._complete_step)
             if error is not None:
                 self._write_partial_results()
         except OSError as lost:  # not raised, because the first error is reported
@@ -552,7 +568,7 @@ class Run:
         if self._policy is None or not any(record["step"] for record in self._metrics.history):
             return
         try:
-            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S)
+            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S, keeps_events=True)
             with replacing(self.folder.model) as folder:
                 self._policy.save.submit(folder.absolute()).get(_SAVE_TIMEOUT_S)
                 save_template(self._template, folder)
@@ -564,27 +580,20 @@ class Run:
                 "optimizer state, set checkpoint.every"
             )
 
+    def _save_step(self, step: int) -> None:
+        """Saves a checkpoint of the newest complete step, after an error in the responses of the next one."""
+        assert self._source is not None
+        try:
+            self._write_records(step)
+            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S, keeps_events=True)
+            self._wait_for_save()
+            self._source.requeue_prompts()
+            self.step = step
+            self._save(asynchronous=False)
+            self._progress.notify(f"saved a checkpoint of step {step}, from which resume=auto continues the run")
+        except (FlowError, UserError, TimeoutError) as error:
+            self._progress.notify(f"step {step} could not be saved: {error}")
+
 
 _SAVE_TIMEOUT_S = 60.0
 """Seconds to wait for the calls in flight of a failed run, and for the files of its policy."""
-
-
-class _Lookahead:
-    """A stream of batches that tells whether it has another batch.
-
-    A batch is drawn only when it is needed, because the stream may generate it with the weights of that time.
-    """
-
-    def __init__(self, stream: Iterator[Batch]) -> None:
-        self._stream = stream
-        self._drawn: list[Batch] = []
-
-    def has_next(self) -> bool:
-        if not self._drawn:
-            self._drawn = list(islice(self._stream, 1))
-        return bool(self._drawn)
-
-    def pop(self) -> Batch:
-        """Returns the next batch, which must exist."""
-        assert self.has_next()
-        return self._drawn.pop()

@@ -1,11 +1,15 @@
 """Finds the roles of worker groups in the config of a run, and starts the groups that score responses."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from flowrl.config import JudgeConfig, RewardConfig, RolloutRunConfig, RunConfig, UserError
+from flowrl.controller.dispatch import Future
+from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
-from flowrl.controller.worker import Worker
+from flowrl.controller.worker import Worker, get_registered_methods
+from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.schedules.rewards import EnvironmentScoring, Rewards, Scoring
 from flowrl.workers.environment import EnvironmentWorker
 from flowrl.workers.judge import Judge
@@ -61,3 +65,37 @@ def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
         for name, own in reward.roles(role).items()
     }
     return Rewards(reward, groups, role)
+
+
+class Protections:
+    """Finds the protections that the nodes of a run do not offer to reward functions and environments."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._calls: dict[str, Future] = {}
+        self.missing: dict[str, tuple[str, ...]] = {}
+        """Role -> names of the missing protections. Excludes roles that have all."""
+
+    def follow(self, group: WorkerGroup) -> None:
+        """Asks the workers of a group that runs user code. Does not block. Ignores other groups."""
+        if "find_missing_protections" in get_registered_methods(group.cls):
+            self._calls[group.role] = group.find_missing_protections.submit()
+
+    def report(self) -> None:
+        """Waits for the workers, and notifies the user of missing protections, once per role."""
+        calls, self._calls = self._calls, {}
+        for role, call in calls.items():
+            with suppress(ProcessLost):  # the workers of the replacement process lack the same
+                self._report(role, dict(call.get()))
+
+    def _report(self, role: str, missing_of: Mapping[str, tuple[str, ...]]) -> None:
+        missing = tuple(dict.fromkeys(name for names in missing_of.values() for name in names))
+        if not missing:
+            return
+        self.missing[role] = missing
+        nodes = [node for node, names in missing_of.items() if names]
+        where = f" on {', '.join(nodes)}" if len(missing_of) > 1 else ""
+        self._notify(
+            f"{role}: the system{where} does not offer all protections against user code, which can "
+            f"{describe_missing(missing)}: see docs/rewards.md, Isolation, before you run code that you do not trust"
+        )

@@ -12,6 +12,7 @@ from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, num_rows, objects
 from flowrl.report.rollout_log import Row, evenly_spaced
 from flowrl.rewards.row_scores import CALLS
+from flowrl.workers.dialogs import EPISODE
 
 _REQUIRED_COLUMNS = ("prompt", "response")
 
@@ -24,6 +25,7 @@ _OPTIONAL_COLUMNS = (
     "weight_version",
     "scores",
     CALLS,
+    EPISODE,
     "shaped_scores",
     "advantages",
 )
@@ -49,7 +51,7 @@ def make_rows(table: TensorDict, indices: list[int]) -> list[Row]:
         "set": [None] * num_rows(table),  # an evaluation on several files replaces it
         "prompt_id": _values(table, "prompt_id"),
         "sample": _values(table, "sample"),
-        "prompt": _values(table, "prompt"),
+        "prompt": _prompts(table),
         "response": _values(table, "response"),
         "answer": _values(table, "answer"),
         "finish_reason": [_FINISH_REASONS[truncated] for truncated in _values(table, "truncated")],
@@ -72,6 +74,13 @@ _FINISH_REASONS = {None: None, False: "stop", True: "length"}
 def _values(table: TensorDict, name: str) -> list:
     """Returns the values of a row column, or None for every row if the table lacks it."""
     return objects(table, name) if name in table["rows"].keys() else [None] * num_rows(table)  # noqa: SIM118 (a TensorDict)
+
+
+def _prompts(table: TensorDict) -> list[str]:
+    """Returns the prompt of each row. With an environment, this is what `reset` has returned."""
+    episodes = _values(table, EPISODE)
+    pairs = zip(_values(table, "prompt"), episodes, strict=True)
+    return [prompt if episode is None else episode.get("prompt", prompt) for prompt, episode in pairs]
 
 
 def _response_values(table: TensorDict, name: str) -> Sequence[torch.Tensor | None]:

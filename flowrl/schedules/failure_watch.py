@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 
 from flowrl.config import RolloutRunConfig, RunConfig
+from flowrl.controller.dispatch import Future
+from flowrl.data.batch.block import LocalRef
+from flowrl.data.metric import Logged, merge_metrics
 
 
 class FailureWatch:
@@ -16,6 +19,23 @@ class FailureWatch:
             self._role = "reward" if config.environment is None else "environment"
         self.error: str | None = None
         """Reason for which the run must end after the current step, or None."""
+        self._results: list[Future | LocalRef] = []
+        """Metrics of the responses of the current step."""
+
+    def follow(self, metrics: Logged) -> tuple[Logged, ...]:
+        """Stores metrics of the responses of a step until `check_responses`, and returns them for the log."""
+        if isinstance(metrics, Future | LocalRef):
+            self._results.append(metrics)
+        return (metrics,)
+
+    def check_responses(self, step: int) -> None:
+        """Waits for the scores of a step, and checks them. Its policy update may still be running, so the driver can
+        check a step before it submits the next one.
+        """
+        results, self._results = self._results, []
+        if self._limit is not None and results:
+            merged = merge_metrics([result.get() for result in results])
+            self.check_step(step, {name: metric.result() for name, metric in merged.items()})
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
         """Checks the metrics of a step."""

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from flowrl.checkpoints.saved_rows import IDENTITY, SavedRows
 from flowrl.checkpoints.saver import Buffer
 from flowrl.config import RolloutRunConfig, UserError
-from flowrl.controller.calls.calls import Calls
+from flowrl.controller.calls.calls import Calls, find_records
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
@@ -77,6 +77,12 @@ class RolloutSource(Buffer, Protocol):
         """Stops processing results. Is idempotent."""
         ...
 
+    def requeue_prompts(self) -> None:
+        """Returns prompts whose responses may have failed to the queue, so that `snapshot` works after an error of
+        `next_batch`. Call it after `detach`.
+        """
+        ...
+
     def summary(self) -> dict[str, Any]:
         """Returns entries for `summary.json`."""
         ...
@@ -105,6 +111,14 @@ class RolloutContext:
     now_ns: Callable[[], int] = time.time_ns
     """Returns the current time in nanoseconds since the epoch."""
 
+    @property
+    def ends_at_failure(self) -> bool:
+        """Whether a failed reward ends the run. The score of a reward model cannot fail."""
+        reward = self.config.reward_settings
+        return (
+            self.rewards is not None and self.config.on_failure == "stop" and (reward is None or reward.model is None)
+        )
+
     def make_filter(self) -> GroupFilter:
         """Returns the filter of groups and rows by their scores."""
         is_scored, needs_success = self.rewards is not None, self.prompts.needs_success
@@ -125,6 +139,10 @@ class PromptQueue:
         """Returns the next `count` prompt indices and removes them from the queue."""
         requeued = [self._requeued.popleft() for _ in range(min(count, len(self._requeued)))]
         return requeued + [row["prompt_id"] for row in self._prompts.take(count - len(requeued))]
+
+    def requeue(self, indices: Sequence[int]) -> None:
+        """Returns prompt indices to the head of the queue."""
+        self._requeued.extendleft(reversed(indices))
 
     def make_batch(self, indices: Iterable[int]) -> Batch:
         """Returns a batch with one row per sample of each prompt."""
@@ -195,6 +213,8 @@ class BatchRollouts:
         self._shares_processes = False
         """Whether rollout and policy have a process in common."""
         self._steps: deque[_PendingStep] = deque()
+        self._is_requeued = False
+        """Whether `requeue_prompts` has discarded the responses for later steps."""
         self._metrics: tuple[Logged, ...] = ()
         self._filter = context.make_filter()
 
@@ -209,13 +229,18 @@ class BatchRollouts:
             self._last_submitted += 1
             self._steps.append(_PendingStep())
             self._submit_round(self._steps[-1])
-        pending = self._steps.popleft()
+        pending, *later_steps = self._steps
         self._complete(pending)
-        for later in self._steps if self._shares_processes else ():
+        if self._context.ends_at_failure:
+            # Training on failed responses must not be submitted, because the state before this step is saved.
+            for _, responses in pending.parts:
+                self._wait_for_scores(responses)
+        for later in later_steps if self._shares_processes else ():
             # The rollout may use the weights of the policy in its process, which training is about to change.
             self._complete(later)
         if not pending.parts:
             raise UserError(no_groups_message(step, self._filter))
+        self._steps.popleft()  # after an error above, the prompts of the step are still pending
         batch = Batch.concat([prompts.union(responses) for prompts, responses in pending.parts])
         if self._filter.is_active:
             batch = batch.rows(np.concatenate(pending.row_masks))
@@ -231,6 +256,7 @@ class BatchRollouts:
         context, queue = self._context, self._context.prompts
         num_missing = context.config.prompts_per_step - len(pending.indices)
         indices = queue.pop(math.ceil(num_missing * self._filter.oversample))
+        pending.indices += indices
         prompts = queue.make_batch(indices)
         rewards = context.rewards
         responses = context.rollout.generate.submit(prompts, **({} if rewards is None else rewards.generate_arguments))
@@ -239,7 +265,6 @@ class BatchRollouts:
             responses = scored.select(*(name for name in scored.columns if name not in prompts.columns))
             pending.reward_metrics += reward_metrics([responses])
         pending.parts.append((prompts, responses))
-        pending.indices += indices
         pending.num_rounds += 1
 
     def _complete(self, pending: _PendingStep) -> None:
@@ -257,6 +282,14 @@ class BatchRollouts:
             self._submit_round(pending)
         pending.is_complete = True
         pending.metrics = drop_metrics(dropped) | {"sampling_rounds": float(pending.num_rounds)}
+
+    def _wait_for_scores(self, responses: Batch) -> None:
+        """Raises the error of a reward. Reads the scores only if models compute them, after the call of the rollout."""
+        rewards = self._context.rewards
+        if rewards is not None and rewards.has_models:
+            responses.payload("scores")
+        else:
+            self._context.calls.wait(find_records(responses), None)
 
     def _filter_newest(self, pending: _PendingStep, num_prompts: int) -> Counter[str]:
         """Removes groups of the newest round that are not trained. Returns the number of dropped groups per reason."""
@@ -299,6 +332,11 @@ class BatchRollouts:
     def detach(self) -> None:
         """Does nothing, because no callback is registered."""
 
+    def requeue_prompts(self) -> None:
+        self._context.prompts.requeue([index for pending in self._steps for index in pending.indices])
+        self._steps.clear()
+        self._is_requeued = True
+
     def summary(self) -> dict[str, Any]:
         return {"groups": {"dropped": dict(self._filter.num_dropped)}} if self._filter.is_active else {}
 
@@ -312,6 +350,7 @@ class BatchRollouts:
             "steps": [self._state_of(pending) for pending in steps],
             "kept": [mask.tolist() for pending in steps for mask in pending.row_masks],
             "filter": self._filter.state(),
+            "is_requeued": self._is_requeued,
         }
         parts = [part for pending in steps for part in pending.parts]
         ahead = [prompts.select(*IDENTITY).union(responses) for prompts, responses in parts]

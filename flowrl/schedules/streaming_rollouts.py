@@ -471,8 +471,7 @@ class StreamingRollouts:
         batch = batch.with_sections(len(self._context.trainer_routes or [()]))
         self._forget_dropped()
         counts = self._count_groups()
-        values = group_metrics(counts, self._counts)
-        self._counts = counts
+        values, self._counts = group_metrics(counts, self._counts), counts
         self._metrics = (values, staleness_metrics(batch, version, self._context.config.schedule.staleness), *measured)
         self._record_counts()
         return batch
@@ -531,6 +530,9 @@ class StreamingRollouts:
         if self._callbacks is not None:
             self._callbacks.close()
             self._callbacks = None
+
+    def requeue_prompts(self) -> None:
+        """Does nothing: `snapshot` requeues the prompts of incomplete groups."""
 
     # Checkpoints.
 

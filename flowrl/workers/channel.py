@@ -3,7 +3,7 @@
 A server responds to each request with the result of a future, in any order. A client sends requests to several servers.
 If a connection is lost, the client connects again and repeats the requests in flight, so requests must be idempotent.
 With `lost_result`, the client sets this result instead. Client and server authenticate with a key of the run (HMAC)
-before they read anything else.
+before they read anything else. A server closes a connection that does not do so in time.
 """
 
 import itertools
@@ -12,9 +12,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -25,6 +25,9 @@ from flowrl.controller.worker import Dispatch, GroupType, Worker, register
 
 RECONNECT_S = 60.0
 """Seconds during which a client tries to connect to a server again. A lost process is replaced in this time."""
+
+HANDSHAKE_S = 30.0
+"""Seconds in which a client must authenticate. A server closes a connection that has not."""
 
 _RETRY_S = 0.2
 """Seconds between two attempts to connect, or to accept a connection."""
@@ -61,12 +64,14 @@ class RequestServer:
         key: bytes,
         handle: Callable[[Any, Hashable], Future],
         on_disconnect: Callable[[Hashable], None] = lambda connection: None,
+        *,
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Listens on a port; 0 selects a free one. Raises OSError if the port is in use."""
         self._listener = socket.create_server((host, port), backlog=64)
         self.key = key
         """Key of later connections."""
-        self._handle, self._on_disconnect = handle, on_disconnect
+        self._handle, self._on_disconnect, self._handshake_s = handle, on_disconnect, handshake_s
         self._connections: set[Connection] = set()
         self._is_closed = False
         self.address = ServerAddress(*self._listener.getsockname())
@@ -84,7 +89,7 @@ class RequestServer:
                     continue
                 self._connections.add(connection)
                 # The handshake of a client would delay all others, so its session does it.
-                _Session(connection, self.key, self._handle, self._remove).start()
+                _Session(connection, self.key, self._handle, self._remove, self._handshake_s).start()
 
     def _remove(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -124,6 +129,19 @@ def _shut_down(connection: Connection) -> None:
             shared.detach()
 
 
+@contextmanager
+def _time_limit(connection: Connection, timeout_s: float) -> Iterator[None]:
+    """Ends a connection if the block takes longer, because messages have no time limit of their own."""
+    limit = threading.Timer(timeout_s, _shut_down, [connection])
+    limit.daemon = True
+    limit.start()
+    try:
+        yield
+    finally:
+        limit.cancel()
+        limit.join()  # it must not use the number of a closed file
+
+
 class _Session:
     """A connection of the server: one thread receives requests, and one thread sends results."""
 
@@ -133,8 +151,10 @@ class _Session:
         key: bytes,
         handle: Callable[[Any, Hashable], Future],
         forget: Callable[[Connection], None],
+        handshake_s: float,
     ) -> None:
         self._connection, self._key, self._handle, self._on_close = connection, key, handle, forget
+        self._handshake_s = handshake_s
         self._results: queue.SimpleQueue[tuple[Hashable, Any, str | None] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -146,8 +166,9 @@ class _Session:
         try:
             # A wrong key or a lost connection concerns only this client.
             with suppress(OSError, EOFError, AuthenticationError):
-                deliver_challenge(self._connection, self._key)
-                answer_challenge(self._connection, self._key)
+                with _time_limit(self._connection, self._handshake_s):
+                    deliver_challenge(self._connection, self._key)
+                    answer_challenge(self._connection, self._key)
                 while self._submit(self._connection.recv_bytes()):
                     pass
         finally:
@@ -357,19 +378,13 @@ class _Link:
     def _open(self, timeout_s: float) -> Connection:
         """Returns a connection after the handshake. Raises OSError, EOFError or AuthenticationError."""
         connection = _make_connection(socket.create_connection((self._server.host, self._server.port), timeout_s))
-        # A stopped server accepts connections, but does not respond. Messages have no time limit of their own.
-        limit = threading.Timer(timeout_s, _shut_down, [connection])
-        limit.daemon = True
-        limit.start()
         try:
-            answer_challenge(connection, self._key)
-            deliver_challenge(connection, self._key)
+            with _time_limit(connection, timeout_s):  # a stopped server accepts connections, but does not respond
+                answer_challenge(connection, self._key)
+                deliver_challenge(connection, self._key)
         except BaseException:
-            limit.cancel()
-            limit.join()  # it must not use the number of a closed file
             connection.close()
             raise
-        limit.cancel()
         return connection
 
     def send(self, requests: Sequence[tuple[Hashable, Any]]) -> None:

@@ -51,6 +51,8 @@ class Dialog:
     messages: Sequence[ChatMessage] = ()
     """The conversation so far."""
     tools: Sequence[ChatMessage] = ()
+    prompt: str | None = None
+    """Last message that `reset` returned, or the text of its tokens; None until it has returned."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each turn."""
     infos: list[Mapping[str, Any]] = field(default_factory=list)
@@ -166,9 +168,12 @@ class Dialogs:
         dialog = _dialog(episode)
         dialog.tools = reply.tools
         if reply.prompt_ids is not None:
-            return self._checked(dialog, reply.prompt_ids)
+            request = self._checked(dialog, reply.prompt_ids)
+            dialog.prompt = self._tokenizer.decode(reply.prompt_ids)
+            return request
         assert reply.observation is not None
         dialog.messages = tuple(reply.observation.messages)
+        dialog.prompt = next((str(message.get("content")) for message in reversed(dialog.messages)), None)
         messages = self._tokenizer.with_system(dialog.messages)
         text = self._tokenizer.render(messages, generate=True, tools=dialog.tools)
         return self._checked(dialog, self._tokenizer.encode(text))
@@ -269,7 +274,8 @@ def turn_columns(episodes: Sequence["Episode"]) -> tuple[list[float], list[dict[
     Returns:
         `turn_rewards`: a number for each token of prompts and responses, which is the reward of a turn at its last
             token and 0 elsewhere.
-        `episode`: a record for each row, with `turns`, `restarts`, `counts` (of events) and `reason` (of the end).
+        `episode`: a record for each row, with `turns`, `restarts`, `counts` (of events) and `reason` (of the end), and
+            `prompt` if `reset` has returned another prompt than that of the dataset.
     """
     rewards_T: list[float] = []
     records = []
@@ -293,5 +299,7 @@ def turn_columns(episodes: Sequence["Episode"]) -> tuple[list[float], list[dict[
             "counts": dict(counts),
             "reason": reason,
         }
+        if dialog.prompt not in (None, episode.columns.get("prompt")):
+            record["prompt"] = dialog.prompt
         records.append(record)
     return rewards_T, records

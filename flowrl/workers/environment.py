@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from flowrl.config import EnvironmentConfig
+from flowrl.controller.worker import Dispatch, register
 from flowrl.environments.environment_host import EnvironmentHost
 from flowrl.environments.requests import EnvironmentLimits, EnvironmentSpec, Reply, Request
 from flowrl.workers.channel import ServingWorker
@@ -28,6 +29,11 @@ class EnvironmentWorker(ServingWorker["EnvironmentGroup"]):
             allow_network=config.network,
         )
         self._host = EnvironmentHost(EnvironmentSpec(config.name, config.options), limits)
+
+    @register(Dispatch.ONE_TO_ALL, memory=())
+    def find_missing_protections(self) -> tuple[str, tuple[str, ...]]:
+        """Returns the address of the node, and the protections that it does not offer to environments."""
+        return self.context.address, self._host.find_missing_protections()
 
     def submit_request(self, request: Request, connection: Hashable) -> Future[Reply]:
         """Runs a call of an episode for a rollout worker (`Rollout.connect_environment`)."""

@@ -223,6 +223,10 @@ class EnvironmentGroup(TypedGroup):
             ports: port of each rank, so that a replaced process has the same address. None selects free ports.
         """
 
+    @blocking
+    def find_missing_protections(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Returns the address of the node, and the protections that it does not offer to environments."""
+
 class JudgeGroup(TypedGroup):
     """Group of `Judge` workers."""
 
@@ -282,8 +286,16 @@ class RewardGroup(TypedGroup):
         selects the rewards of evaluations. Raises RewardError if a call fails and `on_failure` is stop.
         """
 
+    @blocking
+    def find_missing_protections(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Returns the address of the node, and the protections that it does not offer to reward functions."""
+
 class RewardModelGroup(TypedGroup):
     """Group of `RewardModel` workers."""
+
+    @blocking
+    def find_missing_protections(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Returns the address of the node, and the protections that it does not offer to functions of evaluations."""
 
     @batched
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:

@@ -103,6 +103,11 @@ class Reward(ServingWorker["RewardGroup"]):
         names = self._config.function_columns(evaluation=evaluation)
         return score_rows(self._scorer, batch, names, evaluation=evaluation)
 
+    @register(Dispatch.ONE_TO_ALL, memory=())
+    def find_missing_protections(self) -> tuple[str, tuple[str, ...]]:
+        """Returns the address of the node, and the protections that it does not offer to reward functions."""
+        return self.context.address, self._scorer.find_missing_protections()
+
     def submit_request(self, request: dict[str, Any], connection: Hashable) -> Future[RowScores]:
         """Scores a row that a rollout worker sends while it generates (`Rollout.connect_reward`)."""
         return self._scorer.submit(request)
@@ -137,6 +142,11 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
         cannot be restarted separately.
         """
         return _CollectiveRewardModel if has_collective_forward(mesh, config.engine) else cls
+
+    @register(Dispatch.ONE_TO_ALL, memory=())
+    def find_missing_protections(self) -> tuple[str, tuple[str, ...]]:
+        """Returns the address of the node, and the protections that it does not offer to functions of evaluations."""
+        return self.context.address, () if self._evaluation is None else self._evaluation.find_missing_protections()
 
     def close(self) -> None:
         if self._evaluation is not None:

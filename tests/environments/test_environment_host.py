@@ -15,6 +15,8 @@ import pytest
 from flowrl.environments.base import ModelResponse
 from flowrl.environments.environment_host import EnvironmentHost
 from flowrl.environments.requests import Close, EnvironmentLimits, EnvironmentSpec, Reply, Reset, Step
+from flowrl.rewards.processes.pool import ScoringPool
+from flowrl.rewards.processes.pool_settings import PoolLimits
 from tests.rewards.processes.test_pool import MARK, mark, marked_processes
 
 __all__ = ["mark"]
@@ -303,3 +305,14 @@ def test_a_host_that_is_killed_leaves_no_process(mark: str) -> None:
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError):
         EnvironmentHost(EnvironmentSpec(SYNC), EnvironmentLimits(workers=0))
+
+
+@pytest.mark.usefixtures("mark")
+def test_missing_protections_are_those_of_reward_processes() -> None:
+    limits = PoolLimits(workers=1, timeout_s=None)
+    with make_host(ASYNC) as host, ScoringPool([], limits) as pool:
+        assert host.find_missing_protections() == host.unavailable == pool.find_missing_protections()
+        assert ask(host, Reset(1, {})).failure is None
+    with make_host(f"{FOLDER}:Missing") as host:
+        assert ask(host, Reset(1, {})).failure == "not_loaded"
+        assert isinstance(host.find_missing_protections(), tuple)  # returns, although no process can start

@@ -36,3 +36,13 @@ def logged(prompt: str, response: str, answer: str, folder: str = "") -> float:
     with Path(folder, "calls").open("a") as file:
         file.write(f"{time.time()}\n")
     return task_score(prompt, response, answer)
+
+
+def fails_once_marked(prompt: str, response: str, answer: str, folder: str = "", after: int = 0) -> float:
+    """Fails from call number `after` on, while the file `fail` exists in `folder`."""
+    calls = Path(folder, "calls")
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size > after and Path(folder, "fail").exists():
+        raise ValueError("the service is down")
+    return task_score(prompt, response, answer)

@@ -12,6 +12,8 @@ from flowrl.config import Placement, UserError
 from flowrl.data.messages import DataError
 from flowrl.data.template import ConversationTemplate, write_template
 from flowrl.engines.rollout.base import Request, Response, Segment
+from flowrl.report.rollout_log import read_rows
+from flowrl.run.datasets import read_prompts
 from flowrl.workers.dialogs import Dialog, turn_columns
 from flowrl.workers.episodes import Episode
 from recipes.grpo.config import GRPOConfig
@@ -75,6 +77,20 @@ def test_episodes_of_two_turns_are_trained(grpo_config: GrpoConfigs, schedule: s
     for line in metrics_of(config):
         if line["step"]:
             assert 1 < line["turns"] <= 2 and line["environment/again"] > 0 and line["environment/restarts"] == 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_saved_rows_have_the_prompt_of_the_environment(grpo_config: GrpoConfigs, schedule: str) -> None:
+    settings: dict[str, Any] = {"placement": APART, **ALL_ROWS, "evaluate_every": 2, "schedule": SCHEDULES[schedule]}
+    config = grpo_config(**environment("Reversed"), **settings)
+    prompts, held_out = read_prompts(config)
+    train_grpo(config)
+    asked = [row["prompt"][::-1] for row in prompts.rows(range(config.steps * config.prompts_per_step * 2))]
+    for row in (row for step in saved_rows(config) for row in step):
+        assert row["prompt"] == asked[row["prompt_id"]]
+    evaluated = [row["prompt"] for row in read_rows(config.output / "rollouts", "evaluation", config.steps)]
+    (test,) = held_out.values()
+    assert evaluated and set(evaluated) <= {prompt[::-1] for prompt in test.get("prompt")}
 
 
 def test_rewards_are_given_at_the_end_of_their_turn() -> None:

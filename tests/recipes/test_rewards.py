@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import Placement, UserError
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
@@ -208,9 +209,10 @@ def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, 
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, steps=8, checkpoint={"every": 100}, **APART)
     with pytest.raises(UserError, match="max_failure_rate"):
         train_grpo(config)
-    steps = [line["step"] for line in metrics_of(config)]
-    assert 1 <= steps[-1] < 8
-    assert (config.output / "checkpoints").is_dir() and any((config.output / "checkpoints").iterdir())
+    records = [line for line in metrics_of(config) if line["step"]]
+    failed = [line["step"] for line in records if line["reward_failed_fraction"] > 0.01]
+    assert failed == [records[-1]["step"]] and failed[0] < 8  # no later step is trained
+    assert Checkpoints(config.output).steps() == failed
 
 
 @pytest.mark.parametrize("schedule", FAST_SCHEDULES)
@@ -218,6 +220,43 @@ def test_a_failed_reward_ends_the_run_and_names_its_row(grpo_config: GrpoConfigs
     config = grpo_config(schedule=SCHEDULES[schedule], reward={"function": f"{HERE}:fail_for_long_responses"}, **APART)
     with pytest.raises(UserError, match=r"too long.*prompt"):
         train_grpo(config)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_newest_step_is_saved_before_a_failed_reward_ends_the_run(
+    grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, on_failure: str
+) -> None:
+    """From some call on, every reward fails. The checkpoint period is longer than the run."""
+    num_rows = grpo_config().batch_size
+    reward: dict[str, Any] = {
+        "function": f"{HERE}:fails_once_marked",
+        "options": {"folder": str(tmp_path), "after": 3 * num_rows},
+        "on_failure": on_failure,
+        "max_failure_rate": 1.0,
+    }
+    settings: dict[str, Any] = {
+        "schedule": SCHEDULES[schedule],
+        "reward": reward,
+        "steps": 6,
+        "checkpoint": {"every": 100},
+        **APART,
+        **ALL_ROWS,
+    }
+    (tmp_path / "fail").touch()
+    with pytest.raises(UserError, match="service is down" if on_failure == "stop" else "failed"):
+        train_grpo(grpo_config(**settings))
+    config = grpo_config(**settings, resume="auto")
+    (saved,) = Checkpoints(config.output).steps()
+    assert saved == metrics_of(config)[-1]["step"] and 1 <= saved <= 3
+    (tmp_path / "fail").unlink()
+    train_grpo(config)
+    assert [line["step"] for line in metrics_of(config) if line["step"]] == list(range(1, 7))
+    prompts = [{row["prompt_id"] for row in rows} for rows in saved_rows(config)]
+    trained = sorted(index for step in prompts for index in step)
+    assert len(trained) == len(set(trained))
+    if on_failure == "stop":  # no prompt is lost
+        assert schedule == "async" or trained == list(range(len(trained)))
 
 
 # Placement and overlap.

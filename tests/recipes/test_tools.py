@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,15 +10,22 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from flowrl.config import load
+from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.chat import ChatTokenizer, Message
 from flowrl.data.turn_delta import check_turn_template, make_turn_delta
 from flowrl.environments.base import ModelResponse, Observation
 from flowrl.environments.tool_environment import ToolEnvironment
+from flowrl.environments.tools import Tool
+from flowrl.run.datasets import read_prompts
+from flowrl.run.loop import Run
+from flowrl.workers import Actor, Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
+from recipes.quickstart.prepare import save_model, save_tokenizer
+from recipes.reasoning.prepare import BYTES
 from recipes.sft.config import SFTConfig
-from recipes.tools.prepare import CALL_SHARE, main
-from recipes.tools.task import NUM_HELD_OUT, deal
+from recipes.tools.prepare import CALL_SHARE, CHAT_TEMPLATE, WORDS, main
+from recipes.tools.task import NUM_HELD_OUT, deal, multiply
 from tests.recipes.scripts import ROOT, read_steps, read_summary, run_script
 
 FOLDER = ROOT / "recipes/tools"
@@ -149,6 +157,51 @@ def test_a_short_run_logs_calls_and_evaluates_episodes(data: Path, tmp_path: Pat
     summary = read_summary(tmp_path / "run")
     assert summary["accuracy_before"] == summary["evaluation/environment/tool_call_before"] == 0
     assert summary["evaluation_rows"] == NUM_HELD_OUT
+
+
+RENDERS_TOOLS = (
+    "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
+    + CHAT_TEMPLATE
+)
+"""The template of the recipe, with the schemas of the tools as in the templates of Hermes and Qwen."""
+
+
+def test_a_template_that_renders_tools_shows_their_schemas_to_the_policy(data: Path, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "model", BYTES, RENDERS_TOOLS, words=WORDS)
+    save_model(tmp_path / "model", 0, num_characters=len(BYTES) + len(WORDS), num_layers=1, max_tokens=1024)
+    settings = [
+        f"output={tmp_path / 'run'}",
+        "backend=inline",
+        f"actor.model.path={tmp_path / 'model'}",
+        f"data.train={data / 'train.jsonl'}",
+        "data.test=null",
+        "evaluate_every=0",
+        "data.max_prompt_tokens=800",
+        "steps=1",
+        "batch_size=16",
+        "minibatch_size=8",
+        "rollout.max_response_tokens=8",
+        "report={plots: false, tensorboard: false}",
+    ]
+    config = load(FOLDER / "calculator.yaml", settings, GRPOConfig)
+    tokenizer = ChatTokenizer(tmp_path / "model")
+    shown = []
+    with Run(config) as run:
+        prompts, _ = read_prompts(config)
+        actor = run.group(Actor, config.actor)
+        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=0)
+        for batch in run.rollouts(rollout, prompts, policy=actor, reward=run.rewards()):
+            table = batch.tensordict("input_ids", "response_mask")
+            sizes = lengths(table).tolist()
+            columns = (table["tokens", name].split(sizes) for name in ("input_ids", "response_mask"))
+            for ids_T, mask_T in zip(*columns, strict=True):
+                shown.append(tokenizer.decode(ids_T[: int(mask_T.int().argmax())].tolist()))
+            run.sync_weights(actor, rollout)
+    assert len(shown) == 16
+    for prompt in shown:
+        tools, text = prompt.removeprefix("<tools>\n").split("\n</tools>\n")
+        assert json.loads(tools) == Tool(multiply).schema
+        assert re.fullmatch(r"[0-9]{2}\*[0-9]{2}\n", text)
 
 
 def test_the_script_is_valid() -> None:

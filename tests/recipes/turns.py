@@ -67,3 +67,11 @@ class KilledOnce(OneTurn):
             self.killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().step(response)
+
+
+class Reversed(OneTurn):
+    """Asks for the sum of the digits in reverse order."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        await super().reset(row)
+        return [{"role": "user", "content": row["prompt"][::-1]}]

@@ -50,6 +50,10 @@ def with_defaults(response: str, answr: str = "", level: int = 1) -> float:
     return 0.0
 
 
+def with_options(response: str, answer: str = "", *, scale: float = 1.0) -> float:
+    return 0.0
+
+
 def needs_advantages(prompt: str, response: str, advantages: float, **columns: object) -> float:
     return 0.0
 
@@ -110,6 +114,27 @@ def test_a_parameter_with_a_default_and_without_a_column_is_reported(
     read_prompts(config_with_reward(data, train, test, function="with_defaults"))
     (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl.run.datasets")]
     assert not missing_facts(message, "with_defaults", "answr", train, "answer", "level", "response")
+
+
+@pytest.mark.parametrize(
+    "function", [f"{__name__}:with_options", "flowrl.rewards.math:score", "flowrl.rewards.gsm8k:score"]
+)
+def test_options_of_a_reward_function_are_not_reported(
+    function: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"train": lines(tmp_path / "a", "1+1", answer="2"), "max_prompt_tokens": 32}
+    settings = grpo_settings(model=data / "model", reward={"function": function}, data=files)
+    read_prompts(GRPOConfig.model_validate(settings))
+    assert not [record for record in caplog.records if record.name.startswith("flowrl.run.datasets")]
+
+
+def test_reasoning_gym_scores_its_own_rows_without_a_warning(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "allow_parentheses": False, "allow_negation": False}
+    rows = {"reasoning_gym": {"basic_arithmetic": {"options": options}}, "rows": 2}
+    files = {"train": [rows], "test": [rows | {"split": "test"}], "max_prompt_tokens": 48}
+    reward = {"function": "flowrl.rewards.reasoning_gym:score"}
+    read_prompts(GRPOConfig.model_validate(grpo_settings(model=data / "model", reward=reward, data=files)))
+    assert not [record for record in caplog.records if record.name == "flowrl.run.datasets.reward_columns"]
 
 
 @pytest.mark.parametrize(("num_known", "is_reported"), [(95, True), (600, False)])

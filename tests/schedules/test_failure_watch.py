@@ -1,8 +1,12 @@
 """A run in which too many rewards fail has a reason to end."""
 
+import numpy as np
 import pytest
 
+from flowrl.data.batch.batch import Batch
+from flowrl.rewards.row_scores import CALLS, FAILED
 from flowrl.schedules.failure_watch import FailureWatch
+from flowrl.schedules.rewards import reward_metrics
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 
@@ -47,4 +51,16 @@ def test_a_step_without_scores_is_not_checked() -> None:
 def test_failures_that_end_the_run_at_once_have_no_rate() -> None:
     limited = watch(on_failure="stop")
     limited.check_step(1, values(1.0))
+    assert limited.error is None
+
+
+def test_the_responses_of_a_step_are_checked_once() -> None:
+    limited = watch(on_failure="drop", max_failure_rate=0.25)
+    scored = Batch.from_columns(rows={FAILED: np.array([True, True, False, False]), CALLS: [{}] * 4})
+    for metrics in ({"buffer_depth": 1.0}, *reward_metrics([scored])):
+        assert limited.follow(metrics) == (metrics,)
+    limited.check_responses(5)
+    assert limited.error is not None and "step 5" in limited.error and "50%" in limited.error
+    limited.error = None
+    limited.check_responses(6)
     assert limited.error is None

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -43,6 +43,13 @@ def receive_all(client: RequestClient) -> dict[Any, Any]:
     while client.num_in_flight:
         results |= dict(client.receive(None))
     return results
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_results_arrive_as_they_are_ready(open_server: OpenServer, executor: ThreadPoolExecutor) -> None:
@@ -200,6 +207,35 @@ def test_a_client_with_another_key_is_rejected_and_others_are_served(
     client.send([(1, 1)])
     assert receive_all(client) == {1: 1}
     client.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0"], ids=["silent", "half a message"])
+def test_a_client_without_a_handshake_is_closed_and_others_are_served(
+    executor: ThreadPoolExecutor, sent: bytes
+) -> None:
+    def count_sessions() -> int:
+        return sum(thread.name == "flowrl-channel-receive" for thread in threading.enumerate())
+
+    before = count_sessions()
+    server = RequestServer("127.0.0.1", 0, KEY, lambda value, _: executor.submit(str, value), handshake_s=0.5)
+    with closing(server), ExitStack() as silent:
+        address = (server.address.host, server.address.port)
+        sockets = [silent.enter_context(socket.create_connection(address)) for _ in range(20)]
+        for connected in sockets:
+            connected.sendall(sent)
+        with closing(RequestClient([server.address], KEY)) as client:
+            client.send([("key", 1)])
+            assert receive_all(client) == {"key": "1"}
+            for connected in sockets:
+                connected.settimeout(60)
+                with suppress(ConnectionResetError):
+                    while connected.recv(4096):  # the challenge of the server, then the end of the connection
+                        pass
+            # An authenticated connection has no time limit.
+            client.send([("later", 2)])
+            assert receive_all(client) == {"later": "2"}
+            eventually(lambda: count_sessions() <= before + 1)
+    eventually(lambda: count_sessions() <= before)
 
 
 def test_a_server_that_does_not_respond_is_an_error() -> None:

@@ -71,6 +71,15 @@ def test_the_score_is_the_sum_of_the_rewards_of_turns(chat: ChatTokenizer) -> No
     assert records == [{"turns": 2, "restarts": 0, "counts": {}, "reason": "answer"}]
 
 
+def test_a_record_has_the_prompt_of_reset_if_it_differs(chat: ChatTokenizer) -> None:
+    asked = Reply(Observation([{"role": "system", "content": "a"}, user("c")]))
+    tokens = Reply(prompt_ids=tuple(chat.encode("ba")))
+    for reply, expected in ((asked, "c"), (tokens, "ba")):
+        (record,) = turn_columns([play(chat, [reply, ENDS])])[1]
+        assert record["prompt"] == expected
+    assert "prompt" not in turn_columns([play(chat, [START, ENDS])])[1][0]
+
+
 def test_a_failed_episode_has_no_reward_in_any_turn(chat: ChatTokenizer) -> None:
     episode = play(chat, [START, ASKS_AGAIN, FAILS])
     assert episode.scores is not None and episode.scores.values == {"scores": 0.0}

@@ -246,9 +246,10 @@ class Calls:
         with self.lock:
             self._in_flight.clear()
 
-    def abandon_all(self, timeout_s: float) -> set[str]:
-        """Waits up to `timeout_s` seconds for the calls in flight. Then drops these calls, all idle callbacks and the
-        recorded events. Ignores failures of these calls and invalid user input, so that new calls can be submitted.
+    def abandon_all(self, timeout_s: float, *, keeps_events: bool = False) -> set[str]:
+        """Waits up to `timeout_s` seconds for the calls in flight. Then drops these calls, all idle callbacks and,
+        unless `keeps_events`, the recorded events. Ignores failures of these calls and invalid user input, so that new
+        calls can be submitted.
 
         Returns: the pools whose processes are still busy after `timeout_s` seconds.
         """
@@ -263,7 +264,8 @@ class Calls:
             self._in_flight.clear()
             self._failed_state_calls.clear()
         self.failures.user_error = None
-        self.events.clear()
+        if not keeps_events:
+            self.events.clear()
         return {record.slot.pool for record in late}
 
     def raise_if_closed(self) -> None:

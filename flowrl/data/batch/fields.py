@@ -41,7 +41,7 @@ FIELDS: dict[str, Field] = {
         "row, object", "reward", "by the name of the reward: score, seconds, kind and cause of a failure"
     ),
     "turn_rewards": Field("token, f32", "environment", "reward of a turn, at the last token of its response"),
-    "episode": Field("row, object", "environment", "turns, restarts, counted events, reason of the end"),
+    "episode": Field("row, object", "environment", "turns, restarts, counted events, reason of the end, own prompt"),
     "reward_truncated": Field(
         "row, bool", "reward", "the row is longer than the reward model supports, so only its last tokens are scored"
     ),

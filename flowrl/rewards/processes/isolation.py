@@ -60,6 +60,22 @@ class Isolation:
     """CPU seconds of each process, rounded up. The kernel kills a process that uses more."""
 
 
+_CAN = {
+    "environment": "read the environment variables of other processes of the user",
+    "network": "send data over the network",
+    "signals": "send signals to other processes of the user",
+    "files": "write files outside its folder",
+    "processes": "start any number of processes",
+    "descendants": "leave processes behind",
+}
+"""Missing protection -> what code can do without it."""
+
+
+def describe_missing(protections: Sequence[str]) -> str:
+    """Returns what code can do because the system does not offer these protections."""
+    return ", ".join(f"{_CAN[name]} ({name})" for name in protections)
+
+
 def isolate(isolation: Isolation) -> tuple[str, ...]:
     """Restricts the current process and its future children. Returns the protections that the system does not offer.
 

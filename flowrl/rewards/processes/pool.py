@@ -69,6 +69,8 @@ class ScoringPool:
         self._inbox: deque[QueuedRow] = deque()
         self._is_closed = False
         self._warm_ups: list[threading.Event] = []
+        self._probes: list[threading.Event] = []
+        """Calls of `find_missing_protections` that wait for a process."""
         self._thread: threading.Thread | None = None
         self._events = ProcessEvents(self._read_inbox)
         # The thread owns everything below.
@@ -79,6 +81,8 @@ class ScoringPool:
         self._front = itertools.count(-1, -1)
         self._num_start_failures = 0
         self._is_warm = False
+        self._has_reported = False
+        """Whether a process has reported the protections that it lacks."""
 
     def submit(self, name: str, row: Mapping[str, Any]) -> "Future[Outcome]":
         """Returns the future outcome of a row. `row` has the columns of the row, of which the function receives those
@@ -102,6 +106,19 @@ class ScoringPool:
             self._warm_ups.append(done)
             self._notify()
         done.wait()
+
+    def find_missing_protections(self) -> tuple[str, ...]:
+        """Returns the protections that the system does not offer (`isolate`). Starts a process if none has started, and
+        blocks until it is ready. Returns an empty tuple if no process can start.
+        """
+        done = threading.Event()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the pool of reward functions is closed")
+            self._probes.append(done)
+            self._notify()
+        done.wait()
+        return self.unavailable
 
     def close(self) -> None:
         """Ends all processes and the thread. Rows without an outcome fail. Can be called again."""
@@ -150,7 +167,7 @@ class ScoringPool:
             queued = [row for function in self._functions.values() for _, row in function.queue]
             rows = [*in_flight, *self._inbox, *queued]
             self._inbox.clear()
-            for done in self._warm_ups:
+            for done in (*self._warm_ups, *self._probes):
                 done.set()
         for row in rows:
             self._finish(row, Outcome(None, "closed", "the pool of reward functions was closed"))
@@ -250,7 +267,7 @@ class ScoringPool:
         kind = message["kind"]
         if kind == "ready" and not process.is_ready:
             process.is_ready, self._num_start_failures = True, 0
-            self.unavailable = tuple(map(str, message["unavailable"]))
+            self.unavailable, self._has_reported = tuple(map(str, message["unavailable"])), True
         elif kind in ("loaded", "not_loaded") and process.loading is not None:
             function = process.loading
             if message["name"] != function.spec.name:
@@ -389,6 +406,7 @@ class ScoringPool:
                     self._finish(function.queue.popleft()[1], function.error)
         if self._warm_ups and not self._is_warm:
             self._continue_warm_up()
+        self._continue_probes()
         waiting = sorted((f for f in self._functions.values() if f.queue), key=lambda f: f.queue[0][0])
         demand = 0
         for function in waiting:
@@ -423,6 +441,19 @@ class ScoringPool:
                 for done in self._warm_ups:
                     done.set()
                 self._warm_ups.clear()
+
+    def _continue_probes(self) -> None:
+        """Starts a process that reports the protections that it lacks, and ends the probes after its report."""
+        if not self._probes:
+            return
+        if not self._has_reported and self._num_start_failures < _MAX_START_FAILURES:
+            if not self._processes:
+                self._start_process()
+            return
+        with self._lock:
+            for done in self._probes:
+                done.set()
+            self._probes.clear()
 
     def _dispatch_one(self, function: LoadedFunction) -> bool:
         """Sends one call, or starts one import. Returns False if no process can take a row of the function."""

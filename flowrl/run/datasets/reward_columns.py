@@ -82,8 +82,13 @@ def _check_routes(
 
 
 def _warn_of_parameters_without_column(part: RewardComponent, prompts: PromptStream, files: str) -> None:
-    """Logs a warning if no column provides a reward function's parameter with a default, as after a typo."""
-    parameters = () if part.function is None else optional_parameters(load_reward_function(part.function))
+    """Logs a warning if no column provides a reward function's parameter with a default, as after a typo.
+
+    Keyword-only parameters are options, and those of flowrl's own functions are documented.
+    """
+    if part.function is None or part.function.startswith("flowrl."):
+        return
+    parameters = optional_parameters(load_reward_function(part.function))
     received = (*RESPONSE_COLUMNS, *prompts.columns)
     if missing := [name for name in parameters if name not in (*received, *part.options)]:
         _logger.warning(

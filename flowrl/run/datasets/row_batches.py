@@ -1,6 +1,7 @@
 """Batches of the rows of a dataset, in the order of its epochs."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -50,3 +51,24 @@ class RowBatches(Iterator[Batch]):
     def skip(self, num_batches: int) -> None:
         """Advances by `num_batches` batches, without reading their rows."""
         self._num_drawn += num_batches
+
+
+class Lookahead:
+    """A stream of batches that tells whether it has another batch.
+
+    A batch is drawn only when it is needed, because the stream may generate it with the weights of that time.
+    """
+
+    def __init__(self, stream: Iterator[Batch]) -> None:
+        self._stream = stream
+        self._drawn: list[Batch] = []
+
+    def has_next(self) -> bool:
+        if not self._drawn:
+            self._drawn = list(islice(self._stream, 1))
+        return bool(self._drawn)
+
+    def pop(self) -> Batch:
+        """Returns the next batch, which must exist."""
+        assert self.has_next()
+        return self._drawn.pop()

@@ -139,6 +139,20 @@ def test_misbehavior_costs_only_its_row(
     assert [outcome.num_attempts for outcome in outcomes] == [1] * 7
 
 
+def test_missing_protections_are_known_before_the_first_row(mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("import os\ndef score(response):\n    return os.readlink('/proc/self/ns/user') == response\n")
+    with make_pool(FunctionSpec("score", f"{path}:score")) as pool:
+        missing = pool.find_missing_protections()
+        assert marked_processes(mark)
+        outcome = pool.submit("score", {"response": os.readlink("/proc/self/ns/user")}).result(timeout=200)
+        assert missing == pool.unavailable == pool.find_missing_protections()
+        has_own_namespace = outcome.score == 0
+        assert has_own_namespace or "environment" in missing, outcome
+    with pytest.raises(RuntimeError):
+        pool.find_missing_protections()
+
+
 @pytest.mark.parametrize("spec", [SYNC, ASYNC, BATCHED], ids=lambda spec: spec.name)
 def test_every_second_row_misbehaves(mark: str, spec: FunctionSpec) -> None:
     kinds = ["exit", "", "exception", "", "none", "", "kill", "", "segfault", "", "garbage", ""] * 2
