@@ -125,7 +125,7 @@ def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
     if not isinstance(config, RolloutRunConfig) or config.schedule.is_streaming or not config.schedule.staleness:
         return
     step, state = newest.manifest.step, newest.driver()
-    is_requeued = state["objects"].get("prompts", {}).get("is_requeued", False)
+    is_requeued = state.get("objects", {}).get("prompts", {}).get("is_requeued", False)
     if step < config.steps and state["rows"] is None and not is_requeued:
         raise CheckpointError(
             f"steps is {config.steps}, but checkpoint {newest.path} was the end of a run and lacks the pending "

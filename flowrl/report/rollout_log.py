@@ -28,7 +28,8 @@ COLUMNS: dict[str, str] = {
     "set": "evaluations of `data.tests`: name of the file",
     "prompt_id": "index of the prompt in the prompt stream, or in the test file",
     "sample": "index among the responses to the same prompt",
-    "prompt": "last user message",
+    "prompt": "last user message; with an environment, the last message that `reset` returned, or the text of its "
+    "tokens",
     "response": "response text without special tokens",
     "answer": "column `answer` of the dataset",
     "finish_reason": "`stop` (stop token) or `length` (length limit)",

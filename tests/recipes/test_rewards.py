@@ -248,7 +248,7 @@ def test_the_newest_step_is_saved_before_a_failed_reward_ends_the_run(
         train_grpo(grpo_config(**settings))
     config = grpo_config(**settings, resume="auto")
     (saved,) = Checkpoints(config.output).steps()
-    assert saved == metrics_of(config)[-1]["step"] and 1 <= saved <= 3
+    assert saved == metrics_of(config)[-1]["step"] and 1 <= saved < 6
     (tmp_path / "fail").unlink()
     train_grpo(config)
     assert [line["step"] for line in metrics_of(config) if line["step"]] == list(range(1, 7))
