@@ -70,6 +70,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "preference": {"masking"},
         "advantages": {"masking"},
         "best_of_n": {"advantages"},
+        "evaluation_estimates": set(),
     },
     "flowrl.data": {
         "atomic_folder": set(),
