@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("recipes",),
     ("flowrl.cli",),
+    ("flowrl.inference",),
     ("flowrl.run",),
     ("flowrl.schedules",),
     ("flowrl.weight_sync", "flowrl.report"),

@@ -123,6 +123,30 @@ class Checkpoint:
             return f"cannot be read ({error.strerror})"
 
 
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Returns the checkpoint in a folder.
+
+    Raises FileNotFoundError without a manifest, and CheckpointError if the manifest is corrupt or too new.
+    """
+    try:
+        value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version = value["format"]
+        if version not in READS:
+            readable = " and ".join(map(str, READS))
+            raise CheckpointError(
+                f"checkpoint {folder} has format {version}, but this version of flowrl reads {readable}: use the "
+                f"version that wrote it, or remove the folder"
+            )
+        expected = value.get("crc32")
+        if (expected is not None or version == FORMAT) and manifest_crc32(value) != expected:
+            raise ValueError(f"its values do not match its checksum {expected}")
+        return Checkpoint(folder, _manifest(value))
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {folder} is corrupt: {MANIFEST} cannot be read ({error})") from error
+
+
 class Checkpoints:
     """Folder `checkpoints/` of a run, which may not exist yet."""
 
@@ -152,27 +176,11 @@ class Checkpoints:
 
     def read(self, step: int) -> Checkpoint:
         """Returns the checkpoint of a step. Raises CheckpointError if its manifest is missing, corrupt or too new."""
-        folder = self.folder(step)
         try:
-            value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            version = value["format"]
-            if version not in READS:
-                readable = " and ".join(map(str, READS))
-                raise CheckpointError(
-                    f"checkpoint {folder} has format {version}, but this version of flowrl reads {readable}: use the "
-                    f"version that wrote it, or remove the folder"
-                )
-            expected = value.get("crc32")
-            if (expected is not None or version == FORMAT) and manifest_crc32(value) != expected:
-                raise ValueError(f"its values do not match its checksum {expected}")
-            return Checkpoint(folder, _manifest(value))
+            return read_checkpoint(self.folder(step))
         except FileNotFoundError as error:
             steps = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{self.path.parent} has no checkpoint of step {step}; available: {steps}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"checkpoint {folder} is corrupt: {MANIFEST} cannot be read ({error})") from error
 
     def newest(self) -> Checkpoint | None:
         """Verifies and returns the newest checkpoint, or None without checkpoints.

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
-from flowrl.checkpoints.inputs import check_base_model
+from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import is_disk_full
 from flowrl.cli.data_commands import add_data
@@ -31,7 +30,6 @@ from flowrl.controller.errors import WorkerError
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import plan
 from flowrl.controller.placement.plan_table import render_plan
-from flowrl.data.checksums import CheckpointError
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
@@ -329,44 +327,14 @@ def _export(arguments: argparse.Namespace) -> None:
     checkpoints = Checkpoints(arguments.run_folder)
     step = checkpoints.require_steps()[-1] if arguments.step is None else arguments.step
     checkpoint = checkpoints.read(step)
-    checkpoint.check()
     content, prefix = ("adapter", "adapter") if arguments.adapter else ("model", "export")
     output = arguments.output or arguments.run_folder / f"{prefix}-step-{step:06d}"
 
     # imported here, because only commands that load a model need torch
-    from flowrl.config.data.data_settings import TEMPLATE_FILE  # noqa: PLC0415
-    from flowrl.data.template import read_template  # noqa: PLC0415
-    from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model  # noqa: PLC0415
-    from flowrl.run.datasets.templates import save_template  # noqa: PLC0415
+    from flowrl.inference.checkpoint_export import export_checkpoint  # noqa: PLC0415
 
-    role = arguments.role or _find_exported_role(checkpoint)
-    if (base := adapter_base(checkpoint.role(role))) is not None:
-        check_base_model(checkpoint, base, role)
-    try:
-        (export_adapter if arguments.adapter else export_model)(checkpoint.role(role), output)
-        template = checkpoint.path / TEMPLATE_FILE
-        save_template(read_template(template) if template.is_file() else None, output)
-    except OSError as error:
-        if str(error.filename) == str(output):
-            raise UserError(f"--output: cannot write {output} ({error.strerror}): choose another folder") from error
-        # Write errors have their own exceptions, so this is a read error.
-        reason = str(error).split("\n")[0]
-        raise UserError(
-            f"checkpoint {checkpoint.path} cannot be read ({reason}): choose another with --step"
-        ) from error
+    role = export_checkpoint(checkpoint, output, role=arguments.role, only_adapter=arguments.adapter)
     sys.stdout.write(f"{output}: the {content} of {role} after step {step}\n")
-
-
-def _find_exported_role(checkpoint: Checkpoint) -> str:
-    """Returns the actor, or the only role with a model. Raises CheckpointError if the role is not determined."""
-    from flowrl.engines.checkpoint.export import roles_with_model  # noqa: PLC0415 (torch)
-
-    roles = roles_with_model(checkpoint.path)
-    if "actor" in roles or len(roles) == 1:
-        return "actor" if "actor" in roles else roles[0]
-    if not roles:
-        raise CheckpointError(f"checkpoint {checkpoint.path} has no role whose model can be exported")
-    raise CheckpointError(f"checkpoint {checkpoint.path} has the models of {', '.join(roles)}: choose one with --role")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

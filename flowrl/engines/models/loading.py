@@ -71,6 +71,15 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedMode
     return _load(AutoModelForCausalLM, config, "a causal language model", on_meta)
 
 
+def stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
+    """Returns the dtype of the weights in the files of a model, bfloat16 for other 16-bit types.
+
+    Raises ModelError if the model has no configuration.
+    """
+    dtype = _read_config(ModelConfig(path=path), "a causal language model").dtype
+    return "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32"
+
+
 class CriticModel(SequenceShardable):
     """Backbone of a causal language model with a linear value head."""
 

@@ -10,6 +10,7 @@ Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -182,6 +184,46 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
     with write_atomically(folder) as partial:
         (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
         save_file(state, partial / "adapter_model.safetensors", {"format": "pt"})
+
+
+def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Adds the weights of a saved adapter to a model, and returns the model, which is modified in place.
+
+    Args:
+        model: unsharded model without an adapter.
+        folder: folder in the format of peft. Weights are read only from safetensors.
+    Raises LoraError if the folder has no adapter, or if the adapter does not match the model.
+    """
+    import peft  # noqa: PLC0415 (a program without LoRA needs no peft)
+
+    file = folder / "adapter_model.safetensors"
+    try:
+        settings = peft.PeftConfig.from_pretrained(str(folder))
+        with safe_open(file, "pt") as weights:
+            names = set(weights.keys())
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        reason = str(error).split("\n")[0]
+        raise LoraError(
+            f"adapter {folder} cannot be read ({reason}): use a folder in the format of peft with adapter_config.json "
+            f"and {file.name}"
+        ) from error
+    if not isinstance(settings, peft.LoraConfig):
+        raise LoraError(f"adapter {folder} is a {settings.peft_type}: only LoRA adapters are supported")
+    base = settings.base_model_name_or_path
+    try:
+        with warnings.catch_warnings(action="ignore"):  # missing weights are an error below
+            adapted = peft.PeftModel.from_pretrained(model, str(folder), config=settings)
+    except (RuntimeError, ValueError) as error:  # shapes of weights, or missing layers
+        reason = " ".join(str(error).split())[:200]
+        raise LoraError(f"adapter {folder} does not match the model ({reason}): use the base model {base}") from error
+    if different := sorted(set(peft.get_peft_model_state_dict(adapted)) ^ names):
+        raise LoraError(
+            f"adapter {folder} does not match the model: see the weights {', '.join(different[:3])}; use the base "
+            f"model {base}"
+        )
+    merged = adapted.merge_and_unload()
+    assert isinstance(merged, PreTrainedModel)
+    return merged
 
 
 def _matrices(layer: "LoraLinear") -> dict[str, Tensor]:

@@ -1,0 +1,56 @@
+"""Exports a model of a checkpoint as a transformers model, with the conversation template of the run."""
+
+from pathlib import Path
+
+from flowrl.checkpoints.checkpoints import Checkpoint
+from flowrl.checkpoints.inputs import check_base_model
+from flowrl.config import UserError
+from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.data.checksums import CheckpointError
+from flowrl.data.template import read_template
+from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model, roles_with_model
+from flowrl.run.datasets.templates import save_template
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint, output: Path, *, role: str | None = None, only_adapter: bool = False
+) -> str:
+    """Exports the model of a role to a new folder that transformers can load, and returns the role.
+
+    Args:
+        checkpoint: a complete checkpoint. Its checksums are verified first.
+        output: a new folder, which is created atomically.
+        role: role of the model. None: the actor, or the only role with a model.
+        only_adapter: exports the adapter of a LoRA run for peft, instead of the model with the merged adapter.
+    Raises:
+        CheckpointError: the checkpoint is corrupt, or the role has no model.
+        ModelError: `output` exists, or the base model cannot be loaded.
+        UserError: `output` cannot be written.
+    """
+    checkpoint.check()
+    role = role or find_exported_role(checkpoint)
+    if (base := adapter_base(checkpoint.role(role))) is not None:
+        check_base_model(checkpoint, base, role)
+    try:
+        (export_adapter if only_adapter else export_model)(checkpoint.role(role), output)
+        template = checkpoint.path / TEMPLATE_FILE
+        save_template(read_template(template) if template.is_file() else None, output)
+    except OSError as error:
+        if str(error.filename) == str(output):
+            raise UserError(f"cannot write {output} ({error.strerror}): choose another folder") from error
+        # Write errors have their own exceptions, so this is a read error.
+        reason = str(error).split("\n")[0]
+        raise UserError(
+            f"checkpoint {checkpoint.path} cannot be read ({reason}): choose another with --step"
+        ) from error
+    return role
+
+
+def find_exported_role(checkpoint: Checkpoint) -> str:
+    """Returns the actor, or the only role with a model. Raises CheckpointError if the role is not determined."""
+    roles = roles_with_model(checkpoint.path)
+    if "actor" in roles or len(roles) == 1:
+        return "actor" if "actor" in roles else roles[0]
+    if not roles:
+        raise CheckpointError(f"checkpoint {checkpoint.path} has no role whose model can be exported")
+    raise CheckpointError(f"checkpoint {checkpoint.path} has the models of {', '.join(roles)}: choose one with --role")

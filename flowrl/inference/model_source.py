@@ -1,0 +1,162 @@
+"""Finds the model that a command uses: a model, a run, a checkpoint or an adapter, as a folder for transformers."""
+
+import atexit
+import json
+import logging
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, read_checkpoint
+from flowrl.config import ModelConfig, UserError
+from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.data.input_paths import find_model_problem
+from flowrl.engines.models.loading import load_policy, save_model, stored_dtype
+from flowrl.engines.models.lora import merge_adapter
+from flowrl.inference.checkpoint_export import export_checkpoint
+
+_ADAPTER_SETTINGS = "adapter_config.json"
+"""File of peft in the folder of an adapter. It names the base model."""
+
+_logger = logging.getLogger(__name__)
+
+
+class ModelSourceError(UserError):
+    """Raised if there is no model that can be used at the given path."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is ready to be loaded."""
+
+    path: Path
+    """Folder of `save_pretrained`, or a Hub name. The weights of an adapter are merged into this model."""
+    tokenizer: Path | None
+    """Folder of the tokenizer; None is the folder of the model."""
+    adapter: Path | None
+    """Folder of the adapter that was merged into the model, or None."""
+    template: Path | None
+    """Conversation template file of the model, or None."""
+    name: str
+    """Name in tables: the name of the folder, for a checkpoint with its step."""
+    kind: Literal["model", "run", "checkpoint"]
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Folder of the tokenizer."""
+        return self.path if self.tokenizer is None else self.tokenizer
+
+    def model_config(self, dtype: Literal["float32", "bfloat16", "float64"] = "float32") -> ModelConfig:
+        """Returns the settings with which a role loads the model. They disable dropout."""
+        return ModelConfig(path=self.path, tokenizer=self.tokenizer, dtype=dtype, dropout=0)
+
+
+def resolve_model(source: str, *, step: int | None = None, adapter: str | None = None) -> ModelSource:
+    """Returns the model of a model folder, a Hub name, a run folder, a checkpoint folder or an adapter folder.
+
+    A checkpoint is exported to a temporary folder, which is removed when the process exits. The same holds for a model
+    whose adapter is merged.
+
+    Args:
+        source: a run folder stands for its `model/`, or for its newest checkpoint if the run has not saved a model.
+        step: selects a checkpoint of a run.
+        adapter: folder of a LoRA adapter in the format of peft, which is merged into the model.
+    Raises:
+        ModelSourceError: there is no model at `source`, or `step` does not apply.
+        CheckpointError: the checkpoint is missing or corrupt.
+        ModelError: a model cannot be loaded to merge the adapter.
+        LoraError: the adapter does not match the model.
+    """
+    path = Path(source)
+    is_run = path.is_dir() and (path / "config.yaml").is_file()
+    if step is not None and not is_run:
+        raise ModelSourceError(
+            f"step is {step}, which selects a checkpoint of a run, but {source} is not a run folder: omit it, or pass "
+            f"the run folder"
+        )
+    if is_run:
+        found = _resolve_run(path, step)
+    elif path.is_dir() and (path / MANIFEST).is_file() and not (path / "config.json").is_file():
+        found = _resolve_checkpoint(read_checkpoint(path), "checkpoint")
+    elif path.is_dir() and (path / _ADAPTER_SETTINGS).is_file() and not (path / "config.json").is_file():
+        found = _merge_adapter(_resolve_model(_read_base(path)), path)
+    else:
+        found = _resolve_model(source)
+    return found if adapter is None else _merge_adapter(found, Path(adapter))
+
+
+def _resolve_run(path: Path, step: int | None) -> ModelSource:
+    model = path / "model"
+    if step is None and (model / "config.json").is_file():
+        template = model / TEMPLATE_FILE
+        return ModelSource(model, None, None, template if template.is_file() else None, path.resolve().name, "run")
+    checkpoints = Checkpoints(path)
+    if step is None and not (steps := checkpoints.steps()):
+        raise ModelSourceError(
+            f"run {path} has neither a saved model nor a checkpoint: wait until it has saved one (checkpoint.every=N), "
+            f"or choose another run"
+        )
+    return _resolve_checkpoint(checkpoints.read(steps[-1] if step is None else step), "run")
+
+
+def _resolve_checkpoint(checkpoint: Checkpoint, kind: Literal["run", "checkpoint"]) -> ModelSource:
+    path = _temporary_folder() / checkpoint.path.name
+    _logger.info("exporting checkpoint %s to %s", checkpoint.path, path)
+    export_checkpoint(checkpoint, path)
+    template, folder = path / TEMPLATE_FILE, checkpoint.path.resolve()
+    name = f"{folder.parents[1].name}/{folder.name}"
+    return ModelSource(path, None, None, template if template.is_file() else None, name, kind)
+
+
+def _resolve_model(source: str) -> ModelSource:
+    path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file():
+        if re.fullmatch(r"step-\d{6,}", path.name):
+            raise ModelSourceError(f"checkpoint {path} is incomplete (it has no {MANIFEST}): choose another step")
+        raise ModelSourceError(
+            f"{path} has no model: pass a folder with config.json (a model), config.yaml (a run), {MANIFEST} (a "
+            f"checkpoint) or {_ADAPTER_SETTINGS} (an adapter)"
+        )
+    if problem := find_model_problem(path):
+        raise ModelSourceError(f"no model can be loaded from {source}: {problem}")
+    template = path / TEMPLATE_FILE
+    name = path.resolve().name if path.is_dir() else source
+    return ModelSource(path, None, None, template if template.is_file() else None, name, "model")
+
+
+def _read_base(adapter: Path) -> str:
+    """Returns the base model of an adapter. Raises ModelSourceError if the adapter does not name one."""
+    file = adapter / _ADAPTER_SETTINGS
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelSourceError(
+            f"{file} names no base model ({error}): pass the base model, and the adapter with --adapter"
+        ) from error
+    if not isinstance(base, str) or not base:
+        raise ModelSourceError(f"{file} names no base model: pass the base model, and the adapter with --adapter")
+    return base
+
+
+def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
+    """Returns the model with the weights of an adapter, in a temporary folder."""
+    if not (adapter / _ADAPTER_SETTINGS).is_file():
+        raise ModelSourceError(
+            f"adapter {adapter} has no {_ADAPTER_SETTINGS}: pass a folder in the format of peft, such as one of "
+            f"`flowrl export --adapter`"
+        )
+    path = _temporary_folder() / adapter.resolve().name
+    model = merge_adapter(load_policy(source.model_config(stored_dtype(source.path))), adapter)
+    save_model(model, source.tokenizer_path, path)
+    name = f"{source.name}+{adapter.resolve().name}"
+    return ModelSource(path, source.tokenizer_path, adapter, source.template, name, source.kind)
+
+
+def _temporary_folder() -> Path:
+    """Creates a temporary folder, which is removed when the process exits."""
+    folder = tempfile.mkdtemp(prefix="flowrl-model-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
