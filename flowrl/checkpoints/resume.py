@@ -31,6 +31,7 @@ MAY_DIFFER = (
     "steps",
     "epochs",
     "evaluate_every",
+    "data.tests.*.every",
     "rollout.max_num_seqs",
     "*engine.strategy",
     "*engine.shard_ranks",

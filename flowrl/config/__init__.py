@@ -38,7 +38,14 @@ from flowrl.config.base import (
     imported_module_name,
     parse,
 )
-from flowrl.config.data.data_settings import DataConfig, DataFile, DifficultyConfig, PreparationConfig, RowsConfig
+from flowrl.config.data.data_settings import (
+    DataConfig,
+    DataFile,
+    DifficultyConfig,
+    PreparationConfig,
+    RowsConfig,
+)
+from flowrl.config.data.evaluation_settings import EvaluationConfig
 from flowrl.config.load import (
     import_recipe,
     load,
@@ -76,7 +83,6 @@ from flowrl.config.rollout.capabilities import EngineCapabilities, Package, Quan
 from flowrl.config.run import (
     CheckpointConfig,
     DatasetConfig,
-    EvaluationConfig,
     ReportConfig,
     RolloutLogConfig,
     RunConfig,

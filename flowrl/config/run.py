@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -31,27 +30,6 @@ from flowrl.config.setting_tree import config_classes
 
 SettingValues = Mapping[str, Any]  # Any: settings have different types
 """Values of the settings of a config, by name."""
-
-
-class EvaluationConfig(Config):
-    """Evaluation on held-out prompts."""
-
-    samples: PositiveInt = 1
-    """Responses per prompt. With k > 1, `accuracy` is the mean over all responses (mean@k), and `accuracy_best@k` the
-    mean over prompts of the best score.
-    """
-
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "EvaluationConfig":
-        if self.samples > 1 and not self.temperature:
-            raise ValueError(
-                f"samples is {self.samples}, but temperature is 0, so all responses to a prompt are equal: raise "
-                "temperature, or set samples: 1"
-            )
-        return self
 
 
 class CheckpointConfig(Config):
@@ -207,8 +185,12 @@ class RunConfig(Config):
 
     evaluate_every: NonNegativeInt | None = None
     """Number of steps between evaluations. Null evaluates only before the first step and after the last step; 0
-    disables evaluation.
+    disables evaluation. `data.tests.NAME.every` replaces it for a set.
     """
+
+    def evaluation_interval(self, name: str) -> int | None:
+        """Returns the number of steps between evaluations of a held-out set, by its name. See `evaluate_every`."""
+        return self.evaluate_every
 
     @classmethod
     def count_updates(cls, settings: SettingValues) -> int | None:
@@ -323,8 +305,23 @@ class DatasetConfig(RunConfig):
             )
         return self
 
+    def evaluation_interval(self, name: str) -> int | None:
+        own = self.data.tests[name].every if name in self.data.tests else None
+        return self.evaluate_every if own is None else own
+
+    @property
+    def evaluates_responses(self) -> bool:
+        """Whether evaluations generate responses, so that sets can have own samples and an own temperature."""
+        return False
+
     @model_validator(mode="after")
     def _check_test(self) -> "DatasetConfig":
         if self.evaluate_every and not self.data.evaluation_files:
             raise ValueError(f"evaluate_every is {self.evaluate_every}, but there is no test file: set data.test")
+        own = [name for name, held_out in self.data.tests.items() if held_out.evaluation is not None]
+        if own and not self.evaluates_responses:
+            raise ValueError(
+                f"data.tests.{own[0]}.evaluation is set, but the evaluations of this recipe generate no responses: "
+                "remove it"
+            )
         return self

@@ -25,7 +25,7 @@ COLUMNS: dict[str, str] = {
     "step": "training step; 0 is the evaluation before training",
     "kind": "`training` or `evaluation`",
     "row": "index of the row in the batch of the step, or in the evaluation",
-    "set": "evaluations of `data.tests`: name of the file",
+    "set": "evaluations of `data.tests`: name of the set",
     "prompt_id": "index of the prompt in the prompt stream, or in the test file",
     "sample": "index among the responses to the same prompt",
     "prompt": "last user message; with an environment, the last message that `reset` returned, or the text of its "

@@ -1,7 +1,6 @@
 """Evaluation during a run: responses to held-out prompts and their scores, or the loss on held-out examples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -37,7 +36,7 @@ def evaluate(
     rollout: "RolloutGroup",
     reward: "RewardGroup | Scoring",
     prompts: Batch | Mapping[str, Batch],
-    config: EvaluationConfig = _GREEDY,
+    config: EvaluationConfig | Mapping[str, EvaluationConfig] = _GREEDY,
 ) -> Evaluation:
     """Generates responses to held-out prompts and scores them with the evaluation reward. Blocks.
 
@@ -45,20 +44,20 @@ def evaluate(
         rollout: generates with the newest weights that were sent.
         reward: scores the responses.
         prompts: prompts with the columns of `PromptStream`, or several named sets of prompts.
-        config: number of samples, and temperature.
+        config: number of samples, and temperature. A mapping has those of each set (`config.evaluation_by_set`).
 
     Returns: `accuracy`, the mean score, and `evaluation/response_length`, the mean number of tokens. With k > 1 samples
         also `accuracy_best@k`, the mean over prompts of the best score. With an environment also `evaluation/turns` and
         `evaluation/environment/EVENT`. For named sets, the names end with `/NAME`.
     """
 
-    def generate(rows: Batch) -> Batch:
+    def generate(rows: Batch, own: EvaluationConfig) -> Batch:
         if not isinstance(reward, WorkerGroup):
-            return reward.generate_scored(rollout, rows.with_samples(config.samples), config.temperature)
-        batch = generate_responses(rollout, rows, config)
+            return reward.generate_scored(rollout, rows.with_samples(own.samples), own.temperature)
+        batch = generate_responses(rollout, rows, own)
         return batch.union(reward.score(batch, evaluation=True))
 
-    return evaluate_sets(prompts, generate, partial(_measure_scores, samples=config.samples))
+    return evaluate_sets(prompts, config, generate, _measure_scores)
 
 
 def generate_responses(rollout: "RolloutGroup", prompts: Batch, config: EvaluationConfig) -> Batch:
@@ -69,33 +68,36 @@ def generate_responses(rollout: "RolloutGroup", prompts: Batch, config: Evaluati
 
 def evaluate_sets(
     prompts: Batch | Mapping[str, Batch],
-    generate: Callable[[Batch], Batch],
-    measure: Callable[[Batch], Mapping[str, float]],
+    config: EvaluationConfig | Mapping[str, EvaluationConfig],
+    generate: Callable[[Batch, EvaluationConfig], Batch],
+    measure: Callable[[Batch, EvaluationConfig], Mapping[str, float]],
 ) -> Evaluation:
     """Generates responses to held-out prompts. Returns their metrics, and their rows for the log of rollouts. Blocks.
 
     Args:
         prompts: prompts, or several named sets of prompts. For named sets, the names of metrics end with `/NAME`.
-        generate: returns prompts with their responses. It is called for all sets before `measure`, so that the calls of
-            the sets overlap.
+        config: settings of all sets, or of each set by its name.
+        generate: returns prompts with their responses, given the prompts and the settings of a set. It is called for
+            all sets before `measure`, so that the calls of the sets overlap.
         measure: returns metrics of the responses to the prompts of a set.
     """
     sets = {"": prompts} if isinstance(prompts, Batch) else prompts
-    generated = {name: generate(rows) for name, rows in sets.items() if len(rows)}
+    own = dict.fromkeys(sets, config) if isinstance(config, EvaluationConfig) else config
+    generated = {name: generate(rows, own[name]) for name, rows in sets.items() if len(rows)}
     metrics: dict[str, float] = {}
     saved: list[Row] = []
     for name, batch in generated.items():
         ending = f"/{name}" if name else ""
         length = float(batch.get("response_mask").sum()) / len(batch)
-        measured = {**measure(batch), "evaluation/response_length": length}
+        measured = {**measure(batch, own[name]), "evaluation/response_length": length}
         metrics |= {f"{key}{ending}": value for key, value in measured.items()}
         rows = collect_rows(batch).get()
         saved += [{**row, "row": len(saved) + i} | ({"set": name} if name else {}) for i, row in enumerate(rows)]
     return Evaluation(metrics, sum(len(rows) for rows in sets.values()), saved)
 
 
-def _measure_scores(batch: Batch, samples: int) -> dict[str, float]:
-    scores_B = batch.get("scores")
+def _measure_scores(batch: Batch, config: EvaluationConfig) -> dict[str, float]:
+    scores_B, samples = batch.get("scores"), config.samples
     metrics = {"accuracy": float(scores_B.mean())}
     if samples > 1:
         metrics[f"accuracy_best@{samples}"] = float(scores_B.view(-1, samples).amax(1).mean())

@@ -325,20 +325,21 @@ class Run:
     def due(self, every: int | None) -> bool:
         """Returns whether an action with the period `every`, such as an evaluation, is due.
 
-        It is due after each multiple of `every`, after the last step, and, before the loop over steps, for the initial
-        model. With None, it is due only for the initial model and after the last step; with 0 never. After a signal,
-        nothing is due, so that the run ends quickly.
+        It is due after each multiple of `every`, after the last step, and before the loop over steps. None: only before
+        the loop and after the last step. 0: never. After a signal, nothing is due, so that the run ends quickly.
 
         In a step, call `due` after the training calls, because later calls do not count as part of the step's duration.
         """
         self._end_step()
         if every == 0 or self._interruption.signal is not None:
             return False
-        if self.step == 0:
-            return True  # before the loop
-        if not self._is_in_loop:
-            return False
+        if self.step == 0 or not self._is_in_loop:
+            return self.step == 0  # before the loop
         return (every is not None and self.step % every == 0) or self._is_last
+
+    def due_sets(self, held_out: Mapping[str, Batch]) -> dict[str, Batch]:
+        """Returns the held-out sets whose evaluation is due (`evaluate_every`, `data.tests.NAME.every`), by name."""
+        return {name: batch for name, batch in held_out.items() if self.due(self.config.evaluation_interval(name))}
 
     @property
     def _is_last(self) -> bool:

@@ -28,8 +28,8 @@ def train(config: DistillationConfig) -> Summary:
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
 
-        if run.due(config.evaluate_every):
-            run.log(evaluate_agreement(actor, teacher, rollout, held_out, config.evaluation))
+        if due := run.due_sets(held_out):
+            run.log(evaluate_agreement(actor, teacher, rollout, due, config.evaluation_by_set))
         for batch in run.rollouts(rollout, prompts, policy=actor):
             run.log(measure_batch(batch))
             run.save_rollouts(batch)
@@ -44,8 +44,8 @@ def train(config: DistillationConfig) -> Summary:
             # 3. Send the new weights to the rollout.
             run.sync_weights(actor, rollout)
 
-            if run.due(config.evaluate_every):
-                run.log(evaluate_agreement(actor, teacher, rollout, held_out, config.evaluation))
+            if due := run.due_sets(held_out):
+                run.log(evaluate_agreement(actor, teacher, rollout, due, config.evaluation_by_set))
             if run.due(config.checkpoint.every):
                 run.save_checkpoint()
         run.save_model(actor)

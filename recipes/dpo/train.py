@@ -28,8 +28,8 @@ def train(config: DPOConfig) -> Summary:
         if reference and config.stores_reference(len(examples)):
             store_reference(run, examples, reference)
 
-        if run.due(config.evaluate_every):
-            run.log(evaluate_preferences(actor, held_out, reference))
+        if due := run.due_sets(held_out):
+            run.log(evaluate_preferences(actor, due, reference))
         stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
         for batch in run.batches(stream, policy=actor):
             # 1. Log-probabilities of the responses under the reference, and KTO's estimate of the KL.
@@ -38,8 +38,8 @@ def train(config: DPOConfig) -> Summary:
             # 2. Increase the probability of the chosen response relative to the rejected response.
             run.log(actor.update(batch))
 
-            if run.due(config.evaluate_every):
-                run.log(evaluate_preferences(actor, held_out, reference))
+            if due := run.due_sets(held_out):
+                run.log(evaluate_preferences(actor, due, reference))
             if run.due(config.checkpoint.every):
                 run.save_checkpoint()
         run.save_model(actor)

@@ -29,8 +29,8 @@ def train(config: GRPOConfig) -> Summary:
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, advantages, text)
 
-        if run.due(config.evaluate_every):
-            run.log(evaluate(rollout, reward, held_out, config.evaluation))
+        if due := run.due_sets(held_out):
+            run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
         for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
             # 1. Compute log-probabilities. The responses already have scores.
             if config.actor.old_logprobs == "recompute":
@@ -54,8 +54,8 @@ def train(config: GRPOConfig) -> Summary:
             # 4. Send the new weights to the rollout.
             run.sync_weights(actor, rollout)
 
-            if run.due(config.evaluate_every):
-                run.log(evaluate(rollout, reward, held_out, config.evaluation))
+            if due := run.due_sets(held_out):
+                run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
             if run.due(config.checkpoint.every):
                 run.save_checkpoint()
         run.save_model(actor)

@@ -32,8 +32,8 @@ def train(config: PPOConfig) -> Summary:
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, critic, advantages, text)
 
-        if run.due(config.evaluate_every):
-            run.log(evaluate(rollout, reward, held_out, config.evaluation))
+        if due := run.due_sets(held_out):
+            run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
         for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
             # 1. Compute log-probabilities and values. The responses already have scores. Calls return at once, and each
             #    waits only for the columns that it reads.
@@ -59,8 +59,8 @@ def train(config: PPOConfig) -> Summary:
             # 4. Send the new weights to the rollout.
             run.sync_weights(actor, rollout)
 
-            if run.due(config.evaluate_every):
-                run.log(evaluate(rollout, reward, held_out, config.evaluation))
+            if due := run.due_sets(held_out):
+                run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
             if run.due(config.checkpoint.every):
                 run.save_checkpoint()
         run.save_model(actor)

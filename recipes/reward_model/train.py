@@ -32,15 +32,15 @@ def train(config: RewardModelRunConfig) -> Summary:
         reward = run.group(TrainedRewardModel, config.reward)
         run.add_checkpointable(reward)
 
-        if run.due(config.evaluate_every):
-            run.log(evaluate_preferences(reward, held_out))
+        if due := run.due_sets(held_out):
+            run.log(evaluate_preferences(reward, due))
         stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
         for batch in run.batches(stream, policy=reward):
             # Raise the score of the chosen response above that of the rejected response.
             run.log(reward.update(batch))
 
-            if run.due(config.evaluate_every):
-                run.log(evaluate_preferences(reward, held_out))
+            if due := run.due_sets(held_out):
+                run.log(evaluate_preferences(reward, due))
             if run.due(config.checkpoint.every):
                 run.save_checkpoint()
         run.save_model(reward)

@@ -26,13 +26,13 @@ def train(config: SFTConfig) -> Summary:
         actor = run.group(Actor, config.actor)
         run.add_checkpointable(actor)
 
-        if run.due(config.evaluate_every):
-            run.log(evaluate_loss(actor, held_out))
+        if due := run.due_sets(held_out):
+            run.log(evaluate_loss(actor, due))
         for batch in run.batches(stream, policy=actor):
             run.log(actor.update(batch))
 
-            if run.due(config.evaluate_every):
-                run.log(evaluate_loss(actor, held_out))
+            if due := run.due_sets(held_out):
+                run.log(evaluate_loss(actor, due))
             if run.due(config.checkpoint.every):
                 run.save_checkpoint()
         run.save_model(actor)

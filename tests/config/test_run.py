@@ -12,6 +12,7 @@ from flowrl.config import (
     ActorConfig,
     AnyAdvantage,
     DataConfig,
+    DatasetConfig,
     EvaluationConfig,
     OnPolicyConfig,
     RoleConfig,
@@ -23,7 +24,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
 from tests.configs import grpo_settings, ppo_settings
-from tests.errors import missing_facts
+from tests.errors import missing_facts, rejects
 
 KL_LOSS = {"kl_loss_coef": 0.1}
 KL_PENALTY = {"estimator": "gae", "kl_coef": 0.1}
@@ -134,9 +135,31 @@ def test_evaluation_files_have_names() -> None:
         "data.tests.easy": Path("d"),
     }
     only = DataConfig.model_validate(data | {"tests": {"hard": "c"}, "evaluation_rows": 3})
+    assert only == DataConfig.model_validate(data | {"tests": {"hard": {"files": "c"}}, "evaluation_rows": 3})
     assert only.evaluation_files == {"hard": Path("c")}
     config = ppo(data=data | {"tests": {"hard": "c"}}, evaluate_every=2)
     assert config.evaluate_every == 2
+
+
+def test_an_evaluation_set_has_settings_of_its_own() -> None:
+    own = {"samples": 4, "temperature": 0.5}
+    tests = {"hard": {"files": "c", "every": 5, "rows": 2, "evaluation": own}, "never": {"files": ["d"], "every": 0}}
+    data = {"train": "a", "test": "b", "tests": tests | {"easy": "e"}, "max_prompt_tokens": 8, "evaluation_rows": 3}
+    config = ppo(data=data, evaluate_every=2)
+    names = ("", "hard", "never", "easy", "unknown")
+    assert [config.evaluation_interval(name) for name in names] == [2, 5, 0, 2, 2]
+    assert [config.data.num_evaluation_rows(name) for name in names[:4]] == [3, 2, 3, 3]
+    own_settings = EvaluationConfig.model_validate(own)
+    assert config.evaluation_by_set == dict.fromkeys(["", "never", "easy"], config.evaluation) | {"hard": own_settings}
+    assert config.data.files("data")["data.tests.hard"] == Path("c")
+
+
+def test_a_set_with_samples_needs_a_recipe_that_generates() -> None:
+    data = {"train": "a", "tests": {"hard": {"files": "c", "evaluation": {"samples": 1}}}, "max_prompt_tokens": 8}
+    assert ppo(data=data).data.tests["hard"].evaluation == EvaluationConfig()
+    settings: dict[str, Any] = {"output": "o", "steps": 1, "batch_size": 1, "data": data}
+    with rejects("data.tests.hard.evaluation", error=ValueError):
+        DatasetConfig.model_validate(settings)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b"])

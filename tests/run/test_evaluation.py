@@ -115,6 +115,14 @@ def test_every_named_set_has_its_metrics_and_its_rows(table: Any) -> None:
     ]
 
 
+def test_a_set_has_samples_and_a_temperature_of_its_own(table: Any) -> None:
+    own = {"": EvaluationConfig(), "hard": EvaluationConfig(samples=3, temperature=0.7)}
+    result = evaluate(table, table, {"hard": prompts(0, 1), "": prompts(0, 1)}, own)
+    assert result.keys() >= {"accuracy", "accuracy/hard", "accuracy_best@3/hard"} and "accuracy_best@3" not in result
+    assert (result["accuracy"], result["accuracy/hard"]) == (0.5, pytest.approx(1.75 / 6))
+    assert [row["set"] for row in result.rows if row.get("set")] == ["hard"] * 6
+
+
 def examples(*rows: list[int]) -> Batch:
     """Examples whose first token is not part of the response."""
     mask = torch.tensor([position > 0 for row in rows for position in range(len(row))])

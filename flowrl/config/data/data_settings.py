@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from flowrl.config.base import Config, FilePath
+from flowrl.config.data.evaluation_settings import EvaluationConfig
 
 TEMPLATE_FILE = "conversation_template.json"
 """Name of the conversation template file in the folder of a model."""
@@ -140,6 +141,31 @@ def generated_of(key: str, files: Path | tuple[DataFile, ...]) -> tuple[str, ...
     return tuple(f"{key}.{i}.reasoning_gym" for i, file in enumerate(sources) if file.reasoning_gym is not None)
 
 
+class EvaluationSet(Config):
+    """A named set of evaluation data, with settings of its own."""
+
+    files: Files
+    """Evaluation data: a path, or a list of files with their settings, as in `train`."""
+
+    every: NonNegativeInt | None = None
+    """Number of steps between evaluations of this set; null is `evaluate_every`. With a number above 0, the set is also
+    evaluated before the first step and after the last step. 0 never evaluates it.
+    """
+
+    rows: PositiveInt | None = None
+    """Number of rows, from the start of the files; null is `evaluation_rows`."""
+
+    evaluation: EvaluationConfig | None = None
+    """Samples and temperature of this set, in recipes that generate responses; null is `evaluation` of the run."""
+
+
+def _from_files(value: object) -> object:
+    return value if isinstance(value, Mapping | EvaluationSet) else {"files": value}
+
+
+_AnySet = Annotated[EvaluationSet, BeforeValidator(_from_files)]
+
+
 class DifficultyConfig(Config):
     """Selection of training prompts by their success: the mean score of a prompt's responses (docs/data.md)."""
 
@@ -195,8 +221,10 @@ class DataConfig(Config):
     test: Files | None = None
     """Evaluation data. Without it and `tests`, there is no evaluation."""
 
-    tests: Mapping[str, Files] = Field(default_factory=dict)
-    """Additional evaluation data by name. The names of their metrics end with `/NAME`."""
+    tests: Mapping[str, _AnySet] = Field(default_factory=dict)
+    """Additional evaluation sets by name. A set is a path, a list of files, or a mapping with settings of its own, such
+    as `{easy: easy.jsonl, hard: {files: hard.jsonl, every: 50}}`. The names of their metrics end with `/NAME`.
+    """
 
     max_prompt_tokens: PositiveInt
     """Maximum number of tokens of a prompt, of an SFT example, or of a prompt plus one response of a preference pair.
@@ -222,7 +250,7 @@ class DataConfig(Config):
     """
 
     evaluation_rows: PositiveInt | None = None
-    """Number of rows per evaluation file, from its start; null uses all rows."""
+    """Number of rows per evaluation set, from its start; null uses all rows."""
 
     order: Literal["file", "shuffle", "curriculum"] = "shuffle"
     """Order of the training rows. `shuffle`: a new random order in every epoch, from the run's seed. `file`: the order
@@ -251,9 +279,19 @@ class DataConfig(Config):
         return self.order == "curriculum" or self.difficulty.is_filter
 
     @property
+    def evaluation_sets(self) -> dict[str, EvaluationSet]:
+        """Evaluation sets by name. The name of `test` is empty."""
+        return ({} if self.test is None else {"": EvaluationSet(files=self.test)}) | dict(self.tests)
+
+    @property
     def evaluation_files(self) -> dict[str, Path | tuple[DataFile, ...]]:
-        """Evaluation files by name. The name of `test` is empty."""
-        return ({} if self.test is None else {"": self.test}) | dict(self.tests)
+        """Files of each evaluation set by name. The name of `test` is empty."""
+        return {name: held_out.files for name, held_out in self.evaluation_sets.items()}
+
+    def num_evaluation_rows(self, name: str) -> int | None:
+        """Returns the maximum number of rows of an evaluation set; None is unlimited."""
+        own = self.evaluation_sets[name].rows
+        return self.evaluation_rows if own is None else own
 
     @property
     def training_files(self) -> tuple[DataFile, ...]:
@@ -273,7 +311,7 @@ class DataConfig(Config):
         yield f"{group}.train", self.train
         if self.test is not None:
             yield f"{group}.test", self.test
-        yield from ((f"{group}.tests.{name}", files) for name, files in self.tests.items())
+        yield from ((f"{group}.tests.{name}", held_out.files) for name, held_out in self.tests.items())
 
 
 class RowsConfig(Config):

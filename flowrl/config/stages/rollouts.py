@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from flowrl.config.base import Config, ConfigError
+from flowrl.config.data.evaluation_settings import EvaluationConfig
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import (
@@ -14,7 +15,7 @@ from flowrl.config.roles import (
     quantized_dtype_problem,
 )
 from flowrl.config.rollout.engines import name_alternatives
-from flowrl.config.run import DatasetConfig, EvaluationConfig, SettingValues
+from flowrl.config.run import DatasetConfig, SettingValues
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, SyncSchedule
 
 
@@ -73,6 +74,16 @@ class RolloutRunConfig(DatasetConfig):
 
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on the held-out prompts in `data`."""
+
+    @property
+    def evaluates_responses(self) -> bool:
+        return True
+
+    @property
+    def evaluation_by_set(self) -> dict[str, EvaluationConfig]:
+        """Settings of the evaluation of each held-out set, by its name: its own, or `evaluation`."""
+        sets = self.data.evaluation_sets.items()
+        return {name: held_out.evaluation or self.evaluation for name, held_out in sets}
 
     @property
     def compared_by(self) -> tuple[str, ...]:

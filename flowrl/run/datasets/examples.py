@@ -46,11 +46,13 @@ class SftExamples:
 
     @staticmethod
     def read(data: DataConfig, model: ModelConfig) -> "tuple[SftExamples, dict[str, Batch]]":
-        """Returns the training examples, and the held-out examples of each evaluation file by its name."""
+        """Returns the training examples, and the held-out examples of each evaluation set by its name."""
         max_tokens = data.max_prompt_tokens
         examples = SftExamples(data.training_files, model, max_tokens=max_tokens, data=data)
         held_out = {
-            name: SftExamples(files, model, max_tokens=max_tokens, max_examples=data.evaluation_rows, data=data).batch()
+            name: SftExamples(
+                files, model, max_tokens=max_tokens, max_examples=data.num_evaluation_rows(name), data=data
+            ).batch()
             for name, files in data.evaluation_files.items()
         }
         return examples, held_out

@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batch]]:
-    """Returns the training prompts, and the held-out prompts of each evaluation file by its name.
+    """Returns the training prompts, and the held-out prompts of each evaluation set by its name.
 
     Raises DataError if a row or a setting is invalid, if a row lacks a column that the reward function requires, or if
     a frozen policy has a different vocabulary from the actor, or if the chat template cannot continue a conversation
@@ -86,7 +86,7 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
         needs = (*columns_of_all_rows(evaluation), *own_needs)
         prompts = read_stream(files, config.data, tokenizer, seed=seed, needs=needs)
         check_columns(evaluation, prompts, names_of(reader.as_files(files)))
-        held_out[name] = Batch.from_rows(prompts.evaluation_rows(config.data.evaluation_rows))
+        held_out[name] = Batch.from_rows(prompts.evaluation_rows(config.data.num_evaluation_rows(name)))
     return train, held_out
 
 

@@ -54,7 +54,7 @@ class PreferenceExamples:
     def read(
         data: DataConfig, role: PreferenceActorConfig | RewardModelConfig
     ) -> "tuple[PreferenceExamples, dict[str, Batch]]":
-        """Returns the training rows, and the held-out rows of each evaluation file by its name.
+        """Returns the training rows, and the held-out rows of each evaluation set by its name.
 
         KTO reads labeled responses, and all other losses read pairs. Raises DataError if a row is invalid.
         """
@@ -67,7 +67,9 @@ class PreferenceExamples:
             rows = read_rows(files, tokenizer, kind, data, row_limit=num_rows)
             return PreferenceExamples(rows, is_paired=is_paired, max_tokens=max_tokens)
 
-        held_out = {name: read(files, data.evaluation_rows).batch() for name, files in data.evaluation_files.items()}
+        held_out = {
+            name: read(files, data.num_evaluation_rows(name)).batch() for name, files in data.evaluation_files.items()
+        }
         return read(data.training_files), held_out
 
     def __len__(self) -> int:

@@ -1,6 +1,7 @@
 """Compares a policy, the student, with a frozen teacher: the teacher's values for a loss, and their agreement."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -35,7 +36,7 @@ def evaluate_agreement(
     teacher: "ReferenceGroup",
     rollout: "RolloutGroup",
     prompts: Batch | Mapping[str, Batch],
-    config: EvaluationConfig,
+    config: EvaluationConfig | Mapping[str, EvaluationConfig],
 ) -> Evaluation:
     """Generates responses to held-out prompts and compares the most likely tokens of student and teacher. Blocks.
 
@@ -44,18 +45,18 @@ def evaluate_agreement(
         teacher: the teacher.
         rollout: generates with the newest weights that were sent.
         prompts: prompts with the columns of `PromptStream`, or several named sets of prompts.
-        config: number of samples, and temperature.
+        config: number of samples, and temperature. A mapping has those of each set (`config.evaluation_by_set`).
 
     Returns: `agreement`, the fraction of response tokens at which the most likely token of student and teacher is the
         same, and `evaluation/response_length`. For named sets, the names end with `/NAME`.
     """
 
-    def measure(batch: Batch) -> dict[str, float]:
+    def measure(batch: Batch, own: EvaluationConfig) -> dict[str, float]:
         top_ids = teacher.topk.submit(batch, k=1).select("topk_ids").rename({"topk_ids": "teacher_top_ids"})
         measured = actor.measure.submit(batch.union(top_ids), AGREEMENT).get()
         return {"agreement": next(metric.result() for name, metric in measured.items() if name.endswith("/agreement"))}
 
-    return evaluate_sets(prompts, lambda rows: generate_responses(rollout, rows, config), measure)
+    return evaluate_sets(prompts, config, partial(generate_responses, rollout), measure)
 
 
 def _compare_top_tokens(topk_ids: Tensor, teacher_top_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,26 @@
+"""Settings of an evaluation on held-out prompts."""
+
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
+
+from flowrl.config.base import Config
+
+
+class EvaluationConfig(Config):
+    """Evaluation on held-out prompts."""
+
+    samples: PositiveInt = 1
+    """Responses per prompt. With k > 1, `accuracy` is the mean over all responses (mean@k), and `accuracy_best@k` the
+    mean over prompts of the best score.
+    """
+
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationConfig":
+        if self.samples > 1 and not self.temperature:
+            raise ValueError(
+                f"samples is {self.samples}, but temperature is 0, so all responses to a prompt are equal: raise "
+                "temperature, or set samples: 1"
+            )
+        return self
