@@ -75,6 +75,11 @@ class _Template:
             if shared:
                 settings.append(f"{', '.join(shared)} as above")
             yield from _comment(f"A group has {', '.join(settings)}.", indent)
+            for name, info in fields.items():
+                inner = config_classes(info.annotation)
+                if name not in shared and inner and not is_collection(info) and not select_members(inner):
+                    nested = ", ".join(_with_default(key, each) for key, each in inner[0].model_fields.items())
+                    yield from _comment(f"{name} has {nested}.", indent)
 
     def _setting(
         self, name: str, info: FieldInfo, indent: str, prefix: str, required: str, cls: type[Config] = Config

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl.checkpoints.inputs import check_same_inputs, input_checksums
 from flowrl.checkpoints.run_folder import RunFolderError
+from flowrl.config.data.data_settings import EvaluationSet
 from flowrl.data.checksums import FileChecksum
 from recipes.grpo.config import GRPOConfig
 from recipes.sft.config import SFTConfig
@@ -130,7 +131,7 @@ def test_a_fully_trained_model_is_not_an_input(sft: SFTConfig) -> None:
 
 def test_every_evaluation_file_is_an_input(sft: SFTConfig, tmp_path: Path) -> None:
     (tmp_path / "hard.jsonl").write_text("rows")
-    data = sft.data.model_copy(update={"tests": {"hard": tmp_path / "hard.jsonl"}})
+    data = sft.data.model_copy(update={"tests": {"hard": EvaluationSet(files=tmp_path / "hard.jsonl")}})
     config = sft.model_copy(update={"data": data})
     before = input_checksums(config)
     assert before.keys() == SFT_INPUTS | {"data.tests.hard"}

@@ -42,7 +42,8 @@ def test_every_task_has_its_own_evaluation_with_the_options_of_training() -> Non
     data = load(FOLDER / "reasoning.yaml", [], GRPOConfig).data
     tasks = data.training_files[0].reasoning_gym or {}
     assert set(data.tests) == set(tasks)
-    for name, files in data.tests.items():
+    for name in tasks:
+        files = data.tests[name].files
         assert isinstance(files, tuple)
         (source,) = files
         assert source.split == "test" and source.reasoning_gym is not None

@@ -210,9 +210,11 @@ def test_every_evaluation_file_is_read_and_named(data: Path, tmp_path: Path) -> 
 
 def test_every_evaluation_file_of_examples_is_read_and_named(data: Path) -> None:
     file = data / "sft.jsonl"
-    files = {"train": file, "test": file, "tests": {"again": file}, "max_prompt_tokens": 32, "evaluation_rows": 3}
-    examples, held_out = SftExamples.read(DataConfig.model_validate(files), ModelConfig(path=data / "model"))
-    assert len(examples) > 3 and {name: len(rows) for name, rows in held_out.items()} == {"": 3, "again": 3}
+    files = {"train": file, "test": file, "tests": {"again": {"files": file, "rows": 2}}, "max_prompt_tokens": 32}
+    examples, held_out = SftExamples.read(
+        DataConfig.model_validate(files | {"evaluation_rows": 3}), ModelConfig(path=data / "model")
+    )
+    assert len(examples) > 3 and {name: len(rows) for name, rows in held_out.items()} == {"": 3, "again": 2}
 
 
 def test_examples_come_once_per_epoch(data: Path) -> None:
