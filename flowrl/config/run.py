@@ -71,9 +71,14 @@ class RolloutLogConfig(Config):
     saved.
     """
 
-    rows: PositiveInt = 8
-    """Number of training rows per saved step, at equal distances in the batch. A smaller batch is saved completely.
-    Evaluations save all rows.
+    rows: PositiveInt | Literal["all"] = 8
+    """Number of training rows per saved step, at equal distances in the batch. `all`, or a number larger than the
+    batch, saves the complete batch. Evaluations save all rows.
+    """
+
+    token_rows: NonNegativeInt = 4
+    """Number of training rows per saved step whose tokens are saved with their log-probabilities, advantages and other
+    values per token. They are selected at equal distances from the saved rows.
     """
 
     max_mb: PositiveFloat | None = 1000.0

@@ -6,8 +6,9 @@ run therefore replaces the shards of the steps that it repeats. docs/generated_t
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,23 +32,64 @@ COLUMNS: dict[str, str] = {
     "prompt": "last user message; with an environment, the last message that `reset` returned, or the text of its "
     "tokens",
     "response": "response text without special tokens",
+    "segments": "with an environment: parts of the response, each with `kind` (`policy` or `environment`), `start` and "
+    "`end` (response tokens) and `text` (with special tokens)",
     "answer": "column `answer` of the dataset",
     "finish_reason": "`stop` (stop token) or `length` (length limit)",
     "response_length": "number of response tokens that the policy sampled",
     "environment_length": "number of response tokens of an environment",
     "version": "weight version that sampled the oldest response token",
     "newest_version": "weight version that sampled the newest response token",
+    "staleness": "version of the weights that the step trained, minus `version`; null in an evaluation",
     "score": "weighted sum of the rewards; in an evaluation, of the rewards for evaluations",
+    "rewards": "score of each reward by its name, before its weight; null if its call failed",
     "other_scores": "other float columns of the batch with one value per row, such as `shaped_scores`",
     "reward_failures": "cause of each failed reward, by the name of the reward; `{}` if no reward failed",
     "advantage": "mean advantage over the sampled response tokens",
+    "tokens": "for `token_rows` rows of a step: values per response token, see below",
 }
 """Columns of a row and their meanings. docs/generated_text.md contains the same table."""
+
+TOKEN_VALUES: dict[str, str] = {
+    "text": "decoded token; a character of several tokens is in the last one, and the others are empty",
+    "ids": "token id",
+    "mask": "1 for a token that the policy sampled, 0 for a token of an environment",
+    "logprobs": "log-probability under the trained weights, before the update (`old_logprobs`)",
+    "rollout_logprobs": "log-probability under the sampling distribution",
+    "ref_logprobs": "log-probability under the reference",
+    "values": "value of the critic",
+    "advantages": "advantage",
+    "ratios": "exp(`logprobs` - `rollout_logprobs`)",
+    "versions": "weight version that sampled the token",
+}
+"""Lists of the column `tokens` and the meanings of their values. docs/generated_text.md contains the same table."""
+
+NUM_SHOWN_ROWS = 64
+"""Largest number of rows of a step for trackers."""
 
 _SHARD_NAME = re.compile(rf"({'|'.join(get_args(Kind))})-(\d+)\.jsonl")
 
 _NUM_NEAREST = 5
 """Number of saved steps that an error message names."""
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows of one shard. A task worker encodes them, so that the driver only writes the lines."""
+
+    kind: Kind
+    step: int
+    lines: bytes
+    """The rows as JSON lines."""
+    shown: list[Row]
+    """The first `NUM_SHOWN_ROWS` rows without `tokens`, for trackers."""
+
+
+def encode_rows(kind: Kind, step: int, rows: Sequence[Row]) -> EncodedRows:
+    """Converts the rows of a step to JSON lines."""
+    location = {"step": step, "kind": kind}  # first in the line, whatever the row contains
+    lines = b"".join(_to_line(location | row | location) for row in rows)
+    return EncodedRows(kind, step, lines, [row | location | {"tokens": None} for row in rows[:NUM_SHOWN_ROWS]])
 
 
 class RolloutLogError(UserError):
@@ -79,23 +121,26 @@ class RolloutLog:
     def is_enabled(self) -> bool:
         return self._config is not None
 
-    def num_training_rows(self, step: int) -> int:
-        """Returns the maximum number of training rows to write for a step, 0 if the step is not saved."""
+    def training_settings(self, step: int) -> RolloutLogConfig | None:
+        """Returns the settings for the training rows of a step, or None if they are not saved."""
         config = self._config
         if config is None or not config.every:
-            return 0
-        return config.rows if step == 1 or step % config.every == 0 else 0
+            return None
+        return config if step == 1 or step % config.every == 0 else None
 
-    def write(self, kind: Kind, step: int, rows: Iterable[Row]) -> None:
-        """Writes the shard of a step atomically. Replaces an earlier shard of the same step and kind."""
+    def write(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
+        """Writes rows as the shard of a step."""
+        self.write_encoded(encode_rows(kind, step, rows))
+
+    def write_encoded(self, rows: EncodedRows) -> None:
+        """Writes a shard atomically. Replaces an earlier shard of the same step and kind."""
         assert self._config is not None, "rollouts are not saved"
-        location = {"step": step, "kind": kind}  # first in the line, whatever the row contains
-        data = b"".join(_to_line(location | row | location) for row in rows)
+        shard = (rows.step, rows.kind)
         self._folder.mkdir(exist_ok=True)
-        with replacing(_shard_path(self._folder, kind, step)) as temporary:
-            temporary.write_bytes(data)
-        self._num_bytes += len(data) - self._sizes.pop((step, kind), 0)
-        self._sizes[step, kind] = len(data)
+        with replacing(_shard_path(self._folder, rows.kind, rows.step)) as temporary:
+            temporary.write_bytes(rows.lines)
+        self._num_bytes += len(rows.lines) - self._sizes.pop(shard, 0)
+        self._sizes[shard] = len(rows.lines)
         if self._config.max_mb is not None and self._num_bytes > self._config.max_mb * 1e6:
             self._prune(self._config.max_mb * 1e6)
 
@@ -169,7 +214,7 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
 
 
 def _to_line(row: Mapping[str, Any]) -> bytes:
-    text = json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=str)
+    text = json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=str, separators=(",", ":"))
     # An unpaired surrogate of a dataset has no UTF-8 encoding. Its replacement is the JSON escape of the character.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 

@@ -1,7 +1,7 @@
 """Defines Run: the steps of a recipe, with metrics, evaluation, checkpoints and results."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from itertools import islice
@@ -24,12 +24,10 @@ from flowrl.config import RolloutRunConfig, RunConfig, UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.cluster import Cluster
-from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import GroupType, Worker
 from flowrl.data.batch.batch import Batch
-from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.metric import Logged
 from flowrl.data.prompts import PromptStream
@@ -37,8 +35,6 @@ from flowrl.data.template import template_text
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
-from flowrl.report.rollout_log import Kind, RolloutLog, Row
-from flowrl.report.rollout_text import render_markdown
 from flowrl.run.datasets.row_batches import Lookahead, Skippable
 from flowrl.run.datasets.templates import conversation_template, save_template
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
@@ -47,7 +43,7 @@ from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, metric_titles, show, write_trace
 from flowrl.run.role_groups import Protections, check_role, find_role, start_scoring
-from flowrl.run.rollout_rows import collect_rows
+from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.step_log import PeakMemory, StepLog, check_logged
 from flowrl.run.updates import ZeroRateWatch, describe_updates
 from flowrl.schedules.failure_watch import FailureWatch
@@ -96,10 +92,6 @@ class Run:
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
         self._evaluations = EvaluationHistory()
-        self._evaluation_rows: list[Row] = []
-        """Saved rows of the evaluations of this step."""
-        self._rollout_rows: dict[int, Future | LocalRef] = {}
-        """Rows to save, by step. They are written with the metrics of their step."""
         self._memory = PeakMemory()
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
@@ -163,7 +155,7 @@ class Run:
         self._metrics = resources.enter_context(
             MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)
         )
-        self._rollout_log = RolloutLog(self.folder.rollouts, config.report.rollouts, last_step)
+        self._rollouts = RolloutSaver(config, self.folder.rollouts, last_step, self._metrics.write_text)
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if config.checkpoint.every:
@@ -297,7 +289,7 @@ class Run:
                 if self._stream is not None and not self._stream.has_next():
                     break
                 self.step += 1
-                self._evaluation_rows = []
+                self._rollouts.begin_step(self.step, self.version)
                 self._log.begin(self.step)
                 self._defer_signals(f"finishing step {self.step} and saving", f"in step {self.step}")
                 yield self.step
@@ -423,27 +415,20 @@ class Run:
 
     def _add_evaluation(self, result: Evaluation) -> None:
         self._evaluations.add(self.step, result)
-        self._evaluation_rows += result.rows
-        if result.rows and self._rollout_log.is_enabled:
-            self._write_rollouts("evaluation", self.step, self._evaluation_rows)
+        self._rollouts.add_evaluation(result.rows)
         if self.step == 0 and result:
             values = ", ".join(f"{name} {value:.3f}" for name, value in result.items())
             self._progress.notify(f"initial model: {values}")
 
     def save_rollouts(self, batch: Batch) -> None:
-        """Saves a few rows of this step's batch in `rollouts/`, if the step is due (`report.rollouts`). Does not block.
+        """Saves rows of this step's batch in `rollouts/`, if the step is due (`report.rollouts`). Does not block.
 
         Call it after all scores and advantages are in the batch. A second call in the same step replaces the rows.
         Raises ColumnError if the batch lacks `prompt` or `response`, and UserError outside of the loop over steps.
         """
         if not self._is_in_loop:
             raise UserError("run.save_rollouts was called outside of the loop over steps: rows belong to a step")
-        if num_rows := self._rollout_log.num_training_rows(self.step):
-            self._rollout_rows[self.step] = collect_rows(batch, num_rows)
-
-    def _write_rollouts(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
-        self._rollout_log.write(kind, step, rows)
-        self._metrics.write_text(f"rollouts/{kind}", step, render_markdown(rows))
+        self._rollouts.save_training(batch, self._policy and self._policy.role)
 
     def _log_source(self) -> None:
         for metrics in () if self._source is None else self._source.pop_metrics():
@@ -463,8 +448,7 @@ class Run:
         if self._evaluations.has_result_of(step):
             self._log.reset_clock()
         # Written before the metrics, because a checkpoint is complete only after its step's metrics.
-        if step in self._rollout_rows:
-            self._write_rollouts("training", step, self._rollout_rows.pop(step).get())
+        self._rollouts.write_training(step)
         self._metrics.write(step, values)
         self._progress.update(step, values)
         self._rates.check_step(step, values)

@@ -1,18 +1,26 @@
-"""Selects rows of a batch and converts them to the rows of flowrl/report/rollout_log.py, on the task worker."""
+"""Saves the rows of flowrl/report/rollout_log.py: selects rows of a batch, and converts them on the task worker."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from tensordict import TensorDict
 
+from flowrl.config import RolloutLogConfig, RunConfig
+from flowrl.config.roles import TrainedConfig
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, num_rows, objects
-from flowrl.report.rollout_log import Row, evenly_spaced
+from flowrl.data.chat import ChatTokenizer
+from flowrl.report.rollout_log import EncodedRows, RolloutLog, Row, encode_rows, evenly_spaced
+from flowrl.report.rollout_text import render_markdown
+from flowrl.report.token_pieces import round_values, split_text
 from flowrl.rewards.row_scores import CALLS
 from flowrl.workers.dialogs import EPISODE
+from flowrl.workers.episodes import SEGMENTS
 
 _REQUIRED_COLUMNS = ("prompt", "response")
 
@@ -26,26 +34,154 @@ _OPTIONAL_COLUMNS = (
     "scores",
     CALLS,
     EPISODE,
+    SEGMENTS,
     "shaped_scores",
     "advantages",
 )
 
+_TOKEN_VALUES = {
+    "logprobs": "old_logprobs",
+    "rollout_logprobs": "rollout_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "values": "values",
+    "advantages": "advantages",
+    "versions": "weight_version",
+}
+"""Name of a list in `tokens` -> its column."""
 
-def collect_rows(batch: Batch, limit: int | None = None) -> Future | LocalRef:
-    """Returns a future of at most `limit` rows of a batch (None: all rows), as a list of `Row`. Does not block.
+TokenLists = dict[str, list]
+"""Value of the column `tokens` of one row: lists of equal length."""
 
-    Only the selected rows are sent to the task worker. Raises ColumnError if the batch lacks `prompt` or `response`.
+
+def collect_rows(batch: Batch) -> Future | LocalRef:
+    """Returns a future of all rows of a batch, as a list of `Row`. Does not block.
+
+    Raises ColumnError if the batch lacks `prompt` or `response`.
     """
-    indices = list(range(batch.num_rows)) if limit is None else evenly_spaced(limit, batch.num_rows)
+    selected = _select_columns(batch)
+    return selected.reduce(make_rows, selected.columns, indices=list(range(batch.num_rows)))
+
+
+def collect_training_rows(
+    batch: Batch, settings: RolloutLogConfig, step: int, *, version: int, tokenizer: str | None
+) -> Future | LocalRef:
+    """Returns a future of the `EncodedRows` of a step. Does not block.
+
+    Only the selected rows are sent to the task worker, and token columns only for the rows with `tokens`. Raises
+    ColumnError if the batch lacks `prompt` or `response`.
+
+    Args:
+        batch: batch of the step, with the scores and advantages.
+        settings: number of rows.
+        step: training step.
+        version: weight version that the step trains.
+        tokenizer: folder or Hub name of the tokenizer of the policy. None saves no `tokens`.
+    """
+    count = batch.num_rows if settings.rows == "all" else settings.rows
+    indices = evenly_spaced(count, batch.num_rows)
+    with_tokens = evenly_spaced(settings.token_rows, len(indices))
+    lists: Future | LocalRef | Sequence[TokenLists] = ()
+    if with_tokens and tokenizer is not None and {"input_ids", "response_mask"} <= set(batch.columns):
+        names = ["input_ids", "response_mask", *(name for name in _TOKEN_VALUES.values() if name in batch)]
+        tokens = batch.select(*names).rows([indices[i] for i in with_tokens])
+        lists = tokens.reduce(make_token_lists, names, tokenizer=tokenizer)
+    else:
+        with_tokens = []
+    selected = _select_columns(batch).rows(indices)
+    return selected.reduce(
+        encode_training_rows,
+        selected.columns,
+        indices=indices,
+        step=step,
+        version=version,
+        with_tokens=with_tokens,
+        token_lists=lists,
+    )
+
+
+class RolloutSaver:
+    """Saves the generated text of a run in `rollouts/`: training rows and evaluations of its steps."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path, last_step: int, write_text: Callable[[str, int, str], None]
+    ) -> None:
+        """Opens `folder`. Removes the rows of the steps after `last_step`, which a resumed run repeats.
+
+        `write_text` writes a Markdown text of a step, with a name, for trackers.
+        """
+        self._config, self._write_text = config, write_text
+        self._log = RolloutLog(folder, config.report.rollouts, last_step)
+        self._step = self._version = 0
+        self._evaluation_rows: list[Row] = []
+        """Rows of the evaluations of this step."""
+        self._training_rows: dict[int, Future | LocalRef] = {}
+        """`EncodedRows` by step. They are written with the metrics of their step."""
+
+    def begin_step(self, step: int, version: int) -> None:
+        """Begins a step that trains the weights of a version."""
+        self._step, self._version, self._evaluation_rows = step, version, []
+
+    def add_evaluation(self, rows: Sequence[Row]) -> None:
+        """Writes the rows of an evaluation of this step, together with those of its earlier evaluations."""
+        self._evaluation_rows += rows
+        if rows and self._log.is_enabled:
+            self._write(encode_rows("evaluation", self._step, self._evaluation_rows))
+
+    def save_training(self, batch: Batch, policy: str | None) -> None:
+        """Selects the rows of this step's batch, if the step is due. `policy` is the trained role. Does not block."""
+        if settings := self._log.training_settings(self._step):
+            tokenizer = _find_tokenizer(self._config, policy)
+            self._training_rows[self._step] = collect_training_rows(
+                batch, settings, self._step, version=self._version, tokenizer=tokenizer
+            )
+
+    def write_training(self, step: int) -> None:
+        """Writes the selected training rows of a step, if there are any. Waits for their conversion."""
+        if step in self._training_rows:
+            self._write(self._training_rows.pop(step).get())
+
+    def _write(self, rows: EncodedRows) -> None:
+        self._log.write_encoded(rows)
+        self._write_text(f"rollouts/{rows.kind}", rows.step, render_markdown(rows.shown))
+
+
+def _find_tokenizer(config: RunConfig, role: str | None) -> str | None:
+    """Returns the folder or the Hub name of the tokenizer of a role. None if the role has no model."""
+    settings = None if role is None else config.role_settings.get(role)
+    return str(settings.model.tokenizer_path) if isinstance(settings, TrainedConfig) else None
+
+
+def _select_columns(batch: Batch) -> Batch:
     # Columns that a dataset or a recipe has added may be scores.
     names = [name for name in batch.columns if name in _OPTIONAL_COLUMNS or name not in FIELDS]
-    selected = batch.select(*_REQUIRED_COLUMNS, *names).rows(indices)
-    return selected.reduce(make_rows, selected.columns, indices=indices)
+    return batch.select(*_REQUIRED_COLUMNS, *names)
 
 
-def make_rows(table: TensorDict, indices: list[int]) -> list[Row]:
-    """Returns one `Row` per row of the table. `indices` are the positions of the rows in the full batch."""
+def encode_training_rows(
+    table: TensorDict,
+    indices: list[int],
+    step: int,
+    version: int,
+    with_tokens: Sequence[int],
+    token_lists: Sequence[TokenLists | None],
+) -> EncodedRows:
+    """Returns the rows of a step as JSON lines. `with_tokens` are the positions of the rows that get `token_lists`."""
+    rows = make_rows(table, indices, version)
+    for position, lists in zip(with_tokens, token_lists, strict=True):
+        rows[position]["tokens"] = lists
+    return encode_rows("training", step, rows)
+
+
+def make_rows(table: TensorDict, indices: list[int], trained_version: int | None = None) -> list[Row]:
+    """Returns one `Row` per row of the table.
+
+    Args:
+        table: columns of the rows.
+        indices: positions of the rows in the full batch.
+        trained_version: weight version that the step trains; None in an evaluation.
+    """
     versions, advantages = _response_values(table, "weight_version"), _response_values(table, "advantages")
+    oldest = [None if own is None or not len(own) else int(own.min()) for own in versions]
     columns: dict[str, list] = {
         "row": indices,
         "set": [None] * num_rows(table),  # an evaluation on several files replaces it
@@ -53,16 +189,20 @@ def make_rows(table: TensorDict, indices: list[int]) -> list[Row]:
         "sample": _values(table, "sample"),
         "prompt": _prompts(table),
         "response": _values(table, "response"),
+        "segments": _values(table, SEGMENTS),
         "answer": _values(table, "answer"),
         "finish_reason": [_FINISH_REASONS[truncated] for truncated in _values(table, "truncated")],
         "response_length": [None if mask is None else len(mask) for mask in _response_values(table, "response_mask")],
         "environment_length": _environment_lengths(table),
-        "version": [None if own is None or not len(own) else int(own.min()) for own in versions],
+        "version": oldest,
         "newest_version": [None if own is None or not len(own) else int(own.max()) for own in versions],
+        "staleness": [None if trained_version is None or own is None else trained_version - own for own in oldest],
         "score": _values(table, "scores"),
+        "rewards": _rewards(table),
         "other_scores": _other_scores(table),
         "reward_failures": _reward_failures(table),
         "advantage": [None if own is None or not len(own) else float(own.double().mean()) for own in advantages],
+        "tokens": [None] * num_rows(table),
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -99,6 +239,14 @@ def _environment_lengths(table: TensorDict) -> list[int] | list[None]:
     return environment_lengths(table["tokens", "response_mask"], lengths(table)).tolist()
 
 
+def _rewards(table: TensorDict) -> list[dict[str, float | None] | None]:
+    """Returns the score of each reward of each row, or None for every row if the table lacks `reward_calls`."""
+    return [
+        None if calls is None else {name: call["score"] for name, call in calls.items()}
+        for calls in _values(table, CALLS)
+    ]
+
+
 def _reward_failures(table: TensorDict) -> list[dict[str, str] | None]:
     """Returns the causes of the failed calls of each row, or None for every row if the table lacks `reward_calls`."""
     return [
@@ -110,9 +258,50 @@ def _reward_failures(table: TensorDict) -> list[dict[str, str] | None]:
 
 
 def _other_scores(table: TensorDict) -> list[dict[str, float]]:
+    """Returns the values of the float columns of each row, except `scores` and those of the rewards."""
+    rewards = {name for calls in _values(table, CALLS) for name in calls or ()}
     columns = {
         name: column.tolist()
         for name, column in table["rows"].items()
-        if name != "scores" and isinstance(column, torch.Tensor) and column.is_floating_point() and column.ndim == 1
+        if name not in {"scores", *rewards}
+        and isinstance(column, torch.Tensor)
+        and column.is_floating_point()
+        and column.ndim == 1
     }
     return [{name: values[i] for name, values in columns.items()} for i in range(num_rows(table))]
+
+
+# Values per token.
+
+
+def make_token_lists(table: TensorDict, tokenizer: str) -> list[TokenLists | None]:
+    """Returns the value of `tokens` of each row: lists over the tokens from the first to the last one of the policy.
+
+    None for a row without tokens of the policy.
+    """
+    sizes, loaded = lengths(table).tolist(), _load_tokenizer(tokenizer)
+    columns = {name: column.split(sizes) for name, column in table["tokens"].items()}
+    return [_token_lists({name: parts[i] for name, parts in columns.items()}, loaded) for i in range(len(sizes))]
+
+
+@lru_cache(maxsize=1)
+def _load_tokenizer(path: str) -> ChatTokenizer:
+    return ChatTokenizer(path)
+
+
+def _token_lists(row: Mapping[str, torch.Tensor], tokenizer: ChatTokenizer) -> TokenLists | None:
+    positions = row["response_mask"].nonzero()
+    if not len(positions):
+        return None
+    response = slice(int(positions[0]), int(positions[-1]) + 1)
+    mask, ids = row["response_mask"][response].tolist(), row["input_ids"][response].tolist()
+    lists: TokenLists = {"text": split_text(ids, tokenizer.decode_all), "ids": ids, "mask": [int(own) for own in mask]}
+    values = {name: row[column][response] for name, column in _TOKEN_VALUES.items() if column in row}
+    if {"logprobs", "rollout_logprobs"} <= values.keys():
+        values["ratios"] = (values["logprobs"].double() - values["rollout_logprobs"].double()).exp()
+    for name, own in values.items():
+        if own.is_floating_point():
+            lists[name] = round_values(own.double().tolist(), mask)
+        else:
+            lists[name] = [value if present else None for value, present in zip(own.tolist(), mask, strict=True)]
+    return lists

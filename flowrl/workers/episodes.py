@@ -1,5 +1,6 @@
 """Episodes: a prompt, the segments of its response, and its reward. The policy and an environment take turns."""
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,9 @@ EPISODE_READS = (*(f"{name}?" for name in ENVIRONMENT_COLUMNS), "*")
 
 _INTERNAL_COLUMNS = ("prompt_ids", "prompt_id", "sample", "length")
 """Row columns of a call that environments and reward functions do not receive."""
+
+SEGMENTS = "segments"
+"""Row column of responses with an environment: `describe_segments`."""
 
 POLL_S = 0.05
 """Seconds between two checks for scores while the engine generates."""
@@ -98,6 +102,27 @@ class Episode:
     @property
     def id(self) -> str:
         return self.request.request_id
+
+
+def describe_segments(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
+    """Returns the parts of a complete response, in order. Adjacent segments of one producer are one part.
+
+    A part has `kind` (`policy` or `environment`), `start` and `end` (indices of response tokens) and `text`, with
+    special tokens. A failed episode without tokens of the policy has no parts.
+    """
+    assert episode.response is not None, "the response is complete"
+    segments = (*episode.request.segments, Segment.policy(episode.response))
+    if all(version < 0 for segment in segments for version in segment.versions or ()):
+        return []
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for is_policy, own in itertools.groupby(segments, lambda segment: segment.is_policy):
+        ids = [token for segment in own for token in segment.token_ids]
+        kind, text = "policy" if is_policy else "environment", tokenizer.decode_all(ids)
+        if ids:
+            parts.append({"kind": kind, "start": start, "end": start + len(ids), "text": text})
+        start += len(ids)
+    return parts
 
 
 class Episodes:

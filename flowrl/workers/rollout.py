@@ -39,11 +39,13 @@ from flowrl.workers.dialogs import EPISODE, LOST, TURN_REWARDS, Dialogs, Environ
 from flowrl.workers.episodes import (
     EPISODE_READS,
     POLL_S,
+    SEGMENTS,
     Columns,
     Environment,
     Episode,
     Episodes,
     continue_episodes,
+    describe_segments,
     episode_columns,
     run_episodes,
     score_columns,
@@ -61,14 +63,16 @@ def add_columns(
 ) -> Contract:  # Any: the arguments of the call and of the constructor
     """Returns the contract of a call that generates, for `register(resolve=...)`.
 
-    Environments and rewards read more columns, and scored responses have more columns.
+    Environments and rewards read more columns. Scored responses and those of an environment have more columns.
     """
     score = arguments.get("score", ())
     if isinstance(contract.reads, tuple) and (score or config.environment is not None):
         contract = replace(contract, reads=(*contract.reads, *EPISODE_READS))
-    return (
-        replace(contract, writes=(*contract.writes, *score, FAILED, CALLS)) if score and contract.writes else contract
-    )
+    if contract.writes:
+        segments = (SEGMENTS,) if config.environment is not None or EPISODE in score else ()
+        scores = (*score, FAILED, CALLS) if score else ()
+        contract = replace(contract, writes=(*contract.writes, *scores, *segments))
+    return contract
 
 
 class Rollout(Worker["RolloutGroup"]):
@@ -142,11 +146,14 @@ class Rollout(Worker["RolloutGroup"]):
         episodes = [Episode(sample, request, row) for sample, request, row in samples]
         with self._open_episodes(is_scored=bool(score)) as processed:
             run_episodes(self.engine, episodes, processed)
-        return episodes_to_tensordict(episodes, self.tokenizer, score)
+        return episodes_to_tensordict(episodes, self.tokenizer, score, with_segments=self._has_segments(score))
 
     @property
     def _has_environment(self) -> bool:
         return self._environment is not None or self._environment_servers is not None
+
+    def _has_segments(self, score: Sequence[str]) -> bool:
+        return self._environment is not None or EPISODE in score
 
     def _episode_columns(self, batch: TensorDict, score: Sequence[str]) -> Sequence[Columns]:
         is_read = self._environment is not None or score
@@ -271,7 +278,7 @@ class Rollout(Worker["RolloutGroup"]):
                     break
                 if not left_s:
                     break
-        return self._groups.pop_complete(self.tokenizer, score)
+        return self._groups.pop_complete(self.tokenizer, score, with_segments=self._has_segments(score))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, memory=())
     def count_waiting(self, samples: int) -> int:
@@ -461,10 +468,12 @@ class PromptGroups:
         for group in groups.values():
             self.episodes.add(group.samples.values())
 
-    def pop_complete(self, tokenizer: ChatTokenizer, score: Sequence[str] = ()) -> TensorDict:
+    def pop_complete(
+        self, tokenizer: ChatTokenizer, score: Sequence[str] = (), *, with_segments: bool = False
+    ) -> TensorDict:
         """Removes all complete groups and returns their rows, in the order in which the groups were added.
 
-        `score` names the columns of the reward.
+        `score` names the columns of the reward. `with_segments` adds the column `segments`.
         """
         complete = {prompt_id: group for prompt_id, group in self._groups.items() if self._is_complete(group)}
         for prompt_id in complete:
@@ -474,6 +483,7 @@ class PromptGroups:
             [sample for _, sample in rows],
             tokenizer,
             score,
+            with_segments=with_segments,
             prompt_id=torch.tensor([prompt_id for prompt_id, _ in rows], dtype=torch.int64),
             sample=torch.tensor([sample.index for _, sample in rows], dtype=torch.int64),
         )
@@ -490,16 +500,22 @@ def episodes_to_tensordict(
     episodes: Sequence[Episode],
     tokenizer: ChatTokenizer,
     score: Sequence[str] = (),
+    *,
+    with_segments: bool = False,
     **columns: torch.Tensor,
 ) -> TensorDict:
-    """Returns the columns of complete episodes, with those of the reward (`score`) and additional ones, [B]."""
+    """Returns the columns of complete episodes, with those of the reward (`score`) and additional ones, [B].
+
+    `with_segments` adds the column `segments`.
+    """
     responses = [episode.response for episode in episodes if episode.response is not None]
     assert len(responses) == len(episodes), "every episode is complete"
     stacked = stack_responses(responses, [episode.request for episode in episodes])
     names = [name for name in score if name not in (TURN_REWARDS, EPISODE)]
     scores = score_columns([episode.scores for episode in episodes], names)
     prompts = [episode.request.token_ids for episode in episodes]
-    table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **columns)
+    segments = {SEGMENTS: [describe_segments(episode, tokenizer) for episode in episodes]} if with_segments else {}
+    table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
     if TURN_REWARDS not in score:
         return table
     rewards_T, records = turn_columns(episodes)

@@ -138,11 +138,11 @@ def test_scores_are_the_weighted_sum_of_the_rewards(grpo_config: GrpoConfigs, sc
     train_grpo(config)
     for rows in saved_rows(config):
         for row in rows:
-            assert row["other_scores"]["size"] == len(row["response"])
-            expected = 2 * row["other_scores"]["task"] - 0.25 * row["other_scores"]["size"]
+            assert row["rewards"]["size"] == len(row["response"])
+            expected = 2 * row["rewards"]["task"] - 0.25 * row["rewards"]["size"]
             assert row["score"] == pytest.approx(expected, abs=1e-5)
     for line, rows in zip([line for line in metrics_of(config) if line["step"]], saved_rows(config), strict=True):
-        mean = sum(row["other_scores"]["size"] for row in rows) / len(rows)
+        mean = sum(row["rewards"]["size"] for row in rows) / len(rows)
         assert line["rewards/size"] == pytest.approx(mean)
         assert line["rewards/task/failed_fraction"] == line["reward_failed_fraction"] == 0
 
@@ -161,9 +161,9 @@ def test_a_reward_scores_only_rows_of_its_data_sources(
     train_grpo(config)
     num_missing = 0
     for row in (row for rows in saved_rows(config) for row in rows):
-        task = row["other_scores"]["task"]
+        task = row["rewards"].get("task")
         num_missing += task is None
-        length = -0.25 * row["other_scores"]["size"]
+        length = -0.25 * row["rewards"]["size"]
         assert row["score"] == pytest.approx(length if task is None else 2 * task + length, abs=1e-5)
     assert 0 < num_missing < config.steps * config.batch_size
 
@@ -280,7 +280,7 @@ def test_rewards_do_not_depend_on_the_placement(
     ]
     for config in map(with_float64_models, runs):
         train_grpo(config)
-    compared = ("prompt_id", "sample", "response", "score", "other_scores")
+    compared = ("prompt_id", "sample", "response", "score", "rewards")
     rows = [[{name: row[name] for name in compared} for step in saved_rows(config) for row in step] for config in runs]
     assert rows[0] == rows[1]
     for expected, actual in zip(*map(metrics_of, runs), strict=True):
@@ -341,7 +341,7 @@ def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task
     train_grpo(config)
     num_judged = 0
     for row in (row for rows in saved_rows(config) for row in rows):
-        scores = row["other_scores"]
+        scores = row["rewards"]
         num_judged += scores["judged"] > 0
         expected = -0.25 * len(row["response"]) + 0.5 * scores["scorer"] + 3 * scores["judged"]
         assert row["score"] == pytest.approx(expected, abs=1e-4)

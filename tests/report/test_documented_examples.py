@@ -9,7 +9,7 @@ import yaml
 
 from flowrl.cli import main
 from flowrl.config import OnPolicyConfig, Placement, ReportConfig, RolloutLogConfig, load
-from flowrl.report.rollout_log import COLUMNS, RolloutLog
+from flowrl.report.rollout_log import COLUMNS, TOKEN_VALUES, RolloutLog
 from flowrl.run.preflight import plan_run
 from flowrl.schedules.schedule_plan import render_graph
 from recipes.grpo.config import GRPOConfig
@@ -49,15 +49,16 @@ def test_the_page_of_generated_text_shows_the_output_of_its_commands(
     command, expected = examples("generated_text.md", "")[0].split("\n", 1)
     assert main(command.removeprefix("$ flowrl ").split()) == 0
     assert capsys.readouterr().out == expected
-    (code,) = examples("generated_text.md", "python")
-    exec(compile(code, "generated_text.md", "exec"), {})
-    assert capsys.readouterr().out.strip() == code.rstrip().rpartition("# ")[2]
+    for code in examples("generated_text.md", "python"):
+        exec(compile(code, "generated_text.md", "exec"), {})
+        assert capsys.readouterr().out.strip() == code.rstrip().rpartition("# ")[2]
 
 
 def test_the_page_of_generated_text_shows_all_columns_and_defaults() -> None:
-    page = (DOCS / "generated_text.md").read_text()
-    section = page.split("## Format")[1]
-    assert dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", section, re.M)) == COLUMNS
+    sections = re.split(r"^## ", (DOCS / "generated_text.md").read_text(), flags=re.M)
+    for name, expected in (("Format", COLUMNS), ("Tokens", TOKEN_VALUES)):
+        (section,) = (text for text in sections if text.startswith(name))
+        assert dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", section, re.M)) == expected
     assert list(json.loads(examples("generated_text.md", "json")[0])) == list(COLUMNS)
     settings = yaml.safe_load(examples("generated_text.md", "yaml")[0])["report"]
     assert ReportConfig.model_validate(settings) == ReportConfig()

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from flowrl.config import RolloutLogConfig
-from flowrl.report.rollout_log import COLUMNS, Kind, RolloutLog, Row, evenly_spaced, read_rows, saved_steps
+from flowrl.report.rollout_log import (
+    COLUMNS,
+    NUM_SHOWN_ROWS,
+    Kind,
+    RolloutLog,
+    Row,
+    encode_rows,
+    evenly_spaced,
+    read_rows,
+    saved_steps,
+)
 from tests.errors import rejects
 
 
@@ -63,12 +73,30 @@ def test_additional_columns_are_kept(tmp_path: Path) -> None:
 def test_due_steps() -> None:
     def due(**settings: Any) -> dict[int, int]:
         log = RolloutLog(Path("none"), RolloutLogConfig(**settings))
-        return {step: count for step in range(1, 11) if (count := log.num_training_rows(step))}
+        return {step: own.rows for step in range(1, 11) if (own := log.training_settings(step)) is not None}
 
     assert due() == {1: 8, 5: 8, 10: 8}
-    assert due(every=4, rows=2) == {1: 2, 4: 2, 8: 2}
+    assert due(every=4, rows="all") == {1: "all", 4: "all", 8: "all"}
     assert due(every=0) == {}
-    assert RolloutLog(Path("none"), None).num_training_rows(1) == 0
+    assert RolloutLog(Path("none"), None).training_settings(1) is None
+
+
+def test_encoded_rows_are_lines_and_the_first_rows_without_tokens() -> None:
+    tokens = {"text": ["2"], "ids": [5], "ratios": [1.0003]}
+    encoded = encode_rows("training", 7, [make_row(i, tokens=tokens) for i in range(NUM_SHOWN_ROWS + 1)])
+    assert [json.loads(line)["tokens"] for line in encoded.lines.splitlines()] == [tokens] * (NUM_SHOWN_ROWS + 1)
+    assert len(encoded.shown) == NUM_SHOWN_ROWS
+    assert encoded.shown[3] == {"step": 7, "kind": "training"} | make_row(3, tokens=None)
+
+
+def test_a_shard_of_an_older_version_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    line = '{"step": 5, "kind": "training", "row": 0, "score": 0.5, "other_scores": {"format": 1.0}}'
+    (folder / "training-000005.jsonl").write_text(line + "\n")
+    (row,) = read_rows(folder, "training", 5)
+    assert (row["score"], row["other_scores"]) == (0.5, {"format": 1.0})
+    assert [row[name] for name in ("rewards", "segments", "staleness", "tokens")] == [None] * 4
 
 
 def test_a_resumed_run_repeats_steps_without_duplicates(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.data.batch.tensordicts import lengths
+from flowrl.data.batch.tensordicts import lengths, objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.rollout.base import Request, Response
 from flowrl.environments.base import Observation
@@ -95,6 +95,20 @@ def test_an_episode_whose_reset_failed_has_no_trained_token(chat: ChatTokenizer)
     assert not failed_mask.any() and played_mask.any()
     assert not table["tokens", "rollout_logprobs"][: len(failed_mask)].any()
     assert set(table["tokens", "weight_version"][: len(failed_mask)].tolist()) == {-1}
+
+
+def test_segments_have_the_text_of_both_producers(chat: ChatTokenizer) -> None:
+    played, failed = play(chat, [START, ASKS_AGAIN, ENDS]), play(chat, [FAILS])
+    table = episodes_to_tensordict([played, failed], chat, ["scores"], with_segments=True)
+    parts, none = objects(table, "segments")
+    assert none == []
+    assert [part["kind"] for part in parts] == ["policy", "environment", "policy"]
+    assert [part["start"] for part in parts] == [0, *(part["end"] for part in parts[:-1])]
+    assert parts[0]["text"] == parts[2]["text"] == "c"
+    assert chat.encode(parts[1]["text"]) == list(played.request.segments[1].token_ids)
+    mask_T = table["tokens", "response_mask"][: int(lengths(table)[0])]
+    expected = [part["kind"] == "policy" for part in parts for _ in range(part["start"], part["end"])]
+    assert mask_T[-len(expected) :].tolist() == expected
 
 
 def test_a_failed_episode_stops_the_run_on_request(chat: ChatTokenizer) -> None:

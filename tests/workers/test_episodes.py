@@ -109,6 +109,9 @@ def test_a_response_has_the_tokens_of_both_producers(open_group: OpenGroup, mode
     )
     assert (responses.get("weight_version") == torch.where(mask_T, 0, -1)).all()
     assert responses.get("response") == [text.decode(row[5:]) for row in ids]
+    for row, parts in enumerate(responses.get("segments")):
+        assert [part["end"] - part["start"] for part in parts] == segments(masks[row])
+        assert "".join(part["text"] for part in parts) == text.decode_all(ids[row][5:])
 
 
 def test_streamed_responses_equal_those_of_generate(open_group: OpenGroup) -> None:

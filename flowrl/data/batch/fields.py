@@ -28,6 +28,11 @@ FIELDS: dict[str, Field] = {
     ),
     "truncated": Field("row, bool", "rollout", "the response reached the length limit before a stop token"),
     "response": Field("row, object", "rollout", "the response with all segments as text, without special tokens"),
+    "segments": Field(
+        "row, object",
+        "rollout",
+        "with an environment: parts of the response with `kind`, `start`, `end` (tokens) and `text`",
+    ),
     "old_logprobs": Field(
         "token, f32",
         "actor",
