@@ -71,7 +71,7 @@ def test_additional_columns_are_kept(tmp_path: Path) -> None:
 
 
 def test_due_steps() -> None:
-    def due(**settings: Any) -> dict[int, int]:
+    def due(**settings: Any) -> dict[int, Any]:
         log = RolloutLog(Path("none"), RolloutLogConfig(**settings))
         return {step: own.rows for step in range(1, 11) if (own := log.training_settings(step)) is not None}
 
