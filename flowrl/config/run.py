@@ -86,6 +86,14 @@ class RolloutLogConfig(Config):
     and the latest evaluation and the latest training rows are always kept.
     """
 
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _check_rows(cls, value: object) -> object:
+        # Otherwise, a wrong value has one error for each type.
+        if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            return value
+        raise ValueError(f"rows is {value!r}: set a number of rows of at least 1, or all")
+
 
 class ReportConfig(Config):
     """Optional outputs of a run. `metrics.jsonl`, `trace.json` and `summary.json` are always written."""
