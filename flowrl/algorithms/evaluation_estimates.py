@@ -114,6 +114,11 @@ def _majority_score(scores: Sequence[float], answers: Sequence[Hashable | None])
     return _mean([_mean(own) for own in votes.values() if len(own) == most])
 
 
+def mean_over_prompts(values: Tensor) -> float:
+    """Returns the exactly rounded mean of the values of prompts, [P]. Raises ValueError if there are none."""
+    return _mean(_checked_values(values, "values").tolist())
+
+
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 

@@ -15,6 +15,7 @@ from flowrl.checkpoints.checkpoints import Checkpoint
 from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import (
     DataConfig,
+    EvaluationConfig,
     ImportNameError,
     JudgeConfig,
     PtxConfig,
@@ -84,6 +85,8 @@ def _functions(settings: object) -> dict[str, str | None]:
             return dict(settings.functions())
         case RolloutConfig():
             return {"environment": settings.environment}
+        case EvaluationConfig():
+            return {"extract_answer": settings.extract_answer}
         case JudgeConfig():
             return dict(settings.functions)
         case _:

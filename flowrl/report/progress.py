@@ -259,7 +259,12 @@ def result_table(
     )
 
 
-_TITLES = {"accuracy": "held-out accuracy", "evaluation/response_length": "response length (tokens)"}
+_TITLES = {
+    "accuracy": "held-out accuracy",
+    "evaluation/accuracy_low": "lower end of its 95 % interval",
+    "evaluation/accuracy_high": "upper end of its 95 % interval",
+    "evaluation/response_length": "response length (tokens)",
+}
 
 
 def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str = "Before and after training") -> Table:

@@ -17,6 +17,12 @@ def score(prompt: str, response: str, answer: str, **columns: object) -> float:
     return float(_last_number(response) == expected)
 
 
+def extract_answer(response: str) -> str | None:
+    """Returns the last number of a response, or None, for `evaluation.extract_answer`."""
+    number = _last_number(response)
+    return None if number is None else repr(number)
+
+
 def _last_number(text: str) -> float | None:
     numbers = _NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None

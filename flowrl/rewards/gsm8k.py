@@ -28,6 +28,13 @@ def score(response: str, answer: object, *, flexible: bool = False, **columns: o
     return float(flexible and _last_number(text) == expected)
 
 
+def extract_answer(response: str) -> str | None:
+    """Returns the number after the last `####` of a response, or None, for `evaluation.extract_answer`."""
+    _, marker, text = response.rpartition(_MARKER)
+    number = _first_number(text) if marker else None
+    return None if number is None else f"{number.normalize():f}"
+
+
 def _first_number(text: str) -> Decimal | None:
     return _to_number(_NUMBER.search(text))
 

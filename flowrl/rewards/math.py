@@ -65,6 +65,18 @@ def score(response: str, answer: object, *, only_boxed: bool = False, timeout_s:
         return 0.0
 
 
+def extract_answer(response: str) -> str | None:
+    r"""Returns the content of the last `\boxed{...}` of a response, otherwise the text after its last `####`.
+
+    Returns None if it has neither. Use it for `evaluation.extract_answer`. Spaces are removed, but other differences of
+    notation count as different answers.
+    """
+    text = _answer_of(response[-_MAX_CHARACTERS:])
+    if text.startswith(_BOX):
+        return "".join(text[len(_BOX) : -1].split())
+    return "".join(text.split()) if "####" in response[-_MAX_CHARACTERS:] else None
+
+
 def _is_equal(expected: tuple[Any, ...], text: str) -> bool:
     return math_verify.verify(list(expected), _parse(text), allow_set_relation_comp=True, timeout_seconds=None)
 

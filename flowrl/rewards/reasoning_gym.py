@@ -88,6 +88,11 @@ def score(
         return float(dataset.score_answer("", entry))
 
 
+def extract_answer(response: str) -> str:
+    """Returns the content of the last `<answer>...</answer>`, otherwise all text, for `evaluation.extract_answer`."""
+    return _find_answer(response, only_tagged=False)
+
+
 @lru_cache
 def _load_dataset(name: str, options: str = "[]") -> Any:  # Any: the class of the task
     return reasoning_gym.create_dataset(name, seed=0, size=1, **dict(ast.literal_eval(options)))

@@ -256,3 +256,44 @@ def optional_parameters(function: RewardFunction) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     is_column = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return tuple(p.name for p in parameters if p.kind is is_column and p.default is not inspect.Parameter.empty)
+
+
+def load_answer_function(name: str) -> Callable[[str], object]:
+    """Imports the function `module:function` or `file.py:function` that extracts the final answer of a response.
+
+    Raises RewardError if the import fails or the function cannot be called with a response only.
+    """
+    try:
+        function = import_function(name)
+    except ImportNameError as error:
+        raise RewardError(str(error)) from error
+    if is_async(function):
+        raise RewardError(f"{name} is async, but an answer is extracted by a plain function: remove async")
+    try:
+        inspect.signature(function).bind("")
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"{name} cannot be called with the text of a response ({error}): write it as (response), and return the "
+            f"final answer as text, or None"
+        ) from error
+    return function
+
+
+def extract_answers(name: str, responses: Iterable[str]) -> list[str | None]:
+    """Returns the final answer of each response. An answer without visible characters is None.
+
+    Raises RewardError if the function raises an exception or returns something else than text or None.
+    """
+    function, answers = load_answer_function(name), []
+    for response in responses:
+        try:
+            answer = function(response)
+        except Exception as error:
+            raise describe_exception(error, name, {"response": response}) from error
+        if answer is not None and not isinstance(answer, str):
+            raise _error(
+                "invalid",
+                f"{name} returned {_repr(answer)} for response {SHORT_REPR.repr(response)}: return text, or None",
+            )
+        answers.append((answer or "").strip() or None)
+    return answers

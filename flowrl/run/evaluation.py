@@ -1,15 +1,27 @@
 """Evaluation during a run: responses to held-out prompts and their scores, or the loss on held-out examples."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
+from torch import Tensor
 
+from flowrl.algorithms.evaluation_estimates import (
+    Interval,
+    best_at_k,
+    bootstrap_interval,
+    majority_at_k,
+    mean_at_k,
+    mean_over_prompts,
+    pass_at_k,
+)
 from flowrl.config import EvaluationConfig
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.tensordicts import objects
 from flowrl.report.rollout_log import Row
+from flowrl.rewards.reward_function import extract_answers
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.workers.dialogs import EPISODE
 
@@ -18,15 +30,72 @@ if TYPE_CHECKING:
     from flowrl.workers.groups import ActorGroup, RewardGroup, RolloutGroup
 
 
+SOURCE = "accuracy_source/"
+"""Prefix of the metrics of a data source."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """The scores of a set of prompts. Shape suffixes: P prompts, N responses per prompt."""
+
+    scores_PN: Tensor
+    prompt_ids: Sequence[int]
+    sources: Sequence[str | None]
+    """Data source of each prompt, or None."""
+    answers: Sequence[Sequence[str | None]] | None = None
+    """Final answer of each response, or None if it has none. None if the run has no function that extracts answers."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all scores are finite numbers, as the estimates require."""
+        return bool(self.scores_PN.isfinite().all())
+
+    @property
+    def strata(self) -> Sequence[str | None] | None:
+        """Data source of each prompt. None if all prompts have the same source."""
+        return self.sources if len(set(self.sources)) > 1 else None
+
+    def of_source(self, source: str | None) -> "PromptScores":
+        """Returns the prompts of one data source."""
+        own = [i for i, other in enumerate(self.sources) if other == source]
+        answers = None if self.answers is None else [self.answers[i] for i in own]
+        return PromptScores(self.scores_PN[own], [self.prompt_ids[i] for i in own], [source] * len(own), answers)
+
+    def interval(self) -> Interval:
+        """Returns the mean score and its bootstrap interval over prompts, which keeps the sizes of data sources."""
+        return bootstrap_interval(mean_at_k(self.scores_PN), strata=self.strata)
+
+    def estimate(self, pass_score: float) -> dict[str, Tensor]:
+        """Returns the estimates that need several samples, by the end of their name: one value per prompt, [P]."""
+        k = self.scores_PN.shape[1]
+        if k == 1:
+            return {}
+        estimates = {
+            f"best@{k}": best_at_k(self.scores_PN, k),
+            f"pass@{k}": pass_at_k(self.scores_PN, k, min_score=pass_score),
+        }
+        if self.answers is not None:
+            estimates[f"majority@{k}"] = majority_at_k(self.scores_PN, self.answers)
+        return estimates
+
+
 class Evaluation(dict[str, float]):
     """Result of an evaluation, for `run.log`: its metrics, and the rows to save in `rollouts/`."""
 
-    def __init__(self, metrics: Mapping[str, float], num_rows: int = 0, rows: Sequence[Row] = ()) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, float],
+        num_rows: int = 0,
+        rows: Sequence[Row] = (),
+        scores: Mapping[str, PromptScores] | None = None,
+    ) -> None:
         super().__init__(metrics)
         self.num_rows = num_rows
         """Number of prompts or examples."""
         self.rows = rows
         """Rows to save in `rollouts/`."""
+        self.scores = dict(scores or {})
+        """Scores of each set of prompts, by the name of the set. The name of prompts without a name is empty."""
 
 
 _GREEDY = EvaluationConfig()
@@ -46,9 +115,11 @@ def evaluate(
         prompts: prompts with the columns of `PromptStream`, or several named sets of prompts.
         config: number of samples, and temperature. A mapping has those of each set (`config.evaluation_by_set`).
 
-    Returns: `accuracy`, the mean score, and `evaluation/response_length`, the mean number of tokens. With k > 1 samples
-        also `accuracy_best@k`, the mean over prompts of the best score. With an environment also `evaluation/turns` and
-        `evaluation/environment/EVENT`. For named sets, the names end with `/NAME`.
+    Returns: `accuracy`, the mean score, its bootstrap interval `evaluation/accuracy_low` and
+        `evaluation/accuracy_high`, and `evaluation/response_length`, the mean number of tokens. With k > 1 samples also
+        `accuracy_best@k`, `accuracy_pass@k` and `accuracy_majority@k`. With several data sources also
+        `accuracy_source/SOURCE`. With an environment also `evaluation/turns` and `evaluation/environment/EVENT`. For
+        named sets, the names end with `/NAME`.
     """
 
     def generate(rows: Batch, own: EvaluationConfig) -> Batch:
@@ -57,7 +128,15 @@ def evaluate(
         batch = generate_responses(rollout, rows, own)
         return batch.union(reward.score(batch, evaluation=True))
 
-    return evaluate_sets(prompts, config, generate, _measure_scores)
+    scores: dict[str, PromptScores] = {}
+
+    def measure(name: str, batch: Batch, own: EvaluationConfig) -> dict[str, float]:
+        scores[name] = _collect_scores(batch, own)
+        metrics = measure_scores(scores[name], own)
+        return metrics | (batch.reduce(measure_episodes, (EPISODE,)).get() if EPISODE in batch else {})
+
+    result = evaluate_sets(prompts, config, generate, measure)
+    return Evaluation(result, result.num_rows, result.rows, scores)
 
 
 def generate_responses(rollout: "RolloutGroup", prompts: Batch, config: EvaluationConfig) -> Batch:
@@ -70,7 +149,7 @@ def evaluate_sets(
     prompts: Batch | Mapping[str, Batch],
     config: EvaluationConfig | Mapping[str, EvaluationConfig],
     generate: Callable[[Batch, EvaluationConfig], Batch],
-    measure: Callable[[Batch, EvaluationConfig], Mapping[str, float]],
+    measure: Callable[[str, Batch, EvaluationConfig], Mapping[str, float]],
 ) -> Evaluation:
     """Generates responses to held-out prompts. Returns their metrics, and their rows for the log of rollouts. Blocks.
 
@@ -79,7 +158,8 @@ def evaluate_sets(
         config: settings of all sets, or of each set by its name.
         generate: returns prompts with their responses, given the prompts and the settings of a set. It is called for
             all sets before `measure`, so that the calls of the sets overlap.
-        measure: returns metrics of the responses to the prompts of a set.
+        measure: returns metrics of a set, given its name, its prompts with responses, and its settings. The name is
+            empty if there is only one set.
     """
     sets = {"": prompts} if isinstance(prompts, Batch) else prompts
     own = dict.fromkeys(sets, config) if isinstance(config, EvaluationConfig) else config
@@ -89,20 +169,42 @@ def evaluate_sets(
     for name, batch in generated.items():
         ending = f"/{name}" if name else ""
         length = float(batch.get("response_mask").sum()) / len(batch)
-        measured = {**measure(batch, own[name]), "evaluation/response_length": length}
+        measured = {**measure(name, batch, own[name]), "evaluation/response_length": length}
         metrics |= {f"{key}{ending}": value for key, value in measured.items()}
         rows = collect_rows(batch).get()
         saved += [{**row, "row": len(saved) + i} | ({"set": name} if name else {}) for i, row in enumerate(rows)]
     return Evaluation(metrics, sum(len(rows) for rows in sets.values()), saved)
 
 
-def _measure_scores(batch: Batch, config: EvaluationConfig) -> dict[str, float]:
-    scores_B, samples = batch.get("scores"), config.samples
-    metrics = {"accuracy": float(scores_B.mean())}
-    if samples > 1:
-        metrics[f"accuracy_best@{samples}"] = float(scores_B.view(-1, samples).amax(1).mean())
-    if EPISODE in batch:
-        metrics |= batch.reduce(measure_episodes, (EPISODE,)).get()
+def _collect_scores(batch: Batch, config: EvaluationConfig) -> PromptScores:
+    """Returns the scores of a generated batch, whose rows of a prompt follow each other."""
+    k = config.samples
+    answers = None
+    if config.extract_answer is not None and k > 1:
+        texts = batch.reduce(_extract, ("response",), function=config.extract_answer).get()
+        answers = [texts[i : i + k] for i in range(0, len(texts), k)]
+    sources = list(batch.get("data_source"))[::k] if "data_source" in batch else [None] * (len(batch) // k)
+    return PromptScores(batch.get("scores").view(-1, k), batch.get("prompt_id")[::k].tolist(), sources, answers)
+
+
+def _extract(table: TensorDict, function: str) -> list[str | None]:
+    """Returns the final answers of responses. Runs on the task worker."""
+    return extract_answers(function, objects(table, "response"))
+
+
+def measure_scores(scores: PromptScores, config: EvaluationConfig) -> dict[str, float]:
+    """Returns the metrics of the scores of a set of prompts. Scores that are not finite have no estimates."""
+    metrics = {"accuracy": float(scores.scores_PN.flatten().mean())}
+    if config.samples > 1:
+        metrics[f"accuracy_best@{config.samples}"] = float(scores.scores_PN.amax(1).mean())
+    if not scores.is_finite:  # the score of a reward model may be NaN
+        return metrics
+    interval = scores.interval()
+    metrics |= {"evaluation/accuracy_low": interval.low, "evaluation/accuracy_high": interval.high}
+    for name, values_P in scores.estimate(config.pass_score).items():
+        metrics.setdefault(f"accuracy_{name}", mean_over_prompts(values_P))
+    for source in dict.fromkeys(scores.strata or ()):
+        metrics[f"{SOURCE}{source}"] = mean_over_prompts(mean_at_k(scores.of_source(source).scores_PN))
     return metrics
 
 

@@ -14,6 +14,7 @@ from flowrl.config import (
     DataConfig,
     EngineConfig,
     EnvironmentConfig,
+    EvaluationConfig,
     JudgeConfig,
     PreferenceActorConfig,
     PreferenceConfig,
@@ -53,7 +54,7 @@ from flowrl.memory.model_fit import (
 )
 from flowrl.rewards.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
-from flowrl.rewards.reward_function import RewardError, load_reward_function
+from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
 from flowrl.schedules.schedule_plan import check_schedule
 from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
 
@@ -215,6 +216,12 @@ def check_functions(config: RunConfig) -> None:
         if isinstance(value, RewardConfig):
             for key, function in value.functions():
                 _check_loads(f"{group}.{key}", function, load_reward_function)
+        if isinstance(value, EvaluationConfig):
+            _check_loads(f"{group}.extract_answer", value.extract_answer, load_answer_function)
+        if isinstance(value, DataConfig):
+            for name, held_out in value.tests.items():
+                function = None if held_out.evaluation is None else held_out.evaluation.extract_answer
+                _check_loads(f"{group}.tests.{name}.evaluation.extract_answer", function, load_answer_function)
     for role, value in config.role_settings.items():
         if isinstance(value, JudgeConfig):
             _check_judge(role, value)

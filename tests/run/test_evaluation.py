@@ -11,10 +11,20 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, Dispatch, Worker, make_tensordict, register
+from flowrl.algorithms.evaluation_estimates import bootstrap_interval, mean_at_k
 from flowrl.config import EvaluationConfig, RoleConfig, RunConfig
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import lengths, num_rows
-from flowrl.run.evaluation import Evaluation, EvaluationHistory, evaluate, evaluate_loss, measure_episodes
+from flowrl.rewards.reward_function import RewardError
+from flowrl.run.evaluation import (
+    Evaluation,
+    EvaluationHistory,
+    PromptScores,
+    evaluate,
+    evaluate_loss,
+    measure_episodes,
+    measure_scores,
+)
 from flowrl.run.loop import Run
 from tests.conftest import ClusterMaker
 from tests.errors import rejects
@@ -59,9 +69,13 @@ def prompts(*ids: int) -> Batch:
     return Batch.from_rows([{"prompt_id": number, "prompt": f"prompt {number}"} for number in ids])
 
 
+def without_interval(result: Evaluation) -> dict[str, float]:
+    return {name: value for name, value in result.items() if not name.startswith("evaluation/accuracy_")}
+
+
 def test_a_greedy_evaluation_scores_one_response_per_prompt(table: Any) -> None:
     result = evaluate(table, table, prompts(0, 1, 2))
-    assert result == {"accuracy": pytest.approx(2 / 3), "evaluation/response_length": 2.0}
+    assert without_interval(result) == {"accuracy": pytest.approx(2 / 3), "evaluation/response_length": 2.0}
     assert result.num_rows == 3
     assert [(row["row"], row["prompt"], row["score"]) for row in result.rows] == [
         (0, "prompt 0", 1.0),
@@ -73,13 +87,67 @@ def test_a_greedy_evaluation_scores_one_response_per_prompt(table: Any) -> None:
 
 def test_several_samples_give_their_mean_and_the_mean_of_the_best(table: Any) -> None:
     result = evaluate(table, table, prompts(0, 1), EvaluationConfig(samples=3, temperature=0.7))
-    assert result.keys() == {"accuracy", "accuracy_best@3", "evaluation/response_length"}
-    # Mean of 1, 0, 0.5, 0, 0, 0.25; best 1 and 0.25; lengths 1 and 2.
-    assert result["accuracy"] == pytest.approx(1.75 / 6) and result["accuracy_best@3"] == pytest.approx(0.625)
-    assert result["evaluation/response_length"] == 1.5 and result.num_rows == 2
+    # Mean of 1, 0, 0.5, 0, 0, 0.25; best 1 and 0.25; prompt 0 has a correct response; lengths 1 and 2.
+    assert without_interval(result) == {
+        "accuracy": pytest.approx(1.75 / 6),
+        "accuracy_best@3": pytest.approx(0.625),
+        "accuracy_pass@3": 0.5,
+        "evaluation/response_length": 1.5,
+    }
+    assert result.num_rows == 2
     drawn = [(row["prompt_id"], row["sample"], row["score"]) for row in result.rows]
     assert drawn == [(prompt, sample, SCORES[prompt][sample]) for prompt in (0, 1) for sample in range(3)]
     assert [row["other_scores"]["warmth"] for row in result.rows] == [pytest.approx(0.7)] * 6
+
+
+def test_the_interval_is_that_of_the_mean_scores_of_prompts(table: Any) -> None:
+    config = EvaluationConfig(samples=3, temperature=0.7)
+    result = evaluate(table, table, {"": prompts(0, 1, 2), "hard": prompts(1)}, config)
+    expected = bootstrap_interval(mean_at_k(torch.tensor([SCORES[prompt] for prompt in (0, 1, 2)])))
+    assert result["evaluation/accuracy_low"] == expected.low < result["accuracy"]
+    assert result["evaluation/accuracy_high"] == expected.high > result["accuracy"]
+    assert result["evaluation/accuracy_low/hard"] == pytest.approx(0.25 / 3)
+
+
+def first_character(response: str) -> str | None:
+    return response[0] if response[0] != "2" else None
+
+
+def test_the_majority_is_the_score_of_the_most_frequent_answer(table: Any) -> None:
+    """All responses to a prompt are equal, so their answer has the mean score. Prompt 1 has no answer."""
+    config = EvaluationConfig(samples=3, temperature=0.7, pass_score=0.25, extract_answer=f"{__file__}:first_character")
+    result = evaluate(table, table, prompts(0, 1, 2), config)
+    assert result["accuracy_majority@3"] == pytest.approx((0.5 + 0.25 / 3 + 1) / 3)
+    assert result["accuracy_pass@3"] == 1.0
+    assert result.scores[""].answers == [["1"] * 3, [None] * 3, ["3"] * 3]
+
+
+def returns_number(response: str) -> Any:
+    return 4
+
+
+@pytest.mark.parametrize("function", ["returns_number", "nowhere"])
+def test_a_function_that_extracts_no_text_is_rejected_by_name(table: Any, function: str) -> None:
+    name = f"{__file__}:{function}"
+    config = EvaluationConfig(samples=3, temperature=0.7, extract_answer=name)
+    with rejects(function, error=RewardError):
+        evaluate(table, table, prompts(0), config)
+
+
+def test_data_sources_have_values_of_their_own(table: Any) -> None:
+    rows = [{"prompt_id": i, "prompt": "p", "data_source": source} for i, source in enumerate(("a", "b", "a"))]
+    result = evaluate(table, table, {"": Batch.from_rows(rows), "one": Batch.from_rows(rows[:1])})
+    assert result["accuracy_source/a"] == 1.0 and result["accuracy_source/b"] == 0.0
+    assert not any(name.startswith("accuracy_source") and name.endswith("/one") for name in result)
+    # Each resample has two prompts of a and one of b, whose scores do not vary.
+    assert result["evaluation/accuracy_low"] == result["evaluation/accuracy_high"] == pytest.approx(2 / 3)
+    assert result.scores[""].sources == ["a", "b", "a"] and result.scores[""].prompt_ids == [0, 1, 2]
+
+
+def test_a_score_that_is_not_finite_has_no_interval() -> None:
+    scores = PromptScores(torch.tensor([[1.0], [float("nan")]]), [0, 1], [None, None])
+    assert not scores.is_finite
+    assert measure_scores(scores, EvaluationConfig()).keys() == {"accuracy"}
 
 
 def test_events_of_episodes_are_shares() -> None:
@@ -101,7 +169,7 @@ def test_events_of_episodes_are_shares() -> None:
 def test_every_named_set_has_its_metrics_and_its_rows(table: Any) -> None:
     sets = {"": prompts(0, 1), "hard": prompts(1), "none": Batch.from_rows([])}
     result = evaluate(table, table, sets)
-    assert result == {
+    assert without_interval(result) == {
         "accuracy": 0.5,
         "evaluation/response_length": 1.5,
         "accuracy/hard": 0.0,

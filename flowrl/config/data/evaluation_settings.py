@@ -2,7 +2,7 @@
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from flowrl.config.base import Config
+from flowrl.config.base import Config, ImportName
 
 
 class EvaluationConfig(Config):
@@ -15,6 +15,16 @@ class EvaluationConfig(Config):
 
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
+
+    pass_score: float = 1.0
+    """Smallest score of a correct response. With k > 1 samples, `accuracy_pass@k` is the share of prompts with a
+    correct response.
+    """
+
+    extract_answer: ImportName | None = None
+    """Function that receives a response and returns its final answer as text, or None. With k > 1 samples,
+    `accuracy_majority@k` is the score of the most frequent answer to each prompt. Null omits this metric.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> "EvaluationConfig":

@@ -1,13 +1,14 @@
 """The data of a run, read and validated before the run starts.
 
-Entry points: `read_prompts` (prompts of reinforcement learning), `SftExamples` (SFT examples and text), `PtxText` (text
-of PTX), `read_rows` (tokenized_data.py: tokenized rows of any kind).
+Entry points: `read_prompts` (prompts of reinforcement learning), `read_held_out` (only those of evaluations),
+`SftExamples` (SFT examples and text), `PtxText` (text of PTX), `read_rows` (tokenized_data.py: tokenized rows of any
+kind).
 May import `flowrl.algorithms`, `flowrl.config`, `flowrl.data`, `flowrl.environments.base`, `flowrl.memory` and
 `flowrl.rewards`.
 """
 
 from flowrl.run.datasets.examples import SftExamples
-from flowrl.run.datasets.prompt_data import read_prompts
+from flowrl.run.datasets.prompt_data import read_held_out, read_prompts
 from flowrl.run.datasets.ptx_text import PtxText
 
-__all__ = ["PtxText", "SftExamples", "read_prompts"]
+__all__ = ["PtxText", "SftExamples", "read_held_out", "read_prompts"]

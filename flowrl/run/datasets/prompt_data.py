@@ -45,6 +45,45 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
     Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a file has no column for a parameter
     with a default.
     """
+    tokenizer = _read_checked_tokenizer(config)
+    reward, environment = config.reward_settings, config.rollout.environment
+    training = () if reward is None else reward.training_components
+    train = read_stream(
+        config.data.training_files,
+        config.data,
+        tokenizer,
+        seed=config.seed,
+        needs=(*columns_of_all_rows(training), *_environment_columns(environment)),
+        order=config.data.order,
+        difficulty=config.data.difficulty,
+        samples=config.samples_per_prompt,
+    )
+    check_columns(training, train, names_of(config.data.training_files))
+    return train, _read_sets(config, tokenizer)
+
+
+def read_held_out(config: RolloutRunConfig) -> dict[str, Batch]:
+    """Returns the held-out prompts of each evaluation file by its name, without reading the training data.
+
+    Errors and warnings are those of `read_prompts`.
+    """
+    return _read_sets(config, _read_checked_tokenizer(config))
+
+
+def _read_sets(config: RolloutRunConfig, tokenizer: ChatTokenizer) -> dict[str, Batch]:
+    reward = config.reward_settings
+    evaluation = () if reward is None else reward.evaluation_components
+    needs = (*columns_of_all_rows(evaluation), *_environment_columns(config.rollout.environment))
+    held_out: dict[str, Batch] = {}
+    for name, files in config.data.evaluation_files.items():
+        prompts = read_stream(files, config.data, tokenizer, seed=config.seed, needs=needs)
+        check_columns(evaluation, prompts, names_of(reader.as_files(files)))
+        held_out[name] = Batch.from_rows(prompts.evaluation_rows(config.data.num_evaluation_rows(name)))
+    return held_out
+
+
+def _read_checked_tokenizer(config: RolloutRunConfig) -> ChatTokenizer:
+    """Returns the tokenizer of the policy. Raises DataError if it does not fit the settings or the other models."""
     try:
         tokenizer = read_tokenizer(config.actor.model, config.data)
     except DataError as error:
@@ -59,42 +98,21 @@ def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batc
     _check_stop_ids(tokenizer, config)
     _check_vocabularies(config)
     _check_turns(tokenizer, config)
-    reward = config.reward_settings
-    training = () if reward is None else reward.training_components
-    evaluation = () if reward is None else reward.evaluation_components
     for role, value in models_of(config).items():
         if isinstance(value, ScoringModelConfig):
             _check_reward_tokenizer(role, value)
     max_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     check_context(tokenizer, max_tokens, "data.max_prompt_tokens + rollout.max_response_tokens")
-    seed, environment = config.seed, config.rollout.environment
-    own_needs = () if environment is None else _environment_columns(environment)
-    needs = (*columns_of_all_rows(training), *own_needs)
-    train = read_stream(
-        config.data.training_files,
-        config.data,
-        tokenizer,
-        seed=seed,
-        needs=needs,
-        order=config.data.order,
-        difficulty=config.data.difficulty,
-        samples=config.samples_per_prompt,
-    )
-    check_columns(training, train, names_of(config.data.training_files))
-    held_out: dict[str, Batch] = {}
-    for name, files in config.data.evaluation_files.items():
-        needs = (*columns_of_all_rows(evaluation), *own_needs)
-        prompts = read_stream(files, config.data, tokenizer, seed=seed, needs=needs)
-        check_columns(evaluation, prompts, names_of(reader.as_files(files)))
-        held_out[name] = Batch.from_rows(prompts.evaluation_rows(config.data.num_evaluation_rows(name)))
-    return train, held_out
+    return tokenizer
 
 
-def _environment_columns(function: str) -> tuple[str, ...]:
-    """Returns the dataset columns that an environment function requires.
+def _environment_columns(function: str | None) -> tuple[str, ...]:
+    """Returns the dataset columns that an environment function requires. None requires none.
 
     Raises EnvironmentFunctionError if the function requires a column that it cannot receive.
     """
+    if function is None:
+        return ()
     available = (*RESPONSE_PARAMETERS, *ENVIRONMENT_COLUMNS)
     required = required_parameters(load_environment_function(function))
     for name in required:

@@ -51,7 +51,7 @@ def evaluate_agreement(
         same, and `evaluation/response_length`. For named sets, the names end with `/NAME`.
     """
 
-    def measure(batch: Batch, own: EvaluationConfig) -> dict[str, float]:
+    def measure(_: str, batch: Batch, own: EvaluationConfig) -> dict[str, float]:
         top_ids = teacher.topk.submit(batch, k=1).select("topk_ids").rename({"topk_ids": "teacher_top_ids"})
         measured = actor.measure.submit(batch.union(top_ids), AGREEMENT).get()
         return {"agreement": next(metric.result() for name, metric in measured.items() if name.endswith("/agreement"))}
