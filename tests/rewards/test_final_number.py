@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl.rewards.final_number import score
+from flowrl.rewards.final_number import extract_answer, score
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,8 @@ def test_the_last_number_is_scored(response: str, answer: str, expected: float) 
 def test_an_answer_without_a_number_is_rejected() -> None:
     with pytest.raises(ValueError, match="three"):
         score("How many?", "3", "three")
+
+
+@pytest.mark.parametrize(("response", "answer"), [("2 and 1,000", "1000.0"), ("-3.50", "-3.5"), ("none", None)])
+def test_the_last_number_is_the_answer(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer

@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl.rewards.gsm8k import score
+from flowrl.rewards.gsm8k import extract_answer, score
 from tests.rewards.test_math import rows
 
 
@@ -43,3 +43,18 @@ def test_an_answer_without_a_number_is_rejected(answer: object) -> None:
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_all_solutions_of_gsm8k_are_correct(split: str) -> None:
     assert [row["answer"] for row in rows(split) if score(row["answer"], row["answer"]) != 1.0] == []
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("1 + 1 = 2\n#### 2", "2"),
+        ("#### $1,200.50 in total", "1200.5"),
+        ("#### 1200.500", "1200.5"),
+        ("#### -3", "-3"),
+        ("It is 2.", None),
+        ("#### none", None),
+    ],
+)
+def test_equal_numbers_are_one_answer(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer

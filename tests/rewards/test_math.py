@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.rewards import math as math_reward
-from flowrl.rewards.math import score
+from flowrl.rewards.math import extract_answer, score
 
 EQUAL = [
     (r"so \boxed{\frac{1}{2}}.", "1/2"),
@@ -161,3 +161,16 @@ def test_a_missing_library_is_reported_with_its_extra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{1} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ 3 x }", "3x"),
+        ("so #### 18 ", "18"),
+        ("so 18", None),
+    ],
+)
+def test_the_box_is_the_answer(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer

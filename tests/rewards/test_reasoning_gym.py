@@ -10,7 +10,7 @@ from reasoning_gym.factory import DATASETS
 
 from flowrl.config import DataFile
 from flowrl.data.reading.generated_rows import generate_lines
-from flowrl.rewards.reasoning_gym import EVALUATES_FORMULAS, EVALUATES_LITERALS, _is_formula, score
+from flowrl.rewards.reasoning_gym import EVALUATES_FORMULAS, EVALUATES_LITERALS, _is_formula, extract_answer, score
 
 # A dependency of arc_agi leaves its data file open, and the scorer of pool_matrix warns about answers without numbers.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (".*arcagi", "loadtxt")]
@@ -121,3 +121,8 @@ def test_the_function_works_outside_of_the_main_thread(rows: dict[str, dict[str,
     thread.start()
     thread.join()
     assert scores == [1.0]
+
+
+def test_the_tagged_text_is_the_answer() -> None:
+    assert extract_answer("<answer>1</answer> no, <answer> 4 </answer>") == "4"
+    assert extract_answer(" 4 ") == "4"
