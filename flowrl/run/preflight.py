@@ -216,18 +216,24 @@ def check_functions(config: RunConfig) -> None:
         if isinstance(value, RewardConfig):
             for key, function in value.functions():
                 _check_loads(f"{group}.{key}", function, load_reward_function)
-        if isinstance(value, EvaluationConfig):
-            _check_loads(f"{group}.extract_answer", value.extract_answer, load_answer_function)
-        if isinstance(value, DataConfig):
-            for name, held_out in value.tests.items():
-                function = None if held_out.evaluation is None else held_out.evaluation.extract_answer
-                _check_loads(f"{group}.tests.{name}.evaluation.extract_answer", function, load_answer_function)
+        for key, evaluation in _evaluations(group, value):
+            _check_loads(f"{key}.extract_answer", evaluation.extract_answer, load_answer_function)
     for role, value in config.role_settings.items():
         if isinstance(value, JudgeConfig):
             _check_judge(role, value)
         elif isinstance(value, EnvironmentConfig):
             _check_environment(role, value)
     _check_algorithm(config)
+
+
+def _evaluations(group: str, value: object) -> Iterator[tuple[str, EvaluationConfig]]:
+    """Yields the settings of evaluations in a section of the config, by key."""
+    if isinstance(value, EvaluationConfig):
+        yield group, value
+    if isinstance(value, DataConfig):
+        for name, held_out in value.tests.items():
+            if held_out.evaluation is not None:
+                yield f"{group}.tests.{name}.evaluation", held_out.evaluation
 
 
 def _check_algorithm(config: RunConfig) -> None:
