@@ -423,7 +423,7 @@ class EnvironmentHost:
         settings = {
             "memory_mb": limits.memory_mb, "allow_network": limits.allow_network, "timeout_s": limits.timeout_s,
             "on_timeout": limits.on_timeout, "timeout_message": limits.timeout_message,
-            "timeout_role": limits.timeout_role, "max_timeouts": limits.max_timeouts, "threads": limits.threads,
+            "max_timeouts": limits.max_timeouts, "threads": limits.threads,
         }  # fmt: skip
         if self._launcher is None:
             variables = environment_of(os.environ, allow_network=limits.allow_network, also=limits.environment)

@@ -45,8 +45,7 @@ class EnvironmentLimits:
     continues. fail: it ends the episode."""
 
     timeout_message: str = "The environment did not respond within {timeout_s:g} s."
-    timeout_role: str = "user"
-    """Role of `timeout_message`."""
+    """Its role is the first of the environment's `observation_roles`, otherwise `user`."""
 
     max_timeouts: int = 3
     """Number of observed timeouts of an episode. The next one ends it."""

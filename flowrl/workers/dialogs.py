@@ -28,6 +28,9 @@ NAME = "environment"
 TURN_REWARDS, EPISODE = "turn_rewards", "episode"
 """Columns of episodes: the reward of each turn at the turn's last token, and a record per row."""
 
+MAX_TOKENS = "max_tokens"
+"""Reason and event of an episode that ended at `rollout.max_response_tokens`, before its environment ended it."""
+
 
 @dataclass(frozen=True)
 class EnvironmentServers:
@@ -56,7 +59,7 @@ class Dialog:
     rewards: list[float] = field(default_factory=list)
     """Reward of each turn."""
     infos: list[Mapping[str, Any]] = field(default_factory=list)
-    """`Observation.info` of each turn."""
+    """`Observation.info` of each turn, and one of this module if the length limit ended the episode."""
     seconds: float = 0.0
     """Total duration of the environment's calls."""
     num_restarts: int = 0
@@ -199,8 +202,7 @@ class Dialogs:
         if observation.done:
             return self._end(episode, response)
         if response.truncated:
-            self._close([episode])
-            return self._end(episode, response)
+            return self._end_at_limit(episode, response)
         if not dialog.messages:
             raise DataError(
                 "reset returned tokens, so the conversation is unknown: return messages, or end the episode"
@@ -214,8 +216,13 @@ class Dialogs:
         if following.num_response_tokens < self._max_response_tokens:
             return following
         response.truncated = True
+        return self._end_at_limit(episode, response)
+
+    def _end_at_limit(self, episode: "Episode", response: Response) -> None:
+        """Ends an episode that its environment would continue, because no token is left for the next turn."""
+        _dialog(episode).infos.append({"reason": MAX_TOKENS, "counts": {MAX_TOKENS: 1}})
         self._close([episode])
-        return self._end(episode, response)
+        self._end(episode, response)
 
     def _end(self, episode: "Episode", response: Response) -> None:
         dialog = _dialog(episode)

@@ -106,6 +106,12 @@ class AsyncGame(Game):
         super().close()
 
 
+class ToolGame(AsyncGame):
+    """Observations with another role than `user`."""
+
+    observation_roles = ("tool", "user")
+
+
 class BadStart(Game):
     """Returns the column `start` from `reset`."""
 

@@ -159,6 +159,16 @@ def test_a_late_async_step_is_canceled_and_the_episode_continues() -> None:
 
 
 @pytest.mark.usefixtures("mark")
+def test_the_message_about_a_timeout_has_the_first_role_of_the_observations() -> None:
+    """The chat template is checked with the roles of observations only."""
+    with make_host(f"{FOLDER}:ToolGame", timeout_s=0.5) as host:
+        ask(host, Reset(0, {"kind": "async_hang"}))
+        reply = ask(host, Step(0, ModelResponse("a")))
+    assert reply.observation is not None and reply.observation.info["reason"] == "timeout"
+    assert [message["role"] for message in reply.observation.messages] == ["tool"]
+
+
+@pytest.mark.usefixtures("mark")
 def test_a_late_step_fails_if_the_limits_say_so() -> None:
     with make_host(ASYNC, timeout_s=0.5, on_timeout="fail") as host:
         assert play(host, 0, "async_hang").failure == "timeout"

@@ -26,7 +26,9 @@ FAILS = Reply(failure="raised", message="the tool broke")
 ENDS = Reply(Observation(reward=1.0, done=True, info={"reason": "answer"}))
 
 
-def play(chat: ChatTokenizer, replies: Sequence[Reply], *, stops_on_failure: bool = False) -> Episode:
+def play(
+    chat: ChatTokenizer, replies: Sequence[Reply], *, stops_on_failure: bool = False, max_response_tokens: int = 100
+) -> Episode:
     """Returns an episode of two turns at most, whose environment gives these replies."""
     script = iter(replies)
 
@@ -42,7 +44,7 @@ def play(chat: ChatTokenizer, replies: Sequence[Reply], *, stops_on_failure: boo
         dialogs = Dialogs(
             chat,
             client,
-            max_response_tokens=100,
+            max_response_tokens=max_response_tokens,
             max_prompt_tokens=100,
             restarts=0,
             stops_on_failure=stops_on_failure,
@@ -78,6 +80,15 @@ def test_a_record_has_the_prompt_of_reset_if_it_differs(chat: ChatTokenizer) -> 
         (record,) = turn_columns([play(chat, [reply, ENDS])])[1]
         assert record["prompt"] == expected
     assert "prompt" not in turn_columns([play(chat, [START, ENDS])])[1][0]
+
+
+def test_an_episode_without_tokens_for_its_next_turn_ends_with_a_counted_reason(chat: ChatTokenizer) -> None:
+    """The response has one token, and the observation and the next turn need more than the second."""
+    episode = play(chat, [START, ASKS_AGAIN], max_response_tokens=2)
+    assert episode.response is not None and episode.response.truncated
+    assert episode.scores is not None and episode.scores.values == {"scores": 0.5}
+    (record,) = turn_columns([episode])[1]
+    assert record == {"turns": 1, "restarts": 0, "counts": {"max_tokens": 1}, "reason": "max_tokens"}
 
 
 def test_a_failed_episode_has_no_reward_in_any_turn(chat: ChatTokenizer) -> None:
