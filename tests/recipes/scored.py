@@ -12,6 +12,13 @@ def parity(prompt: str, response: str) -> float:
     return float(int(digits[-1]) % 2 == 1 and len(response) % 2 == 1)
 
 
+def parity_of_short_responses(prompt: str, response: str) -> float:
+    """Returns `parity`, and fails for some prompts if the response is long."""
+    if len(response) > 4 and ord(prompt[0]) % 3 == 0:
+        raise ValueError("the response is too long")
+    return parity(prompt, response)
+
+
 def constant(response: str) -> float:
     return 1.0
 

@@ -21,6 +21,9 @@ from tests.configs import with_float64_models
 from tests.recipes.test_numbers import assert_same, metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_schedules import ALIKE
+from tests.rewards.test_service import Handler, no_proxy, serve
+
+__all__ = ["no_proxy"]
 
 HERE = "tests.recipes.scored"
 GrpoConfigs = Callable[..., GRPOConfig]
@@ -79,16 +82,25 @@ def test_dynamic_sampling_trains_the_first_informative_prompts_in_order(grpo_con
     assert all(before[-1] < after[0] for before, after in pairwise(trained))
 
 
-@pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(
-        schedule=SCHEDULES[schedule], reward={"function": f"{HERE}:parity"}, dynamic_sampling={"max_rounds": 1}, **APART
+        schedule=SCHEDULES[schedule],
+        reward={"function": f"{HERE}:parity"},
+        dynamic_sampling={"max_rounds": 1},
+        **APART,
+        **ALL_ROWS,
     )
     train_grpo(config)
-    for line in metrics_of(config):
-        if line["step"]:
+    records = [line for line in metrics_of(config) if line["step"]]
+    for line, rows in zip(records, saved_rows(config), strict=True):
+        num_groups = len({row["prompt_id"] for row in rows})
+        assert 0 < num_groups < config.prompts_per_step
+        if schedule == "async":  # groups that were dropped while another step was complete count for the next one
+            assert line["dropped_equal_scores"] >= config.prompts_per_step - num_groups
+        else:
             assert line["sampling_rounds"] == 1 and line["dropped_surplus"] == 0
-            assert 0 < line["dropped_equal_scores"] < config.prompts_per_step
+            assert line["dropped_equal_scores"] == config.prompts_per_step - num_groups
 
 
 @pytest.mark.parametrize("schedule", FAST_SCHEDULES)
@@ -107,9 +119,9 @@ def test_a_run_without_informative_groups_ends_with_an_error(grpo_config: GrpoCo
 def test_dynamic_sampling_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path, schedule: str) -> None:
     settings: dict[str, Any] = {
         "schedule": SCHEDULES[schedule],
-        "reward": {"function": f"{HERE}:parity", "on_failure": "drop"},
+        "reward": {"function": f"{HERE}:parity_of_short_responses", "on_failure": "drop", "max_failure_rate": 1.0},
         "dynamic_sampling": {"max_rounds": 20, "oversample": 1.5},
-        "data": grpo_config().data.model_dump() | {"order": "curriculum"},
+        "data": grpo_config().data.model_dump() | {"order": "curriculum", "difficulty": {"min": 0.01, "max": 0.99}},
         "checkpoint": {"every": 1},
         **APART,
         **ALL_ROWS,
@@ -121,7 +133,8 @@ def test_dynamic_sampling_resumes_bitwise_identically(grpo_config: GrpoConfigs, 
     train_grpo(resumed)
     assert_bitwise_identical(resumed, straight)
     dropped = [json.loads((c.output / "summary.json").read_text())["groups"]["dropped"] for c in (straight, resumed)]
-    assert dropped[0] == dropped[1]
+    assert dropped[0] == dropped[1] and dropped[0]["equal_scores"] > 0
+    assert all(0 < line["reward_failed_fraction"] < 1 for line in metrics_of(resumed) if line["step"])
 
 
 # Several rewards.
@@ -257,6 +270,51 @@ def test_the_newest_step_is_saved_before_a_failed_reward_ends_the_run(
     assert len(trained) == len(set(trained))
     if on_failure == "stop":  # no prompt is lost
         assert schedule == "async" or trained == list(range(len(trained)))
+
+
+# Services.
+
+
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+def test_a_service_that_fails_intermittently_scores_all_rows(grpo_config: GrpoConfigs, schedule: str) -> None:
+    """Every third request fails, and its rows are sent again."""
+
+    def respond(handler: Handler, number: int, rows: list[dict[str, Any]]) -> None:
+        if number % 3 == 0:
+            handler.send(b"", 503, Retry_After="0")
+        else:
+            handler.send(json.dumps({"scores": [len(row["response"]) for row in rows]}).encode())
+
+    with serve(respond) as server:
+        service = {"url": server.url, "batch_size": 8}
+        reward = [TWO[0], {"name": "remote", "weight": 0.5, "service": service}]
+        config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, steps=2, **APART, **ALL_ROWS)
+        train_grpo(config)
+        assert len(server.requests) >= 3
+    rows = [row for step in saved_rows(config) for row in step]
+    assert len(rows) == 2 * config.batch_size
+    for row in rows:
+        assert row["other_scores"]["remote"] == len(row["response"])
+        expected = 2 * row["other_scores"]["task"] + 0.5 * row["other_scores"]["remote"]
+        assert row["score"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_service_that_is_down_drops_its_rows_or_stops_the_run(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
+    def respond(handler: Handler, number: int, rows: list[dict[str, Any]]) -> None:
+        if any(len(row["response"]) > 4 for row in rows):
+            handler.send(b"", 500)
+        else:
+            handler.send(json.dumps({"scores": [len(row["response"]) for row in rows]}).encode())
+
+    with serve(respond) as server:
+        reward = {"service": {"url": server.url, "batch_size": 1, "retries": 0}}
+        with pytest.raises(UserError, match="500"):
+            train_grpo(grpo_config(output=tmp_path / "stop", reward=reward))
+        drop = {"on_failure": "drop", "max_failure_rate": 1.0}
+        config = grpo_config(output=tmp_path / "drop", reward=reward | drop, **ALL_ROWS)
+        train_grpo(config)
+    assert all(row["score"] == len(row["response"]) <= 4 for step in saved_rows(config) for row in step)
+    assert all(0 < line["reward_failed_fraction"] < 1 for line in metrics_of(config) if line["step"])
 
 
 # Placement and overlap.
