@@ -161,6 +161,30 @@ def stream_segments(
     return [vars(response) | {"context": requests[response.request_id].context} for response in results]
 
 
+def count_cached_tokens(worker: Rollout, prompt: Sequence[int], observation: Sequence[int]) -> tuple[int, int]:
+    """Generates two turns of an episode. Returns the length of the context of the second turn, and how many of its
+    tokens came from the prefix cache.
+    """
+    engine = engine_of(worker)
+    (response,) = engine.generate([Request("episode", prompt, key=0)])
+    policy = Segment(response.token_ids, response.logprobs, response.versions)
+    following = Request("episode", prompt, key=0, segments=(policy, Segment.environment(observation)))
+    inner: Any = engine._engine
+    original, cached = inner.step, []
+
+    def step() -> Any:
+        outputs = original()
+        cached.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    inner.step = step
+    try:
+        engine.generate([following])
+    finally:
+        inner.step = original
+    return len(following.context), max(cached)
+
+
 def generate_while_streaming(
     worker: Rollout, prompts: Sequence[Sequence[int]], rows: Sequence[int]
 ) -> tuple[ResponseLists, list[str]]:

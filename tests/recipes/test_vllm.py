@@ -143,3 +143,30 @@ def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
                 run.log(evaluate(rollout, reward, held_out))
         run.finish()
     return killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_episodes_of_two_turns_are_trained_with_vllm(
+    ray_session: None, grpo_config: Callable[..., GRPOConfig], schedule: str
+) -> None:
+    roles = dict.fromkeys(GRPOConfig.possible_roles(), "train") | {"rollout": "make", "environment": "score"}
+    config = grpo_config(
+        backend="ray",
+        placement={"device": "cpu", "pools": {"train": [1], "make": [1], "score": [1]}, "roles": roles},
+        schedule={"kind": "async", "max_staleness": 1} if schedule == "async" else {"kind": "sync"},
+        rollout=VLLM | {"max_response_tokens": 24},
+        reward=None,
+        environment={"name": "tests.recipes.turns:TwoTurns", "workers": 2},
+        report={"rollouts": {"every": 1, "rows": 100}},
+    )
+    train_grpo(config)
+    lines = [line for line in metrics_of(config) if line["step"]]
+    assert len(lines) == config.steps
+    for line in lines:
+        assert 1 < line["turns"] <= 2 and line["environment/again"] > 0
+        assert line["rollout_gap"] < ROLLOUT_RTOL * line["actor/entropy"] or schedule == "async"
+    paths = sorted((config.output / "rollouts").glob("training-*.jsonl"))
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    assert len(rows) == config.steps * config.batch_size
+    assert any("1+1=" in row["response"] and row["environment_length"] for row in rows)

@@ -203,6 +203,27 @@ def test_vllm_and_transformers_judge_alike(
     assert [texts[i] for i in (0, 1, 3)] == [expected[2][i] for i in (0, 1, 3)]
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
+def test_vllm_and_transformers_compare_alike(
+    make_judge: MakeJudge, open_cluster: ClusterMaker, judge_model: ModelConfig, ray_session: None
+) -> None:
+    settings = {
+        "kind": "pairwise",
+        "model": judge_model,
+        "max_response_tokens": 4,
+        "prompt": "A={response_a};B={response_b};",
+        "verdict": f"{JUDGES}:score_text",
+    }
+    rows = batch(["a", "bb", "c", "dd", "a", "ee"], samples=3)
+    expected = columns_of(make_judge(**settings).score(rows))
+    config = JudgeConfig.model_validate(settings | {"engine": "vllm", "vllm": {"kv_cache_gb": 0.1}, "max_num_seqs": 4})
+    cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, dedicated=("judge",))
+    assert columns_of(cluster.group("judge", Judge, config, seed=0).score(rows)) == expected
+    assert len(set(expected[0])) > 1
+
+
 # The page.
 
 

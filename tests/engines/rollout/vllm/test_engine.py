@@ -241,6 +241,13 @@ def test_a_segment_follows_the_prompt_and_all_earlier_segments(pair: Pair) -> No
         assert relative_error(logprobs, expected) < FLOAT32_RTOL
 
 
+def test_the_second_turn_of_an_episode_reads_the_first_from_the_prefix_cache(pair: Pair) -> None:
+    """The cache has complete blocks only, of 128 tokens on the CPU."""
+    prompt = [2 + (3 * i) % 28 for i in range(300)]
+    ((num_tokens, num_cached),) = pair.group.run(vllm_checks.count_cached_tokens, prompt, [7, 9])
+    assert 256 <= num_cached < num_tokens
+
+
 def test_operations_are_rejected_in_the_wrong_state(pair: Pair) -> None:
     pair.group.run(vllm_checks.error_of, "sleep")
     assert pair.group.run(vllm_checks.state) == ["asleep"]
