@@ -167,7 +167,7 @@ def count_cached_tokens(worker: Rollout, prompt: Sequence[int], observation: Seq
     """
     engine = engine_of(worker)
     (response,) = engine.generate([Request("episode", prompt, key=0)])
-    policy = Segment(response.token_ids, response.logprobs, response.versions)
+    policy = Segment(response.token_ids[:5], response.logprobs[:5], response.versions[:5])
     following = Request("episode", prompt, key=0, segments=(policy, Segment.environment(observation)))
     inner: Any = engine._engine
     original, cached = inner.step, []
