@@ -24,7 +24,7 @@ LAYERS = (
     ("flowrl.weight_sync", "flowrl.report"),
     ("flowrl.checkpoints", "flowrl.memory", "flowrl.workers"),
     ("flowrl.environments",),
-    ("flowrl.controller", "flowrl.engines", "flowrl.algorithms", "flowrl.rewards"),
+    ("flowrl.controller", "flowrl.engines", "flowrl.algorithms", "flowrl.rewards", "flowrl.health"),
     ("flowrl.data",),
     ("flowrl.config",),
 )
@@ -64,6 +64,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "masking": set(),
         "logprobs": set(),
         "registry": set(),
+        "repetition": set(),
         "hidden_logprobs": {"masking", "logprobs"},
         "kl": {"masking", "logprobs"},
         "losses": {"masking", "kl"},
@@ -105,8 +106,10 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "roles": {"base", "algorithm", "model", "rollout"},
         "rewards": {"base", "model", "rollout", "roles"},
         "setting_tree": {"base", "source"},
+        "health": {"base"},
         "run": {
             "base",
+            "health",
             "algorithm",
             "model",
             "data",

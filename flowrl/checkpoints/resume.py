@@ -20,6 +20,7 @@ MAY_DIFFER = (
     "resume",
     "checkpoint.*",
     "report.*",
+    "health.*",
     "restarts",
     "backend",
     "address",
@@ -86,7 +87,8 @@ def _has_complete_summary(folder: RunFolder, num_steps: int, checkpoints: Sequen
     """Whether a run of `num_steps` steps wrote its results after its last step. `checkpoints` are the saved steps."""
     try:
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-        is_complete = summary["steps_requested"] == num_steps and summary["interrupted_by"] is None
+        has_ended_early = summary["interrupted_by"] is not None or summary.get("stopped_by") is not None
+        is_complete = summary["steps_requested"] == num_steps and not has_ended_early
         return is_complete and (not checkpoints or checkpoints[-1] == summary["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -46,6 +46,7 @@ from flowrl.config.data.data_settings import (
     RowsConfig,
 )
 from flowrl.config.data.evaluation_settings import EvaluationConfig
+from flowrl.config.health import HealthCheck, HealthChecks, HealthConfig
 from flowrl.config.load import (
     import_recipe,
     load,
@@ -100,13 +101,14 @@ __all__ = [
     "AnyShaping", "AsyncSchedule", "CheckFailed", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
     "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig", "DistillationLossConfig",
     "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig", "EpochConfig", "EvaluationConfig",
-    "FilePath", "ImportName", "ImportNameError", "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig", "Member",
-    "ModelConfig", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package", "Placement",
-    "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization",
-    "ReferenceConfig", "ReportConfig", "RewardComponent", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig",
-    "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
-    "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
-    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role",
-    "import_attribute", "import_function", "import_recipe", "imported_module_name", "load", "load_located", "loading",
-    "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
+    "FilePath", "HealthCheck", "HealthChecks", "HealthConfig", "ImportName", "ImportNameError", "JudgeConfig",
+    "KlControlConfig", "KlKind", "LoraConfig", "Member", "ModelConfig", "ModelRoleConfig", "OnPolicyConfig", "OneOf",
+    "OptimizerConfig", "Options", "Package", "Placement", "PolicyLossConfig", "PreferenceActorConfig",
+    "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization", "ReferenceConfig", "ReportConfig",
+    "RewardComponent", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig", "RoleConfig", "RolePlacement",
+    "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig", "ScheduleConfig",
+    "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig", "TokenIds",
+    "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
+    "import_function", "import_recipe", "imported_module_name", "load", "load_located", "loading", "models_of", "parse",
+    "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from pydantic import (
 
 from flowrl.config.base import Config, FilePath, ImportName
 from flowrl.config.data.data_settings import DataConfig
+from flowrl.config.health import HealthConfig
 from flowrl.config.model import OptimizerConfig
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.rewards.reward_settings import RewardConfig
@@ -159,6 +160,9 @@ class RunConfig(Config):
 
     report: ReportConfig = ReportConfig()
     """Optional outputs: plots, TensorBoard events and generated text."""
+
+    health: HealthConfig = HealthConfig()
+    """Health checks of each step, and their thresholds."""
 
     restarts: NonNegativeInt = 3
     """Maximum number of restarts from the latest checkpoint after failures. Without a checkpoint, a run restarts from

@@ -41,6 +41,7 @@ from flowrl.algorithms.registry import (
     rollout_corrections,
     weights_or_mask,
 )
+from flowrl.algorithms.repetition import repeated_ngrams
 from flowrl.config import (
     ActorConfig,
     AdvantageConfig,
@@ -84,6 +85,8 @@ RECIPE_COLUMNS = {
 """Columns that no shipped recipe computes, with their definitions."""
 
 METRIC_COLUMNS = (
+    "input_ids",
+    "group",
     "scores",
     "response_mask",
     "truncated",
@@ -473,6 +476,7 @@ def batch_metrics(table: TensorDict, kl_control: KlControl) -> dict[str, Metric]
         metrics["reward_shaping"] = Mean(float((rows["shaped_scores"] - rows["scores"]).sum()), num_rows)
     flags = [column for column in ("truncated", "reward_truncated") if column in rows]
     metrics |= {f"{column}_fraction": Mean(float(rows[column].sum()), num_rows) for column in flags}
+    metrics |= _diversity_metrics(rows, tokens)
     if "old_logprobs" in tokens and "rollout_logprobs" in tokens:
         gap_BT = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
         metrics["rollout_gap"] = Mean(float(masked_mean(gap_BT, mask_BT)) * num_tokens, num_tokens)
@@ -486,6 +490,27 @@ def batch_metrics(table: TensorDict, kl_control: KlControl) -> dict[str, Metric]
         metrics["explained_variance"] = Mean(float(explained_variance(tokens["values"], tokens["returns"], mask_BT)), 1)
     if "loss_weights" in tokens or "behavior_logprobs" in tokens:
         metrics |= _correction_metrics(tokens)
+    return metrics
+
+
+def _diversity_metrics(rows: Mapping[str, torch.Tensor], tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+    """Returns the share of groups with equal scores and the share of repeated n-grams, if there are such groups and
+    n-grams.
+    """
+    metrics: dict[str, Metric] = {}
+    if "group" in rows and "scores" in rows:
+        scores_B = rows.get("shaped_scores", rows["scores"])
+        groups_G, group_of_B, sizes_G = rows["group"].unique(return_inverse=True, return_counts=True)
+        low_G, high_G = (
+            scores_B.new_zeros(len(groups_G)).scatter_reduce(0, group_of_B, scores_B, kind, include_self=False)
+            for kind in ("amin", "amax")
+        )
+        if num_groups := int((sizes_G > 1).sum()):
+            num_equal = int(((sizes_G > 1) & (low_G == high_G)).sum())
+            metrics["equal_scores_fraction"] = Mean(num_equal, num_groups)
+    if "input_ids" in tokens:
+        num_repeated, num_ngrams = repeated_ngrams(tokens["input_ids"], tokens["response_mask"])
+        metrics |= {"repetition": Mean(num_repeated, num_ngrams)} if num_ngrams else {}
     return metrics
 
 

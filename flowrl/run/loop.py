@@ -39,20 +39,20 @@ from flowrl.run.datasets.row_batches import Lookahead, Skippable
 from flowrl.run.datasets.templates import conversation_template, save_template
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
+from flowrl.run.monitoring.step_checks import StepChecks
 from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import draw_plots, metric_titles, show, write_trace
 from flowrl.run.role_groups import Protections, check_role, find_role, start_scoring
 from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.step_log import PeakMemory, StepLog, check_logged
-from flowrl.run.updates import ZeroRateWatch, describe_updates
-from flowrl.schedules.failure_watch import FailureWatch
+from flowrl.run.updates import describe_updates
 from flowrl.schedules.rewards import Scoring
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_plan import trainer_routes
 from flowrl.schedules.streaming_rollouts import make_rollout_source
 from flowrl.weight_sync.transfer import WeightSync
-from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
+from flowrl.weight_sync.verification import ComparedWeights
 
 Parameters = ParamSpec("Parameters")
 
@@ -113,9 +113,7 @@ class Run:
             self._progress.notify(restarts.pop_message() or f"starting {', '.join(config.roles)} ({config.backend})")
             for message in describe_updates(config):
                 self._progress.notify(message)
-            self._watch = RolloutWatch(config, self._progress.notify)
-            self._rates = ZeroRateWatch(config, self._progress.notify)
-            self._failures = FailureWatch(config)
+            self._checks = StepChecks(config, self._progress.notify)
             self._protections = Protections(self._progress.notify)
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
@@ -156,6 +154,7 @@ class Run:
             MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)
         )
         self._rollouts = RolloutSaver(config, self.folder.rollouts, last_step, self._metrics.write_text)
+        self._checks.open(self.folder.path, self.cluster.plan, self._metrics.history)
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
         self._log = StepLog(self.cluster.calls, elapsed_s)
         if config.checkpoint.every:
@@ -265,7 +264,7 @@ class Run:
         if self._resumed is not None:
             self._saver.restore(self._resumed)
             if rollout is not None and self._policy is not None:
-                self._watch.follow(self._weight_sync.send(self._policy, rollout, self.version))
+                self._checks.rollout.follow(self._weight_sync.send(self._policy, rollout, self.version))
         self.cluster.wait_for_calls()
         self._protections.report()
         if self._source is not None and rollout is not None:
@@ -283,8 +282,8 @@ class Run:
             while self.step < self.config.steps:
                 if self.step > 1:
                     self._write_record(self.step - 1)
-                self._failures.check_responses(self.step)
-                if self._interruption.signal is not None or self._failures.error is not None:
+                self._checks.failures.check_responses(self.step)
+                if self._interruption.signal is not None or self._checks.error is not None:
                     break  # `finish` writes the results
                 if self._stream is not None and not self._stream.has_next():
                     break
@@ -310,7 +309,7 @@ class Run:
         """
         self.version += 1
         sync = self._weight_sync.send if self._source is None else self._source.sync_weights
-        self._log.add(self._watch.follow(sync(actor, rollout, self.version)))
+        self._log.add(self._checks.rollout.follow(sync(actor, rollout, self.version)))
 
     # Times of evaluations and checkpoints.
 
@@ -432,7 +431,7 @@ class Run:
 
     def _log_source(self) -> None:
         for metrics in () if self._source is None else self._source.pop_metrics():
-            watch = self._watch if isinstance(metrics, ComparedWeights) else self._failures
+            watch = self._checks.rollout if isinstance(metrics, ComparedWeights) else self._checks.failures
             self._log.add(watch.follow(metrics))  # pyright: ignore[reportArgumentType] (each follows its own type)
 
     def _write_records(self, last_step: int) -> None:
@@ -451,9 +450,7 @@ class Run:
         self._rollouts.write_training(step)
         self._metrics.write(step, values)
         self._progress.update(step, values)
-        self._rates.check_step(step, values)
-        self._failures.check_step(step, values)
-        self._watch.check_step(step, values)
+        self._checks.check_step(step, values)
 
     def _end_step(self) -> None:
         """Ends the part of a step whose calls count for its duration."""
@@ -489,8 +486,8 @@ class Run:
         self._write_trace_and_plots(self._log.last_ended_ns)
         summary = self._summary()
         write_json(self.folder.summary, summary)
-        if self._failures.error is not None:
-            raise UserError(self._failures.error)
+        if self._checks.error is not None:
+            raise UserError(self._checks.error)
         if self._interruption.signal is None:
             show(self._progress.console, self._evaluations.results, self.folder, metric_titles(self.config))
         return summary
@@ -512,9 +509,11 @@ class Run:
             "busy_fraction": self._log.recorded.busy_fractions(),
             "steps_requested": self.config.steps,
             "interrupted_by": None if signal is None else signal.name,
+            "stopped_by": self._checks.error,
             "restarts": current_policy().num_restarts,
             "seconds": time.monotonic() - self.started_s,
-            "rollout_gap_steps": self._watch.gap_steps,
+            "rollout_gap_steps": self._checks.rollout.gap_steps,
+            "health": self._checks.health.summary(),
             "missing_protections": {role: list(names) for role, names in self._protections.missing.items()},
             "peak_memory_mb": self._memory.measure_mb(is_required=True),
         }

@@ -24,9 +24,6 @@ or a different temperature cause larger gaps."""
 GAP_WARNING_QUANTIZED = 0.1
 """Default of `rollout.gap_warning` for a quantized rollout. The gap of an int8 model with 100M parameters is 0.02."""
 
-WARN_EVERY = 10
-"""Minimum number of steps between two gap warnings."""
-
 
 class ComparedWeights:
     """Results of the weight comparisons after an update, as metrics of the step."""
@@ -82,7 +79,7 @@ class WeightsCheck:
 
 
 def gap_limit(rollout: RolloutConfig, actor: TrainedConfig) -> float:
-    """Returns the mean gap, in nats per token, above which `RolloutWatch` warns."""
+    """Returns the mean gap, in nats per token, above which a run warns or ends."""
     if rollout.gap_warning is not None:
         return rollout.gap_warning
     if rollout.quantization is not None:
@@ -91,7 +88,10 @@ def gap_limit(rollout: RolloutConfig, actor: TrainedConfig) -> float:
 
 
 class RolloutWatch:
-    """Checks `rollout_gap` in each step and reports weights that cannot be compared."""
+    """Counts the steps with a large `rollout_gap`, ends a strict run, and reports weights that cannot be compared.
+
+    The health check `logprob_gap` reports the gap of a run that is not strict.
+    """
 
     def __init__(self, config: RunConfig, report: Callable[[str], None]) -> None:
         settings = dict(config)
@@ -101,7 +101,6 @@ class RolloutWatch:
         self._report = report
         self._checks: list[ComparedWeights] = []
         self._reported_unreached = False
-        self._last_gap_warning: int | None = None
         self.gap_steps = 0
         """Number of steps with a gap above the limit."""
 
@@ -125,15 +124,11 @@ class RolloutWatch:
         if gap <= limit or (isnan(gap) and not values.get("response_tokens")):
             return
         self.gap_steps += 1
-        message = (
-            f"step {step}: rollout and trainer log-probabilities differ by {gap:.3g} nats per token on average, above "
-            f"rollout.gap_warning {limit:g}; likely causes, most likely first: {gap_causes(self._rollout)}"
-        )
         if self._rollout.check == "strict":
-            raise CheckFailed(message)
-        if self._last_gap_warning is None or step - self._last_gap_warning >= WARN_EVERY:
-            self._last_gap_warning = step
-            self._report(f"warning: {message}")
+            raise CheckFailed(
+                f"step {step}: rollout and trainer log-probabilities differ by {gap:.3g} nats per token on average, "
+                f"above rollout.gap_warning {limit:g}; likely causes, most likely first: {gap_causes(self._rollout)}"
+            )
 
     def _report_unreached(self) -> None:
         while self._checks and self._checks[0].done() and not self._reported_unreached:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from flowrl import Placement
 from flowrl.cli import exit_code
+from flowrl.health import read_findings
 from recipes.grpo import train as recipe
 from recipes.grpo.config import GRPOConfig
 from tests.configs import with_float64_models
@@ -62,14 +64,18 @@ def test_wrong_weight_after_an_update_ends_the_run(
     assert error.count("\n") == 1 and not missing_facts(error, "rollout", 1, 15, "model.norm.weight", 0.1)
 
 
-def test_gap_warns_once_and_is_counted(
+def test_gap_is_a_finding_and_is_counted(
     config: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(recipe, "Rollout", Drifting)
-    summary = recipe.train(config(check_weights="off"))
+    run_config = config(check_weights="off")
+    summary = recipe.train(run_config)
     assert summary["rollout_gap_steps"] == STEPS - 1  # the first step samples from the initial weights
-    output = capsys.readouterr().out
-    assert output.count("warning:") == 1 and not missing_facts(" ".join(output.split()), 2, "rollout.check_weights")
+    (finding,) = read_findings(run_config.output)
+    assert (finding.check, finding.step, finding.last_step) == ("logprob_gap", 2, STEPS)
+    assert not missing_facts(finding.message, "rollout.gap_warning", 0.001, "rollout.check_weights")
+    assert summary["health"] == [asdict(finding)]
+    assert not missing_facts(" ".join(capsys.readouterr().out.split()), "health", 2, "rollout.check_weights")
 
 
 def test_gap_ends_a_strict_run_and_its_records_stay(
@@ -92,5 +98,6 @@ def test_gap_that_the_config_allows_does_not_warn(
     settings: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(recipe, "Rollout", Hotter)
-    assert recipe.train(config(**settings))["rollout_gap_steps"] == 0
-    assert "warning" not in capsys.readouterr().out
+    summary = recipe.train(config(**settings))
+    assert summary["rollout_gap_steps"] == 0 and summary["health"] == []
+    assert "health:" not in capsys.readouterr().out

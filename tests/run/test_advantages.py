@@ -17,7 +17,7 @@ from flowrl.config.algorithm.advantage import (
 )
 from flowrl.config.algorithm.correction import RejectionCorrection, WeightCorrection
 from flowrl.data.batch.batch import Batch
-from flowrl.run.advantages import Advantages, ShapedScores, shape_scores
+from flowrl.run.advantages import Advantages, ShapedScores, measure_batch, shape_scores
 from tests.configs import on_policy_settings
 
 OWN = "tests.algorithms.own_functions"
@@ -156,6 +156,34 @@ def test_metrics_are_means_over_rows_and_response_tokens() -> None:
     assert values["kl"] == 0
     assert values["rollout_gap"] == pytest.approx(0.1, abs=1e-6)
     assert not [name for name in values if name.startswith(("correction/", "mismatch/", "reward_shaping", "kl_coef"))]
+
+
+def test_groups_with_equal_scores_are_counted() -> None:
+    """Three groups of two rows, whose order in the batch is arbitrary, and a group of one row."""
+    rows = Batch.from_columns(
+        rows={
+            "group": [7, 3, 7, 5, 3, 5, 9],
+            "scores": torch.tensor([1.0, 0.0, 1.0, 0.5, 1.0, 0.25, 0.0]),
+            "shaped_scores": torch.tensor([1.0, 0.0, 1.0, 0.5, 1.0, 0.5, 0.0]),
+        },
+        tokens={"response_mask": [True] * 7},
+        lengths=[1] * 7,
+    )
+    measured = {name: metric.result() for name, metric in measure_batch(rows).get().items()}
+    assert measured["equal_scores_fraction"] == pytest.approx(2 / 3)  # with the shaped scores
+    unshaped = measure_batch(rows.select("group", "scores", "response_mask")).get()
+    assert unshaped["equal_scores_fraction"].result() == pytest.approx(1 / 3)
+    single = measure_batch(rows.rows([0, 1, 3])).get()
+    assert "equal_scores_fraction" not in single
+
+
+def test_repeated_ngrams_of_responses_are_counted() -> None:
+    rows = Batch.from_columns(
+        tokens={"input_ids": [1, 1, 1, 1, 1, 1, 5, 6, 7, 8], "response_mask": [False, *[True] * 9]}, lengths=[6, 4]
+    )
+    # The first response has two equal n-grams of 4 tokens, the second response has one.
+    assert measure_batch(rows).get()["repetition"].result() == pytest.approx(1 / 3)
+    assert "repetition" not in measure_batch(rows.rows([1]).select("response_mask")).get()
 
 
 # Columns of losses and corrections.

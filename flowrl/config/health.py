@@ -1,0 +1,91 @@
+"""Settings of the health checks: one threshold per check."""
+
+from typing import Annotated, Literal
+
+from annotated_types import Gt, Le
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from flowrl.config.base import Config
+
+HealthCheck = Literal[
+    "held_out_fall",
+    "length_limit",
+    "truncation",
+    "entropy_collapse",
+    "kl_growth",
+    "ratio_range",
+    "logprob_gap",
+    "gradient_spike",
+    "no_signal",
+    "stale_share",
+    "idle_devices",
+    "repetition",
+    "value_function",
+    "skipped_updates",
+]
+"""Names of the health checks. Each is the setting with its threshold."""
+
+HealthChecks = Annotated[tuple[HealthCheck, ...], Field(strict=False)]
+"""A list of names of health checks."""
+
+Share = Annotated[float, Gt(0), Le(1)]
+
+
+class HealthConfig(Config):
+    """Thresholds of the health checks (docs/observability.md). Null disables a check. A finding changes no result."""
+
+    steps: PositiveInt = 10
+    """Number of steps whose median most checks compare with their threshold. No check fires before it has the values of
+    so many steps, so that a single noisy step has no effect.
+    """
+
+    held_out_fall: PositiveFloat | None = 0.2
+    """Fall of the held-out `accuracy` below its best value, as a fraction of this value, while the training `reward`
+    rises. Also the rise of `validation_loss` above its best value, while the training loss falls.
+    """
+
+    length_limit: Share | None = 0.95
+    """Mean response length, as a fraction of `rollout.max_response_tokens`."""
+
+    truncation: Share | None = 0.5
+    """Share of responses that reached the length limit."""
+
+    entropy_collapse: Share | None = 0.02
+    """Smallest entropy of the policy, as a fraction of its entropy in the first steps."""
+
+    kl_growth: PositiveFloat | None = 1.0
+    """KL of the policy to the reference in nats per token, if it still grows."""
+
+    ratio_range: PositiveFloat | None = 0.2
+    """Distance from 1 of the mean ratio of new to old probabilities, or of the mean importance weight of stale
+    responses.
+    """
+
+    logprob_gap: PositiveFloat | None = 1.0
+    """Mean gap between the log-probabilities of rollout and trainer, as a multiple of `rollout.gap_warning`."""
+
+    gradient_spike: PositiveFloat | None = 10.0
+    """Gradient norm of a step, as a multiple of the median of the steps before it."""
+
+    no_signal: Share | None = 0.9
+    """Share of groups whose scores are all equal, trained or dropped."""
+
+    stale_share: Share | None = 0.2
+    """Share of the generated groups that are dropped because they are too stale."""
+
+    idle_devices: Share | None = 0.8
+    """Share of the time in which a device runs no call."""
+
+    repetition: Share | None = 0.5
+    """Share of n-grams of the responses that occur earlier in the same response."""
+
+    value_function: float | None = 0.02
+    """Smallest explained variance of the critic, after the first 3 x `steps` steps. A constant has 0."""
+
+    skipped_updates: Share | None = 0.5
+    """Share of steps with a skipped update."""
+
+    stop_on: HealthChecks = ()
+    """Names of checks that end the run. It completes the current step, saves a checkpoint if `checkpoint.every` is set,
+    and exits with code 2.
+    """

@@ -1,0 +1,48 @@
+"""Findings of health checks, and the file `health.jsonl` that contains them."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+FILE = "health.jsonl"
+"""Name of the file in the run folder."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A period in which a check exceeds its threshold."""
+
+    check: str
+    """Name of the check, which is the setting `health.<check>`."""
+
+    step: int
+    """First step."""
+
+    last_step: int
+    """Last step so far. Steps in between may be healthy, because short recoveries do not end a finding."""
+
+    value: float
+    """Worst value so far."""
+
+    threshold: float
+
+    message: str
+    """Observation, meaning and remedy, when the finding began or when it last became clearly worse."""
+
+    setting: str
+    """Setting to change first."""
+
+
+def format_findings(findings: Iterable[Finding]) -> str:
+    """Returns the content of `health.jsonl`: one JSON object per finding."""
+    return "".join(json.dumps(asdict(finding), ensure_ascii=False) + "\n" for finding in findings)
+
+
+def read_findings(run_folder: Path | str) -> list[Finding]:
+    """Returns the findings of a run, in the order in which they began. Returns an empty list without `health.jsonl`."""
+    path = Path(run_folder) / FILE
+    names = [field.name for field in fields(Finding)]
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    rows = [json.loads(line) for line in lines if line]
+    return [Finding(**{name: row[name] for name in names}) for row in rows]

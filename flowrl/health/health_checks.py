@@ -1,0 +1,390 @@
+"""The health checks: pure functions that measure a window of steps, with the meaning and the remedy of each."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from flowrl.config import HealthCheck
+from flowrl.health.step_window import EvaluationPoint, StepWindow, spread
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that its metrics do not contain."""
+
+    settings: frozenset[str] = frozenset()
+    """Dotted keys of the run's settings."""
+
+    max_response_tokens: int | None = None
+    """Setting `rollout.max_response_tokens`; None without a rollout."""
+
+    prompts_per_step: int | None = None
+    """Number of groups of a step; None without a rollout."""
+
+    gap_limit: float | None = None
+    """Value of `rollout.gap_warning` in nats per token; None if the gap is not checked."""
+
+    gap_causes: str = ""
+    """Likely causes of a gap above the limit."""
+
+    devices: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    """Pool of each combination of roles on a device."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Value of a check at one step."""
+
+    value: float
+    observation: str
+    """What is out of range, with its value, as the beginning of a message."""
+    role: str = "actor"
+    """Trained role that the value belongs to."""
+
+
+Measure = Callable[[StepWindow, RunFacts], Measurement | None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A health check."""
+
+    name: HealthCheck
+    measure: Measure
+    """Returns the value of the last step, or None if the window does not have the values that the check needs."""
+    meaning: str
+    """Likely cause, as a clause."""
+    remedy: str
+    """What to change. Empty for `logprob_gap`, whose causes depend on the run."""
+    settings: tuple[str, ...]
+    """Settings to change. A finding names the first that the run has. `ROLE` stands for the trained role."""
+    is_lower_bound: bool = False
+    """Whether values below the threshold are findings; otherwise those above it."""
+
+    def setting(self, measurement: Measurement, facts: RunFacts) -> str:
+        """Returns the setting to change first."""
+        names = [name.replace("ROLE", measurement.role) for name in self.settings]
+        return next((name for name in names if name in facts.settings), names[-1])
+
+
+# Held-out evaluations.
+
+HELD_OUT = {"accuracy": "reward", "validation_loss": "actor/loss"}
+"""Prefix of a held-out metric -> training metric that it corresponds to."""
+
+_IMPROVES_BY_FALLING = {"validation_loss"}
+
+
+def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the largest relative fall of a held-out metric, if its training metric has improved since its best value.
+
+    Two evaluations in a row must be worse than the best value, which itself must be confirmed by a second evaluation
+    if there is one. With a single evaluation after the best one, half of its fall counts.
+    """
+    if not window.is_evaluated:
+        return None
+    falls = [fall for name in window.evaluations for fall in _falls(window, name)]
+    return max(falls, key=lambda fall: fall.value, default=None)
+
+
+def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
+    prefix = name.split("/")[0]
+    sign = -1 if prefix in _IMPROVES_BY_FALLING else 1
+    *earlier, last = window.evaluations[name]
+    if len(earlier) > 1:
+        earlier, previous = earlier[:-1], earlier[-1]
+    else:
+        previous = None
+    if not earlier:
+        return
+    best = _best(earlier, sign)
+    scale = abs(best.value) or 1.0
+    fall = sign * (best.value - last.value) / scale
+    fall = fall / 2 if previous is None else min(fall, sign * (best.value - previous.value) / scale)
+    training = HELD_OUT[prefix]
+    if fall > 0 and not _has_improved(window, training, best, last, sign):
+        fall = 0.0
+    direction, change = ("below", "rises") if sign > 0 else ("above", "falls")
+    observation = (
+        f"{name} is {last.value:.3g}, {abs(last.value - best.value) / scale:.0%} {direction} its best value "
+        f"{best.value:.3g}, while {training} {change}"
+    )
+    yield Measurement(max(fall, 0.0), observation)
+
+
+def _best(points: list[EvaluationPoint], sign: int) -> EvaluationPoint:
+    """Returns the best point that the evaluation before or after it confirms, or the only point."""
+    if len(points) == 1:
+        return points[0]
+    confirmed = (min(pair, key=lambda point: sign * point.value) for pair in pairwise(points))
+    return max(confirmed, key=lambda point: sign * point.value)
+
+
+def _has_improved(window: StepWindow, name: str, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
+    """Returns whether the training metric has improved between two evaluations by more than its noise."""
+    before = best.training.get(name, window.first_median(name))
+    now, values = last.training.get(name), window.recent_values(name)
+    if before is None or now is None or values is None:
+        return False
+    return sign * (now - before) > 2 * spread(values) / len(values) ** 0.5
+
+
+# Responses.
+
+
+def measure_length_limit(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median response length, including tokens of an environment, as a fraction of the limit."""
+    length = window.recent_median("response_length")
+    if length is None or facts.max_response_tokens is None:
+        return None
+    length += window.recent_median("environment_length") or 0.0
+    limit = facts.max_response_tokens
+    return Measurement(length / limit, f"responses have {length:.4g} of at most {limit} tokens on average")
+
+
+def measure_truncation(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median share of truncated responses."""
+    share = window.recent_median("truncated_fraction")
+    return None if share is None else Measurement(share, f"{share:.0%} of the responses are truncated")
+
+
+def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median share of repeated n-grams."""
+    share = window.recent_median("repetition")
+    return None if share is None else Measurement(share, f"{share:.0%} of the n-grams of responses are repeated")
+
+
+# Policy.
+
+
+def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median entropy as a fraction of the entropy in the first steps."""
+    now, before = window.recent_median("actor/entropy"), window.first_median("actor/entropy")
+    if now is None or not before:
+        return None
+    return Measurement(now / before, f"actor/entropy is {now:.3g} nats per token, in the first steps {before:.3g}")
+
+
+def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median KL to the reference. It is 0 if the KL has not grown since the steps before."""
+    for name in ("kl", "actor/kl"):
+        values = window.values(name)
+        if len(values) >= 2 * window.steps:
+            before, now = median(values[-2 * window.steps : -window.steps]), median(values[-window.steps :])
+            return Measurement(now if now > before else 0.0, f"{name} is {now:.3g} nats per token and grows")
+    return None
+
+
+def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the largest median distance from 1 of a mean probability ratio."""
+    ratios = {name: window.recent_median(name) for name in ("actor/ratio", "correction/weight")}
+    found = [
+        Measurement(abs(ratio - 1), f"{name} is {ratio:.3g} on average")
+        for name, ratio in ratios.items()
+        if ratio is not None
+    ]
+    return max(found, key=lambda measurement: measurement.value, default=None)
+
+
+def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the gap of the last step as a multiple of the limit. Stale responses have a gap by construction."""
+    gap = window.last.get("rollout_gap", window.last.get("actor/rollout_gap"))
+    if facts.gap_limit is None or gap is None or window.last.get("staleness_max", 0.0) > 0:
+        return None
+    observation = f"rollout and trainer log-probabilities differ by {gap:.3g} nats per token on average"
+    return Measurement(gap / facts.gap_limit, f"{observation} (rollout.gap_warning {facts.gap_limit:g})")
+
+
+# Updates.
+
+
+def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the largest gradient norm of a role in the last step as a multiple of its median in the steps before."""
+    found = []
+    for name, norm in window.last.items():
+        role, _, metric = name.rpartition("/")
+        if metric != "grad_norm" or "/" in role:
+            continue
+        before = window.values(name)[:-1]
+        if len(before) >= window.steps and (center := median(before)) > 0:
+            observation = f"{name} is {norm:.3g}, {norm / center:.3g} times the median of the steps before"
+            found.append(Measurement(norm / center, observation, role))
+    return max(found, key=lambda measurement: measurement.value, default=None)
+
+
+def measure_skipped_updates(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the largest share of the last steps in which a role skipped an update."""
+    found = []
+    for name in window.last:
+        role, _, metric = name.rpartition("/")
+        if metric == "skipped_update" and (values := window.recent_values(name)) is not None:
+            share = sum(values) / len(values)
+            found.append(Measurement(share, f"{name} is 1 in {share:.0%} of the steps", role))
+    return max(found, key=lambda measurement: measurement.value, default=None)
+
+
+def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median explained variance of the critic, after 3 x `steps` steps."""
+    variance = window.recent_median("explained_variance")
+    if variance is None or window.num_steps < 3 * window.steps:
+        return None
+    return Measurement(variance, f"explained_variance is {variance:.3g}", "critic")
+
+
+# Data flow.
+
+
+def measure_no_signal(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median share of groups with equal scores among the trained and the dropped groups.
+
+    Without groups of several responses, returns the share of steps in which all scores are equal.
+    """
+    records = list(window.records)[-window.steps :]
+    shares = [share for record in records if (share := _share_without_signal(record, facts)) is not None]
+    if len(shares) < window.steps:
+        return None
+    share = median(shares)
+    return Measurement(share, f"{share:.0%} of the groups have equal scores")
+
+
+def _share_without_signal(record: Mapping[str, float], facts: RunFacts) -> float | None:
+    equal, dropped = record.get("equal_scores_fraction"), record.get("dropped_equal_scores")
+    trained = record.get("trained_groups", facts.prompts_per_step)
+    if trained and (equal is not None or dropped is not None):
+        return ((equal or 0.0) * trained + (dropped or 0.0)) / (trained + (dropped or 0.0))
+    if "reward" not in record or "reward_max" not in record:
+        return None
+    return float(record["reward_max"] - record["reward"] <= 1e-6 * max(1.0, abs(record["reward_max"])))
+
+
+def measure_stale_share(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the share of stale groups among the groups that were trained or dropped as stale in the last steps."""
+    stale, trained = window.recent_values("dropped_stale"), window.recent_values("trained_groups")
+    if stale is None or trained is None or not sum(stale) + sum(trained):
+        return None
+    share = sum(stale) / (sum(stale) + sum(trained))
+    return Measurement(share, f"{share:.0%} of the generated groups are dropped because they are stale")
+
+
+def measure_idle_devices(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median idle time of the device that is idle longest, as a fraction of a step.
+
+    A device runs one call at a time, so that the busy times of its roles add up.
+    """
+    found = []
+    records = [record for record in window.records if any(name.startswith("idle_") for name in record)]
+    if len(records) < window.steps:
+        return None
+    for roles, pool in facts.devices.items():
+        idle = median(
+            max(0.0, 1 - sum(1 - record.get(f"idle_{role}", 1.0) for role in roles))
+            for record in records[-window.steps :]
+        )
+        observation = f"a device of pool {pool} ({', '.join(roles)}) is idle in {idle:.0%} of the time"
+        found.append(Measurement(idle, observation))
+    return max(found, key=lambda measurement: measurement.value, default=None)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "held_out_fall",
+        measure_held_out_fall,
+        "the policy overfits or exploits the reward",
+        "compare saved responses of both steps, correct the reward, strengthen the KL penalty, or end the run earlier",
+        ("actor.kl_loss_coef", "algorithm.kl_coef", "steps"),
+    ),
+    Check(
+        "length_limit",
+        measure_length_limit,
+        "most responses end only because of the limit",
+        "check the stop tokens of the template, raise rollout.max_response_tokens, or penalize long responses",
+        ("rollout.max_response_tokens",),
+    ),
+    Check(
+        "truncation",
+        measure_truncation,
+        "the reward sees incomplete responses",
+        "raise rollout.max_response_tokens, or exclude truncated responses with algorithm.mask_truncated",
+        ("rollout.max_response_tokens",),
+    ),
+    Check(
+        "entropy_collapse",
+        measure_entropy_collapse,
+        "the policy is almost deterministic and no longer explores",
+        "lower the learning rate, or raise actor.entropy_coef",
+        ("actor.entropy_coef", "actor.optimizer.lr"),
+        is_lower_bound=True,
+    ),
+    Check(
+        "kl_growth",
+        measure_kl_growth,
+        "the policy drifts away from the reference",
+        "strengthen the KL penalty, or lower the learning rate",
+        ("algorithm.kl_coef", "actor.kl_loss_coef", "actor.optimizer.lr"),
+    ),
+    Check(
+        "ratio_range",
+        measure_ratio_range,
+        "the updates of a step change the policy too much, or responses are too stale",
+        "lower the learning rate, the number of updates per step, or the staleness",
+        ("actor.optimizer.lr",),
+    ),
+    Check(
+        "logprob_gap",
+        measure_logprob_gap,
+        "rollout and trainer do not compute the same policy",
+        "",
+        ("rollout.check_weights",),
+    ),
+    Check(
+        "gradient_spike",
+        measure_gradient_spike,
+        "a batch has extreme advantages or ratios, or the training is unstable",
+        "lower the learning rate, or set max_grad_norm of the optimizer",
+        ("ROLE.optimizer.lr", "ROLE.optimizer.max_grad_norm"),
+    ),
+    Check(
+        "no_signal",
+        measure_no_signal,
+        "groups with equal scores have no advantage, so that the policy learns nothing from them",
+        "use prompts of medium difficulty, raise samples_per_prompt, or check the reward",
+        ("samples_per_prompt", "reward"),
+    ),
+    Check(
+        "stale_share",
+        measure_stale_share,
+        "generation is faster than training, and its work is lost",
+        "lower schedule.overprovision, raise schedule.max_staleness, or use fewer rollout devices",
+        ("schedule.overprovision",),
+    ),
+    Check(
+        "idle_devices",
+        measure_idle_devices,
+        "the placement does not match the work of the roles",
+        "colocate its roles with others, give it fewer devices, or overlap generation and training with a schedule",
+        ("placement",),
+    ),
+    Check(
+        "repetition",
+        measure_repetition,
+        "responses are loops of the same text",
+        "inspect saved responses, correct the reward, or strengthen the KL penalty",
+        ("algorithm.kl_coef", "actor.kl_loss_coef", "reward"),
+    ),
+    Check(
+        "value_function",
+        measure_value_function,
+        "the critic predicts no better than a constant, so that advantages are noisy",
+        "raise the learning rate of the critic, train it longer before the actor, or use an estimator without a critic",
+        ("critic.optimizer.lr",),
+        is_lower_bound=True,
+    ),
+    Check(
+        "skipped_updates",
+        measure_skipped_updates,
+        "updates have no token to train on, or float16 gradients overflow",
+        "check masks and corrections, or use bfloat16",
+        ("algorithm.correction", "ROLE.engine.compute_dtype"),
+    ),
+)

@@ -1,0 +1,84 @@
+"""Applies the health checks to each step, and keeps their findings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from flowrl.config import HealthConfig
+from flowrl.health.findings import Finding
+from flowrl.health.health_checks import CHECKS, HELD_OUT, Check, Measurement, RunFacts
+from flowrl.health.step_window import StepWindow
+
+
+@dataclass
+class _CheckState:
+    """Findings of one check so far."""
+
+    finding: int | None = None
+    """Index of the current finding."""
+    num_findings: int = 0
+    num_healthy: int = 0
+    """Number of measured steps without the problem since the last step with it."""
+    reported: float = 0.0
+    """Distance between value and threshold in the last message."""
+
+
+class HealthMonitor:
+    """Applies the checks to each log record. Its state depends only on the records and the settings.
+
+    A resumed run adds the records up to its checkpoint again, which restores the findings.
+    """
+
+    def __init__(self, config: HealthConfig, facts: RunFacts) -> None:
+        self._facts, self._window = facts, StepWindow(config.steps)
+        settings = dict(config)
+        self._checks = [(check, settings[check.name]) for check in CHECKS if settings[check.name] is not None]
+        self._states = {check.name: _CheckState() for check, _ in self._checks}
+        self.findings: list[Finding] = []
+        """All findings, in the order in which they began."""
+
+    def add(self, step: int, record: Mapping[str, float]) -> list[Finding]:
+        """Checks the record of a step. Returns the findings that begin or have become clearly worse in this step."""
+        self._window.add(step, record, HELD_OUT)
+        if not self._window.records:
+            return []
+        changed = [self._apply(check, threshold, step) for check, threshold in self._checks]
+        return [finding for finding in changed if finding is not None]
+
+    def _apply(self, check: Check, threshold: float, step: int) -> Finding | None:
+        measurement = check.measure(self._window, self._facts)
+        if measurement is None:
+            return None
+        state = self._states[check.name]
+        distance = threshold - measurement.value if check.is_lower_bound else measurement.value - threshold
+        if distance <= 0:
+            state.num_healthy += 1
+            # Each recurrence must follow a longer healthy period, which limits the number of messages of a long run.
+            if state.num_healthy >= self._window.steps * 2 ** max(1, state.num_findings):
+                state.finding = None
+            return None
+        state.num_healthy = 0
+        if state.finding is None:
+            state.finding, state.reported = len(self.findings), distance
+            state.num_findings += 1
+            self.findings.append(self._describe(check, measurement, threshold, step))
+            return self.findings[-1]
+        earlier = self.findings[state.finding]
+        worst = (min if check.is_lower_bound else max)(earlier.value, measurement.value)
+        self.findings[state.finding] = replace(earlier, last_step=step, value=worst)
+        if distance < 2 * max(state.reported, abs(threshold) / 2, _MIN_DISTANCE):
+            return None
+        state.reported = distance
+        described = self._describe(check, measurement, threshold, step)
+        self.findings[state.finding] = replace(described, step=earlier.step)
+        return self.findings[state.finding]
+
+    def _describe(self, check: Check, measurement: Measurement, threshold: float, step: int) -> Finding:
+        bound = "below" if check.is_lower_bound else "above"
+        limit = f"{measurement.value:.3g}, {bound} health.{check.name} {threshold:g}"
+        message = f"{measurement.observation} ({limit}): {check.meaning}; {check.remedy or self._facts.gap_causes}"
+        setting = check.setting(measurement, self._facts)
+        return Finding(check.name, step, step, measurement.value, threshold, message, setting)
+
+
+_MIN_DISTANCE = 0.1
+"""Smallest distance from a threshold whose double is clearly worse."""

@@ -1,0 +1,197 @@
+"""The values of health checks, computed by hand, and the thresholds at which they fire."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from flowrl.config import HealthConfig
+from flowrl.health.health_checks import CHECKS, RunFacts
+from tests.health.records import STEPS, find, measure, records
+
+ROLLOUT = RunFacts(max_response_tokens=20, prompts_per_step=10, gap_limit=0.05, gap_causes="stale weights")
+
+
+class Case(NamedTuple):
+    """Records with a known value of a check."""
+
+    check: str
+    rows: Sequence[Mapping[str, float]]
+    value: float
+    facts: RunFacts = ROLLOUT
+    initial: Mapping[str, float] | None = None
+
+
+def repeated(**values: float) -> list[dict[str, float]]:
+    """Returns `STEPS` equal records."""
+    return records(**{name: [value] * STEPS for name, value in values.items()})
+
+
+REWARDS = [0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.4, 0.4, 0.5, 0.5]
+
+CASES = {
+    # Best value 0.6, confirmed by 0.5, so 0.5 counts. The last two are 0.4 and 0.3: 20 % and 40 % below.
+    "held_out_fall": Case(
+        "held_out_fall",
+        records(reward=REWARDS, accuracy=[None, 0.5, None, 0.6, None, 0.5, None, 0.4, None, 0.3]),
+        0.2,
+    ),
+    # One evaluation after the initial one: half of the fall of 60 %.
+    "held_out_fall of one set": Case(
+        "held_out_fall",
+        records(reward=REWARDS, accuracy__hard=[*[None] * 9, 0.2]),
+        0.3,
+        initial={"accuracy/hard": 0.5},
+    ),
+    # Loss on held-out examples: 1.0 is confirmed by 1.1; the last two are 1.32 and 1.65.
+    "held_out_fall of a loss": Case(
+        "held_out_fall",
+        records(
+            actor__loss=[2.0 - 0.1 * step for step in range(8)],
+            validation_loss=[None, 1.0, None, 1.1, None, 1.32, None, 1.65],
+        ),
+        0.2,
+    ),
+    # Median of 8, 18, 19 and 20 is 18.5, plus 0.5 of the environment, of 20.
+    "length_limit": Case(
+        "length_limit", records(response_length=[8, 19, 18, 20], environment_length=[0.5] * 4), 19 / 20
+    ),
+    "truncation": Case("truncation", records(truncated_fraction=[0.5, 0.9, 0.7, 0.1]), 0.6),
+    "repetition": Case("repetition", records(repetition=[0.5, 0.9, 0.7, 0.1]), 0.6),
+    # First median 2, last median 0.1.
+    "entropy_collapse": Case("entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0.0]), 0.1 / 2),
+    "kl_growth": Case("kl_growth", records(kl=[0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 1.5, 2.0]), 1.25),
+    "kl_growth of the loss": Case("kl_growth", records(actor__kl=[0.1] * 4 + [0.5, 1.0, 1.5, 2.0]), 1.25),
+    "ratio_range": Case("ratio_range", records(actor__ratio=[1.0, 1.4, 1.2, 9.0]), 0.3),
+    "ratio_range of stale responses": Case("ratio_range", repeated(actor__ratio=1.1, correction__weight=0.4), 0.6),
+    # Only the last step counts: 0.15 nats with a limit of 0.05.
+    "logprob_gap": Case("logprob_gap", records(rollout_gap=[0.0, 0.15]), 3.0),
+    "logprob_gap of the update": Case("logprob_gap", records(actor__rollout_gap=[0.0, 0.15]), 3.0),
+    "gradient_spike": Case("gradient_spike", records(actor__grad_norm=[1, 3, 2, 2, 30]), 15.0),
+    "gradient_spike of the critic": Case(
+        "gradient_spike", records(actor__grad_norm=[1] * 5, critic__grad_norm=[2, 2, 2, 2, 8]), 4.0
+    ),
+    # Shares 0.5, 1, 1 and 0 of 10 groups.
+    "no_signal": Case("no_signal", records(equal_scores_fraction=[0.5, 1, 1, 0]), 0.75),
+    # 30 dropped groups, and 10 trained groups of which 2 have equal scores.
+    "no_signal of dropped groups": Case(
+        "no_signal", repeated(equal_scores_fraction=0.2, dropped_equal_scores=30), 32 / 40
+    ),
+    "no_signal with async": Case("no_signal", repeated(dropped_equal_scores=15, trained_groups=5), 15 / 20),
+    "no_signal without groups": Case("no_signal", records(reward=[0.5, 1, 1, 1], reward_max=[1] * 4), 1.0),
+    # 6 stale and 14 trained groups.
+    "stale_share": Case("stale_share", records(dropped_stale=[0, 1, 2, 3], trained_groups=[5, 4, 3, 2]), 0.3),
+    # Pool a: actor and reward are busy in 60 % of the time. Pool b: the rollout in 20 %.
+    "idle_devices": Case(
+        "idle_devices",
+        repeated(idle_actor=0.5, idle_reward=0.9, idle_rollout=0.8),
+        0.8,
+        RunFacts(devices={("actor", "reward"): "a", ("rollout",): "b"}),
+    ),
+    "value_function": Case("value_function", records(explained_variance=[0.9] * 8 + [-0.5, -0.1, 0.3, 0.5]), 0.1),
+    "skipped_updates": Case("skipped_updates", records(critic__skipped_update=[1, 0, 1, 1]), 0.75),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_value(case: Case) -> None:
+    measurement = measure(case.check, case.rows, case.facts, case.initial)
+    assert measurement is not None and measurement.value == pytest.approx(case.value)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_check_fires_only_beyond_its_threshold(case: Case) -> None:
+    (check,) = (check for check in CHECKS if check.name == case.check)
+    measured = measure(case.check, case.rows, case.facts, case.initial)
+    assert measured is not None
+    margin = 0.001 if check.is_lower_bound else -0.001
+    for threshold, is_found in ((measured.value + margin, True), (measured.value, False), (None, False)):
+        disabled = {other.name: None for other in CHECKS}
+        config = HealthConfig.model_validate({**disabled, "steps": STEPS, case.check: threshold})
+        # The first steps of a case may be worse than its last one, so that only the last step counts.
+        findings = find(config, case.rows, case.facts, case.initial)
+        last = [finding for finding in findings if finding.last_step == len(case.rows)]
+        assert [finding.check for finding in last] == [case.check] * is_found
+
+
+def test_every_check_has_a_case_and_a_setting() -> None:
+    names = [check.name for check in CHECKS]
+    assert set(names) == {case.check for case in CASES.values()}
+    assert names == [name for name in HealthConfig.model_fields if name not in ("steps", "stop_on")]
+
+
+@pytest.mark.parametrize("check", [check.name for check in CHECKS])
+def test_nothing_is_measured_without_metrics(check: str) -> None:
+    assert measure(check, [{"seconds": 1.0}] * 20, ROLLOUT, {"seconds": 1.0}) is None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_that_are_not_finite_count_as_missing(case: Case) -> None:
+    nan = [{name: float("nan") for name in row} for row in case.rows]
+    assert measure(case.check, nan, case.facts) is None
+
+
+SINGLE_STEPS = {"logprob_gap", "gradient_spike", "held_out_fall"}
+"""Checks that compare a single step or evaluation."""
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES.values() if case.check not in SINGLE_STEPS], ids=lambda case: case.check
+)
+def test_too_few_steps_measure_nothing(case: Case) -> None:
+    assert measure(case.check, case.rows[: STEPS - 1], case.facts) is None
+
+
+# Silence.
+
+
+def test_a_fall_with_falling_rewards_is_no_finding() -> None:
+    rows = records(reward=REWARDS[::-1], accuracy=[None, 0.6, None, 0.6, None, 0.5, None, 0.4, None, 0.3])
+    measurement = measure("held_out_fall", rows)
+    assert measurement is not None and measurement.value == 0
+
+
+def test_a_single_bad_evaluation_is_no_finding() -> None:
+    rows = records(reward=REWARDS, accuracy=[None, 0.5, None, 0.5, None, 0.5, None, 0.1, None, 0.5])
+    measurement = measure("held_out_fall", rows)
+    assert measurement is not None and measurement.value == 0
+    assert measure("held_out_fall", rows[:8]).value == 0  # pyright: ignore[reportOptionalMemberAccess] (it is measured)
+
+
+def test_the_held_out_fall_is_measured_only_in_steps_with_an_evaluation() -> None:
+    case = CASES["held_out_fall"]
+    assert measure("held_out_fall", [*case.rows, {"reward": 0.5}]) is None
+
+
+def test_a_kl_that_no_longer_grows_is_no_finding() -> None:
+    measurement = measure("kl_growth", records(kl=[3.0] * 4 + [2.9] * 4))
+    assert measurement is not None and measurement.value == 0
+
+
+def test_a_gap_of_stale_responses_is_not_measured() -> None:
+    assert measure("logprob_gap", [{"rollout_gap": 1.0, "staleness_max": 1.0}], ROLLOUT) is None
+
+
+def test_the_value_function_has_time_to_learn() -> None:
+    assert measure("value_function", [{"explained_variance": -1.0}] * (3 * STEPS - 1)) is None
+
+
+def test_a_critic_gets_its_own_setting() -> None:
+    config = HealthConfig(steps=STEPS)
+    facts = RunFacts(settings=frozenset({"critic.optimizer.lr", "actor.optimizer.lr"}))
+    (finding,) = find(config, records(actor__grad_norm=[1] * 5, critic__grad_norm=[1, 1, 1, 1, 20]), facts)
+    assert finding.setting == "critic.optimizer.lr" and "critic/grad_norm" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"algorithm.kl_coef", "actor.kl_loss_coef", "actor.optimizer.lr"}, "algorithm.kl_coef"),
+        ({"actor.kl_loss_coef", "actor.optimizer.lr"}, "actor.kl_loss_coef"),
+        (set(), "actor.optimizer.lr"),
+    ],
+)
+def test_a_finding_names_a_setting_of_the_run(settings: Any, expected: str) -> None:
+    rows = records(kl=[0.1] * 4 + [5.0] * 4)
+    (finding,) = find(HealthConfig(steps=STEPS), rows, RunFacts(settings=frozenset(settings)))
+    assert (finding.check, finding.setting) == ("kl_growth", expected)
