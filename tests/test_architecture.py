@@ -106,10 +106,10 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "roles": {"base", "algorithm", "model", "rollout"},
         "rewards": {"base", "model", "rollout", "roles"},
         "setting_tree": {"base", "source"},
-        "health": {"base"},
+        "monitoring": {"base"},
         "run": {
             "base",
-            "health",
+            "monitoring",
             "algorithm",
             "model",
             "data",

@@ -46,7 +46,6 @@ from flowrl.config.data.data_settings import (
     RowsConfig,
 )
 from flowrl.config.data.evaluation_settings import EvaluationConfig
-from flowrl.config.health import HealthCheck, HealthChecks, HealthConfig
 from flowrl.config.load import (
     import_recipe,
     load,
@@ -57,6 +56,7 @@ from flowrl.config.load import (
     training_module,
 )
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
+from flowrl.config.monitoring.health_settings import HealthCheck, HealthChecks, HealthConfig
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.judge_settings import JudgeConfig

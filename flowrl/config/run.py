@@ -15,8 +15,8 @@ from pydantic import (
 
 from flowrl.config.base import Config, FilePath, ImportName
 from flowrl.config.data.data_settings import DataConfig
-from flowrl.config.health import HealthConfig
 from flowrl.config.model import OptimizerConfig
+from flowrl.config.monitoring.health_settings import HealthConfig
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import (
