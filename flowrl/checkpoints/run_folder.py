@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from flowrl.checkpoints.system_info import SYSTEM_FILE, describe_system
 from flowrl.config.user_errors import UserError
 from flowrl.data.metric import finite
 
@@ -44,19 +45,26 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
-        """Creates the folder and writes `config.yaml`. Raises RunFolderError if the folder contains files."""
+        """Creates the folder and writes `config.yaml` and `system.json`.
+
+        Raises RunFolderError if the folder contains files.
+        """
         check_is_new(Path(path))
         return cls.reopen(path, resolved_config)
 
     @classmethod
     def reopen(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
-        """Writes `config.yaml` into the folder of a run that resumes. Raises RunFolderError if it is not writable."""
+        """Writes `config.yaml` and `system.json` into the folder of a run that resumes.
+
+        Raises RunFolderError if it is not writable.
+        """
         folder = Path(path)
         text = yaml.safe_dump(dict(resolved_config), sort_keys=False, allow_unicode=True)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(folder / "config.yaml") as temporary:
                 temporary.write_text(text, encoding="utf-8")
+            write_json(folder / SYSTEM_FILE, describe_system())
         except OSError as error:
             raise _write_error(folder, error) from error
         return cls(folder)

@@ -31,7 +31,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
 def test_a_new_folder_contains_the_resolved_config(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "runs" / "one", {"steps": 3, "data": {"train": "a.jsonl"}})
     assert yaml.safe_load(folder.config.read_text()) == {"steps": 3, "data": {"train": "a.jsonl"}}
-    assert [file.name for file in folder.path.iterdir()] == ["config.yaml"]
+    assert {file.name for file in folder.path.iterdir()} == {"config.yaml", "system.json"}
 
 
 def test_an_empty_folder_is_accepted(tmp_path: Path) -> None:

