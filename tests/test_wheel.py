@@ -38,7 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(source.glob("*.whl")))
 
 
-def test_the_wheel_has_two_packages_with_all_modules_and_yaml_files(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_two_packages_with_all_modules_and_data_files(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {
         path
@@ -46,7 +46,8 @@ def test_the_wheel_has_two_packages_with_all_modules_and_yaml_files(wheel: zipfi
         for path in (ROOT / folder).rglob("*.py*")
         if path.suffix in (".py", ".pyi")
     }
-    expected = {path.relative_to(ROOT).as_posix() for path in (*modules, *(ROOT / "recipes").rglob("*.yaml"))}
+    data = (*(ROOT / "recipes").rglob("*.yaml"), *(ROOT / "flowrl/report/page/assets").iterdir())
+    expected = {path.relative_to(ROOT).as_posix() for path in (*modules, *data)}
     assert names == expected | {f"flowrl/placements/{path.name}" for path in (ROOT / "placement").glob("*.yaml")}
 
 

@@ -189,6 +189,14 @@ def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
     return [_parse_line(path, number, line) for number, line in enumerate(lines, start=1) if line]
 
 
+def count_rows(folder: Path, kind: Kind, step: int) -> int:
+    """Returns the number of saved rows of a step without parsing them; 0 if they cannot be read."""
+    try:
+        return _shard_path(folder, kind, step).read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
 def _missing_step(folder: Path, kind: Kind, step: int) -> str:
     steps, other = saved_steps(folder, kind), "evaluation" if kind == "training" else "training"
     other_steps = saved_steps(folder, other)

@@ -1,0 +1,142 @@
+"""Completions of the report: the rows of `rollouts/` as columns, and the tokens of a sample of rows."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+from flowrl.config import UserError
+from flowrl.report.page.downsampling import evenly_kept, longest_fitting
+from flowrl.report.rollout_log import Kind, RolloutLogError, Row, count_rows, read_rows, saved_steps
+from flowrl.report.token_values import METRICS, available_metrics, color_scale, token_values
+
+MAX_ROWS = 20_000
+"""Largest number of rows of a run. Of more rows, evenly spaced steps are kept."""
+
+MAX_CHARACTERS = 30_000_000
+"""Largest number of characters of prompts and responses of a run. Longer texts are cut."""
+
+MAX_TOKENS = 400_000
+"""Largest number of tokens with values of a run. The rows of evenly spaced steps are kept."""
+
+_NUMBERS = (
+    "step",
+    "row",
+    "prompt_id",
+    "sample",
+    "score",
+    "advantage",
+    "response_length",
+    "environment_length",
+    "version",
+    "newest_version",
+    "staleness",
+)
+_NAMES = ("kind", "set", "finish_reason")
+_NESTED_SCORES = ("rewards", "other_scores")
+
+
+def completion_data(
+    folder: Path, *, max_rows: int = MAX_ROWS, max_characters: int = MAX_CHARACTERS, max_tokens: int = MAX_TOKENS
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the rows and the tokens of `folder` (`RunFolder.rollouts`).
+
+    Rows are columns of equal length. Texts and names that repeat are stored once, and columns have their indices.
+    Tokens map the index of a row to its values per token. Raises UserError if a file is corrupt.
+    """
+    shards = [(step, kind) for kind in get_args(Kind) for step in saved_steps(folder, kind)]
+    shards.sort(key=lambda shard: (shard[0], shard[1] == "training"))
+    sizes = [count_rows(folder, kind, step) for step, kind in shards]
+    kept = [shards[i] for i in evenly_kept(sizes, max_rows)]
+    rows = [row for step, kind in kept for row in _read(folder, step, kind)][-max_rows:]
+    texts = [str(row[name]) for row in rows for name in ("prompt", "response") if row[name] is not None]
+    limit = longest_fitting([len(text) for text in texts], max_characters)
+    tokens = _tokens(rows, max_tokens)
+    data = _columns(rows, limit) | {
+        "num_saved": sum(sizes),
+        "num_cut": sum(len(text) > limit for text in texts),
+        "max_characters": limit,
+        "has_tokens": list(tokens),
+        "num_token_rows": len(tokens),
+        "num_saved_token_rows": sum(1 for row in rows if row.get("tokens")),
+    }
+    return data, {"rows": tokens} if tokens else {}
+
+
+def _read(folder: Path, step: int, kind: Kind) -> list[Row]:
+    try:
+        return read_rows(folder, kind, step)
+    except RolloutLogError as error:
+        raise UserError(f"{str(error).split(': ')[0]}: remove this file of the run, or restore it") from error
+
+
+def _columns(rows: Sequence[Row], limit: int) -> dict[str, Any]:
+    texts = _Numbered()
+    data: dict[str, Any] = {"num_rows": len(rows)}
+    data |= {name: [_short(row.get(name)) for row in rows] for name in _NUMBERS}
+    for name in _NAMES:
+        names = _Numbered()
+        data[name] = {"index": [names.number(row.get(name)) for row in rows], "values": names.values}
+    for name in ("prompt", "answer"):
+        data[name] = [texts.number(None if row[name] is None else str(row[name])[:limit]) for row in rows]
+    data["texts"] = texts.values
+    data["response"] = [None if row["response"] is None else str(row["response"])[:limit] for row in rows]
+    data["scores"] = {
+        name: [_short((row.get(column) or {}).get(name)) for row in rows]
+        for column in _NESTED_SCORES
+        for name in sorted({name for row in rows for name in row.get(column) or {}})
+    }
+    data["failures"] = {i: row["reward_failures"] for i, row in enumerate(rows) if row["reward_failures"]}
+    data["segments"] = {i: segments for i, row in enumerate(rows) if (segments := _segments(row))}
+    return data
+
+
+def _segments(row: Row) -> list[list[str]] | None:
+    """Returns the kind and the text of each segment of a row, if an environment returned some of its text."""
+    segments = row.get("segments") or []
+    if len(segments) < 2:
+        return None
+    return [[str(segment["kind"]), str(segment["text"])] for segment in segments]
+
+
+class _Numbered:
+    """Numbers distinct values in the order of their first occurrence; None has the number -1."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []  # Any: a value of JSON
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:
+        if value is None:
+            return -1
+        if value not in self._numbers:
+            self._numbers[value] = len(self.values)
+            self.values.append(value)
+        return self._numbers[value]
+
+
+def _short(value: Any) -> Any:  # Any: a value of JSON
+    """Returns a number with 5 significant digits. Values of other types are unchanged."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _tokens(rows: Sequence[Row], max_tokens: int) -> dict[int, dict[str, Any]]:
+    """Returns the tokens of rows that have them, by the index of the row: texts, and values and scale per metric."""
+    indices = [i for i, row in enumerate(rows) if row.get("tokens")]
+    kept = evenly_kept([len(rows[i]["tokens"]["text"]) for i in indices], max_tokens)
+    return {indices[k]: _row_tokens(rows[indices[k]]) for k in kept}
+
+
+def _row_tokens(row: Row) -> dict[str, Any]:
+    metrics = {}
+    for name in available_metrics(row):
+        values = token_values(row, name)
+        metrics[name] = {
+            "title": METRICS[name].title,
+            "meaning": METRICS[name].meaning,
+            "scale": asdict(color_scale(name, values)),
+            "values": [_short(value) for value in values],
+        }
+    tokens = row["tokens"]
+    is_environment = [int(not mask) for mask in tokens.get("mask") or [1] * len(tokens["text"])]
+    return {"text": tokens["text"], "environment": is_environment, "metrics": metrics}

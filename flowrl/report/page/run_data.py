@@ -1,0 +1,160 @@
+"""Overview of a run for the report: its name, status, results, health findings, roles, and what is missing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, check_not_locked
+from flowrl.checkpoints.system_info import read_system
+from flowrl.config import UserError
+from flowrl.config.source import read
+from flowrl.report.page.curve_data import Record
+
+_EVALUATED = ("accuracy", "validation_loss", "agreement", "evaluation/")
+"""Beginnings of the names of metrics that an evaluation logs."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns `config.yaml` of a run folder as plain values. Raises UserError if the folder is not that of a run."""
+    fix = "pass the output folder of a run"
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist: {fix}")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file: {fix}")
+    path = RunFolder(folder).config
+    if not path.is_file():
+        raise UserError(f"{folder} is not the folder of a run, because it has no config.yaml: {fix}")
+    return read(path).values
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Returns `summary.json`, or None if the run has not written it. Raises UserError if it is corrupt."""
+    path = RunFolder(folder).summary
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove or restore the file") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object: remove or restore the file")
+    return value
+
+
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """Returns a short name per folder: its last components, as many as are needed to tell the folders apart.
+
+    Raises UserError if two folders are the same.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for i, folder in enumerate(resolved):
+        if folder in resolved[:i]:
+            raise UserError(f"{folders[i]} is given twice: pass each run once")
+    names = []
+    for folder in resolved:
+        others = [other for other in resolved if other != folder]
+        parts = folder.parts
+        size = 1
+        while size < len(parts) and any(other.parts[-size:] == parts[-size:] for other in others):
+            size += 1
+        names.append("/".join(parts[-size:]))
+    return names
+
+
+def run_data(
+    folder: Path, name: str, config: Mapping[str, Any], records: Sequence[Record], summary: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the overview of a run, without its curves, trace and rows."""
+    last = records[-1] if records else {}
+    return {
+        "name": name,
+        "path": str(folder),
+        "recipe": _recipe_name(config),
+        "status": _status(folder, summary),
+        "steps": int(last.get("step", 0)),
+        "steps_requested": config.get("steps"),
+        "seconds": (summary or {}).get("seconds", last.get("elapsed_s")),
+        "peak_memory_mb": (summary or {}).get("peak_memory_mb", last.get("memory_mb")),
+        "seed": config.get("seed"),
+        "schedule": config.get("schedule"),
+        "summary": dict(summary or {}),
+        "evaluations": evaluations(records),
+        "roles": _roles(config),
+        "pools": (config.get("placement") or {}).get("pools") or {},
+        "system": read_system(folder),
+        "findings": None,
+    }
+
+
+def _recipe_name(config: Mapping[str, Any]) -> str | None:
+    """Returns the name of the recipe, such as `grpo` for `recipes.grpo.config:GRPOConfig`."""
+    recipe = config.get("recipe")
+    if not isinstance(recipe, str):
+        return None
+    module = recipe.partition(":")[0].split(".")
+    return module[1] if len(module) == 3 and module[0] == "recipes" else recipe
+
+
+def _status(folder: Path, summary: Mapping[str, Any] | None) -> str:
+    """Returns `running`, `complete`, `interrupted` (by a signal) or `ended early` (no results were written)."""
+    try:
+        check_not_locked(folder)
+    except RunFolderError:
+        return "running"
+    if summary is None:
+        return "ended early"
+    return "complete" if summary.get("interrupted_by") is None else "interrupted"
+
+
+def _roles(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the name, pool and model of each role of the placement that the recipe has settings for."""
+    placed = (config.get("placement") or {}).get("roles") or {}
+    roles = []
+    for name, placement in placed.items():
+        settings = config.get(name)
+        if not isinstance(settings, Mapping):
+            continue
+        model = settings.get("model")
+        path = model.get("path") if isinstance(model, Mapping) else None
+        pool = placement.get("pool") if isinstance(placement, Mapping) else placement
+        roles.append({"name": name, "pool": pool, "model": path, "engine": settings.get("engine")})
+    return roles
+
+
+def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Returns the first and the last value of each metric of an evaluation, with their steps and intervals.
+
+    The interval of `accuracy` is `accuracy_low` to `accuracy_high`; that of `accuracy/NAME`, `accuracy_low/NAME` to
+    `accuracy_high/NAME`. It is None if the run has not logged it.
+    """
+    names = dict.fromkeys(name for record in records for name in record if name.startswith(_EVALUATED))
+    bounds = {bound for name in names for bound in _interval_names(name)}
+    results = []
+    for name in (name for name in names if name not in bounds):
+        points = [record for record in records if isfinite(record.get(name, nan))]
+        if points:
+            first, last = points[0], points[-1]
+            results.append(
+                {
+                    "name": name,
+                    "first_step": first["step"],
+                    "first": first[name],
+                    "first_interval": _interval(first, name),
+                    "last_step": last["step"],
+                    "last": last[name],
+                    "last_interval": _interval(last, name),
+                }
+            )
+    return results
+
+
+def _interval_names(name: str) -> tuple[str, str]:
+    metric, slash, ending = name.partition("/")
+    return f"{metric}_low{slash}{ending}", f"{metric}_high{slash}{ending}"
+
+
+def _interval(record: Record, name: str) -> list[float] | None:
+    low, high = (record.get(bound, nan) for bound in _interval_names(name))
+    return [low, high] if isfinite(low) and isfinite(high) else None

@@ -1,0 +1,107 @@
+"""Writes the HTML report of runs."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args
+
+from flowrl.checkpoints.run_folder import RunFolder, is_disk_full, replacing
+from flowrl.config import UserError
+from flowrl.report.chrome_trace import read_trace
+from flowrl.report.page.completion_data import completion_data
+from flowrl.report.page.config_data import compare_settings
+from flowrl.report.page.curve_data import curve_data, read_metrics
+from flowrl.report.page.render_page import render_page
+from flowrl.report.page.run_data import read_config, read_summary, run_data, unique_names
+from flowrl.report.page.timeline_data import timeline_data
+from flowrl.report.rollout_log import Kind, saved_steps
+
+DEFAULT_NAME = "report.html"
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Writes the report of one or several runs, and returns its path.
+
+    Args:
+        folders: output folders of runs. Their order determines the colors of the runs.
+        output: HTML file. None selects `report.html` in the folder of the run; of several runs, in the working folder.
+    Raises:
+        UserError: a folder is not that of a run, a file of a run is corrupt, or the output cannot be written. Nothing
+            is written then.
+    """
+    names = unique_names(folders)
+    path = _output_path(folders, output)
+    configs = [read_config(folder) for folder in folders]
+    parts: dict[str, Any] = {}
+    runs = []
+    for i, (folder, name, config) in enumerate(zip(folders, names, configs, strict=True)):
+        run, run_parts = _collect(folder, name, config)
+        runs.append(run)
+        parts |= {f"{part}-{i}": value for part, value in run_parts.items()}
+    head = {
+        "created": datetime.now().astimezone().isoformat(timespec="minutes"),
+        "flowrl": version("flowrl"),
+        "runs": runs,
+        "settings": compare_settings(configs),
+    }
+    text = render_page({"head": head, **parts}, ", ".join(names))
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise UserError(f"cannot write {path} ({error.strerror}): set --output to a writable file") from error
+    return path
+
+
+def _output_path(folders: Sequence[Path], output: Path | None) -> Path:
+    if output is None:
+        return folders[0] / DEFAULT_NAME if len(folders) == 1 else Path(DEFAULT_NAME)
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder: name a file in it, such as {output / DEFAULT_NAME}")
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--output {output} does not end with .html: choose another name")
+    return output
+
+
+def _collect(folder: Path, name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the overview of a run and its larger parts by name. `missing` has the reason of each absent part."""
+    paths = RunFolder(folder)
+    records, summary = read_metrics(paths.metrics), read_summary(folder)
+    run = run_data(folder, name, config, records, summary)
+    parts: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    if records:
+        parts["curves"] = curve_data(records)
+    else:
+        missing["curves"] = "no step is complete yet" if run["status"] == "running" else "no step was completed"
+    timeline = timeline_data(read_trace(paths.trace)) if paths.trace.exists() else None
+    if timeline is not None:
+        parts["timeline"] = timeline
+    else:
+        missing["timeline"] = _why_no_trace(run["status"])
+    if any(saved_steps(paths.rollouts, kind) for kind in get_args(Kind)):
+        parts["rows"], tokens = completion_data(paths.rollouts)
+        if tokens:
+            parts["tokens"] = tokens
+    else:
+        missing["rows"] = _why_no_rows(config)
+    if run["system"] is None:
+        missing["system"] = "the run was started by a version of flowrl that did not write system.json"
+    return run | {"missing": missing}, parts
+
+
+def _why_no_trace(status: str) -> str:
+    if status == "running":
+        return "a run writes trace.json when it ends"
+    return "there is no trace.json, or it has no calls of the training loop; a killed run does not write it"
+
+
+def _why_no_rows(config: Mapping[str, Any]) -> str:
+    if "rollout" not in config:
+        return "this recipe generates no responses"
+    if (config.get("report") or {}).get("rollouts", {}) is None:
+        return "report.rollouts is null, so that no responses are saved"
+    return "rollouts/ has no saved rows yet"

@@ -1,0 +1,54 @@
+"""Time to write and to open the report of a run with 10,000 steps and 20,000 saved rows.
+
+The file is opened in headless Chromium, each time without a cache, until all sections are complete.
+
+python -m tests.benchmarks.report_page [--repeats N]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from flowrl.report.page.write_report import write_report
+from tests.report.page.chromium import missing_browser, open_browser, open_page
+from tests.report.page.generated_run import write_run
+
+NAVIGATION = "performance.getEntriesByName('ready')[0].startTime"
+"""Milliseconds from the start of the navigation until the page is complete."""
+
+
+def main() -> None:
+    """Prints the size of the report, and the times in seconds, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    reason = missing_browser()
+    if reason is not None:
+        raise SystemExit(reason)
+    with TemporaryDirectory() as name:
+        run = write_run(Path(name) / "run", num_steps=10_000, rows_per_step=50, every=25, num_token_rows=4)
+        start_s = time.perf_counter()
+        path = write_report([run])
+        written_s = time.perf_counter() - start_s
+        opened = []
+        with open_browser() as browser:
+            for _ in range(arguments.repeats):
+                with open_page(browser, path) as page:
+                    opened.append(page.evaluate(NAVIGATION) / 1e3)
+        result = {
+            "megabytes": round(path.stat().st_size / 1e6, 2),
+            "write_s": round(written_s, 2),
+            "open_median_s": round(statistics.median(opened), 2),
+            "open_slowest_s": round(max(opened), 2),
+            "load": os.getloadavg()[0],
+        }
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
