@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the test dependencies and runs all tests not marked slow. --all includes slow ones; other arguments go to
-# pytest.
+# Installs the test dependencies and runs all tests not marked slow. --all includes slow ones, of which those of the
+# HTML report need an installed Chromium; other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source recipes/install.sh
@@ -12,6 +12,10 @@ arguments=()
 for argument in "$@"; do
     if [[ $argument == --all ]]; then selected=""; else arguments+=("$argument"); fi
 done
+browsers=(chromium chromium-browser google-chrome-stable google-chrome)
+if [[ -z $selected && -z $(type -P "${browsers[@]}") ]]; then
+    echo "no Chromium is installed (apt-get install chromium): the browser tests of the HTML report are skipped" >&2
+fi
 # Three workers on two cores, because tests wait for processes about half of the time. A file, with its module fixtures,
 # stays on one worker. The order is that of tests/conftest.py, slowest files first. Groups of files that share a Ray are
 # not possible: with pytest 9.2, xdist 3.8 ignores xdist_group marks

@@ -1,7 +1,8 @@
-"""Reports of a run: metrics file, generated text, progress bar, result tables, trace and plots.
+"""Reports of a run: metrics file, generated text, progress bar, result tables, trace, plots and an HTML page.
 
 Entry points: `MetricsLog` and `LiveProgress` (progress), `RolloutLog` and `read_rows` (rollout_log), `show_rows`
 (rollout_text), `RecordedCalls` (recorded_calls), `chrome_trace` and `read_trace` (chrome_trace), `explain` (explain),
-`draw_curves` and `draw_timeline` (plots). Import plots only when needed, because it imports matplotlib.
+`draw_curves` and `draw_timeline` (plots), `write_report` (page). Import plots only when needed, because it imports
+matplotlib.
 May import `flowrl.checkpoints`, `flowrl.config` and `flowrl.data`.
 """

@@ -31,7 +31,7 @@ def main() -> None:
     if reason is not None:
         raise SystemExit(reason)
     with TemporaryDirectory() as name:
-        run = write_run(Path(name) / "run", num_steps=10_000, rows_per_step=50, every=25, num_token_rows=4)
+        run = write_run(Path(name) / "run", num_steps=10_000, num_rows=50, every=25, num_token_rows=4)
         start_s = time.perf_counter()
         path = write_report([run])
         written_s = time.perf_counter() - start_s

@@ -37,7 +37,7 @@ _NESTED_SCORES = ("rewards", "other_scores")
 
 
 def completion_data(
-    folder: Path, *, max_rows: int = MAX_ROWS, max_characters: int = MAX_CHARACTERS, max_tokens: int = MAX_TOKENS
+    folder: Path, *, row_limit: int = MAX_ROWS, max_characters: int = MAX_CHARACTERS, max_tokens: int = MAX_TOKENS
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the rows and the tokens of `folder` (`RunFolder.rollouts`).
 
@@ -47,8 +47,8 @@ def completion_data(
     shards = [(step, kind) for kind in get_args(Kind) for step in saved_steps(folder, kind)]
     shards.sort(key=lambda shard: (shard[0], shard[1] == "training"))
     sizes = [count_rows(folder, kind, step) for step, kind in shards]
-    kept = [shards[i] for i in evenly_kept(sizes, max_rows)]
-    rows = [row for step, kind in kept for row in _read(folder, step, kind)][-max_rows:]
+    kept = [shards[i] for i in evenly_kept(sizes, row_limit)]
+    rows = [row for step, kind in kept for row in _read(folder, step, kind)][-row_limit:]
     texts = [str(row[name]) for row in rows for name in ("prompt", "response") if row[name] is not None]
     limit = longest_fitting([len(text) for text in texts], max_characters)
     tokens = _tokens(rows, max_tokens)

@@ -64,33 +64,33 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def run_data(
-    folder: Path, name: str, config: Mapping[str, Any], records: Sequence[Record], summary: Mapping[str, Any] | None
+    folder: Path, name: str, settings: Mapping[str, Any], records: Sequence[Record], summary: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns the overview of a run, without its curves, trace and rows."""
     last = records[-1] if records else {}
     return {
         "name": name,
         "path": str(folder),
-        "recipe": _recipe_name(config),
+        "recipe": _recipe_name(settings),
         "status": _status(folder, summary),
         "steps": int(last.get("step", 0)),
-        "steps_requested": config.get("steps"),
+        "steps_requested": settings.get("steps"),
         "seconds": (summary or {}).get("seconds", last.get("elapsed_s")),
         "peak_memory_mb": (summary or {}).get("peak_memory_mb", last.get("memory_mb")),
-        "seed": config.get("seed"),
-        "schedule": config.get("schedule"),
+        "seed": settings.get("seed"),
+        "schedule": settings.get("schedule"),
         "summary": dict(summary or {}),
         "evaluations": evaluations(records),
-        "roles": _roles(config),
-        "pools": (config.get("placement") or {}).get("pools") or {},
+        "roles": _roles(settings),
+        "pools": (settings.get("placement") or {}).get("pools") or {},
         "system": read_system(folder),
         "findings": None,
     }
 
 
-def _recipe_name(config: Mapping[str, Any]) -> str | None:
+def _recipe_name(settings: Mapping[str, Any]) -> str | None:
     """Returns the name of the recipe, such as `grpo` for `recipes.grpo.config:GRPOConfig`."""
-    recipe = config.get("recipe")
+    recipe = settings.get("recipe")
     if not isinstance(recipe, str):
         return None
     module = recipe.partition(":")[0].split(".")
@@ -108,18 +108,18 @@ def _status(folder: Path, summary: Mapping[str, Any] | None) -> str:
     return "complete" if summary.get("interrupted_by") is None else "interrupted"
 
 
-def _roles(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _roles(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the name, pool and model of each role of the placement that the recipe has settings for."""
-    placed = (config.get("placement") or {}).get("roles") or {}
+    placed = (settings.get("placement") or {}).get("roles") or {}
     roles = []
     for name, placement in placed.items():
-        settings = config.get(name)
-        if not isinstance(settings, Mapping):
+        role = settings.get(name)
+        if not isinstance(role, Mapping):
             continue
-        model = settings.get("model")
+        model = role.get("model")
         path = model.get("path") if isinstance(model, Mapping) else None
         pool = placement.get("pool") if isinstance(placement, Mapping) else placement
-        roles.append({"name": name, "pool": pool, "model": path, "engine": settings.get("engine")})
+        roles.append({"name": name, "pool": pool, "model": path, "engine": role.get("engine")})
     return roles
 
 

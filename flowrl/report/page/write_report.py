@@ -99,9 +99,9 @@ def _why_no_trace(status: str) -> str:
     return "there is no trace.json, or it has no calls of the training loop; a killed run does not write it"
 
 
-def _why_no_rows(config: Mapping[str, Any]) -> str:
-    if "rollout" not in config:
+def _why_no_rows(settings: Mapping[str, Any]) -> str:
+    if "rollout" not in settings:
         return "this recipe generates no responses"
-    if (config.get("report") or {}).get("rollouts", {}) is None:
+    if (settings.get("report") or {}).get("rollouts", {}) is None:
         return "report.rollouts is null, so that no responses are saved"
     return "rollouts/ has no saved rows yet"

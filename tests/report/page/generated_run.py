@@ -24,7 +24,7 @@ def write_run(
     folder: Path,
     *,
     num_steps: int = 200,
-    rows_per_step: int = 8,
+    num_rows: int = 8,
     every: int = 5,
     seed: int = 0,
     is_async: bool = True,
@@ -45,7 +45,7 @@ def write_run(
     write_json(run.trace, chrome_trace(events, counts=counts if is_async else ()), indent=None)
     log = RolloutLog(run.rollouts, RolloutLogConfig(max_mb=None))
     for step in [1, *range(every, num_steps + 1, every)]:
-        log.write("training", step, [make_row(step, i, rng, i < num_token_rows) for i in range(rows_per_step)])
+        log.write("training", step, [make_row(step, i, rng, i < num_token_rows) for i in range(num_rows)])
     for step in (0, num_steps):
         log.write("evaluation", step, [evaluation_row(i, step, num_steps, rng) for i in range(40)])
     write_json(run.summary, make_summary(metrics, num_steps))

@@ -103,12 +103,12 @@ def test_the_policy_blocks_injected_code(browser: "Browser", one: Path) -> None:
             document.body.insertAdjacentHTML('beforeend', '<img src="x" onerror="window.hacked = 2">');
         }"""
     )
-    settle(page)
+    await_drawing(page)
     assert page.evaluate("window.hacked") is None
     context.close()
 
 
-def settle(page: "Page") -> None:
+def await_drawing(page: "Page") -> None:
     """Waits until the page has applied filters, which it does shortly after the last key, and has drawn."""
     timer = (
         "() => new Promise((done) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 250))"
@@ -117,7 +117,7 @@ def settle(page: "Page") -> None:
 
 
 def count_of(page: "Page") -> str:
-    settle(page)
+    await_drawing(page)
     return page.inner_text("#completions .controls .note")
 
 
@@ -137,7 +137,7 @@ def test_rows_can_be_filtered_searched_and_sorted(page: "Page") -> None:
     assert count_of(page) == "13 of 184 rows"
     page.select_option("[aria-label='Finish reason']", "")
     page.click(".row-head button:has-text('Score')")
-    settle(page)
+    await_drawing(page)
     scores = [float(text) for text in page.locator(".row .score").all_inner_texts()]
     assert len(scores) > 5 and scores == sorted(scores, reverse=True)
     page.fill("[placeholder^=Search]", "no such text")
@@ -149,10 +149,10 @@ def test_the_list_is_used_with_the_keyboard(page: "Page") -> None:
     page.focus(".rows")
     title = page.inner_text(".detail-head h3")
     page.keyboard.press("ArrowDown")
-    settle(page)
+    await_drawing(page)
     assert page.inner_text(".detail-head h3") != title
     page.keyboard.press("End")
-    settle(page)
+    await_drawing(page)
     selected = page.locator(".row[aria-selected=true]")
     assert selected.count() == 1 and selected.is_visible()
     assert "training row 7" in page.inner_text(".detail-head h3")
@@ -188,7 +188,7 @@ def test_curves_show_values_and_zoom(page: "Page") -> None:
     canvas = panel.locator("canvas")
     canvas.focus()
     page.keyboard.press("ArrowLeft")
-    settle(page)
+    await_drawing(page)
     assert "step 59" in (panel.locator(".legend").text_content() or "")
     box = canvas.bounding_box()
     assert box is not None
@@ -207,7 +207,7 @@ def test_curves_show_values_and_zoom(page: "Page") -> None:
         lambda: page.click("#curves button:has-text('Tokens')"),
     ):
         action()
-        settle(page)
+        await_drawing(page)
         after = page.evaluate("document.querySelector('#curves canvas').toDataURL()")
         assert after != before
         before = after
@@ -227,10 +227,10 @@ def test_metrics_can_be_added(page: "Page") -> None:
 def test_the_timeline_zooms_and_reads_calls(page: "Page") -> None:
     window = page.locator("#timeline .mono").first
     page.click("#timeline button:has-text('Show all')")
-    settle(page)
+    await_drawing(page)
     everything = window.inner_text()
     page.click("[aria-label='Zoom in']")
-    settle(page)
+    await_drawing(page)
     assert window.inner_text() != everything
     page.focus("#timeline canvas[tabindex]")
     page.keyboard.press("ArrowRight")
@@ -252,7 +252,7 @@ def test_runs_can_be_hidden_and_settings_compared(browser: "Browser", two: Path)
         assert count_of(page) != total
         assert "other" not in page.locator("#curves .legend").first.inner_text()
         page.click("#timeline [aria-label=Run] button:has-text('other')")
-        settle(page)
+        await_drawing(page)
         assert page.locator("#timeline canvas[tabindex]").count() == 1
 
 
@@ -270,7 +270,7 @@ def test_missing_parts_have_a_reason(browser: "Browser", folder: Path) -> None:
 
 
 def test_a_large_report_draws_only_visible_rows(browser: "Browser", folder: Path) -> None:
-    run = write_run(folder / "large", num_steps=10_000, rows_per_step=50, every=25, num_token_rows=1)
+    run = write_run(folder / "large", num_steps=10_000, num_rows=50, every=25, num_token_rows=1)
     path = write_report([run])
     with open_page(browser, path) as page:
         shown, total = (int(number.replace(",", "")) for number in count_of(page).split()[::2][:2])
@@ -278,6 +278,6 @@ def test_a_large_report_draws_only_visible_rows(browser: "Browser", folder: Path
         assert 10 < page.locator(".row").count() < 60
         page.focus(".rows")
         page.keyboard.press("End")
-        settle(page)
+        await_drawing(page)
         assert page.inner_text(".row[aria-selected=true] span:first-child") == "10000"
         assert 10 < page.locator(".row").count() < 60

@@ -42,7 +42,7 @@ def test_tokens_have_values_and_a_scale_per_metric(tmp_path: Path) -> None:
 
 
 def test_limits_keep_evenly_spaced_steps_and_cut_texts(tmp_path: Path) -> None:
-    data, tokens = completion_data(write_rows(tmp_path), max_rows=6, max_characters=60, max_tokens=45)
+    data, tokens = completion_data(write_rows(tmp_path), row_limit=6, max_characters=60, max_tokens=45)
     assert data["num_rows"] <= 6 and data["num_saved"] == 13
     assert data["step"][-1] == 4
     assert data["num_cut"] > 0 and max(map(len, data["response"])) <= data["max_characters"]
