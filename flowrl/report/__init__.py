@@ -4,5 +4,5 @@ Entry points: `MetricsLog` and `LiveProgress` (progress), `RolloutLog` and `read
 (rollout_text), `RecordedCalls` (recorded_calls), `chrome_trace` and `read_trace` (chrome_trace), `explain` (explain),
 `draw_curves` and `draw_timeline` (plots), `write_report` (page). Import plots only when needed, because it imports
 matplotlib.
-May import `flowrl.checkpoints`, `flowrl.config` and `flowrl.data`.
+May import `flowrl.checkpoints`, `flowrl.config`, `flowrl.data` and `flowrl.health`.
 """

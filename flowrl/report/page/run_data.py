@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, check_not_l
 from flowrl.checkpoints.system_info import read_system
 from flowrl.config import UserError
 from flowrl.config.source import read
+from flowrl.health import read_findings
+from flowrl.health.findings import FILE
 from flowrl.report.page.curve_data import Record
 
 _EVALUATED = ("accuracy", "validation_loss", "agreement", "evaluation/")
@@ -84,8 +87,18 @@ def run_data(
         "roles": _roles(settings),
         "pools": (settings.get("placement") or {}).get("pools") or {},
         "system": read_system(folder),
-        "findings": None,
+        "findings": _findings(folder),
     }
+
+
+def _findings(folder: Path) -> list[dict[str, Any]] | None:
+    """Returns the findings of the health checks, or None for a run of a version of flowrl without health checks."""
+    if not (folder / FILE).exists():
+        return None
+    try:
+        return [asdict(finding) for finding in read_findings(folder)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / FILE} is corrupt ({error}): remove or restore the file") from error
 
 
 def _recipe_name(settings: Mapping[str, Any]) -> str | None:

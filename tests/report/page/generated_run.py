@@ -10,6 +10,7 @@ from typing import Any
 from flowrl.checkpoints.run_folder import RunFolder, write_json
 from flowrl.config import RolloutLogConfig
 from flowrl.data.events import CallEvent, Counted
+from flowrl.health.findings import FILE, Finding, format_findings
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog, Row
 
@@ -48,6 +49,8 @@ def write_run(
         log.write("training", step, [make_row(step, i, rng, i < num_token_rows) for i in range(num_rows)])
     for step in (0, num_steps):
         log.write("evaluation", step, [evaluation_row(i, step, num_steps, rng) for i in range(40)])
+    finding = Finding("gradient_spike", 31, 33, 7.4, 5.0, f"gradient norm is 7.4 {HOSTILE}", "actor.optimizer.lr")
+    (folder / FILE).write_text(format_findings([finding]), encoding="utf-8")
     write_json(run.summary, make_summary(metrics, num_steps))
     return folder
 

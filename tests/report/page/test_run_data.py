@@ -54,6 +54,12 @@ def test_the_overview_names_recipe_roles_and_status(run: Path) -> None:
         "reward": "trainer",
     }
     assert data["system"]["versions"]["python"]
+    (finding,) = data["findings"]
+    assert (finding["check"], finding["step"], finding["last_step"]) == ("gradient_spike", 31, 33)
+
+
+def test_a_run_without_health_checks_has_no_list_of_findings(run: Path, tmp_path: Path) -> None:
+    assert run_data(tmp_path, "run", read_config(run), [], None)["findings"] is None
 
 
 @pytest.mark.parametrize(

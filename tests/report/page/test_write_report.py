@@ -104,6 +104,7 @@ def write_file(name: str, text: str):
         (write_file("summary.json", "{"), "summary.json"),
         (write_file("summary.json", "[]"), "summary.json"),
         (write_file("system.json", "{"), "system.json"),
+        (write_file("health.jsonl", '{"check": "kl"}\n'), "health.jsonl"),
         (write_file("trace.json", "{}"), "trace.json"),
         (write_file("rollouts/training-000004.jsonl", "{\n"), "training-000004.jsonl"),
         (cut_metrics, "line 2"),
