@@ -17,6 +17,7 @@ from flowrl.config.base import Config, FilePath, ImportName
 from flowrl.config.data.data_settings import DataConfig
 from flowrl.config.model import OptimizerConfig
 from flowrl.config.monitoring.health_settings import HealthConfig
+from flowrl.config.monitoring.tracker_settings import AnyTracker
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import (
@@ -105,10 +106,21 @@ class ReportConfig(Config):
     tensorboard: bool = True
     """Writes every metric, and a few rows of generated text, to TensorBoard events in `tensorboard/`."""
 
+    trackers: Annotated[tuple[AnyTracker, ...], Field(strict=False)] = ()
+    """Trackers that receive metrics, saved rows and results: `wandb` and `trackio`, as names or mappings with settings.
+    """
+
     rollouts: RolloutLogConfig | None = RolloutLogConfig()
     """Saves prompts, responses and scores in `rollouts/`; null saves none. Runs without rollouts, such as SFT, have no
     generated text.
     """
+
+    @model_validator(mode="after")
+    def _check_trackers(self) -> "ReportConfig":
+        kinds = [tracker.kind for tracker in self.trackers]
+        if repeated := [kind for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]:
+            raise ValueError(f"trackers has {repeated[0]} more than once: keep one")
+        return self
 
 
 class RunConfig(Config):

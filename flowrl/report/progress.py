@@ -1,4 +1,4 @@
-"""Progress of a run: metrics file, TensorBoard events, progress bar and result tables."""
+"""Progress of a run: metrics file, progress bar and result tables."""
 
 import errno
 import json
@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -19,7 +20,9 @@ from rich.text import Text
 from flowrl.checkpoints.run_folder import naming_full_disk, replacing
 from flowrl.data.console import make_console
 from flowrl.data.metric import finite
+from flowrl.report.rollout_log import Kind, Row
 from flowrl.report.rollout_text import printable
+from flowrl.report.trackers.tracker import Tracker
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -72,8 +75,10 @@ class History(Sequence[dict[str, float]]):
 class MetricsLog:
     """Writes the metrics of each step immediately, so that they remain if the run is killed."""
 
-    def __init__(self, folder: Path, last_step: int = -1, *, has_tensorboard: bool = True) -> None:
-        """Opens `metrics.jsonl`, without lines after `last_step`, and `tensorboard/` if requested."""
+    def __init__(self, folder: Path, last_step: int = -1, *, trackers: Sequence[Tracker] = ()) -> None:
+        """Opens `metrics.jsonl`, without lines after `last_step`. `trackers` receive the same values, and are closed
+        with the file.
+        """
         self.history = History()
         """One record per step, with `step` and the step's metrics."""
         for record in _read(folder / "metrics.jsonl", last_step):
@@ -82,13 +87,7 @@ class MetricsLog:
             temporary.write_text("".join(map(_line, self.history)), encoding="utf-8")
         self._path = folder / "metrics.jsonl"
         self._lines = self._path.open("a", encoding="utf-8")
-        self._tensorboard = None
-        if has_tensorboard:
-            from flowrl.report.event_file import EventFile  # noqa: PLC0415 (tensorboard, only if it is used)
-
-            # Hides the events of steps that a resumed run repeats.
-            purge_step = last_step + 1 if self.history else None
-            self._tensorboard = EventFile(folder / "tensorboard", purge_step)
+        self._trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the metrics of a step. Values that are not finite become null. Steps must be in ascending order.
@@ -104,13 +103,18 @@ class MetricsLog:
         with naming_full_disk(self._path):
             self._lines.write(_line(row))
             self._lines.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.write_scalars(step, values)
+        for tracker in self._trackers:
+            tracker.write_metrics(step, values)
 
-    def write_text(self, name: str, step: int, text: str) -> None:
-        """Adds a text in Markdown to the TensorBoard events, if there are any."""
-        if self._tensorboard is not None:
-            self._tensorboard.write_text(name, step, text)
+    def write_rows(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
+        """Sends saved rows to the trackers."""
+        for tracker in self._trackers:
+            tracker.write_rows(kind, step, rows)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Sends the results of a complete run to the trackers."""
+        for tracker in self._trackers:
+            tracker.finish(summary)
 
     def sync(self) -> None:
         """Flushes `metrics.jsonl` to disk (fsync)."""
@@ -118,13 +122,12 @@ class MetricsLog:
             os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        """Closes `metrics.jsonl` and the TensorBoard events. Is idempotent."""
-        try:
+        """Closes `metrics.jsonl` and the trackers. Is idempotent."""
+        with ExitStack() as resources:
+            for tracker in self._trackers:
+                resources.callback(tracker.close)
             with naming_full_disk(self._path):
                 self._lines.close()
-        finally:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self

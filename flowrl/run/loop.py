@@ -35,6 +35,8 @@ from flowrl.data.template import template_text
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.recorded_calls import MAX_CALLS
+from flowrl.report.trackers.open_trackers import open_trackers
+from flowrl.report.trackers.tracker import TrackedRun
 from flowrl.run.datasets.row_batches import Lookahead, Skippable
 from flowrl.run.datasets.templates import conversation_template, save_template
 from flowrl.run.evaluation import Evaluation, EvaluationHistory
@@ -150,10 +152,10 @@ class Run:
         self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
         self._set_ray_log(self.folder.ray_log)
         last_step = -1 if checkpoint is None else checkpoint.manifest.step
-        self._metrics = resources.enter_context(
-            MetricsLog(self.folder.path, last_step, has_tensorboard=config.report.tensorboard)
-        )
-        self._rollouts = RolloutSaver(config, self.folder.rollouts, last_step, self._metrics.write_text)
+        tracked = TrackedRun(self.folder.path, resolved, last_step)
+        trackers = open_trackers(config.report, tracked, self._progress.notify)
+        self._metrics = resources.enter_context(MetricsLog(self.folder.path, last_step, trackers=trackers))
+        self._rollouts = RolloutSaver(config, self.folder.rollouts, last_step, self._metrics.write_rows)
         self._checks.open(self.folder.path, self.cluster.plan, self._metrics.history)
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
         self._log = StepLog(self.cluster.calls, elapsed_s)
@@ -486,6 +488,7 @@ class Run:
         self._write_trace_and_plots(self._log.last_ended_ns)
         summary = self._summary()
         write_json(self.folder.summary, summary)
+        self._metrics.finish(summary)
         if self._checks.error is not None:
             raise UserError(self._checks.error)
         if self._interruption.signal is None:

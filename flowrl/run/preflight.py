@@ -52,6 +52,7 @@ from flowrl.memory.model_fit import (
     read_vocabulary_size,
     read_weight_names,
 )
+from flowrl.report.trackers.open_trackers import check_trackers
 from flowrl.rewards.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
@@ -88,6 +89,7 @@ def check_start(config: RunConfig) -> None:
 
     Raises UserError if a check fails.
     """
+    check_trackers(config.report)
     check_functions(config)
     check_rollouts(config)
     check_positions(config)

@@ -15,8 +15,7 @@ from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, num_rows, objects
 from flowrl.data.chat import ChatTokenizer
-from flowrl.report.rollout_log import EncodedRows, RolloutLog, Row, encode_rows, evenly_spaced
-from flowrl.report.rollout_text import render_markdown
+from flowrl.report.rollout_log import EncodedRows, Kind, RolloutLog, Row, encode_rows, evenly_spaced
 from flowrl.report.token_pieces import round_values, split_text
 from flowrl.rewards.row_scores import CALLS
 from flowrl.workers.dialogs import EPISODE
@@ -103,13 +102,17 @@ class RolloutSaver:
     """Saves the generated text of a run in `rollouts/`: training rows and evaluations of its steps."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, last_step: int, write_text: Callable[[str, int, str], None]
+        self,
+        config: RunConfig,
+        folder: Path,
+        last_step: int,
+        send_rows: Callable[[Kind, int, Sequence[Row]], None],
     ) -> None:
         """Opens `folder`. Removes the rows of the steps after `last_step`, which a resumed run repeats.
 
-        `write_text` writes a Markdown text of a step, with a name, for trackers.
+        `send_rows` sends rows of a step to the trackers.
         """
-        self._config, self._write_text = config, write_text
+        self._config, self._send_rows = config, send_rows
         self._log = RolloutLog(folder, config.report.rollouts, last_step)
         self._step = self._version = 0
         self._evaluation_rows: list[Row] = []
@@ -142,7 +145,7 @@ class RolloutSaver:
 
     def _write(self, rows: EncodedRows) -> None:
         self._log.write_encoded(rows)
-        self._write_text(f"rollouts/{rows.kind}", rows.step, render_markdown(rows.shown))
+        self._send_rows(rows.kind, rows.step, rows.shown)
 
 
 def _find_tokenizer(config: RunConfig, role: str | None) -> str | None:

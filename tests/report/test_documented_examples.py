@@ -69,6 +69,8 @@ def test_yaml_examples_are_valid_settings() -> None:
     assert OnPolicyConfig.model_validate(grpo_settings(schedule=schedule)).schedule.kind == "async"
     report = yaml.safe_load(examples("metrics.md", "yaml")[0])["report"]
     assert ReportConfig.model_validate(report) == ReportConfig(plots=False, tensorboard=False, rollouts=None)
+    report = yaml.safe_load(examples("metrics.md", "yaml")[-1])["report"]
+    assert [tracker.kind for tracker in ReportConfig.model_validate(report).trackers] == ["wandb", "trackio"]
 
 
 def test_the_documented_graph_is_the_output_of_plan() -> None:

@@ -22,7 +22,14 @@ from flowrl.report.progress import (
     completions_table,
     format_clock,
 )
+from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker
+from flowrl.report.trackers.tracker import TrackedRun
 from tests.full_disk import file_size_limit
+
+
+def open_log(folder: Path, last_step: int = -1) -> MetricsLog:
+    """Opens the log of a run with TensorBoard."""
+    return MetricsLog(folder, last_step, trackers=[TensorBoardTracker(TrackedRun(folder, {}, last_step))])
 
 
 def printed(table: Table) -> str:
@@ -131,7 +138,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_disappears_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with MetricsLog(tmp_path / "run", has_tensorboard=False) as log:
+    with MetricsLog(tmp_path / "run") as log:
         log.write(1, {"reward": 0.5})
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(FileNotFoundError):
@@ -145,7 +152,7 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path, has_tenso
     with (
         pytest.raises(OSError) as caught,
         file_size_limit(100_000),
-        MetricsLog(folder, has_tensorboard=has_tensorboard) as log,
+        open_log(folder) if has_tensorboard else MetricsLog(folder) as log,
     ):
         for step in range(1, 100):
             log.write(step, {f"metric_{i}": 0.5 for i in range(100)})
@@ -153,14 +160,14 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path, has_tenso
 
 
 def test_tensorboard_has_every_value_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as log:
+    with open_log(tmp_path) as log:
         log.write(1, {"actor/loss": 0.5})
         events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/loss")
         assert [(event.step, event.value) for event in events] == [(1, 0.5)]
 
 
 def test_tensorboard_reads_the_same_values(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as log:
+    with open_log(tmp_path) as log:
         log.write(1, {"actor/loss": 0.5})
         log.write(2, {"actor/loss": 0.25})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/loss")
@@ -209,17 +216,17 @@ def test_a_resumed_log_keeps_the_lines_up_to_its_step(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as log:
+    with open_log(tmp_path) as log:
         for step in (1, 2, 3):
             log.write(step, {"reward": 0.5})
-    with MetricsLog(tmp_path, last_step=1) as log:
+    with open_log(tmp_path, last_step=1) as log:
         log.write(2, {"reward": 0.75})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
     assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.75)]
 
 
 def test_tensorboard_is_optional(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, has_tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write(1, {"reward": 0.5})
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 

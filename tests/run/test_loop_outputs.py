@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from flowrl.report.rollout_log import read_rows
 from flowrl.run.loop import Run
 from tests.errors import missing_facts
 from tests.full_disk import file_size_limit
+from tests.report.trackers.test_trackers import read_wandb
 from tests.run.echo_run import Counting, Echo, EchoConfig, lines, saved_scores, stream, train
 
 
@@ -66,6 +68,23 @@ def test_the_final_table_has_the_saved_responses(
     table = [line for line in capsys.readouterr().out.splitlines() if "greedy" in line]
     assert [line.split("│")[1].strip() for line in table] == [row["prompt"] for row in saved]
     assert [line.count("greedy") for line in table] == [2] * 3  # before and after training
+
+
+@pytest.mark.slow
+def test_a_run_sends_metrics_rows_and_results_to_its_trackers(
+    config: Callable[..., EchoConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    settings = config(report={"plots": False, "trackers": [{"kind": "wandb", "mode": "offline"}]})
+    train(settings)
+    history, summary = read_wandb(settings.output)
+    steps = [record["step"] for record in history if "elapsed_s" in record]
+    assert steps == [line["step"] for line in lines(settings) if line["step"]]
+    names = {name for record in history for name in record}
+    assert names >= {"rollouts/training/nrows", "rollouts/evaluation/nrows", "accuracy"}
+    assert summary["accuracy_after"] == pytest.approx(0.4)
 
 
 def test_tensorboard_shows_a_few_rows(config: Callable[..., EchoConfig]) -> None:

@@ -1,1 +1,1 @@
-"""Settings of the checks of a run: thresholds of the health checks. May import `flowrl.config.base`."""
+"""Settings of what observes a run: thresholds of the health checks, and trackers. May import `flowrl.config.base`."""

@@ -1,0 +1,89 @@
+"""Weights & Biases as a tracker (package wandb)."""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import wandb
+
+from flowrl.config import ConfigError
+from flowrl.config.monitoring.tracker_settings import WandbConfig
+from flowrl.report.rollout_log import Kind, Row
+from flowrl.report.trackers.tracker import TrackedRun, table_rows
+
+_STEP = "step"
+_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def check_credentials(config: WandbConfig) -> None:
+    """Raises ConfigError if the metrics shall be sent, but there is no API key. wandb would ask for it during a run."""
+    if config.mode == "offline" or any(os.environ.get(name) for name in _CREDENTIALS):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        has_key = netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, NetrcParseError):
+        has_key = False
+    if not has_key:
+        raise ConfigError(
+            f"report.trackers has wandb with mode online, but there is no API key for {host}: run `wandb login`, set "
+            "WANDB_API_KEY, or set mode: offline"
+        )
+
+
+class WandbTracker:
+    """Sends metrics and tables to Weights & Biases, or writes them to the folder `wandb/` of the run.
+
+    Its x-axis is the step of the run. A resumed run continues the same run of wandb, which then has the repeated steps
+    twice.
+    """
+
+    def __init__(self, config: WandbConfig, run: TrackedRun) -> None:
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            name=config.name or run.folder.resolve().name,
+            id=_run_id(run.folder / "wandb" / "run_id"),
+            dir=run.folder,
+            config=dict(run.settings),
+            mode=config.mode,
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
+        )
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+        self._is_finished = False
+
+    def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({_STEP: step, **values})
+
+    def write_rows(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
+        columns, data = table_rows(rows)
+        table = wandb.Table(
+            columns=columns,  # pyright: ignore[reportArgumentType] (wandb has no annotation for a list of names)
+            data=data,  # pyright: ignore[reportArgumentType] (nor for a list of rows)
+            allow_mixed_types=True,
+        )
+        self._run.log({_STEP: step, f"rollouts/{kind}": table})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(summary))
+        self._is_finished = True
+
+    def close(self) -> None:
+        self._run.finish(exit_code=0 if self._is_finished else 1)
+
+
+def _run_id(path: Path) -> str:
+    """Returns the id of the run in wandb, which a file of the run's folder stores for a resume."""
+    if path.is_file():
+        return path.read_text().strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_id = secrets.token_hex(8)
+    path.write_text(run_id)
+    return run_id
