@@ -79,13 +79,7 @@ class Program:
 
     def processes(self) -> list[psutil.Process]:
         """Returns all processes of the program, also those of other sessions, without zombies."""
-        own = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                is_marked = process.environ().get("TMPDIR") == str(self.temporary)
-                if is_marked and process.status() != psutil.STATUS_ZOMBIE:
-                    own.append(process)
-        return own
+        return processes_in(self.temporary)
 
     def scoring_processes(self, worker: int) -> list[int]:
         """Returns the ids of the processes in which a worker runs reward functions or environments.
@@ -100,25 +94,12 @@ class Program:
 
     def wait_for_end(self) -> list[str]:
         """Waits for the end of all processes; ends those that remain, and returns their names."""
-        deadline = time.monotonic() + GONE_S
         self.process.wait()
         self._reader.join(timeout=GONE_S)
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.3)
-        names = []
-        for process in left:
-            with suppress(psutil.Error):
-                names.append(f"process {process.name()}")
-                process.kill()
-        return names
+        return end_processes_in(self.temporary)
 
     def temporary_entries(self) -> set[str]:
-        """Returns the temporary files and folders, and the session folders of Ray."""
-        entries = {path.name for path in self.temporary.iterdir()} - CACHES - {"ray"}
-        ray = self.temporary / "ray"
-        return entries | {
-            f"ray/{path.name}" for path in (ray.iterdir() if ray.exists() else ()) if not path.is_symlink()
-        }
+        return temporary_entries(self.temporary)
 
     def remove_temporary_entries(self) -> None:
         for path in self.temporary.iterdir():
@@ -132,6 +113,37 @@ class Program:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.wait_for_end()
+
+
+def processes_in(temporary: Path) -> list[psutil.Process]:
+    """Returns all processes whose folder of temporary files is `temporary`, or in it, without zombies."""
+    own = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_marked = Path(process.environ().get("TMPDIR", "/")).is_relative_to(temporary)
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                own.append(process)
+    return own
+
+
+def end_processes_in(temporary: Path) -> list[str]:
+    """Waits for the end of all processes of a program; ends those that remain, and returns their names."""
+    deadline = time.monotonic() + GONE_S
+    while (left := processes_in(temporary)) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    names = []
+    for process in left:
+        with suppress(psutil.Error):
+            names.append(f"process {process.name()}")
+            process.kill()
+    return names
+
+
+def temporary_entries(temporary: Path) -> set[str]:
+    """Returns the temporary files and folders of a program, and the session folders of Ray."""
+    entries = {path.name for path in temporary.iterdir()} - CACHES - {"ray"}
+    ray = temporary / "ray"
+    return entries | {f"ray/{path.name}" for path in (ray.iterdir() if ray.exists() else ()) if not path.is_symlink()}
 
 
 def last_step(output: Path) -> int:
