@@ -23,8 +23,10 @@ from typing import Any
 from flowrl.config import UserError
 from flowrl.controller.worker import Dispatch, GroupType, Worker, register
 
-RECONNECT_S = 60.0
-"""Seconds during which a client tries to connect to a server again. A lost process is replaced in this time."""
+RECONNECT_S = 600.0
+"""Seconds during which a client tries to connect to a server again. A lost process is replaced in this time, also on a
+machine that is busy or imports slowly.
+"""
 
 HANDSHAKE_S = 30.0
 """Seconds in which a client must authenticate. A server closes a connection that has not."""

@@ -92,8 +92,9 @@ class Backend(Protocol):
         """
         ...
 
-    def restore(self, slot: Slot, plan: RecoveryPlan) -> None:
-        """Restores the workers of a replacement process that serve other processes. Does not block.
+    def restore(self, slot: Slot, plan: RecoveryPlan) -> Ref:
+        """Restores the workers of a replacement process that serve other processes. Does not block. Returns a
+        reference that resolves after the restoration.
 
         Earlier calls to the process may wait for results of these other processes, so the restoration precedes them.
         """

@@ -72,8 +72,8 @@ class InlineBackend:
     def restart(self, slot: Slot, process_id: int | None) -> None:
         raise RuntimeError("the inline backend runs in the driver's process, which cannot be restarted")
 
-    def restore(self, slot: Slot, plan: RecoveryPlan) -> None:
-        pass  # the driver's process is not replaced
+    def restore(self, slot: Slot, plan: RecoveryPlan) -> Ref:
+        return LocalRef(None)  # the driver's process is not replaced
 
     def describe_end(self, slot: Slot) -> str | None:
         return None

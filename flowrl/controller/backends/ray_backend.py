@@ -363,11 +363,12 @@ class RayBackend:
     def _is_local(self, slot: Slot) -> bool:
         return self._nodes.id_of(slot) == ray.get_runtime_context().get_node_id()
 
-    def restore(self, slot: Slot, plan: RecoveryPlan) -> None:
+    def restore(self, slot: Slot, plan: RecoveryPlan) -> Ref:
         # Ray sends the calls of one caller in the order of submission, so a task is the caller.
         on_driver_node = self._nodes.on_driver_node()
         restoring = ray.remote(num_cpus=0)(_restore).options(scheduling_strategy=on_driver_node)
-        restoring.remote(self._hosts[slot.pool, slot.rank], plan)
+        restored = restoring.remote(self._hosts[slot.pool, slot.rank], plan)
+        return RayRef(restored, (slot.pool, slot.rank, slot.node, "restore"))
 
     def describe_end(self, slot: Slot) -> str | None:
         name = self._names.get((slot.pool, slot.rank))

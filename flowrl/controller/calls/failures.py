@@ -1,8 +1,9 @@
 """Failures: finds root causes, ends the processes that fail together, enforces deadlines, and stores replay logs."""
 
+import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrl.controller.backends.base import Backend
@@ -102,6 +103,21 @@ class Deadlines:
             elif now_s - record.running_since_s > record.timeout_s:
                 overdue.append(record)
         return overdue
+
+    def restart_clocks(self, slots: Mapping[Slot, float], now_s: float) -> None:
+        """Restarts the clocks of the calls of all other processes than `slots`, because they may wait for these.
+
+        Args:
+            slots: processes that are being replaced, with the times when they were lost. After `start_timeout_s`
+                seconds, the clocks run.
+        """
+        for pool, rank in list(self._queues):
+            record = self.get_current(pool, rank)
+            if record is None or record.running_since_s is None or record.slot in slots:
+                continue
+            limit_s = math.inf if record.start_timeout_s is None else record.start_timeout_s
+            if any(now_s - lost_s <= limit_s for lost_s in slots.values()):
+                record.running_since_s = now_s
 
 
 _Key = tuple[str, str, int]
@@ -218,6 +234,8 @@ class Failures:
         self._liveness_checked_s = 0.0
         self.serving: set[Slot] = set()
         """Processes whose workers serve other processes."""
+        self._restorations: dict[Slot, tuple[Ref, float]] = {}
+        """Lost process that serves others -> its restoration, and the time when the loss was found."""
 
     def add_failure_group(self, group: FailureGroup) -> None:
         self._groups |= {pool.name: group for pool in group.pools}
@@ -285,13 +303,17 @@ class Failures:
         """Finds causes of lost connections, and handles missed deadlines, lost nodes and lost processes."""
         for suspicion in list(self._suspicions.values()):
             self._resolve(suspicion, now_s)
+        self._restorations = {slot: each for slot, each in self._restorations.items() if not each[0].done()}
+        if self._restorations:
+            # The replacement has its own limit, and the clients of the process wait for it.
+            self.deadlines.restart_clocks({slot: lost_s for slot, (_, lost_s) in self._restorations.items()}, now_s)
         for record in self.deadlines.find_overdue(now_s):
             if record.slot.pool not in self._errors:
                 self._end_overdue(record, now_s)
         if now_s - self._liveness_checked_s > LIVENESS_INTERVAL_S:
             self._liveness_checked_s = now_s
             self._fail_groups_on_lost_nodes()
-            self._report_lost_processes()
+            self._report_lost_processes(now_s)
 
     def _resolve(self, suspicion: _Suspicion, now_s: float) -> None:
         """Ends the failure group of a lost connection when the cause is known or the grace period has expired.
@@ -334,13 +356,13 @@ class Failures:
                 if lost:
                     self._fail(group, self._make_process_lost(lost[0], f"its node ({name}) is gone"))
 
-    def _report_lost_processes(self) -> None:
+    def _report_lost_processes(self, now_s: float) -> None:
         """Notifies the user of lost processes that are replaced. Their calls do not fail."""
         groups = {group.name: group for group in self._groups.values()}.values()
         slots = [slot for group in groups for slot in group.slots if slot.pool not in self._errors]
         for slot in self._backend.lost_processes([s for s in slots if self._recovery.is_recoverable(s.pool)]):
             if slot in self.serving and (plan := self._recovery.get_plan(slot)) is not None:
-                self._backend.restore(slot, plan)
+                self._restorations[slot] = (self._backend.restore(slot, plan), now_s)
             if slot in self._overdue:
                 continue  # the missed deadline was already reported
             cause = self._describe_end(slot) or "its process has ended"

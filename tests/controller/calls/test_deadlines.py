@@ -56,6 +56,23 @@ def test_the_time_until_its_inputs_are_there_does_not_count():
     assert overdue_ids(deadlines, 61.5) == [2]
 
 
+def test_the_time_in_which_another_process_is_replaced_does_not_count():
+    deadlines = Deadlines()
+    first, second = record(1, 0), record(2, 1)
+    for call in (first, second):
+        call.start_timeout_s = 30.0
+        deadlines.add(call)
+    assert overdue_ids(deadlines, 0.0) == []
+    for now_s in (8.0, 16.0):
+        deadlines.restart_clocks({second.slot: 5.0}, now_s)
+    assert overdue_ids(deadlines, 25.0) == [2]  # the process that is replaced has its own limits
+    assert overdue_ids(deadlines, 26.5) == [1, 2]
+    deadlines.restart_clocks({second.slot: 5.0}, 35.0)
+    assert overdue_ids(deadlines, 45.0) == [2]
+    deadlines.restart_clocks({second.slot: 5.0}, 45.0)  # past the limit of the start
+    assert overdue_ids(deadlines, 45.5) == [1, 2]
+
+
 def test_a_call_that_is_done_is_not_late():
     deadlines = Deadlines()
     done = record(1, 0)

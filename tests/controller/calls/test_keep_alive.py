@@ -12,7 +12,7 @@ from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Scorer
 
 BATCH = Batch.from_columns({"x": [1, 2]})
-LIMIT_S = 120.0
+LIMIT_S, DEADLINE_S = 120.0, 6.0
 
 
 class Server(Worker):
@@ -29,6 +29,16 @@ class Server(Worker):
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def echo(self, value: list[str]) -> list[str]:
         return value
+
+
+class SlowServer(Server):
+    """Needs longer than a deadline to serve again after a loss."""
+
+    @register(Dispatch.ONE_TO_ALL, replay=True, memory=())
+    def serve(self, path: Path) -> int:
+        if path.exists():
+            time.sleep(2 * DEADLINE_S)
+        return super().serve(path)
 
 
 class Client(Worker):
@@ -82,6 +92,19 @@ def test_a_server_is_restored_although_a_call_to_it_waits_for_one_of_its_clients
     assert served_by == (tmp_path / "id").read_text() != str(process_id)
     assert any("taken over" in message for message in messages)
     assert cluster.calls.get_num_replacements(server.slots[0]) == 1
+
+
+def test_the_deadline_of_a_client_does_not_count_the_restoration_of_its_server(
+    cluster: Cluster, messages: list[str], tmp_path: Path
+) -> None:
+    server, client = cluster.group("server", SlowServer), cluster.group("client", Client)
+    (process_id,) = server.serve(tmp_path / "id")
+    server.keep_alive()
+    cluster.calls.timeout_s = DEADLINE_S
+    result = client.wait_for_other(tmp_path / "id", process_id)
+    os.kill(process_id, signal.SIGKILL)
+    assert result.get(LIMIT_S) == [(tmp_path / "id").read_text()]
+    assert not any("deadline" in message for message in messages)
 
 
 def test_a_server_in_the_process_of_another_role_serves_before_the_call_of_this_role(
