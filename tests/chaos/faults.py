@@ -16,6 +16,7 @@ from tests.chaos.variants import (
     REWARD_TIMEOUT_S,
     ROLES,
     SCHEDULES,
+    VLLM_EPISODES,
     get_roles,
 )
 from tests.chaos.workers import EVALUATION
@@ -93,6 +94,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "vllm": ("rollout",),
     "fsdp": ("actor",),
     EPISODES: ("rollout", "environment", "environment_process"),
+    VLLM_EPISODES: ("rollout", "environment", "environment_process"),
 }
 """Engine -> targets of signals."""
 

@@ -9,8 +9,10 @@ from recipes.ppo.config import PPOConfig
 from tests.configs import NO_REPORT
 from tests.recipes.conftest import build_ppo_config
 
-EPISODES = "episodes"
-"""Variant whose responses an environment scores, in episodes of two turns, instead of reward functions."""
+EPISODES, VLLM_EPISODES = "episodes", "vllm_episodes"
+"""Variants whose responses an environment scores, in episodes of two turns, instead of reward functions. The first one
+generates with `hf`.
+"""
 
 ROLES = PPOConfig.possible_roles()
 """Roles of all runs. A run has either a reward or an environment."""
@@ -20,8 +22,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "one_step_off": {"kind": "one_step_off"},
     "async": {"kind": "async", "max_staleness": 2},
 }
-ENGINES = ("hf", "vllm", "fsdp", EPISODES)
-"""`hf` and `vllm` generate; the actor of `fsdp` has two sharded ranks. `fsdp` and `episodes` generate with `hf`."""
+ENGINES = ("hf", "vllm", "fsdp", EPISODES, VLLM_EPISODES)
+"""`hf` and `vllm` generate; the actor of `fsdp` has two sharded ranks. `fsdp` generates with `hf`."""
 
 TIMINGS = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "idle_", "wait_")
 """Prefixes of metrics that depend on the clock or on the memory of the machine."""
@@ -38,9 +40,19 @@ MANY_RESTARTS = 1_000_000
 """A run takes many faults, so the number of restarts is not what ends it."""
 
 
+def has_episodes(engine: str) -> bool:
+    """Returns whether an environment scores the responses of a variant."""
+    return engine in (EPISODES, VLLM_EPISODES)
+
+
+def has_vllm(engine: str) -> bool:
+    """Returns whether vLLM generates the responses of a variant."""
+    return engine in ("vllm", VLLM_EPISODES)
+
+
 def get_roles(engine: str) -> tuple[str, ...]:
     """Returns the roles of a variant, each of which has its own processes."""
-    return tuple(role for role in ROLES if role != ("reward" if engine == EPISODES else "environment"))
+    return tuple(role for role in ROLES if role != ("reward" if has_episodes(engine) else "environment"))
 
 
 def scoring_settings(engine: str, records: Path) -> dict[str, Any]:
@@ -48,7 +60,7 @@ def scoring_settings(engine: str, records: Path) -> dict[str, Any]:
 
     One process scores, so that a stopped process receives the next call.
     """
-    if engine == EPISODES:
+    if has_episodes(engine):
         environment = {"name": "tests.recipes.turns:TwoTurns", "workers": 1, "timeout_s": ENVIRONMENT_TIMEOUT_S}
         return {"reward": None, "environment": environment}
     limits = {"workers": 1, "timeout_s": REWARD_TIMEOUT_S}
@@ -65,7 +77,7 @@ def variant_config(
         task: folder written by `recipes.quickstart.prepare`.
         records: folder in which the reward function looks for misbehavior requests.
     """
-    num_replicas = 2 if schedule == "async" and engine != "vllm" else 1
+    num_replicas = 2 if schedule == "async" and not has_vllm(engine) else 1
     counts = {"actor": 2 if engine == "fsdp" else 1, "rollout": num_replicas}
     roles = get_roles(engine)
     base = build_ppo_config(task, output)
@@ -80,7 +92,7 @@ def variant_config(
         },
         "actor": actor | ({"engine": {"strategy": "fsdp"}} if engine == "fsdp" else {}),
         **scoring_settings(engine, records),
-        "rollout": {"max_response_tokens": 24 if engine == EPISODES else 6} | (VLLM if engine == "vllm" else {}),
+        "rollout": {"max_response_tokens": 24 if has_episodes(engine) else 6} | (VLLM if has_vllm(engine) else {}),
         "batch_size": BATCH_SIZE,
         "minibatch_size": 4,
         "steps": steps,

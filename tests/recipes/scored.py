@@ -1,9 +1,12 @@
 """Reward functions of the tests of rewards: equal scores, failures, and slow calls."""
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 from recipes.quickstart.task import score as task_score
+from tests.rewards.processes.misbehaving import ACTIONS
 
 
 def parity(prompt: str, response: str) -> float:
@@ -53,3 +56,29 @@ def fails_once_marked(prompt: str, response: str, answer: str, folder: str = "",
     if calls.stat().st_size > after and Path(folder, "fail").exists():
         raise ValueError("the service is down")
     return task_score(prompt, response, answer)
+
+
+MIXED = ("hang", "none", "nan", "text", "exit", "kill", "print")
+CALLS_BETWEEN = 9
+
+
+def misbehaves_in_many_ways(prompt: str, response: str, answer: str, folder: str = "") -> Any:
+    """Misbehaves in the way `MIXED[i]` in call number `CALLS_BETWEEN * i`. Writes the row to the file `MIXED[i]`."""
+    index, rest = divmod(_count_call(Path(folder, "calls")), CALLS_BETWEEN)
+    if rest or index >= len(MIXED):
+        return task_score(prompt, response, answer)
+    Path(folder, MIXED[index]).write_text(json.dumps([prompt, response]))
+    return ACTIONS[MIXED[index]]()
+
+
+def _count_call(folder: Path) -> int:
+    """Returns the number of earlier calls in all processes."""
+    folder.mkdir(exist_ok=True)
+    number = 0
+    while True:
+        try:
+            Path(folder, str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            number += 1
+        else:
+            return number

@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from flowrl.workers import Actor, Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from tests.configs import with_float64_models
+from tests.recipes.scored import MIXED
 from tests.recipes.test_numbers import assert_same, metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_schedules import ALIKE
@@ -214,6 +215,47 @@ def test_a_failed_reward_with_zero_scores_zero(grpo_config: GrpoConfigs, schedul
     train_grpo(config)
     for row in (row for rows in saved_rows(config) for row in rows):
         assert row["score"] == (0 if len(row["response"]) > 4 else len(row["response"]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "on_failure"),
+    [
+        ("sync", "zero"),
+        pytest.param("sync", "drop", marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(["one_step_off", "async"], ["zero", "drop"])),
+    ],
+)
+def test_each_misbehaving_call_costs_only_its_row(
+    grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, on_failure: str
+) -> None:
+    """One call hangs, others return no number, end or kill their process, or print without end."""
+    reward = {
+        "function": f"{HERE}:misbehaves_in_many_ways",
+        "options": {"folder": str(tmp_path)},
+        "timeout_s": 3.0,
+        "on_failure": on_failure,
+        "max_failure_rate": 0.5,
+    }
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
+    train_grpo(config)
+    records = [line for line in metrics_of(config) if line["step"]]
+    failed = sorted(json.loads((tmp_path / kind).read_text()) for kind in MIXED)
+    for name in ("reward_failed_fraction", "rewards/reward/failed_fraction"):
+        assert sum(line[name] for line in records) * config.batch_size == pytest.approx(len(MIXED))
+    rows = [row for step in saved_rows(config) for row in step]
+    assert len(records) == config.steps
+    if on_failure == "zero":
+        assert sorted([row["prompt"], row["response"]] for row in rows if row["reward_failures"]) == failed
+        assert all(row["score"] == 0 for row in rows if row["reward_failures"])
+        assert len(rows) == config.steps * config.batch_size
+    else:
+        assert not any(row["reward_failures"] for row in rows)
+        dropped = Counter(prompt for prompt, _ in failed)
+        groups = Counter(row["prompt"] for row in rows)
+        for prompt, count in dropped.items():
+            left = config.samples_per_prompt - count
+            assert groups[prompt] == (left if left >= 2 else 0)
+        assert {groups[prompt] for prompt in groups.keys() - dropped.keys()} == {config.samples_per_prompt}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -186,7 +186,8 @@ class Measurement:
             "checkpoint": {"every": 100},
         }
         if kind.source != "reward":
-            settings["actor"] |= {"model": {"path": self._folder / "calling"}}
+            # so slowly that the policy still calls tools
+            settings["actor"] = {"model": {"path": self._folder / "calling"}, "optimizer": {"lr": 1e-5}}
         return GRPOConfig.model_validate(settings | _scoring_settings(kind))
 
 
