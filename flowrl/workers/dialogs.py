@@ -200,6 +200,7 @@ class Dialogs:
         dialog.rewards.append(observation.reward or 0.0)
         dialog.infos.append(observation.info)
         if observation.done:
+            self._close([episode])
             return self._end(episode, response)
         if response.truncated:
             return self._end_at_limit(episode, response)

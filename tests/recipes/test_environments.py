@@ -25,6 +25,7 @@ from tests.recipes.test_numbers import metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_rewards import ALL_ROWS, SCHEDULES, saved_rows
 from tests.recipes.test_schedules import ALIKE, weights
+from tests.recipes.turns import Deadly
 
 HERE = "tests.recipes.turns"
 GrpoConfigs = Callable[..., GRPOConfig]
@@ -164,6 +165,21 @@ def test_episodes_of_a_killed_process_start_again(grpo_config: GrpoConfigs, tmp_
     assert (tmp_path / "killed").exists()
     assert sum(line["environment/restarts"] for line in metrics_of(config) if line["step"]) > 0
     assert all(len(rows) == config.batch_size for rows in saved_rows(config))
+
+
+@pytest.mark.parametrize(
+    "schedule", ["sync", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one_step_off", "async"))]
+)
+def test_episodes_that_kill_their_process_cost_only_their_rows(grpo_config: GrpoConfigs, schedule: str) -> None:
+    """Episodes that lost their process twice run alone, one after another, and each ends."""
+    settings = environment("Deadly", on_failure="zero", max_failure_rate=1.0)
+    config = grpo_config(schedule=SCHEDULES[schedule], placement=APART, steps=2, **settings, **ALL_ROWS)
+    train_grpo(config)
+    rows = [row for step in saved_rows(config) for row in step]
+    assert len(rows) == config.steps * config.batch_size
+    killed = [Deadly.kills_for(row["prompt"]) for row in rows]
+    assert 0 < sum(killed) < len(rows)
+    assert [bool(row["reward_failures"]) for row in rows] == killed
 
 
 def test_dynamic_sampling_of_episodes_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path) -> None:

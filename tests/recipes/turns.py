@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,20 @@ class KilledOnce(OneTurn):
     async def step(self, response: ModelResponse) -> Observation:
         if not self.killed.exists():
             self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().step(response)
+
+
+class Deadly(OneTurn):
+    """Kills its process in each step of every eighth prompt, while other episodes are in a step."""
+
+    @staticmethod
+    def kills_for(prompt: str) -> bool:
+        return zlib.crc32(prompt.encode()) % 8 == 0
+
+    async def step(self, response: ModelResponse) -> Observation:
+        await asyncio.sleep(0.1)
+        if self.kills_for(self.row["prompt"]):
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().step(response)
 
