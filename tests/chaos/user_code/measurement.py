@@ -26,6 +26,7 @@ from tests.chaos.user_code.misbehavior_kinds import (
     MEMORY_MB,
     REWARD_TIMEOUT_S,
     STEP_TIMEOUT_S,
+    STEPS,
     TOOL_TIMEOUT_S,
     ZERO,
     Kind,
@@ -37,7 +38,7 @@ from tests.small_task import prepare_small
 
 CODE = "tests.chaos.user_code.misbehaving_code"
 TOOLS = ("look_up", "look_up_async")
-STEPS, BATCH_SIZE, SAMPLES = 3, 32, 4
+BATCH_SIZE, SAMPLES = 32, 4
 LIMIT_S = 300.0
 NUM_UNDISTURBED = 5
 """Number of the newest undisturbed runs with whose median time a run is compared. One precedes each run."""

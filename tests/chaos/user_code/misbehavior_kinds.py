@@ -12,6 +12,7 @@ OnFailure = Literal["zero", "drop", "stop"]
 
 REWARD_TIMEOUT_S, STEP_TIMEOUT_S, TOOL_TIMEOUT_S = 2.0, 2.0, 1.0
 MEMORY_MB = 2000
+STEPS = 3
 MAX_FAILURE_RATE = 0.5
 """Largest share of failed rows of all kinds except those that exceed it."""
 
@@ -80,7 +81,7 @@ def _kinds() -> Iterator[Kind]:
         Kind("reward", "hang@drop", "hangs", on_failure="drop", has_same_numbers=False),
         Kind("reward", "kill@stop", "kills its process (SIGKILL)", on_failure="stop", exit_code=2),
         Kind("reward", "hang@stop", "hangs", on_failure="stop", exit_code=2),
-        Kind("reward", "exception@always", "raises an exception in every call", exit_code=2),
+        Kind("reward", "exception@always", "raises an exception in every call", exit_code=2, has_same_numbers=False),
     )
     yield from (
         Kind("environment", "exception", "raises an exception in `step`"),

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from tests.chaos.program import ROOT
-from tests.chaos.user_code.misbehavior_kinds import KINDS, Kind
+from tests.chaos.user_code.misbehavior_kinds import KINDS, STEPS, Kind
 
 RESULTS = ROOT / "tests/chaos/user_code/results.jsonl"
 PAGE = ROOT / "docs/failures.md"
@@ -23,7 +23,7 @@ def read_results() -> list[Row]:
 
 def render_table(rows: list[Row]) -> str:
     lines = [
-        "| code | misbehavior | `on_failure` | calls | the run | rows lost | other rows | exit code | seconds lost "
+        "| code | it | `on_failure` | calls | steps of the run | rows lost | other rows | exit code | seconds lost "
         "| left behind | load | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -40,12 +40,13 @@ def render_table(rows: list[Row]) -> str:
 
 def _cells(kind: Kind, row: Row) -> list[str]:
     text = kind.text + (f" ({kind.form})" if kind.form != "sync" else "")
-    numbers = "identical" if row["has_same_numbers"] else "" if not kind.has_same_numbers else "different"
+    is_compared = kind.has_same_numbers and row["steps"]
+    numbers = "" if not is_compared else "identical" if row["has_same_numbers"] else "different"
     return [
         kind.source,
         text,
         f"`{kind.on_failure}`",
-        str(row["calls"]),
+        str(row["calls"]) if kind.on_failure == "zero" else "",  # other rows of failed calls are not saved
         describe_run(kind, row),
         str(row["lost"]),
         numbers,
@@ -58,14 +59,14 @@ def _cells(kind: Kind, row: Row) -> list[str]:
 
 
 def describe_run(kind: Kind, row: Row) -> str:
-    """Returns what the run did, as text."""
-    steps = f"{row['steps']} steps"
+    """Returns the number of complete steps, and the events that the run has counted."""
+    steps = f"{row['steps']} of {STEPS}"
     if row["exit_code"]:
-        return f"{steps}, then ended with an error"
+        return f"{steps}; ends with an error that names the cause"
     if kind.counted is not None:
-        return f"{steps}; `{kind.counted}` is {row['counted'].get(kind.counted, 0)}"
+        return f"{steps}; `{kind.counted}`: {row['counted'].get(kind.counted, 0)}"
     restarts = row["counted"].get("environment/restarts", 0)
-    return steps + (f"; {restarts} episodes started again" if restarts else "")
+    return steps + (f"; episodes started again: {restarts}" if restarts else "")
 
 
 def replace_row(row: Row) -> None:
