@@ -254,8 +254,9 @@ class EnvironmentHost:
         if call.future.set_running_or_notify_cancel():
             call.future.set_result(reply)
 
-    def _fail(self, call: _Call, kind: Failure, message: str) -> None:
-        self._finish(call, Reply(failure=kind, message=message, seconds=time.monotonic() - call.start_s))
+    def _fail(self, call: _Call, kind: Failure, message: str, *, is_blameless: bool = False) -> None:
+        seconds = time.monotonic() - call.start_s
+        self._finish(call, Reply(failure=kind, message=message, is_blameless=is_blameless, seconds=seconds))
 
     def _wait_s(self) -> float | None:
         first_s = min(map(self._deadline_s, self._processes.values()), default=math.inf)
@@ -337,7 +338,8 @@ class EnvironmentHost:
     def _step(self, call: _Call) -> None:
         episode = self._episodes.get(call.request.episode)
         if episode is None or episode.lost:
-            self._fail(call, "lost", "the episode has ended" if episode is None else episode.lost)
+            text = "the episode has ended" if episode is None else episode.lost
+            self._fail(call, "lost", text, is_blameless=episode is not None)
             self._episodes.pop(call.request.episode, None)
         else:
             episode.owner = call.owner
@@ -584,7 +586,7 @@ class EnvironmentHost:
                 self._fail(call, kind, text)
                 self._losses.pop(culprit, None)
             else:
-                self._fail(call, "lost", lost)
+                self._fail(call, "lost", lost, is_blameless=process.is_innocent or culprit is not None)
         for key in process.episodes:
             if key in keys:
                 self._episodes.pop(key, None)

@@ -107,6 +107,11 @@ class Reply:
     message: str = ""
     """Description of the failure."""
 
+    is_blameless: bool = False
+    """For `lost`: whether the episode cannot have ended its process. Another episode has, or no call of it was in
+    flight.
+    """
+
     seconds: float = 0.0
     """Time from the request to the result."""
 

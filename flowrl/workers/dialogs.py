@@ -31,6 +31,9 @@ TURN_REWARDS, EPISODE = "turn_rewards", "episode"
 MAX_TOKENS = "max_tokens"
 """Reason and event of an episode that ended at `rollout.max_response_tokens`, before its environment ended it."""
 
+_MAX_BLAMELESS_RESTARTS = 100
+"""Limit of restarts after losses that an episode cannot have caused, for processes that end again and again."""
+
 
 @dataclass(frozen=True)
 class EnvironmentServers:
@@ -63,6 +66,8 @@ class Dialog:
     seconds: float = 0.0
     """Total duration of the environment's calls."""
     num_restarts: int = 0
+    num_blameless_restarts: int = 0
+    """Restarts after losses that the episode cannot have caused. They do not count in the limit of restarts."""
     response: Response | None = None
     """Response that the environment has received last."""
 
@@ -149,8 +154,8 @@ class Dialogs:
         """
         dialog = _dialog(episode)
         dialog.seconds += reply.seconds
-        if reply.failure == "lost" and dialog.num_restarts < self._restarts:
-            return self._restart(episode)
+        if reply.failure == "lost" and self._can_restart(dialog, reply.is_blameless):
+            return self._restart(episode, reply.is_blameless)
         if reply.failure is not None:
             return self._fail(episode, reply.failure, reply.message)
         try:
@@ -161,9 +166,15 @@ class Dialogs:
         except DataError as error:
             return self._fail(episode, "invalid", str(error))
 
-    def _restart(self, episode: "Episode") -> None:
+    def _can_restart(self, dialog: Dialog, is_blameless: bool) -> bool:
+        if is_blameless:
+            return dialog.num_blameless_restarts < _MAX_BLAMELESS_RESTARTS
+        return dialog.num_restarts - dialog.num_blameless_restarts < self._restarts
+
+    def _restart(self, episode: "Episode", is_blameless: bool) -> None:
         dialog = _dialog(episode)
-        fresh = Dialog(dialog.first, dialog.server, num_restarts=dialog.num_restarts + 1, seconds=dialog.seconds)
+        fresh = Dialog(dialog.first, dialog.server, seconds=dialog.seconds, num_restarts=dialog.num_restarts + 1)
+        fresh.num_blameless_restarts = dialog.num_blameless_restarts + is_blameless
         episode.dialog, episode.request = fresh, dialog.first
         self._send([(episode, Reset(self._id(episode), dict(episode.columns)))], [dialog.server])
 

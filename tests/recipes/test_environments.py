@@ -172,7 +172,7 @@ def test_episodes_of_a_killed_process_start_again(grpo_config: GrpoConfigs, tmp_
 )
 def test_episodes_that_kill_their_process_cost_only_their_rows(grpo_config: GrpoConfigs, schedule: str) -> None:
     """Episodes that lost their process twice run alone, one after another, and each ends."""
-    settings = environment("Deadly", on_failure="zero", max_failure_rate=1.0, restarts=20)
+    settings = environment("Deadly", on_failure="zero", max_failure_rate=1.0)
     config = grpo_config(schedule=SCHEDULES[schedule], placement=APART, steps=2, **settings, **ALL_ROWS)
     train_grpo(config)
     rows = [row for step in saved_rows(config) for row in step]

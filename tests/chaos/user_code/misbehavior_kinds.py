@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Source = Literal["reward", "environment", "tool"]
+Form = Literal["sync", "async", "batched"]
 OnFailure = Literal["zero", "drop", "stop"]
 
 REWARD_TIMEOUT_S, STEP_TIMEOUT_S, TOOL_TIMEOUT_S = 2.0, 2.0, 1.0
@@ -30,7 +31,7 @@ class Kind:
     """Description in the table."""
     costs_row: bool = True
     """Whether each row with a call that misbehaves fails."""
-    form: Literal["sync", "async", "batched"] = "sync"
+    form: Form = "sync"
     """Form of the reward function, the method `step` of the environment, or the tool."""
     on_failure: OnFailure = "zero"
     counted: str | None = None
@@ -42,6 +43,12 @@ class Kind:
     @property
     def id(self) -> str:
         return f"{self.source}-{self.name}"
+
+
+def _observed(name: str, text: str, event: str, *, form: Form = "sync") -> Kind:
+    """Returns a misbehavior of a tool that gives an observation. The metric `environment/EVENT` counts it."""
+    counted = f"environment/{event}"
+    return Kind("tool", name, text, costs_row=False, form=form, counted=counted, has_same_numbers=False)
 
 
 def _kinds() -> Iterator[Kind]:
@@ -92,7 +99,15 @@ def _kinds() -> Iterator[Kind]:
         Kind("environment", "exit", "calls `os._exit`"),
         Kind("environment", "kill", "kills its process (SIGKILL)"),
         Kind("environment", "hang", "hangs in a thread", has_same_numbers=False),
-        Kind("environment", "wait", "awaits without end", form="async", costs_row=False, counted="environment/timeout"),
+        Kind(
+            "environment",
+            "wait",
+            "awaits without end",
+            costs_row=False,
+            form="async",
+            counted="environment/timeout",
+            has_same_numbers=False,
+        ),
         Kind("environment", "hang@async", "blocks the event loop", form="async"),
         Kind("environment", "stop", "stops its process (SIGSTOP)"),
         Kind("environment", "print", "prints without end"),
@@ -102,14 +117,13 @@ def _kinds() -> Iterator[Kind]:
         Kind("environment", "hang@close", "hangs in `close`", costs_row=False),
         Kind("environment", "kill@stop", "kills its process (SIGKILL)", on_failure="stop", exit_code=2),
     )
-    tools = {"has_same_numbers": False, "costs_row": False}
     yield from (
-        Kind("tool", "exception", "raises an exception", counted="environment/tool_error", **tools),
-        Kind("tool", "system_exit", "calls `sys.exit`", counted="environment/tool_error", **tools),
-        Kind("tool", "hang", "hangs in a thread", counted="environment/tool_timeout", **tools),
-        Kind("tool", "wait", "awaits without end", form="async", counted="environment/tool_timeout", **tools),
-        Kind("tool", "long_result", "returns 10 MB of text", counted="environment/result_truncated", **tools),
-        Kind("tool", "network", "connects to a server of the machine", counted="environment/tool_error", **tools),
+        _observed("exception", "raises an exception", "tool_error"),
+        _observed("system_exit", "calls `sys.exit`", "tool_error"),
+        _observed("hang", "hangs in a thread", "tool_timeout"),
+        _observed("wait", "awaits without end", "tool_timeout", form="async"),
+        _observed("long_result", "returns 10 MB of text", "result_truncated"),
+        _observed("network", "connects to a server of the machine", "tool_error"),
         Kind("tool", "daemon", "starts a daemon that ignores SIGTERM", has_same_numbers=True, costs_row=False),
         Kind("tool", "exit", "calls `os._exit`", has_same_numbers=False),
         Kind("tool", "kill", "kills its process (SIGKILL)", has_same_numbers=False),
