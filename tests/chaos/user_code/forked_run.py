@@ -38,6 +38,10 @@ class ForkedRun:
     """The error that the run printed, or an empty text."""
 
 
+CLOSING_POLLS = 20
+"""Number of times that the open descriptors are counted. The smallest number is recorded."""
+
+
 def call_in_fork(function: Callable[..., object], *arguments: object) -> None:
     """Calls a function that computes with torch in a forked process."""
     process = FORK.Process(target=function, args=arguments)
@@ -80,9 +84,16 @@ def _run(folder: Path, config: Path) -> None:
     code = run_recipe(GRPOConfig, train, [str(config)])
     seconds = time.monotonic() - started_s
     gc.collect()
-    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    descriptors = _open_descriptors()
+    for _ in range(CLOSING_POLLS):  # threads of connections close their sockets after the run
+        time.sleep(0.1)
+        descriptors = min(descriptors, _open_descriptors(), key=len)
     children = [" ".join(child.cmdline()[:3]) for child in psutil.Process().children(recursive=True)]
     record = {"seconds": seconds, "descriptors": sorted(descriptors), "children": children}
     (folder / "after.json").write_text(json.dumps(record))
     sys.stdout.flush()
     sys.exit(code)
+
+
+def _open_descriptors() -> list[str]:
+    return [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
