@@ -95,6 +95,11 @@ class RunFolder:
         return self.path / "rollouts"
 
     @property
+    def inputs(self) -> Path:
+        """Size and CRC-32 of each input of the run, by its setting."""
+        return self.path / "inputs.json"
+
+    @property
     def ray_log(self) -> Path:
         """Messages of Ray's own processes."""
         return self.path / "ray.log"

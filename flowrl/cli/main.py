@@ -13,6 +13,7 @@ from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import is_disk_full
 from flowrl.cli.data_commands import add_data
+from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
 from flowrl.cli.report_commands import add_report
 from flowrl.config import (
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_trace(commands)
     _add_show(commands)
     add_report(commands)
+    add_diff(commands)
     _add_checkpoints(commands)
     _add_export(commands)
     _add_doctor(commands)

@@ -159,8 +159,8 @@ class Run:
         self._checks.open(self.folder.path, self.cluster.plan, self._metrics.history)
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
         self._log = StepLog(self.cluster.calls, elapsed_s)
-        if config.checkpoint.every:
-            _ = self._input_checksums  # computed now, because a user may edit the files during the run
+        # Computed now, because a user may edit the files during the run.
+        write_json(self.folder.inputs, {key: checksum._asdict() for key, checksum in self._input_checksums.items()})
         if checkpoint is not None:
             self._restore(checkpoint.driver())
             with suppress(TraceError):  # a killed process has not written a trace

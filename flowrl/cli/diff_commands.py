@@ -1,0 +1,51 @@
+"""`flowrl diff`: compares two runs."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from flowrl.config import CheckFailed
+
+Commands = Any  # argparse's type of sub-commands is private
+
+
+def add_diff(commands: Commands) -> None:
+    """Adds `diff` to the parser of the `flowrl` command."""
+    parser = commands.add_parser(
+        "diff",
+        help="compare two runs: settings, inputs, versions, and the first step and call at which they diverge",
+        allow_abbrev=False,
+    )
+    parser.add_argument("first", type=Path, metavar="RUN_A", help="the output folder of a run")
+    parser.add_argument("second", type=Path, metavar="RUN_B", help="the output folder of another run")
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.0,
+        metavar="X",
+        help="numbers are equal if they differ by at most X times the larger one (or 1); default: 0, bitwise equal",
+    )
+    parser.add_argument("--exit-code", action="store_true", help="exit with 1 if the runs differ")
+    parser.set_defaults(run=_diff)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1, like 1e-6")
+    return value
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    # imported here, because only this command needs rich and yaml
+    from flowrl.data.console import make_console  # noqa: PLC0415
+    from flowrl.report.run_diff import compare_runs  # noqa: PLC0415
+    from flowrl.report.run_diff_table import print_diff  # noqa: PLC0415
+
+    diff = compare_runs(arguments.first, arguments.second, tolerance=arguments.tolerance)
+    print_diff(diff, make_console())
+    if arguments.exit_code and not diff.is_equal:
+        raise CheckFailed(f"{arguments.first} and {arguments.second} differ")

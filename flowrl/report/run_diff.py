@@ -1,0 +1,273 @@
+"""Compares two runs: settings, inputs, versions, and the first step and call at which their metrics diverge."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.checkpoints.system_info import read_system
+from flowrl.config import UserError
+from flowrl.report.page.config_data import compare_settings
+from flowrl.report.page.curve_data import Record, read_metrics
+from flowrl.report.page.run_data import read_config
+from flowrl.report.rollout_log import Kind, Row, read_rows, saved_steps
+
+_IGNORED_SETTINGS = ("output", "resume")
+"""Settings that do not change results."""
+
+_CLOCK = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "wait_data_s", "wait_weights_s", "environment/restarts")
+"""Metrics of time, memory and repeated work, which differ between equal runs."""
+
+
+@dataclass(frozen=True)
+class CallStage:
+    """A call of a step, and the values that it determines."""
+
+    call: str
+    row_columns: tuple[str, ...] = ()
+    token_columns: tuple[str, ...] = ()
+    """Lists of the column `tokens` of a row."""
+    metrics: tuple[str, ...] = ()
+    """Names of metrics. A name with a trailing `/` is a prefix."""
+
+    def determines(self, metric: str) -> bool:
+        return any(metric == name or (name.endswith("/") and metric.startswith(name)) for name in self.metrics)
+
+
+STAGES = (
+    CallStage("the order of prompts", ("prompt_id", "sample", "prompt", "answer")),
+    CallStage(
+        "rollout.generate",
+        ("response", "finish_reason", "response_length", "environment_length", "version", "newest_version"),
+        ("ids", "mask", "rollout_logprobs", "versions"),
+        ("response_length", "response_tokens", "environment_length", "truncated_fraction", "turns", "environment/"),
+    ),
+    CallStage(
+        "reward.score",
+        ("rewards", "score", "reward_failures"),
+        (),
+        ("reward", "reward_max", "reward_failed_fraction", "reward_truncated_fraction", "rewards/"),
+    ),
+    CallStage(
+        "actor.logprobs", (), ("logprobs", "ratios"), ("rollout_gap", "rollout_gap_max", "mismatch/", "correction/")
+    ),
+    CallStage("reference.logprobs", (), ("ref_logprobs",), ("kl",)),
+    CallStage("critic.values", (), ("values",)),
+    CallStage(
+        "advantages.compute",
+        ("other_scores", "advantage"),
+        ("advantages",),
+        ("reward_shaping", "kl_coef", "explained_variance"),
+    ),
+    CallStage("critic.update", metrics=("critic/",)),
+    CallStage("actor.update", metrics=("actor/",)),
+    CallStage("reward.update", metrics=("reward/",)),
+    CallStage(
+        "the evaluation", metrics=("accuracy", "accuracy/", "validation_loss", "validation_loss/", "evaluation/")
+    ),
+)
+"""Calls of a step in their order. The first one with different values is reported."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first step at which two runs differ."""
+
+    step: int
+    call: str
+    """First call of the step whose values differ."""
+    values: Sequence[tuple[str, Any, Any]]
+    """Name and both values of some differences of the call. A value that is absent is None."""
+
+
+@dataclass(frozen=True)
+class RunDiff:
+    """The differences of two runs."""
+
+    names: tuple[str, str]
+    settings: Sequence[tuple[str, Any, Any]] = ()
+    inputs: Sequence[tuple[str, Any, Any]] = ()
+    versions: Sequence[tuple[str, Any, Any]] = ()
+    divergence: Divergence | None = None
+    num_steps: int = 0
+    """Number of steps that both runs have, without the step 0."""
+    num_equal_steps: int = 0
+    """Number of these steps whose metrics are equal."""
+    results: Sequence[tuple[str, Any, Any]] = ()
+    """Name and values of the metrics of the last common step that differ most."""
+    missing: Sequence[str] = field(default=())
+    """Comparisons that are impossible, and why."""
+
+    @property
+    def is_equal(self) -> bool:
+        return not (self.settings or self.inputs or self.versions) and self.divergence is None
+
+
+def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDiff:
+    """Compares the folders of two runs.
+
+    Numbers are equal if they differ by at most `tolerance` times the larger magnitude or 1. Metrics of time and memory
+    are not compared. Raises UserError if a folder is not a run.
+    """
+    configs = [read_config(folder) for folder in (first, second)]
+    folders = (RunFolder(first), RunFolder(second))
+    missing: list[str] = []
+    settings = [
+        (entry["key"], *entry["values"])
+        for entry in compare_settings(configs)
+        if entry["differs"] and entry["key"] not in _IGNORED_SETTINGS
+    ]
+    inputs = _compare_json("checksums of inputs", [_read_json(folder.inputs) for folder in folders], missing)
+    systems = [read_system(folder.path) for folder in folders]
+    versions = _compare_json("versions", [system and system["versions"] for system in systems], missing)
+    records = [{int(record["step"]): record for record in read_metrics(folder.metrics)} for folder in folders]
+    common = sorted(records[0].keys() & records[1].keys())
+    if not common:
+        missing.append("metrics: the runs have no step in common")
+
+    def is_same(one: Any, other: Any) -> bool:  # Any: values of JSON
+        return _is_same(one, other, tolerance)
+
+    differing = [step for step in common if _different_metrics(records[0][step], records[1][step], is_same)]
+    divergence = _find_divergence(folders, records, common, differing[0] if differing else None, is_same)
+    last = _different_metrics(records[0][common[-1]], records[1][common[-1]], is_same) if common else []
+    trained = [step for step in common if step]
+    return RunDiff(
+        names=(str(first), str(second)),
+        settings=settings,
+        inputs=inputs,
+        versions=versions,
+        divergence=divergence,
+        num_steps=len(trained),
+        num_equal_steps=len([step for step in trained if step not in differing]),
+        results=sorted(last, key=_relative_difference, reverse=True),
+        missing=missing,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): restore the file, or choose another run") from error
+
+
+def _compare_json(
+    name: str, values: Sequence[Mapping[str, Any] | None], missing: list[str]
+) -> list[tuple[str, Any, Any]]:
+    """Returns the keys whose values differ. Notes in `missing` if a run lacks the values."""
+    first, second = values
+    if first is None or second is None:
+        missing.append(f"{name}: a run was written by an earlier version of flowrl, which did not record them")
+        return []
+    keys = dict.fromkeys((*first, *second))
+    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+
+
+def _is_same(one: Any, other: Any, tolerance: float) -> bool:
+    """Returns whether two values of JSON are equal. Numbers may differ by the tolerance, and NaN equals NaN."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key], tolerance) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_is_same(*pair, tolerance) for pair in zip(one, other, strict=True))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        if math.isnan(one) or math.isnan(other):
+            return math.isnan(one) and math.isnan(other)
+        return one == other or abs(one - other) <= tolerance * max(abs(one), abs(other), 1.0)
+    return one == other
+
+
+Same = Callable[[Any, Any], bool]
+
+
+def _different_metrics(first: Record, second: Record, is_same: Same) -> list[tuple[str, Any, Any]]:
+    """Returns the metrics of a step that differ, except those of time and memory."""
+    return [
+        (name, first.get(name), second.get(name))
+        for name in dict.fromkeys((*first, *second))
+        if not _is_of_clock(name) and not is_same(first.get(name), second.get(name))
+    ]
+
+
+def _is_of_clock(metric: str) -> bool:
+    return metric in _CLOCK or metric.startswith("idle_") or metric.endswith("/seconds")
+
+
+def _find_divergence(
+    folders: tuple[RunFolder, RunFolder],
+    records: Sequence[Mapping[int, Record]],
+    common: Sequence[int],
+    first_metrics: int | None,
+    is_same: Same,
+) -> Divergence | None:
+    """Returns the first step whose metrics or saved rows differ. Rows may differ before any metric does."""
+    steps = [step for step in common if first_metrics is None or step <= first_metrics]
+    kinds: tuple[Kind, ...] = ("training", "evaluation")
+    saved = {kind: _steps_of_rows(folders, kind) for kind in kinds}
+    for step in steps:
+        differences = _different_metrics(records[0][step], records[1][step], is_same) if step == first_metrics else []
+        rows = [(kind, *(read_rows(folder.rollouts, kind, step) for folder in folders)) for kind in kinds
+                if step in saved[kind]]  # fmt: skip
+        if (found := _first_call(differences, rows, is_same)) is not None:
+            call, values = found
+            return Divergence(step, call, values)
+    return None
+
+
+def _steps_of_rows(folders: tuple[RunFolder, RunFolder], kind: Kind) -> set[int]:
+    first, second = ({*saved_steps(folder.rollouts, kind)} for folder in folders)
+    return first & second
+
+
+def _first_call(
+    metrics: Sequence[tuple[str, Any, Any]], rows: Sequence[tuple[Kind, list[Row], list[Row]]], is_same: Same
+) -> tuple[str, list[tuple[str, Any, Any]]] | None:
+    """Returns the first call of a step with different values, and these values. None without differences."""
+    for stage in STAGES:
+        values = [entry for entry in metrics if stage.determines(entry[0])]
+        for kind, first, second in rows:
+            if (kind == "evaluation") == (stage.call == "the evaluation"):
+                values += _different_rows(stage, kind, first, second, is_same)
+        if values:
+            return stage.call, values
+    return ("a call that is not known", list(metrics)) if metrics else None
+
+
+_EVALUATED = ("prompt_id", "response", "rewards", "score")
+"""Columns of the rows of evaluations that are compared."""
+
+
+def _different_rows(
+    stage: CallStage, kind: Kind, first: list[Row], second: list[Row], is_same: Same
+) -> list[tuple[str, Any, Any]]:
+    """Returns the values of the first row that differ."""
+    names = _EVALUATED if kind == "evaluation" else stage.row_columns
+    for one, other in zip(first, second, strict=False):
+        values = [
+            (f"{kind} row {one['row']}, {name}", one.get(name), other.get(name))
+            for name in names
+            if not is_same(one.get(name), other.get(name))
+        ]
+        tokens = (one.get("tokens") or {}, other.get("tokens") or {})
+        for name in stage.token_columns:
+            pairs = list(zip(tokens[0].get(name, ()), tokens[1].get(name, ()), strict=False))
+            index = next((i for i, pair in enumerate(pairs) if not is_same(*pair)), None)
+            if index is not None:
+                values.append((f"{kind} row {one['row']}, {name} of token {index}", *pairs[index]))
+        if values:
+            return values
+    if stage.row_columns[:1] == ("prompt_id",) and len(first) != len(second):
+        return [(f"number of {kind} rows", len(first), len(second))]
+    return []
+
+
+def _relative_difference(entry: tuple[str, Any, Any]) -> float:
+    _, one, other = entry
+    if not isinstance(one, int | float) or not isinstance(other, int | float) or math.isnan(one) or math.isnan(other):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)

@@ -1,0 +1,175 @@
+"""Two small runs are compared: equal runs, other settings, other data, and a change in one call."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.config import UserError
+from flowrl.report.run_diff import STAGES, compare_runs
+from tests.run.conftest import config, task
+from tests.run.echo_run import EchoConfig, train
+
+__all__ = ["config", "task"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with two equal runs, `a` and `b`, written by hand: three steps with saved rows."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("a", "b"):
+        run = folder / name
+        (run / "rollouts").mkdir(parents=True)
+        (run / "config.yaml").write_text(f"output: {run}\nsteps: 3\nactor: {{optimizer: {{lr: 0.1}}}}\n")
+        (run / "system.json").write_text(json.dumps({"versions": {"torch": "2.13.0"}, "machine": {}}))
+        (run / "inputs.json").write_text(json.dumps({"data.train": {"size": 10, "crc32": 7}}))
+        records = [
+            {"step": step, "reward": 0.25 * step, "actor/loss": 0.5, "kl": None, "seconds": 1.0 if name == "a" else 2.0}
+            for step in range(4)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        row = {
+            "step": 2, "kind": "training", "row": 0, "prompt_id": 4, "prompt": "1+1=", "response": "2", "score": 1.0,
+            "rewards": {"task": 1.0}, "tokens": {"ids": [5, 6], "logprobs": [-0.5, -0.25]},
+        }  # fmt: skip
+        (run / "rollouts/training-000002.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+@pytest.fixture
+def pair(runs: Path, tmp_path: Path) -> tuple[Path, Path]:
+    return shutil.copytree(runs / "a", tmp_path / "a"), shutil.copytree(runs / "b", tmp_path / "b")
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None], line: int = 0) -> None:
+    """Changes a line of a JSON-lines file."""
+    lines = path.read_text().splitlines()
+    value = json.loads(lines[line])
+    change(value)
+    lines[line] = json.dumps(value)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_equal_runs_differ_in_their_folder_and_times_only(pair: tuple[Path, Path]) -> None:
+    diff = compare_runs(*pair)
+    assert diff.is_equal and not diff.missing
+    assert (diff.num_steps, diff.num_equal_steps) == (3, 3)
+
+
+def test_settings_inputs_and_versions_are_compared(pair: tuple[Path, Path]) -> None:
+    first, second = pair
+    (second / "config.yaml").write_text("output: x\nsteps: 4\nactor: {optimizer: {lr: 0.1}}\nseed: 1\n")
+    (second / "system.json").write_text(json.dumps({"versions": {"torch": "2.11.0", "vllm": "0.32"}, "machine": {}}))
+    (second / "inputs.json").write_text(json.dumps({"data.train": {"size": 10, "crc32": 8}}))
+    diff = compare_runs(first, second)
+    assert diff.settings == [("steps", "3", "4"), ("seed", None, "1")]
+    assert diff.versions == [("torch", "2.13.0", "2.11.0"), ("vllm", None, "0.32")]
+    assert [name for name, *_ in diff.inputs] == ["data.train"] and not diff.is_equal
+
+
+@pytest.mark.parametrize(
+    ("change", "call", "name"),
+    [
+        (lambda row: row.update(prompt="1+2="), "the order of prompts", "prompt"),
+        (lambda row: row.update(response="3", score=0.0), "rollout.generate", "response"),
+        (lambda row: row["tokens"].update(ids=[5, 7]), "rollout.generate", "ids of token 1"),
+        (lambda row: row["rewards"].update(task=0.5), "reward.score", "rewards"),
+        (lambda row: row["tokens"].update(logprobs=[-0.5, -0.2501]), "actor.logprobs", "logprobs of token 1"),
+    ],
+)
+def test_saved_rows_name_the_first_call_that_diverges(
+    pair: tuple[Path, Path], change: Callable[[dict[str, Any]], None], call: str, name: str
+) -> None:
+    """The update of the same step differs too, as a consequence."""
+    first, second = pair
+    edit(second / "rollouts/training-000002.jsonl", change)
+    edit(second / "metrics.jsonl", lambda record: record.update({"actor/loss": 0.75}), line=2)
+    divergence = compare_runs(first, second).divergence
+    assert divergence is not None and (divergence.step, divergence.call) == (2, call)
+    assert name in divergence.values[0][0]
+
+
+def test_metrics_name_the_first_call_without_saved_rows(pair: tuple[Path, Path]) -> None:
+    first, second = pair
+    edit(second / "metrics.jsonl", lambda record: record.update({"actor/loss": 0.75}), line=1)
+    edit(second / "metrics.jsonl", lambda record: record.update({"reward": 9.0, "actor/loss": 0.75}), line=3)
+    diff = compare_runs(first, second)
+    assert diff.divergence is not None
+    assert (diff.divergence.step, diff.divergence.call) == (1, "actor.update")
+    assert diff.divergence.values == [("actor/loss", 0.5, 0.75)]
+    assert diff.num_equal_steps == 1
+    assert [name for name, *_ in diff.results] == ["reward", "actor/loss"]
+
+
+def test_a_tolerance_ignores_rounding(pair: tuple[Path, Path]) -> None:
+    first, second = pair
+    edit(second / "metrics.jsonl", lambda record: record.update({"actor/loss": 0.5 + 1e-7}), line=1)
+    assert compare_runs(first, second).divergence is not None
+    assert compare_runs(first, second, tolerance=1e-6).is_equal
+
+
+def test_a_value_that_is_not_a_number_differs_from_a_number(pair: tuple[Path, Path]) -> None:
+    first, second = pair
+    edit(second / "metrics.jsonl", lambda record: record.update({"kl": 0.0}), line=3)
+    divergence = compare_runs(first, second).divergence
+    assert divergence is not None and divergence.call == "reference.logprobs"
+    assert math.isnan(divergence.values[0][1]) and divergence.values[0][2] == 0.0
+
+
+def test_each_metric_belongs_to_one_call() -> None:
+    names = ("reward", "rewards/task", "kl", "actor/loss", "critic/loss", "accuracy", "response_length", "rollout_gap")
+    assert all(sum(stage.determines(name) for stage in STAGES) == 1 for name in names)
+
+
+def test_what_cannot_be_compared_is_stated(pair: tuple[Path, Path]) -> None:
+    first, second = pair
+    (second / "system.json").unlink()
+    (second / "metrics.jsonl").unlink()
+    missing = compare_runs(first, second).missing
+    assert any("versions" in reason for reason in missing) and any("metrics" in reason for reason in missing)
+
+
+def test_real_runs_are_equal_or_diverge(config: Callable[..., EchoConfig], tmp_path: Path) -> None:
+    runs = [config(output=tmp_path / name, batch_size=size) for name, size in (("a", 4), ("b", 4), ("c", 8))]
+    for settings in runs:
+        train(settings)
+    first, second, other = (settings.output for settings in runs)
+    assert compare_runs(first, second).is_equal
+    diff = compare_runs(first, other)
+    assert diff.settings == [("batch_size", "4", "8")] and diff.divergence is not None
+    assert diff.divergence.call == "the order of prompts"
+
+
+def test_the_command_prints_the_divergence_and_sets_its_exit_code(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = map(str, pair)
+    assert main(["diff", first, second, "--exit-code"]) == 0
+    edit(pair[1] / "metrics.jsonl", lambda record: record.update({"actor/loss": 0.75}), line=1)
+    assert main(["diff", first, second]) == 0
+    assert main(["diff", first, second, "--exit-code"]) == 1
+    output = capsys.readouterr().out
+    assert "step 1, actor.update" in output and "actor/loss" in output
+
+
+@pytest.mark.parametrize("name", ["missing", "file", "empty"])
+def test_a_folder_without_a_run_is_rejected(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=name):
+        compare_runs(pair[0], tmp_path / name)
+    assert main(["diff", str(tmp_path / name), str(pair[0])]) == 2
+
+
+def test_the_command_does_not_load_torch() -> None:
+    code = (
+        "import sys, flowrl.report.run_diff, flowrl.report.run_diff_table; print({'torch', 'ray'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
