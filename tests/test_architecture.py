@@ -150,6 +150,7 @@ IMPORTERS = {
         "flowrl/controller/group.py",
     ),
     "pydantic": ("flowrl/config/", "flowrl/environments/tools.py", "recipes/"),
+    "textual": ("flowrl/report/viewer/",),
     "yaml": ("flowrl/config/", "flowrl/checkpoints/"),
 }
 """Library -> path prefixes of the files that may import it."""

@@ -16,6 +16,7 @@ from flowrl.cli.data_commands import add_data
 from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
 from flowrl.cli.report_commands import add_report
+from flowrl.cli.show_commands import add_show
 from flowrl.config import (
     CheckFailed,
     ConfigError,
@@ -35,7 +36,6 @@ from flowrl.controller.placement.plan_table import render_plan
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
-from flowrl.report.rollout_text import show_rows
 from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted, raise_on_sigterm
 from flowrl.run.preflight import check_functions, check_positions, check_run, check_start, plan_run
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(commands)
     _add_plan(commands)
     _add_trace(commands)
-    _add_show(commands)
+    add_show(commands)
     add_report(commands)
     add_diff(commands)
     _add_checkpoints(commands)
@@ -269,36 +269,6 @@ def _trace(arguments: argparse.Namespace) -> None:
             raise UserError(f"--png: cannot write {arguments.png} ({error.strerror}): choose another file") from error
 
 
-def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "show", help="print saved responses of a run, with their prompts and scores", allow_abbrev=False
-    )
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
-    parser.add_argument("--step", type=int, metavar="N", help="training step; default: the latest saved step")
-    parser.add_argument("--evaluation", action="store_true", help="show evaluation rows instead of training rows")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", type=_row_count, metavar="N", help="show the N rows with the lowest scores")
-    order.add_argument("--best", type=_row_count, metavar="N", help="show the N rows with the highest scores")
-    parser.set_defaults(run=_show)
-
-
-_NUM_SHOWN_ROWS = 10
-"""Number of rows that `flowrl show` prints without `--worst` and `--best`."""
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    order = "worst" if arguments.worst else "best" if arguments.best else "row"
-    text = show_rows(
-        arguments.run_folder,
-        step=arguments.step,
-        kind="evaluation" if arguments.evaluation else "training",
-        order=order,
-        count=arguments.worst or arguments.best or _NUM_SHOWN_ROWS,
-    )
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
 def _add_checkpoints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("checkpoints", help="verify and list the checkpoints of a run", allow_abbrev=False)
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
@@ -375,12 +345,6 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, like 30")
     return seconds
-
-
-def _row_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows, like 10")
-    return int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ class RolloutLog:
         for path in folder.glob(".*.tmp"):
             path.unlink()
         for step, kind in sorted(_find_shards(folder)):
-            path = _shard_path(folder, kind, step)
+            path = shard_path(folder, kind, step)
             if step > last_step:
                 path.unlink()
             else:
@@ -137,7 +137,7 @@ class RolloutLog:
         assert self._config is not None, "rollouts are not saved"
         shard = (rows.step, rows.kind)
         self._folder.mkdir(exist_ok=True)
-        with replacing(_shard_path(self._folder, rows.kind, rows.step)) as temporary:
+        with replacing(shard_path(self._folder, rows.kind, rows.step)) as temporary:
             temporary.write_bytes(rows.lines)
         self._num_bytes += len(rows.lines) - self._sizes.pop(shard, 0)
         self._sizes[shard] = len(rows.lines)
@@ -153,7 +153,7 @@ class RolloutLog:
                 return
             if (step, kind) not in kept:
                 # A user may have removed the file.
-                _shard_path(self._folder, kind, step).unlink(missing_ok=True)
+                shard_path(self._folder, kind, step).unlink(missing_ok=True)
                 self._num_bytes -= self._sizes.pop((step, kind))
 
 
@@ -176,7 +176,7 @@ def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
 
     Raises RolloutLogError if the step is not saved or its shard is corrupt.
     """
-    path = _shard_path(folder, kind, step)
+    path = shard_path(folder, kind, step)
     try:
         # JSON escapes line breaks in text, except characters such as U+2028, which `splitlines` would split.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -186,7 +186,7 @@ def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
         raise RolloutLogError(f"{path} cannot be read ({error}): remove it, or choose another step") from error
     if not lines[0]:
         raise RolloutLogError(f"{path} is empty: choose another step")
-    return [_parse_line(path, number, line) for number, line in enumerate(lines, start=1) if line]
+    return [parse_line(path, number, line) for number, line in enumerate(lines, start=1) if line]
 
 
 def count_rows(folder: Path, kind: Kind, step: int) -> int:
@@ -211,7 +211,8 @@ def _missing_step(folder: Path, kind: Kind, step: int) -> str:
     )
 
 
-def _parse_line(path: Path, number: int, line: str) -> Row:
+def parse_line(path: Path, number: int, line: str) -> Row:
+    """Returns the row of a line of a shard, with all columns. Raises RolloutLogError if it is no JSON object."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -227,7 +228,8 @@ def _to_line(row: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def _shard_path(folder: Path, kind: Kind, step: int) -> Path:
+def shard_path(folder: Path, kind: Kind, step: int) -> Path:
+    """Returns the file of the rows of a step."""
     return folder / f"{kind}-{step:06d}.jsonl"
 
 

@@ -1,6 +1,6 @@
 """Selects saved rows of generated text and renders them as plain text (`flowrl show`) or Markdown (TensorBoard)."""
 
-import unicodedata
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,10 @@ _TEXTS = ("prompt", "response", "answer")
 
 _NUMBERS = {"score": ".3f", "advantage": ".3f", "version": "d", "finish_reason": "s", "response_length": "d"}
 """Columns of the heading and their formats."""
+
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 _NUM_MARKDOWN_ROWS = 3
 """Number of rows per step in TensorBoard."""
@@ -32,14 +36,7 @@ def show_rows(run_folder: Path, *, step: int | None, kind: Kind, order: Order, c
     Raises:
         RolloutLogError: the folder, its `rollouts/`, the step or the scores do not exist.
     """
-    folder = RunFolder(run_folder).rollouts
-    if not run_folder.is_dir():
-        raise RolloutLogError(f"{run_folder} is not a folder: name the output folder of a run")
-    if not folder.is_dir():
-        raise RolloutLogError(
-            f"{run_folder} has no saved rollouts: name the output folder of a run that generates responses and whose "
-            f"report.rollouts is not null"
-        )
+    folder = find_rollouts(run_folder)
     if step is None:
         step = max(saved_steps(folder, kind), default=0)
     rows = read_rows(folder, kind, step)
@@ -48,6 +45,19 @@ def show_rows(run_folder: Path, *, step: int | None, kind: Kind, order: Order, c
     scores = [row["score"] for row in rows if row["score"] is not None]
     mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
     return "\n\n".join([f"{run_folder}, step {step}: {shown}{mean}", *map(render_row, selected)]) + "\n"
+
+
+def find_rollouts(run_folder: Path) -> Path:
+    """Returns the folder of the saved rows of a run. Raises RolloutLogError if it does not exist."""
+    folder = RunFolder(run_folder).rollouts
+    if not run_folder.is_dir():
+        raise RolloutLogError(f"{run_folder} is not a folder: name the output folder of a run")
+    if not folder.is_dir():
+        raise RolloutLogError(
+            f"{run_folder} has no saved rollouts: name the output folder of a run that generates responses and whose "
+            f"report.rollouts is not null"
+        )
+    return folder
 
 
 def select_rows(rows: Sequence[Row], order: Order, count: int) -> list[Row]:
@@ -85,13 +95,11 @@ def render_markdown(rows: Sequence[Row]) -> str:
 
 
 def printable(text: str) -> str:
-    """Replaces control characters and unpaired surrogates by their escapes, except line breaks and tabs."""
-    return "".join(
-        character.encode("unicode_escape").decode()
-        if unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
-        else character
-        for character in text
-    )
+    """Replaces characters that change the output of a terminal by their escapes, except line breaks and tabs.
+
+    These are control characters, unpaired surrogates, line separators and characters that change the direction of text.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _indent(text: str) -> str:

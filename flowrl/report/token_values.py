@@ -29,14 +29,14 @@ METRICS: dict[str, TokenMetric] = {
 }
 """Metrics by name, in the order in which they are offered."""
 
-_LISTS = {"advantage": "advantages", "ratio": "ratios", "mask": "mask", "version": "versions"}
+LISTS = {"advantage": "advantages", "ratio": "ratios", "mask": "mask", "version": "versions"}
 """Metric -> list of the column `tokens` with its values."""
 
 
 def available_metrics(row: Row) -> list[str]:
     """Returns the names of the metrics for which a row has values. Empty without the column `tokens`."""
     tokens = row.get("tokens") or {}
-    present = {name for name, own in _LISTS.items() if own in tokens}
+    present = {name for name, own in LISTS.items() if own in tokens}
     if {"logprobs", "rollout_logprobs"} <= tokens.keys():
         present.add("gap")
     return [name for name in METRICS if name in present]
@@ -46,7 +46,7 @@ def token_values(row: Row, metric: str) -> list[float | None]:
     """Returns the value of an available metric for each token. None for tokens without a value."""
     tokens = row["tokens"]
     if metric != "gap":
-        return tokens[_LISTS[metric]]
+        return tokens[LISTS[metric]]
     pairs = zip(tokens["logprobs"], tokens["rollout_logprobs"], strict=True)
     return [None if own is None or sampled is None else own - sampled for own, sampled in pairs]
 

@@ -265,6 +265,7 @@ def text_folder(tmp_path: Path) -> Path:
     ("options", "responses"),
     [
         ([], ["r0", "r1", "r2"]),
+        (["--plain"], ["r0", "r1", "r2"]),
         (["--step", "20", "--worst", "2"], ["r1", "r0"]),
         (["--best", "1"], ["r2"]),
         (["--evaluation"], ["\\ud800 é \\x1b[0m"]),

@@ -1,0 +1,96 @@
+"""The text of one row in the viewer: its values, prompt, answer and response."""
+
+from collections.abc import Iterator
+
+from flowrl.report.rollout_log import Row
+from flowrl.report.token_values import segments_of
+from flowrl.report.viewer.text_lines import Piece, words
+
+EMPTY_TOKEN = "▯"
+"""Text of a token that is only a part of a character."""
+
+_VALUES = {
+    "score": ".3f",
+    "advantage": ".3f",
+    "response_length": "d",
+    "environment_length": "d",
+    "finish_reason": "s",
+    "version": "d",
+    "newest_version": "d",
+    "staleness": "d",
+    "prompt_id": "d",
+    "sample": "d",
+    "set": "s",
+}
+"""Columns in the first lines and their formats."""
+
+
+def make_document(row: Row) -> list[Piece]:
+    """Returns the pieces of a row: values, rewards, failures, prompt, answer and response."""
+    return [*_values(row), *_texts(row), *_response(row)]
+
+
+def _values(row: Row) -> Iterator[Piece]:
+    values = {name: format(row[name], form) for name, form in _VALUES.items() if row[name] is not None}
+    if row["newest_version"] == row["version"]:
+        values.pop("newest_version", None)
+    if not row["environment_length"]:
+        values.pop("environment_length", None)
+    yield from _pairs(values)
+    for label, scores in (("rewards", row["rewards"]), ("other scores", row["other_scores"])):
+        if scores:
+            yield Piece(f"{label}: ", "label")
+            yield from _pairs({name: "null" if value is None else f"{value:.4g}" for name, value in scores.items()})
+    for name, message in (row["reward_failures"] or {}).items():
+        yield Piece(f"failed reward {name}: ", "failed")
+        yield from words(f"{' '.join(message.split())}\n", "text")
+
+
+def _pairs(values: dict[str, str]) -> Iterator[Piece]:
+    for name, value in values.items():
+        yield Piece(f"{name.replace('_', ' ')} {value}   ", "value")
+    yield Piece("\n", "text")
+
+
+def _texts(row: Row) -> Iterator[Piece]:
+    for name in ("prompt", "answer"):
+        if row[name] is not None:
+            yield Piece(f"\n{name}\n", "label")
+            yield from words(f"{row[name]}\n", "text")
+
+
+def _response(row: Row) -> Iterator[Piece]:
+    segments, tokens = segments_of(row), row["tokens"]
+    yield Piece("\nresponse\n", "label")
+    if not segments:
+        yield from words(str(row["response"]), "text")
+    for segment in segments:
+        if len(segments) > 1:
+            yield Piece(f"\n[{segment['kind']}, tokens {segment['start']} to {segment['end'] - 1}]\n", "label")
+        style = "text" if segment["kind"] == "policy" else "environment"
+        if tokens is None:
+            yield from words(segment["text"], style)
+            continue
+        for index in range(segment["start"], min(segment["end"], len(tokens["text"]))):
+            yield Piece(tokens["text"][index] or EMPTY_TOKEN, style, index)
+
+
+def describe_token(row: Row, index: int, first: str | None = None) -> str:
+    """Returns the values of a token in one line. `first` is the name of the list whose value is first."""
+    lists = row["tokens"]
+    names = sorted((name for name in lists if name not in ("ids", "text", "mask")), key=lambda name: name != first)
+    values = [f"{_SINGULAR.get(name, name)} {lists[name][index]:.5g}" for name in names if lists[name][index] is not None]
+    producer = [] if lists["mask"][index] else ["environment"]
+    return "  ".join([f"{index + 1}/{len(lists['ids'])}", *producer, *values, f"id {lists['ids'][index]}"])
+
+
+_SINGULAR = {
+    "logprobs": "logprob",
+    "rollout_logprobs": "rollout logprob",
+    "ref_logprobs": "ref logprob",
+    "values": "value",
+    "advantages": "advantage",
+    "ratios": "ratio",
+    "versions": "version",
+}
+"""List of the column `tokens` -> name of one value."""
