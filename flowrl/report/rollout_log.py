@@ -192,7 +192,7 @@ def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
 def count_rows(folder: Path, kind: Kind, step: int) -> int:
     """Returns the number of saved rows of a step without parsing them; 0 if they cannot be read."""
     try:
-        return _shard_path(folder, kind, step).read_bytes().count(b"\n")
+        return shard_path(folder, kind, step).read_bytes().count(b"\n")
     except OSError:
         return 0
 

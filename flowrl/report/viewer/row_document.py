@@ -79,7 +79,8 @@ def describe_token(row: Row, index: int, first: str | None = None) -> str:
     """Returns the values of a token in one line. `first` is the name of the list whose value is first."""
     lists = row["tokens"]
     names = sorted((name for name in lists if name not in ("ids", "text", "mask")), key=lambda name: name != first)
-    values = [f"{_SINGULAR.get(name, name)} {lists[name][index]:.5g}" for name in names if lists[name][index] is not None]
+    present = [(name, lists[name][index]) for name in names if lists[name][index] is not None]
+    values = [f"{_SINGULAR.get(name, name)} {value:.5g}" for name, value in present]
     producer = [] if lists["mask"][index] else ["environment"]
     return "  ".join([f"{index + 1}/{len(lists['ids'])}", *producer, *values, f"id {lists['ids'][index]}"])
 

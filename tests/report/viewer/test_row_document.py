@@ -16,7 +16,11 @@ def text(**values: object) -> str:
 
 def test_a_document_has_values_texts_and_failures() -> None:
     shown = text(
-        rewards={"format": None, "task": 0.125}, reward_failures={"format": "too\nlate"}, answer=4, version=3, set="hard"
+        rewards={"format": None, "task": 0.125},
+        reward_failures={"format": "too\nlate"},
+        answer=4,
+        version=3,
+        set="hard",
     )
     for part in ("score 0.500", "version 3", "set hard", "format null", "task 0.125", "too late", "0+1=", "two"):
         assert part in shown
