@@ -66,7 +66,8 @@ def _response(row: Row) -> Iterator[Piece]:
         yield from words(str(row["response"]), "text")
     for segment in segments:
         if len(segments) > 1:
-            yield Piece(f"\n[{segment['kind']}, tokens {segment['start']} to {segment['end'] - 1}]\n", "label")
+            start = "\n" if segment["start"] else ""
+            yield Piece(f"{start}[{segment['kind']}, tokens {segment['start']} to {segment['end'] - 1}]\n", "label")
         style = "text" if segment["kind"] == "policy" else "environment"
         if tokens is None:
             yield from words(segment["text"], style)

@@ -48,7 +48,7 @@ def wrap_pieces(pieces: Iterable[Piece], width: int) -> list[Line]:
             if piece.token is not None and i < len(parts) - 1:
                 part += LINE_BREAK
             size = cell_len(part)
-            if used and used + size > width and used + cell_len(part.rstrip()) > width:
+            if used and part.strip() and used + cell_len(part.rstrip()) > width:
                 lines.append([])
                 used = 0
             if size <= width:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.style import Style
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
@@ -298,7 +299,7 @@ def test_without_colors_tokens_are_underlined_and_reversed(tmp_path: Path, monke
         await press(pilot, "enter")
         view = pilot.app.screen.query_one(TextView)
         segments = [segment for y in range(view.size.height) for segment in view.render_line(y)]
-        styles = {segment.text: segment.style for segment in segments}
+        styles = {segment.text: segment.style or Style() for segment in segments}
         assert styles["bb"].reverse and not styles["bb"].underline
         assert styles["dd"].underline and not styles["dd"].reverse
         assert not styles["cc"].underline and not styles["cc"].reverse
