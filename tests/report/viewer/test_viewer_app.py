@@ -59,13 +59,13 @@ def drive(
 
     async def run() -> None:
         async with ViewerApp(folder, **options).run_test(size=size) as pilot:
-            await settle(pilot)
+            await wait_until_idle(pilot)
             await script(pilot)
 
     asyncio.run(run())
 
 
-async def settle(pilot: Pilot[None]) -> None:
+async def wait_until_idle(pilot: Pilot[None]) -> None:
     """Waits until files are read and the screen shows them."""
     await pilot.pause()
     await pilot.app.workers.wait_for_complete()
@@ -74,7 +74,7 @@ async def settle(pilot: Pilot[None]) -> None:
 
 async def press(pilot: Pilot[None], *keys: str) -> None:
     await pilot.press(*keys)
-    await settle(pilot)
+    await wait_until_idle(pilot)
 
 
 async def ask(pilot: Pilot[None], key: str, text: str) -> None:
@@ -230,6 +230,7 @@ def test_one_prompt_is_compared_across_steps(run_folder: Path) -> None:
     drive(run_folder, script, step=2, kind="evaluation")
 
 
+@pytest.mark.slow
 def test_the_help_is_shown_on_every_screen(run_folder: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         for keys in ((), ("enter",), ("escape", "c")):
@@ -256,6 +257,7 @@ def test_rows_of_an_active_run_appear(tmp_path: Path) -> None:
     drive(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_a_removed_step_is_reported(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path / "rollouts", RolloutLogConfig(every=1))
     for step in (1, 2):
@@ -307,6 +309,7 @@ def test_without_colors_tokens_are_underlined_and_reversed(tmp_path: Path, monke
     drive(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_long_texts_are_wrapped_once(tmp_path: Path) -> None:
     count = 5_000
     tokens = {
