@@ -47,7 +47,7 @@ def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
 
     The key of an input is its setting. If a setting names several inputs, the key ends with the kind in parentheses.
     """
-    checksums = {key: _combined_checksum(paths, has_names=has_names) for key, paths, has_names in _input_files(config)}
+    checksums = {key: combined_checksum(paths, has_names=has_names) for key, paths, has_names in _input_files(config)}
     checksums |= dict.fromkeys(_generated_inputs(config), _generator_checksum())
     return {key: checksum for key, checksum in checksums.items() if checksum is not None}
 
@@ -178,7 +178,7 @@ def check_base_model(checkpoint: Checkpoint, base: Path, role: str = "actor") ->
     before = next((FileChecksum(*old[key]) for key in (f"{role}.model.path", "model.path") if key in old), None)
     if before is None:  # a Hub name, or a checkpoint without checksums
         return
-    now = _combined_checksum(sorted(base.glob("*.safetensors")))
+    now = combined_checksum(sorted(base.glob("*.safetensors")))
     if not base.is_dir() or now != before:
         reason = _difference(before, now) if base.is_dir() and now is not None else "it is missing"
         raise RunFolderError(
@@ -192,7 +192,7 @@ def _difference(before: FileChecksum, now: FileChecksum) -> str:
     return "other contents of the same size" if same_size else f"{now.size:,} bytes instead of {before.size:,}"
 
 
-def _combined_checksum(paths: Sequence[Path], *, has_names: bool = False) -> FileChecksum | None:
+def combined_checksum(paths: Sequence[Path], *, has_names: bool = False) -> FileChecksum | None:
     """Returns one checksum over several files, optionally with their names, or None if a file is unreadable."""
     size = crc32 = 0
     try:

@@ -14,6 +14,7 @@ from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import is_disk_full
 from flowrl.cli.data_commands import add_data
 from flowrl.cli.diff_commands import add_diff
+from flowrl.cli.inference_commands import add_inference
 from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
 from flowrl.cli.report_commands import add_report
 from flowrl.cli.show_commands import add_show
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     _add_stubs(commands)
     add_data(commands)
+    add_inference(commands)
     argv = sys.argv[1:] if argv is None else argv
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not accept key=value arguments after an option, so they are added to the overrides here.

@@ -66,7 +66,7 @@ def make_turn_delta(
     """
     if not observation:
         raise DataError("an observation has no messages: return at least one message, or end the episode")
-    body, stop = _split_stop(chat, response_ids)
+    body, stop = split_stop(chat, response_ids)
     response: ChatMessage = {"role": "assistant", "content": chat.decode_all(body)}
     marker = _MARKER
     while any(marker in str(message["content"]) for message in (*messages, response, *observation)):
@@ -200,7 +200,7 @@ def _start_of(
     return start if 0 <= start <= len(text) else None
 
 
-def _split_stop(chat: ChatTokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+def split_stop(chat: ChatTokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
     """Returns the tokens of the response, and those that have ended it."""
     for stop in (*chat.stop_ids, (chat.eos_id,), tuple(chat.encode(chat.end_of_assistant))):
         if stop and tuple(ids[-len(stop) :]) == stop:

@@ -80,6 +80,11 @@ class Request:
     may_continue: bool = False
     """Whether a request with the same id and more segments may follow. An engine may keep the KV cache until then. The
     caller passes the id to `abort` when no request follows."""
+    max_tokens: int | None = None
+    """Maximum number of tokens of the response with all segments. None is `max_response_tokens`, which it may not
+    exceed. Engines of users may ignore it."""
+    is_streamed: bool = False
+    """Whether the caller reads the tokens before the request has finished (`PartialResponses`)."""
 
     @property
     def greedy(self) -> bool:
@@ -95,6 +100,10 @@ class Request:
     def num_response_tokens(self) -> int:
         """Number of tokens of the earlier segments. They count toward `max_response_tokens`."""
         return len(self.context) - len(self.token_ids)
+
+    def response_limit(self, max_response_tokens: int) -> int:
+        """Returns the maximum number of tokens of the response, given that of the settings."""
+        return max_response_tokens if self.max_tokens is None else min(self.max_tokens, max_response_tokens)
 
 
 @dataclass
@@ -129,17 +138,18 @@ def check_requests(requests: Sequence[Request], max_response_tokens: int, max_le
         num_tokens = len(request.token_ids)
         if not num_tokens:
             raise PromptError(row, "has no tokens: a prompt needs at least one")
-        total = num_tokens + max_response_tokens
+        limit = request.response_limit(max_response_tokens)
+        total = num_tokens + limit
         if total > max_length:
             raise PromptError(
                 row,
-                f"has {num_tokens} tokens, {total} with max_response_tokens {max_response_tokens}, but the model's "
-                f"limit is {max_length}: shorten one of them",
+                f"has {num_tokens} tokens, {total} with max_response_tokens {limit}, but the model's limit is "
+                f"{max_length}: shorten one of them",
             )
-        if request.num_response_tokens >= max_response_tokens:
+        if request.num_response_tokens >= limit:
             raise RolloutError(
                 f"the response to request {request.request_id} has {request.num_response_tokens} tokens before its "
-                f"next segment, but max_response_tokens is {max_response_tokens}: end the response earlier"
+                f"next segment, but max_response_tokens is {limit}: end the response earlier"
             )
 
 
@@ -409,6 +419,22 @@ class RequestBatch(Protocol):
 @runtime_checkable
 class StreamingEngine(RequestBatch, Protocol):
     """An engine with `streaming`. Its own batch of requests continues across calls, also during weight updates."""
+
+
+@runtime_checkable
+class PartialResponses(Protocol):
+    """A streaming engine whose responses can be read while they are generated."""
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of prompt and response together."""
+        ...
+
+    def read_partial(self, request_ids: Collection[str]) -> list[Response]:
+        """Returns copies of the unfinished responses to these requests, which have `is_streamed`. Ignores unknown
+        ids.
+        """
+        ...
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ the next turn copies them into its own slot, and an extension processes only the
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -97,6 +97,8 @@ class _Slots:
     """int64 [R], position of the input token in the row. The position is 0 for a free slot."""
     count: Tensor
     """int64 [R], number of response tokens so far of the row in each slot. The number is 0 for a free slot."""
+    limit: Tensor
+    """int64 [R], maximum number of response tokens of the row in each slot, at most `max_response_tokens`."""
     tokens: Tensor
     """int64 [R, P + max_response_tokens], P padding values of -1 and then the response tokens, with -1 for the tokens
     of earlier segments. P is the length of the longest stop sequence minus 1."""
@@ -114,6 +116,7 @@ class _Slots:
             next_token=zeros.clone(),
             position=zeros.clone(),
             count=zeros.clone(),
+            limit=zeros + limit,
             tokens=torch.full((num_slots, padding + limit), -1, device=device),
             logprobs=torch.zeros(num_slots, limit, device=device),
         )
@@ -308,6 +311,8 @@ class Decoder:
         slots.next_token[index_N] = torch.tensor([history[-1] for history in histories], device=device)
         slots.position[index_N] = lengths_N - 1
         slots.count[index_N] = torch.tensor([row.num_response_tokens for row in rows], device=device)
+        limits = [row.request.response_limit(self._config.max_response_tokens) for row in rows]
+        slots.limit[index_N] = torch.tensor(limits, device=device)
         for index, row in zip(indices, rows, strict=True):
             self._rows[index] = row
             end = self._padding + row.num_response_tokens
@@ -336,7 +341,7 @@ class Decoder:
         slots.count += slots.is_used
         slots.position += slots.is_used
         self._longest += 1
-        is_full_R = slots.count == self._config.max_response_tokens
+        is_full_R = slots.count == slots.limit
         index_N = (slots.is_used & (is_stop_R | is_full_R)).nonzero().squeeze(1)
         if not len(index_N):
             return []
@@ -406,6 +411,28 @@ class Decoder:
             ends_R |= (self._slots.tokens[row_numbers[:, None], last_RL] == stop).all(-1)
         return ends_R
 
+    def read_partial(self, request_ids: Collection[str]) -> list[Response]:
+        """Returns copies of the responses to these requests. Ignores ids without a decoding row."""
+        rows = [(i, r) for i, r in enumerate(self._rows) if r is not None and r.request.request_id in request_ids]
+        if not rows:
+            return []
+        index_N = torch.tensor([slot for slot, _ in rows], device=self._device)
+        tokens, logprobs, counts = self._read_slots(index_N)
+        return [
+            replace(
+                row.response,
+                token_ids=[*row.response.token_ids, *tokens[i][row.num_response_tokens : counts[i]]],
+                logprobs=[*row.response.logprobs, *logprobs[i][row.num_response_tokens : counts[i]]],
+            )
+            for i, (_, row) in enumerate(rows)
+        ]
+
+    def _read_slots(self, index_N: Tensor) -> tuple[list[list[int]], list[list[float]], list[int]]:
+        """Returns the response tokens of slots, their log-probabilities, and their numbers."""
+        counts = self._slots.count[index_N].tolist()
+        tokens = self._slots.tokens[index_N, self._padding : self._padding + max(counts)].tolist()
+        return tokens, self._slots.logprobs[index_N, : max(counts)].tolist(), counts
+
     # Leave.
 
     def drop(self, request_ids: Collection[str]) -> None:
@@ -426,9 +453,7 @@ class Decoder:
     def _remove(self, index_N: Tensor, version: int) -> list[Row]:
         """Frees slots and returns their rows, each with all tokens sampled so far."""
         slots = self._slots
-        counts = slots.count[index_N].tolist()
-        tokens = slots.tokens[index_N, self._padding : self._padding + max(counts)].tolist()
-        logprobs = slots.logprobs[index_N, : max(counts)].tolist()
+        tokens, logprobs, counts = self._read_slots(index_N)
         rows = []
         for slot, count, row_tokens, row_logprobs in zip(index_N.tolist(), counts, tokens, logprobs, strict=True):
             row = self._rows[slot]

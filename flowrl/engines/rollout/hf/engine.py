@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -85,7 +86,8 @@ class HfRollout:
         self._serving = ServingState()
         self._config = config
         self._device = torch.device(device)
-        self._max_length = _max_length(model.config.get_text_config())
+        self.max_length = _max_length(model.config.get_text_config())
+        """Maximum number of tokens of prompt and response together."""
         self._eos_ids = eos_ids(tokenizer, model.generation_config)
         self._batch = self._new_batch()
 
@@ -176,7 +178,7 @@ class HfRollout:
 
     def check_requests(self, requests: Sequence[Request]) -> None:
         """Raises PromptError if a prompt is empty or too long."""
-        check_requests(requests, self._config.max_response_tokens, self._max_length)
+        check_requests(requests, self._config.max_response_tokens, self.max_length)
 
     @contextmanager
     def gathered_weights(self) -> Iterator[None]:
@@ -212,8 +214,12 @@ class HfRollout:
         """Drops the requests with these ids, and the KV caches kept for their next turn. Ignores unknown ids."""
         self._batch.abort(request_ids)
 
+    def read_partial(self, request_ids: Collection[str]) -> list[Response]:
+        """Returns copies of the unfinished responses to these requests of `add`. Ignores unknown ids."""
+        return self._batch.read_partial(request_ids)
+
     def _new_batch(self) -> "ContinuousBatch":
-        decoder = Decoder(self.model, self._config, self._eos_ids, self._max_length, self._device)
+        decoder = Decoder(self.model, self._config, self._eos_ids, self.max_length, self._device)
         return ContinuousBatch(decoder, self._config.max_num_seqs)
 
 
@@ -294,6 +300,11 @@ class ContinuousBatch:
             del self._request_ids[request_id]
         self._decoder.drop(dropped)
         self._waiting = deque(row for row in self._waiting if row.request.request_id not in dropped)
+
+    def read_partial(self, request_ids: Collection[str]) -> list[Response]:
+        """Returns copies of the unfinished responses to these requests. A waiting request may have tokens, too."""
+        waiting = [row.response for row in self._waiting if row.response.request_id in request_ids]
+        return [*map(deepcopy, waiting), *self._decoder.read_partial(request_ids)]
 
     def pause(self, version: int) -> None:
         """Interrupts decoding: moves all decoding rows to the front of the queue of waiting rows.

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,8 @@ class VllmRollout:
             if len(stop) > 1:
                 self._stop_sequences.setdefault(stop[-1], []).append(list(stop))
         self._running: dict[str, Response] = {}
+        self._deltas: set[str] = set()
+        """Ids of running requests whose tokens vLLM reports in each step, not only at the end."""
         self._finished: dict[str, Response] = {}
         """Finished responses that `poll` has not yet returned."""
         self._tp = tp
@@ -177,6 +180,8 @@ class VllmRollout:
             prompt = TokensPrompt(prompt_token_ids=list(request.context))
             self._engine.add_request(request.request_id, prompt, self._sampling_params(request))
             self._running[request.request_id] = Response(request.request_id)
+            if self._has_deltas(request):
+                self._deltas.add(request.request_id)
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
         """Generates until a response has finished or the timeout has expired. Returns all finished responses."""
@@ -205,8 +210,17 @@ class VllmRollout:
         """Drops the requests with these ids, even if they have finished. Ignores unknown ids."""
         request_ids = set(request_ids)
         self._engine.abort_request([i for i in request_ids if self._running.pop(i, None) is not None])
+        self._deltas -= request_ids
         for request_id in request_ids:
             self._finished.pop(request_id, None)
+
+    def read_partial(self, request_ids: Collection[str]) -> list[Response]:
+        """Returns copies of the unfinished responses to these requests, which have `is_streamed`."""
+        return [deepcopy(self._running[i]) for i in request_ids if i in self._running]
+
+    def _has_deltas(self, request: Request) -> bool:
+        # Stop sequences need every token, which costs 5 % of a small model's time.
+        return request.is_streamed or bool(self._stop_sequences)
 
     def _process_output(self, output: RequestOutput) -> Response | None:
         """Appends a vLLM output to the response of its request. Returns the response if it has finished, otherwise
@@ -217,7 +231,7 @@ class VllmRollout:
             return None
         completion = output.outputs[0]
         assert isinstance(completion.logprobs, FlatLogprobs)
-        if self._stop_sequences:
+        if response.request_id in self._deltas:
             for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
                 response.token_ids.append(token)
                 response.logprobs.append(logprob)
@@ -235,6 +249,7 @@ class VllmRollout:
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request with finish_reason {completion.finish_reason}")
         response.truncated = completion.finish_reason == "length"
+        self._deltas.discard(response.request_id)
         return self._running.pop(response.request_id)
 
     def _sampling_params(self, request: Request) -> SamplingParams:
@@ -244,14 +259,13 @@ class VllmRollout:
             top_k=0 if request.greedy else config.top_k,
             top_p=1.0 if request.greedy else config.top_p,
             seed=None if request.greedy else seed & (2**62 - 1),
-            max_tokens=config.max_response_tokens - request.num_response_tokens,
+            max_tokens=request.response_limit(config.max_response_tokens) - request.num_response_tokens,
             stop_token_ids=self._end_ids,
             ignore_eos=True,  # stop_token_ids has all of them
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            # Stop sequences need every token, which costs 5 % of a small model's time.
-            output_kind=RequestOutputKind.DELTA if self._stop_sequences else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if self._has_deltas(request) else RequestOutputKind.FINAL_ONLY,
         )
 
     # Weights.

@@ -1,0 +1,292 @@
+"""`flowrl generate`, `flowrl chat` and `flowrl serve`: the use of trained models."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.cli.recipe_names import add_working_folder
+from flowrl.config import CheckFailed, UserError
+from flowrl.config.rollout.engines import ENGINES
+from flowrl.data.messages import DataError
+
+if TYPE_CHECKING:
+    from flowrl.data.template import ConversationTemplate
+    from flowrl.inference.model_source import ModelSource
+    from flowrl.inference.text_generator import EngineSettings, SamplingSettings
+
+Commands = Any  # argparse's type of sub-commands is private
+
+_QUANTIZATIONS = sorted({name for engine in ENGINES.values() for name in engine.quantizations})
+
+
+def add_inference(commands: Commands) -> None:
+    """Adds the commands that use a trained model to the parser of the `flowrl` command."""
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_serve(commands)
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that select a model."""
+    parser.add_argument(
+        "model", metavar="MODEL|RUN|CHECKPOINT", help="a model's folder or Hub name, a run folder, or a checkpoint"
+    )
+    parser.add_argument("--step", type=_count, metavar="N", help="use the checkpoint of this step of a run")
+    parser.add_argument("--adapter", metavar="FOLDER", help="LoRA adapter in the format of peft, merged into the model")
+    parser.add_argument(
+        "--template", metavar="FILE|NAME", help="conversation template file, or an included template such as chatml"
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that select and load a model."""
+    add_source_options(parser)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="hf", help="hf (transformers) or vllm")
+    parser.add_argument("--quantization", choices=_QUANTIZATIONS, help="quantize the linear layers")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float64"],
+        help="dtype of the weights; default: float32 on the CPU, that of the files on a GPU",
+    )
+    parser.add_argument(
+        "--kv-cache-gb", type=_positive, default=1.0, metavar="GB", help="memory of vLLM's KV cache; default: 1"
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Adds the options that determine a response."""
+    parser.add_argument(
+        "--max-tokens", type=_positive_count, default=max_tokens, metavar="N", help=f"default: {max_tokens}"
+    )
+    parser.add_argument("--temperature", type=_not_negative, default=1.0, metavar="T", help="0 is greedy; default: 1")
+    parser.add_argument("--top-k", type=_count, default=0, metavar="K", help="0 (default) samples from all tokens")
+    parser.add_argument("--top-p", type=_share, default=1.0, metavar="P", help="default: 1")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="text that ends a response; can be repeated"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
+
+
+def _add_generate(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "generate", help="generate responses to the prompts of a file, or the best of N", allow_abbrev=False
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--prompts", required=True, metavar="FILE|-", help="lines of text, JSON lines or a table; - is standard input"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="new file of JSON lines, which a killed command resumes"
+    )
+    parser.add_argument(
+        "--samples", type=_positive_count, default=1, metavar="N", help="responses per prompt; default: 1"
+    )
+    parser.add_argument("--best-of", type=_positive_count, metavar="N", help="write the best of N responses")
+    parser.add_argument(
+        "--reward", metavar="FUNCTION|FOLDER", help="for --best-of: module:function, or the folder of a reward model"
+    )
+    parser.add_argument("--raw", action="store_true", help="continue the text of a prompt, without the chat template")
+    parser.add_argument(
+        "--max-num-seqs", type=_positive_count, default=256, metavar="N", help="concurrent responses; default: 256"
+    )
+    add_sampling_options(parser, 256)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    add_working_folder()
+
+    # imported here, because only commands that run a model need torch
+    from flowrl.inference.generation_job import GenerationJob, run_job  # noqa: PLC0415
+
+    run_job(
+        GenerationJob(
+            prompts=arguments.prompts,
+            output=arguments.output,
+            sampling=sampling_settings(arguments),
+            engine=engine_settings(arguments),
+            template=read_template_option(arguments.template),
+            samples=arguments.samples,
+            best_of=arguments.best_of,
+            reward=arguments.reward,
+            system=arguments.system,
+            is_raw=arguments.raw,
+        ),
+        lambda: find_source(arguments),
+    )
+
+
+def _add_chat(commands: Commands) -> None:
+    parser = commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False)
+    add_model_options(parser)
+    add_sampling_options(parser, 512)
+    parser.set_defaults(run=_chat, max_num_seqs=_CHAT_SEQS)
+
+
+_CHAT_SEQS = 16
+"""Concurrent responses of a chat. A smaller number needs as much memory."""
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    # imported here, because only commands that run a model need torch
+    from flowrl.inference.chat_session import ChatSession  # noqa: PLC0415
+    from flowrl.inference.chat_terminal import ChatTerminal  # noqa: PLC0415
+    from flowrl.inference.model_source import ModelSource, resolve_model  # noqa: PLC0415
+    from flowrl.inference.text_generator import TextGenerator, open_chat  # noqa: PLC0415
+
+    sampling, settings = sampling_settings(arguments), engine_settings(arguments)
+    template = read_template_option(arguments.template)
+
+    def open_session(source: ModelSource) -> ChatSession:
+        chat = open_chat(source, template)
+        try:
+            chat.check_chat_template()
+        except DataError as error:
+            raise DataError(f"{error}; or choose a template with --template, such as chatml") from error
+        generator = TextGenerator(source, sampling, settings, chat=chat, uses_full_context=True)
+        return ChatSession(
+            generator, system=arguments.system, temperature=sampling.temperature, max_tokens=sampling.max_tokens
+        )
+
+    def open_other(model: str) -> ChatSession:
+        if settings.engine == "vllm":
+            raise UserError(
+                "/compare needs a second engine in this process, but vllm allows one: chat with --engine hf"
+            )
+        return open_session(resolve_model(model))
+
+    ChatTerminal(open_session(find_source(arguments)), open_other).run()
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = commands.add_parser("serve", help="serve a model with vLLM's OpenAI-compatible server", allow_abbrev=False)
+    add_source_options(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, for this machine only")
+    parser.add_argument("--port", type=_port, default=8000, help="default: 8000")
+    parser.add_argument("--api-key", metavar="KEY", help="key that clients send; also read from VLLM_API_KEY")
+    parser.add_argument("--name", help="name of the model for clients; default: that of the folder")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="default: float32 on the CPU, that of the files on a GPU",
+    )
+    parser.add_argument("--max-model-len", type=_positive_count, metavar="N", help="tokens of prompt and response")
+    parser.add_argument("--kv-cache-gb", type=_positive, metavar="GB", help="memory of the KV cache")
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    # imported here, because only commands that run a model need torch
+    from flowrl.inference.model_server import (  # noqa: PLC0415
+        API_KEY,
+        ServerSettings,
+        check_server,
+        serve,
+        unsupported_stops,
+    )
+    from flowrl.inference.text_generator import open_chat  # noqa: PLC0415
+
+    settings = ServerSettings(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key or os.environ.get(API_KEY) or None,
+        name=arguments.name,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        kv_cache_gb=arguments.kv_cache_gb,
+    )
+    check_server(settings)
+    source = find_source(arguments)
+    chat = open_chat(source, read_template_option(arguments.template))
+    if stops := unsupported_stops(chat):
+        sys.stderr.write(f"clients must send stop={list(stops)!r}, because vLLM ends responses at single tokens only\n")
+    if (code := serve(source, chat, settings)) != 0:
+        raise CheckFailed(f"the server ended with exit code {code}: see its messages above")
+
+
+def find_source(arguments: argparse.Namespace) -> "ModelSource":
+    """Returns the model that the options select."""
+    from flowrl.inference.model_source import resolve_model  # noqa: PLC0415 (torch)
+
+    return resolve_model(arguments.model, step=arguments.step, adapter=arguments.adapter)
+
+
+def read_template_option(value: str | None) -> "ConversationTemplate | None":
+    """Returns the template of `--template`: an included one, or that of a file."""
+    from flowrl.data.template import INCLUDED, ConversationTemplate, read_template  # noqa: PLC0415 (jinja2)
+
+    if value is None:
+        return None
+    if value in INCLUDED:
+        return ConversationTemplate(chat_template=value)
+    if not Path(value).is_file():
+        raise UserError(
+            f"--template: {value} is neither a file nor an included template ({', '.join(INCLUDED)}): correct it"
+        )
+    return read_template(Path(value))
+
+
+def sampling_settings(arguments: argparse.Namespace) -> "SamplingSettings":
+    from flowrl.inference.text_generator import SamplingSettings  # noqa: PLC0415 (torch)
+
+    if "" in arguments.stop:
+        raise UserError("--stop is an empty text, which would end every response immediately: remove it")
+    return SamplingSettings(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        stop=tuple(arguments.stop),
+        seed=arguments.seed,
+    )
+
+
+def engine_settings(arguments: argparse.Namespace) -> "EngineSettings":
+    from flowrl.inference.text_generator import EngineSettings  # noqa: PLC0415 (torch)
+
+    return EngineSettings(
+        engine=arguments.engine,
+        quantization=arguments.quantization,
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        kv_cache_gb=arguments.kv_cache_gb,
+    )
+
+
+def _number(text: str, kind: type[int] | type[float], is_valid: Callable[[float], bool], allowed: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind(-1)
+    if not (math.isfinite(value) and is_valid(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+    return value
+
+
+def _count(text: str) -> int:
+    return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
+
+
+def _positive_count(text: str) -> int:
+    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def _positive(text: str) -> float:
+    return _number(text, float, lambda value: value > 0, "a number above 0")
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, float, lambda value: value >= 0, "a number of at least 0")
+
+
+def _port(text: str) -> int:
+    return _number(text, int, lambda value: 0 < value < 65536, "a port from 1 to 65535")
+
+
+def _share(text: str) -> float:
+    return _number(text, float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")

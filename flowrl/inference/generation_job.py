@@ -1,0 +1,162 @@
+"""The work of `flowrl generate`: reads prompts, starts an engine, writes responses, and reports the progress."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+
+from flowrl.config import UserError
+from flowrl.data.template import ConversationTemplate
+from flowrl.inference.bulk_generation import (
+    OUTPUT_COLUMNS,
+    Progress,
+    describe_inputs,
+    generate_best,
+    generate_rows,
+    output_keys,
+)
+from flowrl.inference.model_source import ModelSource
+from flowrl.inference.prompt_file import PromptRow, read_prompt_rows, tokenize_rows
+from flowrl.inference.response_file import ResponseOutput, ResumableFile, StreamOutput
+from flowrl.inference.response_scorer import open_scorer
+from flowrl.inference.text_generator import EngineSettings, SamplingSettings, TextGenerator, open_chat
+
+_UNLIMITED = 2**31
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """Settings of `flowrl generate`."""
+
+    prompts: str
+    """Path of the prompts, or `-` for standard input."""
+    output: Path | None
+    """New file; None is standard output."""
+    sampling: SamplingSettings
+    engine: EngineSettings
+    template: ConversationTemplate | None = None
+    """Replaces the conversation template of the model."""
+    samples: int = 1
+    """Number of responses per prompt."""
+    best_of: int | None = None
+    """Number of responses per prompt from which the best is written."""
+    reward: str | None = None
+    """Reward function or folder of a reward model, for `best_of`."""
+    system: str | None = None
+    """System message of conversations that have none."""
+    is_raw: bool = False
+    """Whether the model continues the text of the prompts, without the chat template."""
+
+
+def run_job(job: GenerationJob, find_source: Callable[[], ModelSource]) -> None:
+    """Generates the responses of a job. `find_source` returns the model, after the prompts are read.
+
+    Raises:
+        UserError: a setting, the prompts or the model are invalid.
+        RewardError: a reward function failed.
+    """
+    _check_job(job)
+    conversations = read_prompt_rows(job.prompts, sys.stdin.buffer, system=job.system, reserved=OUTPUT_COLUMNS)
+    source = find_source()
+    chat = open_chat(source, job.template)
+
+    def tokenize(max_length: int) -> list[PromptRow]:
+        return tokenize_rows(
+            conversations, chat, max_length=max_length, max_tokens=job.sampling.max_tokens, is_raw=job.is_raw
+        )
+
+    prompts = tokenize(chat.max_positions() or _UNLIMITED)
+    scorer = None if job.reward is None else open_scorer(job.reward, source)
+    output = _open_output(job, source, prompts)
+    is_complete = False
+    try:
+        if len(output.done) < len(prompts) * job.samples:
+            generator = TextGenerator(source, job.sampling, job.engine, chat=chat)
+            if generator.max_length < (chat.max_positions() or _UNLIMITED):
+                tokenize(generator.max_length)  # raises an error for a prompt that is too long for the engine
+            with _reporting(job, len(prompts) * job.samples, len(output.done)) as report:
+                if scorer is None:
+                    generate_rows(generator, prompts, output, samples=job.samples, report=report)
+                else:
+                    assert job.best_of is not None
+                    with closing(scorer):
+                        generate_best(generator, prompts, output, scorer, candidates=job.best_of, report=report)
+        is_complete = True
+    except KeyboardInterrupt:
+        if job.output is not None:
+            sys.stderr.write(f"{job.output}.partial has the complete rows: run the same command again to continue\n")
+        raise
+    finally:
+        output.close(is_complete=is_complete)
+
+
+def _check_job(job: GenerationJob) -> None:
+    if (job.best_of is None) != (job.reward is None):
+        given, other = ("--reward", "--best-of N") if job.best_of is None else ("--best-of", "--reward FUNCTION")
+        raise UserError(f"{given} is set without {other}: set both, or neither")
+    if job.best_of is not None and job.samples > 1:
+        raise UserError(
+            f"--samples is {job.samples}, but --best-of writes one response per prompt: remove one of the two"
+        )
+    count = job.best_of or job.samples
+    if count > 1 and job.sampling.temperature == 0:
+        option = "--samples" if job.best_of is None else "--best-of"
+        raise UserError(f"{option} is {count}, but with --temperature 0 all responses are equal: raise the temperature")
+
+
+def _open_output(job: GenerationJob, source: ModelSource, prompts: Sequence[PromptRow]) -> ResponseOutput:
+    if job.output is None:
+        return StreamOutput(sys.stdout, output_keys(len(prompts), job.samples))
+    return ResumableFile(job.output, {**_describe_settings(job), **describe_inputs(source, prompts)})
+
+
+def _describe_settings(job: GenerationJob) -> Mapping[str, Any]:  # Any: values of JSON
+    """Returns the settings that change results, by the name of their option."""
+    values = asdict(job.sampling) | {
+        "engine": job.engine.engine,
+        "quantization": job.engine.quantization,
+        "dtype": job.engine.dtype,
+        "samples": job.samples,
+        "best_of": job.best_of,
+        "reward": job.reward,
+    }
+    return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+
+
+@contextmanager
+def _reporting(job: GenerationJob, num_rows: int, num_done: int) -> Iterator[Callable[[Progress], None]]:
+    """Shows the progress on stderr, in a terminal with a bar. Yields the function that receives the progress."""
+    console = Console(stderr=True)
+    begun_s, totals = time.monotonic(), {"rows": num_done, "tokens": 0}
+
+    def rate() -> float:
+        return totals["tokens"] / max(time.monotonic() - begun_s, 1e-9)
+
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=num_rows, completed=num_done, rate=0.0)
+
+        def report(progress: Progress) -> None:
+            totals["rows"] += progress.num_rows
+            totals["tokens"] += progress.num_tokens
+            bar.update(task, completed=totals["rows"], rate=rate())
+
+        yield report
+    resumed = f" ({num_done:,} of them by an earlier command)" if num_done else ""
+    name = "" if job.output is None else f"{job.output}: "
+    sys.stderr.write(
+        f"{name}{totals['rows']:,} responses{resumed}, {totals['tokens']:,} new tokens in "
+        f"{time.monotonic() - begun_s:.1f} s ({rate():,.0f} tokens/s)\n"
+    )

@@ -1,0 +1,182 @@
+"""Starts vLLM's OpenAI-compatible server with the settings that suit a model, as a child process."""
+
+import contextlib
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.config import UserError
+from flowrl.config.rollout.engines import ENGINES
+from flowrl.data.chat import ChatTokenizer
+from flowrl.data.messages import DataError
+from flowrl.inference.model_source import ModelSource
+
+API_KEY = "VLLM_API_KEY"
+"""Environment variable of the key, which the command line of the server would show to other users."""
+
+_END_TIMEOUT_S = 30.0
+"""Seconds that the server has to end before it is killed."""
+
+_PROGRAM = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)\n"
+    "if os.getppid() != int(sys.argv.pop(1)): sys.exit(1)\n"
+    "from vllm.entrypoints.cli.main import main\n"
+    "main()\n"
+)
+"""Runs vLLM's command. The process gets SIGTERM (PR_SET_PDEATHSIG) if its parent ends."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of the server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    """Key that clients must send. None allows all clients."""
+    name: str | None = None
+    """Name of the model for clients; None is the name of the source."""
+    dtype: str | None = None
+    """Dtype of the weights. None: float32 on the CPU, and that of the files on a GPU."""
+    max_model_len: int | None = None
+    """Maximum number of tokens of prompt and response. None: as many as model and memory allow."""
+    kv_cache_gb: float | None = None
+    """Memory of the KV cache. None: 1 GB on the CPU, and the free memory of a GPU."""
+
+
+def check_server(settings: ServerSettings) -> None:
+    """Raises UserError if vLLM is missing, the port is in use, or other machines could connect without a key."""
+    vllm = ENGINES["vllm"].packages[0]
+    if find_spec(vllm.module) is None:
+        raise UserError(f"flowrl serve needs the package {vllm.module}, which is not installed: {vllm.install}")
+    if settings.api_key is None and not _is_loopback(settings.host):
+        raise UserError(
+            f"--host {settings.host} accepts connections of other machines, which need a key: set --api-key KEY or the "
+            f"environment variable {API_KEY}, or use --host 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"the server cannot use {settings.host}:{settings.port} ({getattr(error, 'strerror', None) or error}): "
+                f"set another --host or --port"
+            ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings) -> int:
+    """Runs the server until it ends or a signal arrives. Returns its exit code.
+
+    After SIGINT or SIGTERM, ends the server with all of its processes.
+    """
+    with tempfile.TemporaryDirectory(prefix="flowrl-serve-") as name:
+        folder = Path(name)
+        command = server_command(source, chat, settings, folder)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(os.getpid()), *command],
+            env=os.environ | server_environment(settings),
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the server
+        )
+        try:
+            return process.wait()
+        finally:
+            _end(process)
+
+
+def server_command(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings, folder: Path) -> list[str]:
+    """Returns the arguments of vLLM's command, and writes the files that they name to a folder."""
+    on_gpu = torch.cuda.is_available()
+    command = ["serve", str(source.path), "--tokenizer", str(source.tokenizer_path)]
+    command += ["--served-model-name", settings.name or source.name, "--host", settings.host]
+    command += ["--port", str(settings.port), "--dtype", settings.dtype or ("auto" if on_gpu else "float32")]
+    command += [f"--max-model-len={settings.max_model_len or -1}"]
+    kv_cache_gb = settings.kv_cache_gb or (None if on_gpu else 1.0)
+    if kv_cache_gb is not None:
+        command += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 1e9))]
+    if not on_gpu:
+        command += ["--enforce-eager"]
+    try:
+        template = chat_template(chat)
+    except DataError:
+        return command  # only completions of text; vLLM explains this for a chat completion
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    generation = _generation_settings(source.path) | {"eos_token_id": end_ids(source.path, chat)}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return [*command, "--chat-template", str(folder / "chat_template.jinja"), "--generation-config", str(folder)]
+
+
+def server_environment(settings: ServerSettings) -> Mapping[str, str]:
+    """Returns the environment variables of the server that differ from those of this process."""
+    values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if not torch.cuda.is_available():
+        values["TORCHDYNAMO_DISABLE"] = "1"  # as in the rollout engine
+    return values if settings.api_key is None else {**values, API_KEY: settings.api_key}
+
+
+def chat_template(chat: ChatTokenizer) -> str:
+    """Returns the Jinja text of the conversation template, which adds its system message. Raises DataError without a
+    chat template.
+    """
+    template = chat.template
+    text = template.chat_template or ""
+    if template.system_message is None:
+        return text
+    message = json.dumps({"role": "system", "content": template.system_message}, ensure_ascii=False)
+    return f"{{% if messages[0].role != 'system' %}}{{% set messages = [{message}] + messages %}}{{% endif %}}{text}"
+
+
+def end_ids(model: Path, chat: ChatTokenizer) -> list[int]:
+    """Returns the tokens that end a response. vLLM's server does not support stop sequences of several tokens."""
+    own = _generation_settings(model).get("eos_token_id")
+    ids = own if isinstance(own, list) else [] if own is None else [own]
+    single = [ids[0] for ids in chat.template.stop_ids if len(ids) == 1]
+    return sorted({chat.eos_id, *ids, *single})
+
+
+def unsupported_stops(chat: ChatTokenizer) -> Sequence[str]:
+    """Returns the texts of the stop sequences that clients must send in the field `stop`."""
+    try:
+        return [chat.decode_all(ids) for ids in chat.stop_ids if len(ids) > 1]
+    except DataError:
+        return []
+
+
+def _generation_settings(model: Path) -> dict[str, Any]:  # Any: values of JSON
+    file = model / "generation_config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the server and the processes that it has started."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_TIMEOUT_S)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # processes that outlived the server

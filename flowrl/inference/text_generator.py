@@ -1,0 +1,325 @@
+"""Generates text with a rollout engine in this process, for many prompts or for one streamed response.
+
+The random numbers of a token depend only on (seed, prompt index, sample, position). A response therefore does not
+depend on the other requests, on their order, or on the batch size.
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+
+from flowrl.config import RolloutConfig, UserError, VllmConfig
+from flowrl.config.rollout.engines import get_capabilities, name_alternatives
+from flowrl.data.chat import ChatTokenizer
+from flowrl.data.template import ConversationTemplate
+from flowrl.data.turn_delta import split_stop
+from flowrl.engines.models.loading import stored_dtype
+from flowrl.engines.rollout.base import (
+    EngineContext,
+    PartialResponses,
+    Request,
+    Response,
+    RolloutEngine,
+    StreamingEngine,
+    load_engine_class,
+)
+from flowrl.engines.rollout.sampling import row_keys
+from flowrl.inference.model_source import ModelSource
+from flowrl.inference.stop_strings import StopStrings
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+_STOP_CHECK_S = 0.2
+"""Interval in which unfinished responses are searched for stop strings. It changes only the time of the search."""
+
+_STREAM_S = 0.02
+"""Interval of the pieces of a streamed response."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Settings that determine the responses."""
+
+    max_tokens: int = 256
+    """Maximum number of tokens of a response."""
+    temperature: float = 1.0
+    """0 selects the most likely tokens."""
+    top_k: int = 0
+    """Number of most likely tokens from which to sample; 0 uses all tokens."""
+    top_p: float = 1.0
+    """Total probability of the most likely tokens from which to sample."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response. The response is cut before the text."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of the engine."""
+
+    engine: str = "hf"
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    dtype: Dtype | None = None
+    """Dtype of the weights. None: float32 on the CPU, and the dtype of the model's files on a GPU."""
+    max_num_seqs: int = 256
+    """Maximum number of responses that are generated at the same time."""
+    kv_cache_gb: float = 1.0
+    """Memory of vLLM's KV cache."""
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One response to generate."""
+
+    index: int
+    """Index of the prompt, which selects the random numbers."""
+    sample: int
+    """Index among the samples of the prompt."""
+    token_ids: Sequence[int]
+    """Tokens of the prompt."""
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.index}-{self.sample}"
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A complete response."""
+
+    request: TextRequest
+    token_ids: Sequence[int]
+    """Tokens with those that ended the response, up to the end of the first stop string."""
+    text: str
+    """Text without special tokens, without the end of the turn, and without the stop string."""
+    finish_reason: Literal["stop", "length", "interrupted"]
+    logprob: float
+    """Sum of the log-probabilities of `token_ids`."""
+
+
+@dataclass
+class PartialText:
+    """The state of a streamed response."""
+
+    text: str = ""
+    """Text so far. It only grows: characters that later tokens may change are not included."""
+    num_tokens: int = 0
+    result: GeneratedText | None = field(default=None, repr=False)
+    """The complete response, at the end."""
+
+
+class _TextEngine(RolloutEngine, StreamingEngine, PartialResponses, Protocol):
+    """The methods of the included engines that a `TextGenerator` calls."""
+
+
+class TextGenerator:
+    """An engine that generates text with one model."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        sampling: SamplingSettings,
+        settings: EngineSettings = EngineSettings(),
+        *,
+        chat: ChatTokenizer | None = None,
+        uses_full_context: bool = False,
+    ) -> None:
+        """Loads the model and starts the engine.
+
+        Args:
+            source: the model.
+            sampling: settings of the responses.
+            settings: settings of the engine.
+            chat: tokenizer and template of the model; None opens them.
+            uses_full_context: responses of `stream` may be longer than `sampling.max_tokens`.
+        Raises:
+            UserError: the model cannot be loaded, or the engine does not support a setting.
+        """
+        self.source, self.sampling, self.settings = source, sampling, settings
+        self.chat = chat or open_chat(source)
+        self._device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        self._stops = StopStrings(self.chat, sampling.stop)
+        dtype = settings.dtype or ("float32" if self._device == "cpu" else stored_dtype(source.path))
+        check_engine(settings, self._device, dtype, sampling)
+        limit = sampling.max_tokens
+        if uses_full_context:
+            limit = self.chat.max_positions() or limit
+        config = RolloutConfig(
+            engine=settings.engine,
+            quantization=settings.quantization,
+            max_response_tokens=limit,
+            temperature=sampling.temperature or 1.0,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            stop_ids=self.chat.stop_ids,
+            max_num_seqs=settings.max_num_seqs,
+            vllm=VllmConfig(kv_cache_gb=settings.kv_cache_gb) if settings.engine == "vllm" else None,
+        )
+        context = EngineContext(config, source.model_config(dtype), self.chat.tokenizer, self._device)
+        engine = load_engine_class(settings.engine).start(context)
+        assert isinstance(engine, StreamingEngine) and isinstance(engine, PartialResponses)
+        self._engine: _TextEngine = engine  # pyright: ignore[reportAttributeAccessIssue] (an intersection of protocols)
+        self._streams = itertools.count()
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of prompt and response together."""
+        return self._engine.max_length
+
+    def generate(self, requests: Iterable[TextRequest]) -> Iterator[GeneratedText]:
+        """Yields the response to each request, in the order in which they finish.
+
+        Reads the requests as the engine needs them. Each prompt and `max_tokens` together fit into `max_length`.
+        """
+        waiting, running = iter(requests), dict[str, TextRequest]()
+        searched = Counter[str]()
+        engine, interval_s = self._engine, _STOP_CHECK_S if self.sampling.stop else None
+        next_search_s = time.monotonic() + _STOP_CHECK_S
+        try:
+            while True:
+                added = list(itertools.islice(waiting, 2 * self.settings.max_num_seqs - len(running)))
+                running |= {request.request_id: request for request in added}
+                engine.add([self._request(request, request.request_id) for request in added])
+                if not running:
+                    return
+                finished = engine.poll(interval_s)
+                if interval_s is not None and time.monotonic() >= next_search_s:
+                    finished = [*finished, *self._stopped(running, searched)]
+                    next_search_s = time.monotonic() + interval_s
+                for response in finished:
+                    yield self._complete(running.pop(response.request_id), response)
+        finally:
+            engine.abort(running)
+
+    def stream(
+        self,
+        token_ids: Sequence[int],
+        *,
+        index: int,
+        sample: int,
+        max_tokens: int,
+        temperature: float,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> Iterator[PartialText]:
+        """Yields the state of one response while it is generated; the last state has the result.
+
+        Closing the iterator ends the generation.
+
+        Args:
+            token_ids: all tokens before the response.
+            index: index of the prompt, which selects the random numbers together with `sample`.
+            sample: index among the samples of the prompt.
+            max_tokens: maximum number of tokens of the response.
+            temperature: 0 selects the most likely tokens.
+            is_interrupted: called between tokens; true ends the response.
+        """
+        request, engine = TextRequest(index, sample, token_ids), self._engine
+        request_id = f"stream-{next(self._streams)}"
+        engine.add(
+            [
+                replace(
+                    self._request(request, request_id), max_tokens=max_tokens, temperature=temperature, is_streamed=True
+                )
+            ]
+        )
+        state = PartialText()
+        try:
+            while True:
+                finished = engine.poll(_STREAM_S)
+                partial = finished or engine.read_partial([request_id])
+                if not partial:
+                    continue
+                response = partial[0]
+                has_stop = self._stops.find(response.token_ids) is not None
+                is_ended = bool(finished) or has_stop
+                if is_ended or is_interrupted():
+                    result = self._complete(request, response)
+                    result = result if is_ended else replace(result, finish_reason="interrupted")
+                    yield PartialText(result.text, len(result.token_ids), result)
+                    return
+                text = self._stops.settled_text(response.token_ids)
+                if len(text) > len(state.text):
+                    state = PartialText(text, len(response.token_ids))
+                    yield state
+        finally:
+            engine.abort([request_id])
+
+    def _request(self, request: TextRequest, request_id: str) -> Request:
+        ids = (torch.tensor([value]) for value in (request.index, request.sample))
+        key = int(row_keys(self.sampling.seed, *ids))
+        temperature = 0.0 if self.sampling.temperature == 0 else None
+        return Request(request_id, request.token_ids, key, temperature, is_streamed=bool(self.sampling.stop))
+
+    def _stopped(self, running: Iterable[str], searched: Counter[str]) -> list[Response]:
+        """Returns the unfinished responses that have a stop string, and ends their requests.
+
+        `searched` has the number of tokens of each response that earlier calls have searched.
+        """
+        stopped = []
+        for response in self._engine.read_partial(list(running)):
+            ids = response.token_ids
+            if self._stops.can_contain(ids, searched[response.request_id]) and self._stops.find(ids) is not None:
+                stopped.append(response)
+            searched[response.request_id] = len(ids)
+        self._engine.abort([response.request_id for response in stopped])
+        return stopped
+
+    def _complete(self, request: TextRequest, response: Response) -> GeneratedText:
+        stop = self._stops.find(response.token_ids)
+        if stop is not None:
+            ids, text = response.token_ids[: stop.num_tokens], stop.text
+        else:
+            ids, text = response.token_ids, self.chat.decode(split_stop(self.chat, response.token_ids)[0])
+        reason = "length" if response.truncated and stop is None else "stop"
+        return GeneratedText(request, ids, text, reason, sum(response.logprobs[: len(ids)]))
+
+
+def open_chat(source: ModelSource, template: ConversationTemplate | None = None) -> ChatTokenizer:
+    """Returns the tokenizer of a model. `template` replaces the conversation template of the model."""
+    return ChatTokenizer(source.tokenizer_path, template or source.template, model=source.path)
+
+
+def check_engine(settings: EngineSettings, device: str, dtype: str, sampling: SamplingSettings) -> None:
+    """Raises UserError if the engine does not support a setting on the device."""
+    known = get_capabilities(settings.engine)
+    kind, name = ("cuda" if device.startswith("cuda") else "cpu"), settings.quantization
+    if name is not None:
+        if name not in known.quantizations:
+            others = name_alternatives(lambda engine: name in engine.quantizations)
+            supported = " and ".join(known.quantizations)
+            raise UserError(
+                f"quantization {name} is not supported by engine {settings.engine}, which supports {supported}: choose "
+                f"another quantization, or engine {others}"
+            )
+        quantization = known.quantizations[name]
+        if kind not in quantization.devices:
+            others = " or ".join(n for n, each in known.quantizations.items() if kind in each.devices)
+            raise UserError(
+                f"quantization {name} of engine {settings.engine} needs a {' or '.join(quantization.devices)} device, "
+                f"but this machine has none: use {others}, or no quantization"
+            )
+        if quantization.dtypes is not None and dtype not in quantization.dtypes:
+            raise UserError(
+                f"quantization {name} of engine {settings.engine} needs weights in {' or '.join(quantization.dtypes)}, "
+                f"but the dtype is {dtype}: set dtype {quantization.dtypes[0]}"
+            )
+    if dtype not in known.dtypes:
+        raise UserError(f"dtype {dtype} is not supported by engine {settings.engine}: use {' or '.join(known.dtypes)}")
+    if 0 < sampling.temperature < known.min_temperature:
+        raise UserError(
+            f"temperature {sampling.temperature:g} is below the smallest of engine {settings.engine}, "
+            f"{known.min_temperature:g}: use 0 for the most likely tokens, or a larger temperature"
+        )
+    quantized = known.quantizations.get(settings.quantization or "")
+    for package in (*known.packages, *(quantized.packages if quantized else ())):
+        if find_spec(package.module) is None:
+            raise UserError(
+                f"engine {settings.engine}{f' with quantization {settings.quantization}' if quantized else ''} needs "
+                f"the package {package.module}, which is not installed: {package.install}"
+            )

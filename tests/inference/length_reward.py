@@ -1,0 +1,5 @@
+"""A reward function for tests."""
+
+
+def count_letters(response: str, **columns: object) -> float:
+    return float(len(response))

@@ -1,0 +1,84 @@
+"""`flowrl chat` as a program: commands, wrong commands, a terminal, and Ctrl-C."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowrl.inference.chat_terminal import printable
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80"}
+
+
+def chat(model: Path, lines: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flowrl.cli", "chat", str(model), "--max-tokens", "5"],
+        input="\n".join(lines),
+        env=ENVIRONMENT,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_lines_of_standard_input_are_messages_and_commands(run_folder: Path, tmp_path: Path) -> None:
+    lines = [
+        *("/retry", "/undo", "/unknown", "/temperature hot", "/compare", "/compare nowhere", "/save"),
+        *("/temperature 0", "1+1=", "2+2=", "/undo", "/save one.jsonl", "/save one.jsonl"),
+        *(f"/compare {run_folder}", "3+3=", "/save two.jsonl", "/reset", "/system S", "/help", "/exit", "4+4="),
+    ]
+    done = chat(run_folder, lines, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == 8
+    assert all(text in done.stderr for text in ("/retry needs", "/unknown", "'hot'", "nowhere", "already exists"))
+    (saved,) = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
+    assert [turn["content"] for turn in saved["messages"] if turn["role"] == "user"] == ["1+1="]
+    first, second = (json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines())
+    assert first["messages"] == second["messages"] and len(first["messages"]) == 4
+    answers = [turn["content"] for turn in first["messages"] if turn["role"] == "assistant"]
+    assert done.stdout.startswith(f"{answers[0]}\n")
+    assert done.stdout.count(f"full: {answers[1]}\n") == 2 and "/temperature T" in done.stdout
+
+
+def read_until(terminal: int, text: str, timeout_s: float = 300) -> str:
+    """Returns the output of a terminal up to a text."""
+    output, deadline = "", time.monotonic() + timeout_s
+    while text not in output:
+        assert time.monotonic() < deadline, output
+        if select.select([terminal], [], [], 1)[0]:
+            output += os.read(terminal, 4096).decode(errors="replace")
+    return output
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "flowrl.cli", "chat", str(run_folder), "--max-tokens", "100000"]
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT, start_new_session=True
+    )
+    os.close(slave)
+    read_until(master, "> ")
+    os.kill(process.pid, signal.SIGINT)
+    read_until(master, "ends the chat")
+    os.write(master, b"1+1=\n")
+    read_until(master, "1+1=\r\n")
+    os.kill(process.pid, signal.SIGINT)
+    read_until(master, "> ")
+    os.write(master, b"/exit\n")
+    assert process.wait(timeout=60) == 0
+    os.close(master)
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mb\nc\té\u202e") == "a\\x1b[31mb\nc\té\\u202e"

@@ -1,0 +1,153 @@
+"""`flowrl generate`: formats of prompts, resumed files, best of N, and wrong input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.inference.response_file import ResumableFile
+
+ROOT = Path(__file__).parents[2]
+REWARD = f"{Path(__file__).parent}/length_reward.py:count_letters"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with prompts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("12+34=\n\n7-5=\n80+19=\n")
+    rows = [{"prompt": "12+34=", "answer": "46", "id": 7}, {"messages": [{"role": "user", "content": "7-5="}]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def generate(model: Path, *options: str | int) -> int:
+    return main(["generate", str(model), "--max-tokens", "6", *map(str, options)])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_have_the_columns_of_the_input_in_its_order(run_folder: Path, folder: Path) -> None:
+    assert generate(run_folder, "--prompts", "prompts.jsonl", "--samples", 2, "--output", "out.jsonl") == 0
+    rows = read(folder / "out.jsonl")
+    assert [(row["prompt_index"], row["sample"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [row.get("id") for row in rows] == [7, 7, None, None] and rows[0]["answer"] == "46"
+    assert all(row["response_tokens"] <= 6 and row["logprob"] < 0 for row in rows)
+    assert [row["prompt"] for row in rows[::2]] == ["12+34=", "7-5="]
+    assert not (folder / "out.jsonl.partial").exists()
+
+
+def test_text_and_standard_input_give_the_same_responses(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert generate(run_folder, "--prompts", "prompts.txt") == 0
+    texts = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO((folder / "prompts.txt").read_bytes())))
+    assert generate(run_folder, "--prompts", "-", "--max-num-seqs", 1) == 0
+    assert capsys.readouterr().out == texts and len(texts.splitlines()) == 3
+
+
+def test_the_best_response_is_that_of_the_samples(run_folder: Path, folder: Path) -> None:
+    assert generate(run_folder, "--prompts", "prompts.txt", "--samples", 4, "--output", "all.jsonl") == 0
+    assert generate(run_folder, "--prompts", "prompts.txt", "--best-of", 4, "--reward", REWARD, "--output", "b") == 0
+    samples, best = read(folder / "all.jsonl"), read(folder / "b")
+    assert len(best) == 3
+    for index, row in enumerate(best):
+        responses = [sample["response"] for sample in samples if sample["prompt_index"] == index]
+        assert row["score"] == max(map(len, responses))
+        assert row["response"] == responses[row["candidate"]] == max(responses, key=len)
+
+
+def test_a_killed_command_continues_and_gives_the_same_file(run_folder: Path, folder: Path) -> None:
+    (folder / "many.txt").write_text("".join(f"{i}+{i}=\n" for i in range(10, 90)))
+    options = ("--prompts", "many.txt", "--samples", 4, "--output")
+    assert generate(run_folder, *options, "straight.jsonl") == 0
+    command = [sys.executable, "-m", "flowrl.cli", "generate", str(run_folder), "--max-tokens", "6", "--max-num-seqs"]
+    process = subprocess.Popen(
+        [*command, "1", *map(str, options), "killed.jsonl"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    partial, deadline = folder / "killed.jsonl.partial", time.monotonic() + 300
+    while not partial.exists() or partial.read_bytes().count(b"\n") < 5:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    num_done = partial.read_bytes().count(b"\n") - 1
+    assert 0 < num_done < 320
+    with partial.open("ab") as file:
+        file.write(b'{"prompt_index": 3, "resp')  # as if the program was killed while it wrote
+    assert generate(run_folder, *options, "killed.jsonl", "--seed", 1) == 2
+    assert generate(run_folder, *options, "killed.jsonl") == 0
+    assert (folder / "killed.jsonl").read_bytes() == (folder / "straight.jsonl").read_bytes()
+
+
+def test_a_changed_input_is_rejected_when_a_file_is_continued(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"--seed": 0, "the checksum of the prompts": "1"}
+    output = ResumableFile(folder / "o.jsonl", settings)
+    output.write({"prompt_index": 0, "sample": 0})
+    with pytest.raises(Exception, match="in use by another program"):
+        ResumableFile(folder / "o.jsonl", settings)
+    output.close(is_complete=False)
+    assert generate(run_folder, "--prompts", "prompts.txt", "--output", "o.jsonl") == 2
+    assert "remove the file" in capsys.readouterr().err
+    (folder / "x.partial").write_text("notes of a user")
+    assert generate(run_folder, "--prompts", "prompts.txt", "--output", "x") == 2
+    assert (folder / "x.partial").read_text() == "notes of a user"
+
+
+WRONG: Sequence[tuple[Sequence[str], Sequence[str]]] = [
+    (["--prompts", "missing.txt"], ["missing.txt", "correct the path"]),
+    (["--prompts", "missing.jsonl"], ["missing.jsonl", "no such file"]),
+    (["--prompts", "empty.txt"], ["empty.txt", "no prompts"]),
+    (["--prompts", "broken.jsonl"], ["broken.jsonl", "line 2"]),
+    (["--prompts", "column.jsonl"], ["line 1", "'score'", "rename"]),
+    (["--prompts", "long.txt"], ["line 2", "--max-tokens", "shorten"]),
+    (["--prompts", "prompts.txt", "--output", "prompts.txt"], ["prompts.txt", "already exists"]),
+    (["--prompts", "prompts.txt", "--output", "none/out.jsonl"], ["none/out.jsonl", "cannot be written"]),
+    (["--prompts", "prompts.txt", "--best-of", "4"], ["--best-of", "--reward"]),
+    (["--prompts", "prompts.txt", "--best-of", "4", "--samples", "2", "--reward", "a:b"], ["--samples", "remove"]),
+    (["--prompts", "prompts.txt", "--best-of", "2", "--reward", "nothing"], ["nothing", "module:function"]),
+    (["--prompts", "prompts.txt", "--samples", "2", "--temperature", "0"], ["--samples", "--temperature"]),
+    (["--prompts", "prompts.txt", "--quantization", "int4"], ["int4", "hf", "vllm"]),
+    (["--prompts", "prompts.txt", "--stop", ""], ["--stop", "empty"]),
+    (["--prompts", "prompts.txt", "--template", "none.json"], ["none.json", "chatml"]),
+    (["--prompts", "prompts.txt", "--adapter", "none"], ["none", "adapter_config.json"]),
+    (["--prompts", "prompts.txt", "--step", "9"], ["step 9", "available: 1, 2"]),
+]
+
+
+@pytest.mark.parametrize(("options", "facts"), WRONG, ids=[" ".join(options[2:] or options) for options, _ in WRONG])
+def test_wrong_input_is_rejected_in_one_sentence(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str], options: Sequence[str], facts: Sequence[str]
+) -> None:
+    (folder / "empty.txt").write_text("\n \n")
+    (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
+    (folder / "column.jsonl").write_text('{"prompt": "1+1=", "score": 1}\n')
+    (folder / "long.txt").write_text("1+1=\n" + "1+" * 500 + "1=\n")
+    before = set(folder.iterdir())
+    assert generate(run_folder, *options) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("error: ") == 1
+    assert [fact for fact in facts if fact not in printed.err] == []
+    assert set(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("option", ["--top-p=2", "--samples=0", "--temperature=-1", "--max-tokens=x", "--engine=tgi"])
+def test_an_invalid_value_of_an_option_is_a_usage_error(option: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "model", "--prompts", "-", option])

@@ -1,0 +1,139 @@
+"""`flowrl serve`: settings of vLLM's server, rejected hosts, and the real server."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+from transformers import AutoTokenizer
+
+from flowrl.cli import main
+from flowrl.data.template import ConversationTemplate
+from flowrl.inference.model_server import API_KEY, ServerSettings, chat_template, check_server, end_ids, server_command
+from flowrl.inference.model_source import resolve_model
+from flowrl.inference.text_generator import open_chat
+from tests.errors import rejects
+
+ROOT = Path(__file__).parents[2]
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_server_gets_the_template_and_the_end_tokens_of_the_run(run_folder: Path, tmp_path: Path) -> None:
+    source = resolve_model(str(run_folder))
+    chat = open_chat(source)
+    command = server_command(source, chat, ServerSettings(port=1234), tmp_path)
+    options = dict(zip(command[2::2], command[3::2], strict=False))
+    assert command[:2] == ["serve", str(run_folder / "model")]
+    assert (options["--host"], options["--port"], options["--served-model-name"]) == ("127.0.0.1", "1234", "full")
+    assert not any("trust" in word for word in command)
+    assert (tmp_path / "chat_template.jinja").read_text() == chat.template.chat_template
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert chat.eos_id in generation["eos_token_id"] == end_ids(source.path, chat)
+
+
+def test_the_template_of_the_server_adds_the_system_message(run_folder: Path) -> None:
+    source = resolve_model(str(run_folder))
+    own = ConversationTemplate(chat_template="chatml", system_message='Say "1\'" {{ x }}', end_of_assistant="=")
+    chat = open_chat(source, own)
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=chat_template(chat))
+    assert rendered == chat.render(chat.with_system(messages), generate=False)
+
+
+@needs_vllm
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com"])
+def test_other_machines_need_a_key(host: str) -> None:
+    with rejects("--host", "--api-key", API_KEY):
+        check_server(ServerSettings(host=host))
+
+
+@needs_vllm
+def test_a_port_in_use_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", "model", "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def request(port: int, path: str, body: object = None, key: str = "secret") -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with urlopen(Request(f"http://127.0.0.1:{port}/v1/{path}", data, headers), timeout=120) as response:
+        return json.load(response)
+
+
+def processes_with(text: str) -> list[str]:
+    """Returns the ids of the processes whose environment contains a text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (folder / "environ").read_bytes():
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_the_server_answers_and_leaves_no_process(run_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    port, marker = free_port(), f"FLOWRL_TEST={tmp_path}"
+    command = [
+        sys.executable,
+        "-m",
+        "flowrl.cli",
+        "serve",
+        str(run_folder),
+        "--port",
+        str(port),
+        "--kv-cache-gb",
+        "0.1",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FLOWRL_TEST": str(tmp_path), API_KEY: "secret"}
+    log = (tmp_path / "log").open("w")
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    deadline = time.monotonic() + 900
+    while True:
+        try:
+            models = request(port, "models")
+            break
+        except URLError:
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(1)
+    assert [model["id"] for model in models["data"]] == ["full"]
+    with pytest.raises(URLError, match="401"):
+        request(port, "models", key="wrong")
+    messages = [{"role": "user", "content": "12+34="}]
+    body = {"model": "full", "messages": messages, "max_tokens": 6, "temperature": 0}
+    answer = request(port, "chat/completions", body)["choices"][0]
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("12+34=\n")
+    options = ["--prompts", str(prompts), "--output", str(output), "--temperature", "0", "--max-tokens", "6"]
+    assert main(["generate", str(run_folder), *options]) == 0
+    expected = json.loads(output.read_text())
+    assert answer["message"]["content"] == expected["response"]
+    process.send_signal(number)
+    process.wait(timeout=120)
+    deadline = time.monotonic() + 120
+    while processes_with(marker):
+        assert time.monotonic() < deadline, processes_with(marker)
+        time.sleep(0.5)

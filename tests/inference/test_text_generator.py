@@ -1,0 +1,115 @@
+"""Generation with one model: the same responses in any order and batch, stop strings, and streams."""
+
+from collections.abc import Generator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.config import UserError
+from flowrl.engines.models.loading import load_policy
+from flowrl.inference.model_source import ModelSource, resolve_model
+from flowrl.inference.text_generator import (
+    EngineSettings,
+    GeneratedText,
+    SamplingSettings,
+    TextGenerator,
+    TextRequest,
+    check_engine,
+)
+
+SAMPLING = SamplingSettings(max_tokens=12, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def source(run_folder: Path) -> ModelSource:
+    return resolve_model(str(run_folder))
+
+
+def requests(generator: TextGenerator, count: int = 6) -> list[TextRequest]:
+    prompts = [generator.chat.encode(f"{index}+{index}=") for index in range(count)]
+    return [TextRequest(index, sample, ids) for index, ids in enumerate(prompts) for sample in range(2)]
+
+
+def by_request(texts: Sequence[GeneratedText]) -> dict[str, tuple[tuple[int, ...], str, float]]:
+    return {text.request.request_id: (tuple(text.token_ids), text.finish_reason, text.logprob) for text in texts}
+
+
+def test_responses_depend_neither_on_their_order_nor_on_the_batch(source: ModelSource) -> None:
+    generator = TextGenerator(source, SAMPLING)
+    expected = by_request(list(generator.generate(requests(generator))))
+    small = TextGenerator(source, SAMPLING, EngineSettings(max_num_seqs=1))
+    assert by_request(list(small.generate(reversed(requests(generator))))) == expected
+    assert len({tokens for tokens, _, _ in expected.values()}) > 6
+    other = TextGenerator(source, SamplingSettings(max_tokens=12, temperature=0.9, seed=1))
+    assert by_request(list(other.generate(requests(generator)))) != expected
+
+
+def test_a_stop_string_cuts_the_response_of_the_same_random_numbers(source: ModelSource) -> None:
+    generator = TextGenerator(source, SAMPLING)
+    plain = {text.request.request_id: text for text in generator.generate(requests(generator))}
+    letter = max("0123456789", key=lambda digit: sum(digit in text.text for text in plain.values()))
+    stopping = TextGenerator(source, SamplingSettings(max_tokens=12, temperature=0.9, stop=(letter,)))
+    cut = list(stopping.generate(requests(generator)))
+    assert len(cut) == len(plain) and any(letter in text.text for text in plain.values())
+    for text in cut:
+        full = plain[text.request.request_id]
+        assert text.text == full.text.partition(letter)[0]
+        assert list(text.token_ids) == list(full.token_ids)[: len(text.token_ids)]
+        assert text.finish_reason == ("stop" if letter in full.text else full.finish_reason)
+
+
+def test_a_stream_grows_to_the_response_of_generate(source: ModelSource) -> None:
+    generator = TextGenerator(source, SAMPLING)
+    (request, *_) = requests(generator)
+    (expected,) = generator.generate([request])
+    states = list(generator.stream(request.token_ids, index=0, sample=0, max_tokens=12, temperature=0.9))
+    assert states[-1].result is not None
+    assert by_request([states[-1].result]) == by_request([expected])
+    assert all(after.text.startswith(before.text) for before, after in pairwise(states))
+    short = list(generator.stream(request.token_ids, index=0, sample=0, max_tokens=2, temperature=0.9))[-1]
+    assert short.result is not None and list(short.result.token_ids) == list(expected.token_ids)[:2]
+
+
+def test_a_closed_stream_leaves_no_request(source: ModelSource) -> None:
+    generator = TextGenerator(source, SAMPLING)
+    stream = generator.stream([5, 6], index=0, sample=0, max_tokens=12, temperature=1.0)
+    next(stream)
+    assert isinstance(stream, Generator)
+    stream.close()
+    assert generator._engine.num_running == 0
+
+
+def test_int8_weights_generate_other_responses(source: ModelSource) -> None:
+    plain, quantized = (TextGenerator(source, SAMPLING, EngineSettings(quantization=name)) for name in (None, "int8"))
+    texts = [by_request(list(generator.generate(requests(generator)))) for generator in (plain, quantized)]
+    assert texts[0].keys() == texts[1].keys() and texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling", "device", "dtype", "fix"),
+    [
+        (EngineSettings(quantization="int4"), SAMPLING, "cpu", "float32", "vllm"),
+        (EngineSettings("vllm", "int4"), SAMPLING, "cpu", "bfloat16", "int8"),
+        (EngineSettings("vllm", "fp8"), SAMPLING, "cpu", "float32", "bfloat16"),
+        (EngineSettings("vllm"), SAMPLING, "cpu", "float64", "float32"),
+        (EngineSettings("vllm"), SamplingSettings(temperature=0.001), "cpu", "float32", "0.01"),
+    ],
+)
+def test_what_an_engine_does_not_support_is_rejected(
+    settings: EngineSettings, sampling: SamplingSettings, device: str, dtype: str, fix: str
+) -> None:
+    with pytest.raises(UserError, match=fix):
+        check_engine(settings, device, dtype, sampling)
+
+
+def test_log_probabilities_are_those_of_the_sampled_tokens(source: ModelSource) -> None:
+    generator = TextGenerator(source, SamplingSettings(max_tokens=4, temperature=0))
+    ids = generator.chat.encode("1+1=")
+    (text,) = generator.generate([TextRequest(0, 0, ids)])
+    policy = load_policy(source.model_config())
+    tokens = torch.tensor([[*ids, *text.token_ids]])
+    with torch.no_grad():
+        logprobs = policy(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+    assert text.logprob == pytest.approx(float(logprobs[len(ids) - 1 :].sum()), abs=1e-4)
