@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from flowrl.config import UserError
 from flowrl.data.messages import DataError, Message
-from flowrl.data.turn_delta import TurnRewriteError, make_turn_delta
+from flowrl.data.turn_delta import make_turn_delta
 from flowrl.inference.text_generator import GeneratedText, PartialText, TextGenerator
 
 
@@ -120,7 +120,7 @@ class ChatSession:
                 delta = make_turn_delta(
                     chat, turns, last.answer.token_ids, [{"role": message.role, "content": message.content}]
                 )
-            except TurnRewriteError:
+            except DataError:  # also if the template omits the answer
                 self.rewrites_turns = True
             else:
                 return (*last.context_ids, *last.answer.token_ids, *delta.token_ids)

@@ -185,7 +185,7 @@ class TextGenerator:
             while True:
                 added = list(itertools.islice(waiting, 2 * self.settings.max_num_seqs - len(running)))
                 running |= {request.request_id: request for request in added}
-                engine.add([self._request(request, request.request_id) for request in added])
+                engine.add(self._requests(added))
                 if not running:
                     return
                 finished = engine.poll(interval_s)
@@ -221,13 +221,8 @@ class TextGenerator:
         """
         request, engine = TextRequest(index, sample, token_ids), self._engine
         request_id = f"stream-{next(self._streams)}"
-        engine.add(
-            [
-                replace(
-                    self._request(request, request_id), max_tokens=max_tokens, temperature=temperature, is_streamed=True
-                )
-            ]
-        )
+        settings = {"max_tokens": max_tokens, "temperature": temperature, "is_streamed": True}
+        engine.add([replace(self._requests([request])[0], request_id=request_id, **settings)])
         state = PartialText()
         try:
             while True:
@@ -250,11 +245,15 @@ class TextGenerator:
         finally:
             engine.abort([request_id])
 
-    def _request(self, request: TextRequest, request_id: str) -> Request:
-        ids = (torch.tensor([value]) for value in (request.index, request.sample))
-        key = int(row_keys(self.sampling.seed, *ids))
+    def _requests(self, requests: Sequence[TextRequest]) -> list[Request]:
+        index_B = torch.tensor([request.index for request in requests], dtype=torch.int64)
+        sample_B = torch.tensor([request.sample for request in requests], dtype=torch.int64)
+        keys = row_keys(self.sampling.seed, index_B, sample_B).tolist()
         temperature = 0.0 if self.sampling.temperature == 0 else None
-        return Request(request_id, request.token_ids, key, temperature, is_streamed=bool(self.sampling.stop))
+        return [
+            Request(request.request_id, request.token_ids, key, temperature, is_streamed=bool(self.sampling.stop))
+            for request, key in zip(requests, keys, strict=True)
+        ]
 
     def _stopped(self, running: Iterable[str], searched: Counter[str]) -> list[Response]:
         """Returns the unfinished responses that have a stop string, and ends their requests.

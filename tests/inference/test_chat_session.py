@@ -12,7 +12,10 @@ from flowrl.inference.text_generator import SamplingSettings, TextGenerator, ope
 from tests.engines import tiny
 from tests.inference.byte_tokenizer import save_byte_tokenizer
 
-KEEPS = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+KEEPS = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
 REWRITES = KEEPS.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}")
 
 

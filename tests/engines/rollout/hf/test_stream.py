@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -243,3 +244,30 @@ def test_poll_runs_until_a_response_finishes() -> None:
     engine = rollout()
     engine.add(requests(prompts(20)))
     assert engine.poll(600.0)
+
+
+def test_partial_responses_grow_to_the_complete_ones() -> None:
+    prompt_ids = prompts(6)
+    expected = generated(rollout(), prompt_ids)
+    engine, coming, longest = rollout(max_num_seqs=3), requests(prompt_ids), 0
+    engine.add(coming)
+    responses = []
+    while engine.num_running:
+        for request_id, (tokens, logprobs) in by_id(engine.read_partial([r.request_id for r in coming])).items():
+            assert (tokens, logprobs) == tuple(values[: len(tokens)] for values in expected[request_id])
+            longest = max(longest, len(tokens))
+        responses += engine.poll(0.0)
+    assert by_id(responses) == expected and longest > 3
+    assert engine.read_partial([coming[0].request_id, "unknown"]) == []
+
+
+def test_a_request_may_have_a_lower_limit_of_tokens() -> None:
+    prompt_ids = prompts(6)
+    expected = generated(rollout(), prompt_ids)
+    engine = rollout()
+    engine.add(replace(request, max_tokens=1 + i) for i, request in enumerate(requests(prompt_ids)))
+    for response in finish(engine):
+        limit = 1 + int(response.request_id.removeprefix("generate-"))
+        tokens = expected[response.request_id][0]
+        assert response.token_ids == tokens[:limit]
+        assert response.truncated == (len(tokens) > limit or tokens[-1] != END)
