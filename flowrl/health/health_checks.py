@@ -157,13 +157,25 @@ def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | Non
 
 # Policy.
 
+_SOLVED = 0.9
+"""Share of the possible gain in reward after which a task is solved, so that a deterministic policy is expected."""
+
+
+def _is_solved(window: StepWindow) -> bool:
+    """Returns whether the reward has risen from its value in the first steps almost to the largest reward so far."""
+    now, before = window.recent_median("reward"), window.first_median("reward")
+    if now is None or before is None or window.largest_reward <= before:
+        return False
+    return (now - before) / (window.largest_reward - before) >= _SOLVED
+
 
 def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median entropy as a fraction of the entropy in the first steps."""
+    """Returns the median entropy as a fraction of the entropy in the first steps. It is 1 if the task is solved."""
     now, before = window.recent_median("actor/entropy"), window.first_median("actor/entropy")
     if now is None or not before:
         return None
-    return Measurement(now / before, f"actor/entropy is {now:.3g} nats per token, in the first steps {before:.3g}")
+    observation = f"actor/entropy is {now:.3g} nats per token, in the first steps {before:.3g}"
+    return Measurement(1.0 if _is_solved(window) else now / before, observation)
 
 
 def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
@@ -200,15 +212,19 @@ def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | No
 
 
 def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest gradient norm of a role in the last step as a multiple of its median in the steps before."""
+    """Returns the largest gradient norm of a role in the last step as a multiple of its norm in the steps before.
+
+    The norm in the steps before is the larger one of median and mean, because the gradients of a policy that has
+    converged are 0 in most steps.
+    """
     found = []
     for name, norm in window.last.items():
         role, _, metric = name.rpartition("/")
         if metric != "grad_norm" or "/" in role:
             continue
         before = window.values(name)[:-1]
-        if len(before) >= window.steps and (center := median(before)) > 0:
-            observation = f"{name} is {norm:.3g}, {norm / center:.3g} times the median of the steps before"
+        if len(before) >= window.steps and (center := max(median(before), sum(before) / len(before))) > 0:
+            observation = f"{name} is {norm:.3g}, {norm / center:.3g} times its value in the steps before"
             found.append(Measurement(norm / center, observation, role))
     return max(found, key=lambda measurement: measurement.value, default=None)
 
@@ -238,13 +254,14 @@ def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement |
 def measure_no_signal(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the median share of groups with equal scores among the trained and the dropped groups.
 
-    Without groups of several responses, returns the share of steps in which all scores are equal.
+    Without groups of several responses, returns the share of steps in which all scores are equal. Returns 0 if the task
+    is solved, because most groups then have only correct responses.
     """
     records = list(window.records)[-window.steps :]
     shares = [share for record in records if (share := _share_without_signal(record, facts)) is not None]
     if len(shares) < window.steps:
         return None
-    share = median(shares)
+    share = 0.0 if _is_solved(window) else median(shares)
     return Measurement(share, f"{share:.0%} of the groups have equal scores")
 
 

@@ -41,6 +41,8 @@ class StepWindow:
         """Records of the first `steps` steps."""
         self.num_steps = 0
         """Number of records of training steps so far."""
+        self.largest_reward = -math.inf
+        """Largest `reward_max` so far."""
         self.evaluations: dict[str, deque[EvaluationPoint]] = {}
         """Evaluations by held-out metric, oldest first."""
         self.is_evaluated = False
@@ -55,6 +57,7 @@ class StepWindow:
         if step > 0:
             self.records.append(values)
             self.num_steps += 1
+            self.largest_reward = max(self.largest_reward, values.get("reward_max", -math.inf))
             if len(self.first) < self.steps:
                 self.first.append(values)
         self.is_evaluated = False

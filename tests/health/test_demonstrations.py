@@ -89,7 +89,7 @@ DEMONSTRATIONS = (
     ),
     Demonstration("grpo", "length_limit", {"rollout": {"max_response_tokens": 2}}),
     Demonstration("grpo", "truncation", {"rollout": {"max_response_tokens": 2}}),
-    Demonstration("grpo", "entropy_collapse", {**reward("share_of_sevens"), "actor": actor(1e-2)}, 60),
+    Demonstration("grpo", "entropy_collapse", {"actor": actor(3e-2, kl_loss_coef=0.0)}, 40),
     Demonstration("grpo", "kl_growth", {**reward("share_of_sevens"), "actor": actor(3e-3, kl_loss_coef=1e-9)}, 30),
     Demonstration("grpo", "ratio_range", {**reward("share_of_sevens"), "actor": actor(0.3), "ppo_epochs": 4}),
     Demonstration("grpo", "logprob_gap", {"actor": actor(1e-3, temperature=2.0)}, 3),
@@ -167,8 +167,6 @@ def test_a_run_with_a_problem_has_its_finding(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
-def test_a_run_without_problems_has_no_finding(recipe: str, train: Train) -> None:
-    """The reward is the share of digits that agree with the answer. The model learns slowly in these steps."""
-    changes = {"rollout": {"max_response_tokens": 12}, "actor": actor(3e-4)}
-    assert train(recipe, 30, changes) == set()
+def test_a_run_without_problems_has_no_finding(train: Train) -> None:
+    """The same task with enough response tokens and a small learning rate."""
+    assert train("grpo", 30, {"rollout": {"max_response_tokens": 24}, "actor": actor(3e-4)}) == set()

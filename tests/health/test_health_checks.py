@@ -68,6 +68,8 @@ CASES = {
     "logprob_gap": Case("logprob_gap", records(rollout_gap=[0.0, 0.15]), 3.0),
     "logprob_gap of the update": Case("logprob_gap", records(actor__rollout_gap=[0.0, 0.15]), 3.0),
     "gradient_spike": Case("gradient_spike", records(actor__grad_norm=[1, 3, 2, 2, 30]), 15.0),
+    # Most gradients of the steps before are 0. Their mean is 0.5.
+    "gradient_spike after rare gradients": Case("gradient_spike", records(actor__grad_norm=[0, 2, 0, 0, 2]), 4.0),
     "gradient_spike of the critic": Case(
         "gradient_spike", records(actor__grad_norm=[1] * 5, critic__grad_norm=[2, 2, 2, 2, 8]), 4.0
     ),
@@ -161,6 +163,28 @@ def test_a_single_bad_evaluation_is_no_finding() -> None:
 def test_the_held_out_fall_is_measured_only_in_steps_with_an_evaluation() -> None:
     case = CASES["held_out_fall"]
     assert measure("held_out_fall", [*case.rows, {"reward": 0.5}]) is None
+
+
+@pytest.mark.parametrize(
+    ("last", "is_solved"),
+    [([0.92, 0.92, 0.92, 0.92], True), ([0.9, 0.9, 0.9, 0.9], False)],
+)
+def test_a_solved_task_needs_neither_entropy_nor_signal(last: list[float], is_solved: bool) -> None:
+    """The reward was 0.1 in the first steps, and its largest value is 1: 90 % of the gain is a reward of 0.91."""
+    rows = records(
+        reward=[0.1] * 4 + last,
+        reward_max=[0.5, 1.0] + [0.5] * 6,
+        actor__entropy=[1.0] * 4 + [0.01] * 4,
+        equal_scores_fraction=[0.0] * 4 + [1.0] * 4,
+    )
+    collapse, signal = measure("entropy_collapse", rows, ROLLOUT), measure("no_signal", rows, ROLLOUT)
+    assert collapse is not None and signal is not None
+    assert (collapse.value, signal.value) == ((1.0, 0.0) if is_solved else (pytest.approx(0.01), 1.0))
+
+
+def test_a_constant_reward_solves_nothing() -> None:
+    measurement = measure("no_signal", repeated(reward=1.0, reward_max=1.0, equal_scores_fraction=1.0), ROLLOUT)
+    assert measurement is not None and measurement.value == 1.0
 
 
 def test_a_kl_that_no_longer_grows_is_no_finding() -> None:

@@ -50,8 +50,10 @@ class HealthConfig(Config):
     truncation: Share | None = 0.5
     """Share of responses that reached the length limit."""
 
-    entropy_collapse: Share | None = 0.02
-    """Smallest entropy of the policy, as a fraction of its entropy in the first steps."""
+    entropy_collapse: Share | None = 0.05
+    """Smallest entropy of the policy, as a fraction of its entropy in the first steps. It does not apply to a policy
+    whose reward has reached its largest value.
+    """
 
     kl_growth: PositiveFloat | None = 1.0
     """KL of the policy to the reference in nats per token, if it still grows."""
@@ -65,10 +67,12 @@ class HealthConfig(Config):
     """Mean gap between the log-probabilities of rollout and trainer, as a multiple of `rollout.gap_warning`."""
 
     gradient_spike: PositiveFloat | None = 10.0
-    """Gradient norm of a step, as a multiple of the median of the steps before it."""
+    """Gradient norm of a step, as a multiple of the median or mean of the steps before it, whichever is larger."""
 
     no_signal: Share | None = 0.9
-    """Share of groups whose scores are all equal, trained or dropped."""
+    """Share of groups whose scores are all equal, trained or dropped. It does not apply to a policy whose reward has
+    reached its largest value.
+    """
 
     stale_share: Share | None = 0.2
     """Share of the generated groups that are dropped because they are too stale."""
