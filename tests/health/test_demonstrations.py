@@ -91,7 +91,11 @@ DEMONSTRATIONS = (
     Demonstration("grpo", "truncation", {"rollout": {"max_response_tokens": 2}}),
     Demonstration("grpo", "entropy_collapse", {"actor": actor(3e-2, kl_loss_coef=0.0)}, 40),
     Demonstration("grpo", "kl_growth", {**reward("share_of_sevens"), "actor": actor(3e-3, kl_loss_coef=1e-9)}, 30),
-    Demonstration("grpo", "ratio_range", {**reward("share_of_sevens"), "actor": actor(0.3), "ppo_epochs": 4}),
+    Demonstration(
+        "grpo",
+        "ratio_range",
+        {"rollout": {"max_response_tokens": 1}, "actor": actor(1e-2, kl_loss_coef=0.0), "ppo_epochs": 8},
+    ),
     Demonstration("grpo", "logprob_gap", {"actor": actor(1e-3, temperature=2.0)}, 3),
     Demonstration(
         "ppo",
@@ -115,7 +119,12 @@ DEMONSTRATIONS = (
     Demonstration(
         "grpo",
         "skipped_updates",
-        {"rollout": {"max_response_tokens": 1}, "algorithm": {"estimator": "grpo", "mask_truncated": True}},
+        {
+            "rollout": {"max_response_tokens": 1},
+            "algorithm": {"estimator": "grpo", "mask_truncated": True},
+            "batch_size": 8,
+            "minibatch_size": 4,
+        },
     ),
 )
 

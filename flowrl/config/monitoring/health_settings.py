@@ -58,7 +58,7 @@ class HealthConfig(Config):
     kl_growth: PositiveFloat | None = 1.0
     """KL of the policy to the reference in nats per token, if it still grows."""
 
-    ratio_range: PositiveFloat | None = 0.2
+    ratio_range: PositiveFloat | None = 0.1
     """Distance from 1 of the mean ratio of new to old probabilities, or of the mean importance weight of stale
     responses.
     """
