@@ -61,6 +61,11 @@ APART = Placement(
     pools={"a": [1], "b": [1]},
     roles={"actor": "a", "rollout": "a", "reward": "a", "critic": "a", "reference": "b"},
 )
+SEPARATE = Placement(
+    device="cpu",
+    pools={"train": [1], "make": [1]},
+    roles={"actor": "train", "reference": "train", "reward": "train", "rollout": "make"},
+)
 DETACHED = Placement(
     device="cpu",
     pools={"train": [1], "make": [2]},
@@ -94,7 +99,15 @@ DEMONSTRATIONS = (
     Demonstration(
         "grpo",
         "ratio_range",
-        {"rollout": {"max_response_tokens": 1}, "actor": actor(1e-2, kl_loss_coef=0.0), "ppo_epochs": 8},
+        {
+            **reward("share_of_sevens"),
+            "actor": actor(1e-2, kl_loss_coef=0.0),
+            "ppo_epochs": 4,
+            "schedule": {"kind": "one_step_off"},
+            "placement": SEPARATE,
+            "health": {"steps": 3},
+        },
+        8,
     ),
     Demonstration("grpo", "logprob_gap", {"actor": actor(1e-3, temperature=2.0)}, 3),
     Demonstration(
