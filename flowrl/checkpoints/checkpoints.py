@@ -148,10 +148,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 class Checkpoints:
-    """Folder `checkpoints/` of a run, which may not exist yet."""
+    """Folder `checkpoints/` of a run, or another folder with checkpoints. It may not exist yet."""
 
-    def __init__(self, run: Path) -> None:
-        self.path = run / "checkpoints"
+    def __init__(self, run: Path, name: str = "checkpoints") -> None:
+        self.path = run / name
 
     def folder(self, step: int) -> Path:
         return self.path / f"step-{step:06d}"
@@ -239,6 +239,10 @@ class Checkpoints:
                 continue  # `flowrl checkpoints` lists corrupt checkpoints, and the user removes them
         for step in scores.keys() - steps_to_keep(scores, keep_last, keep_best):
             remove(self.folder(step))
+
+    def remove(self, step: int) -> None:
+        """Removes the checkpoint of a step."""
+        remove(self.folder(step))
 
     def remove_unfinished(self) -> None:
         """Removes incomplete saves, which are folders without a manifest."""

@@ -21,6 +21,7 @@ MAY_DIFFER = (
     "checkpoint.*",
     "report.*",
     "health.*",
+    "record",
     "restarts",
     "backend",
     "address",

@@ -62,8 +62,8 @@ class _Saving:
     files: dict[str, FileChecksum]
     saves: Mapping[str, Future]
     """Future of `save_checkpoint` per role."""
-    rows: Future | LocalRef | None
-    """Future of the checksum of the file with the pending rollouts."""
+    tables: dict[str, Future | LocalRef]
+    """Future of the checksum per file that the task worker writes, such as the file with the pending rollouts."""
     polls: dict[str, Future] = field(default_factory=dict)
     """Future of `checkpoint_saved` per role, while in flight."""
     saved: dict[str, Sequence[Saved]] = field(default_factory=dict)
@@ -101,9 +101,14 @@ class Saver:
 
     def check(self, resumed: Checkpoint | None) -> None:
         """Raises UserError if checkpoints are enabled but the recipe adds no group."""
-        if not self.groups and (self._config.every or resumed is not None):
+        if self._config.every or resumed is not None:
+            self.check_groups("checkpoints are enabled")
+
+    def check_groups(self, reason: str) -> None:
+        """Raises UserError, with the reason for which groups are saved, if the recipe adds no group."""
+        if not self.groups:
             raise UserError(
-                f"checkpoints are enabled, but the recipe adds nothing to them: call "
+                f"{reason}, but the recipe adds nothing to checkpoints: call "
                 f"run.add_checkpointable(actor, ...); {_DOCS}"
             )
 
@@ -116,10 +121,10 @@ class Saver:
 
     def begin(
         self, step: int, driver: Mapping[str, Any], files: Mapping[str, bytes] | None = None, *, asynchronous: bool
-    ) -> None:
+    ) -> Path:
         """Starts a checkpoint, which will contain the effects of all calls submitted so far. Does not wait for workers.
 
-        `driver` is the state of the run. `files` maps names of additional files to their contents.
+        `driver` is the state of the run. `files` maps names of additional files to their contents. Returns the folder.
 
         Raises CheckpointError if the driver's state cannot be written. `advance` raises the errors of the workers.
         """
@@ -142,8 +147,25 @@ class Saver:
             role: group.save_checkpoint.submit(folder=folder / role, asynchronous=asynchronous)
             for role, group in self.groups.items()
         }
-        written = None if rows is None else save_rows(rows, folder / FILE)
-        self._saving = _Saving(step, folder, written_files, saves, written)
+        tables = {} if rows is None else {FILE: save_rows(rows, folder / FILE)}
+        self._saving = _Saving(step, folder, written_files, saves, tables)
+        return folder
+
+    def wait_for_groups(self) -> None:
+        """Blocks until the groups have written their files of the pending checkpoint. Raises WorkerError."""
+        assert self._saving is not None, "no checkpoint was begun"
+        for role in self.groups:
+            self._poll(self._saving, role, wait=True)
+
+    def discard(self) -> None:
+        """Removes the pending checkpoint, whose groups have written their files."""
+        self._saving = None
+        self._checkpoints.remove_unfinished()
+
+    def add_files(self, files: Mapping[str, FileChecksum]) -> None:
+        """Adds files, which exist in the folder of the pending checkpoint, to its manifest."""
+        assert self._saving is not None, "no checkpoint was begun"
+        self._saving.files |= files
 
     def advance(self, lines: Sequence[Mapping[str, float]], *, wait: bool = False) -> None:
         """Commits the pending checkpoint if all files are written and the metrics of its step are known.
@@ -158,8 +180,8 @@ class Saver:
             self._poll(saving, role, wait)
         recent = takewhile(lambda line: line["step"] >= saving.step, reversed(lines))
         line = next((line for line in recent if line["step"] == saving.step), None)
-        has_rows = wait or saving.rows is None or saving.rows.done()
-        if line is not None and has_rows and saving.saved.keys() == self.groups.keys():
+        has_tables = wait or all(table.done() for table in saving.tables.values())
+        if line is not None and has_tables and saving.saved.keys() == self.groups.keys():
             self._commit(saving, Score.of(line, self._compared_by))
 
     def _poll(self, saving: _Saving, role: str, wait: bool) -> None:
@@ -182,8 +204,7 @@ class Saver:
 
     def _commit(self, saving: _Saving, score: Score | None) -> None:
         roles = {}
-        if saving.rows is not None:
-            saving.files[FILE] = saving.rows.get()
+        saving.files |= {name: table.get() for name, table in saving.tables.items()}
         try:
             for role, reports in saving.saved.items():
                 known = {name: file for saved in reports for name, file in saved.files.items()}
@@ -192,7 +213,7 @@ class Saver:
                 roles[role] = Role(len(reports), reports[0].architecture)
         except OSError as error:
             raise write_error(saving.folder, error) from error
-        self._checkpoints.commit(saving.step, new_manifest(saving.step, score, roles, _versions(), saving.files))
+        self._checkpoints.commit(saving.step, new_manifest(saving.step, score, roles, package_versions(), saving.files))
         self._saving = None
         self._checkpoints.prune(self._config.keep_last, self._config.keep_best)
 
@@ -224,7 +245,8 @@ class Saver:
         restore_random_state(state["random"])
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Returns the versions of Python, flowrl and the packages that compute its results."""
     versions = {"python": platform.python_version()}
     for package in ("flowrl", "torch", "transformers"):
         try:

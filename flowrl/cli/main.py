@@ -16,6 +16,7 @@ from flowrl.cli.data_commands import add_data
 from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.inference_commands import add_inference
 from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
+from flowrl.cli.replay_commands import add_replay
 from flowrl.cli.report_commands import add_report
 from flowrl.cli.show_commands import add_show
 from flowrl.config import (
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_stubs(commands)
     add_data(commands)
     add_inference(commands)
+    add_replay(commands)
     argv = sys.argv[1:] if argv is None else argv
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not accept key=value arguments after an option, so they are added to the overrides here.

@@ -176,6 +176,11 @@ class RunConfig(Config):
     health: HealthConfig = HealthConfig()
     """Health checks of each step, and their thresholds."""
 
+    record: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
+    """Steps to record for `flowrl replay`, such as [7]. A recorded step also saves its batch, the state of every role
+    before the step, and the results of its calls, in `recorded/` of the output folder.
+    """
+
     restarts: NonNegativeInt = 3
     """Maximum number of restarts from the latest checkpoint after failures. Without a checkpoint, a run restarts from
     step 0, but only after a lost process or a missed deadline.
@@ -303,6 +308,11 @@ class RunConfig(Config):
         if self.backend == "inline" and self.address is not None:
             raise ValueError(f"address is {self.address}, but backend inline does not use a cluster: set backend: ray")
         return self
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether the run may record a step for `flowrl replay`."""
+        return bool(self.record or self.health.record_on)
 
     @property
     def compared_by(self) -> tuple[str, ...]:

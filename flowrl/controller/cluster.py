@@ -271,6 +271,15 @@ class Cluster:
             return self._num_threads
         return cores if self._inline else max(1, cores // max(1, self._num_processes[slot.node]))
 
+    @property
+    def groups(self) -> dict[str, WorkerGroup]:
+        """Groups by role, without the task worker."""
+        return {role: entry.group for role, entry in self._groups.items() if role != TASKS}
+
+    def num_threads(self, group: WorkerGroup) -> int:
+        """Returns the number of torch CPU threads of the processes of a group: the largest over its ranks."""
+        return max(self._get_num_threads(slot) for slot in group.slots)
+
     def pool(self, name: str) -> ResourcePool:
         """Returns the number of devices of a pool on each node."""
         return ResourcePool.of(self.plan.pools[name])

@@ -355,14 +355,22 @@ class WorkerGroup:
                 for index, args in called.items()
             }
         if mode.gather is None:
-            return self._make_batch(contract, [per_rank[index] for index in get_leader_ranks(self.mesh)], results)
+            leaders = [per_rank[index] for index in get_leader_ranks(self.mesh)]
+            result = self._make_batch(contract, leaders, results)
+        else:
+            result = self._make_future(mode.gather, results)
+        if self._calls.on_submit is not None:
+            self._calls.on_submit(self, method, arguments, result)
+        return result
+
+    def _make_future(self, gather: Callable, results: Mapping[int, CallRef]) -> Future:
         records = [ref.record for ref in results.values()]
 
         def fetch(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
             self._calls.wait(records, timeout_s)
             return self._calls.fetch(refs)
 
-        return Future(tuple(results.values()), mode.gather, self.mesh, fetch)
+        return Future(tuple(results.values()), gather, self.mesh, fetch)
 
     def _evict_others(self, indices: Sequence[int]) -> dict[int, list[CallRef]]:
         """Sends evictions to other processes on the devices of the ranks `indices`. An eviction offloads a process.

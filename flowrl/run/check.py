@@ -402,6 +402,8 @@ def small_config(config: RunConfig, folder: Path) -> RunConfig:
         "steps": 1,
         "evaluate_every": 0,
         "checkpoint": CheckpointConfig(),
+        "record": (),
+        "health": config.health.model_copy(update={"record_on": (), "stop_on": ()}),
         "report": ReportConfig(plots=False, tensorboard=False, rollouts=None),
     }  # fmt: skip
     for name, value in config:

@@ -34,7 +34,6 @@ from flowrl.data.prompts import PromptStream
 from flowrl.data.template import template_text
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
-from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.trackers.open_trackers import open_trackers
 from flowrl.report.trackers.tracker import TrackedRun
 from flowrl.run.datasets.row_batches import Lookahead, Skippable
@@ -43,8 +42,10 @@ from flowrl.run.evaluation import Evaluation, EvaluationHistory
 from flowrl.run.interrupt import Interruption
 from flowrl.run.monitoring.step_checks import StepChecks
 from flowrl.run.preflight import check_engines, plan_run
+from flowrl.run.replay.replayed_run import make_replayed_run
+from flowrl.run.replay.step_recorder import StepRecorder
 from flowrl.run.restarts import current_policy
-from flowrl.run.results import draw_plots, metric_titles, show, write_trace
+from flowrl.run.results import SAVE_TIMEOUT_S, draw_plots, metric_titles, save_last_weights, show, write_trace
 from flowrl.run.role_groups import Protections, check_role, find_role, start_scoring
 from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.step_log import PeakMemory, StepLog, check_logged
@@ -78,6 +79,9 @@ class Run:
         DataError: if the conversation template is invalid.
         Interrupted: if a signal ended the run. It is raised when the `with` block ends.
     """
+
+    def __new__(cls, config: RunConfig) -> Self:
+        return make_replayed_run(config) or super().__new__(cls)
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -161,6 +165,8 @@ class Run:
         self._log = StepLog(self.cluster.calls, elapsed_s)
         # Computed now, because a user may edit the files during the run.
         write_json(self.folder.inputs, {key: checksum._asdict() for key, checksum in self._input_checksums.items()})
+        self._recorder = resources.enter_context(StepRecorder(config, self.cluster, self._saver, last_step))
+        self._checks.health.add_listener(self._recorder.add_finding)
         if checkpoint is not None:
             self._restore(checkpoint.driver())
             with suppress(TraceError):  # a killed process has not written a trace
@@ -237,7 +243,7 @@ class Run:
                 )
             batch = self._source.next_batch(step, self.version).with_seed((config.seed, step))
             self._complete_step = None
-            yield batch
+            yield self._record(batch)
             self._complete_step = step
 
     def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:
@@ -256,11 +262,24 @@ class Run:
             stream = islice(stream, self.step, None)
         self._stream = Lookahead(iter(stream))
         for step in self._steps():
-            yield self._stream.pop().with_seed((self.config.seed, step))
+            yield self._record(self._stream.pop().with_seed((self.config.seed, step)))
+
+    def record_next_step(self) -> None:
+        """Records the next step that begins, in addition to the steps in `record`, for `flowrl replay`."""
+        self._recorder.request_next()
+
+    def _record(self, batch: Batch) -> Batch:
+        """Starts to record the current step if it is due. Returns the batch."""
+        if self._recorder.is_due(self.step):
+            self._wait_for_save()
+            self._write_records(self.step - 1)
+            self._recorder.begin(self.step, self.version, batch, self._input_checksums)
+        return batch
 
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
         """Restores the checkpoint, and sends its weights to the rollout."""
         self._saver.check(self._resumed)
+        self._recorder.check()
         if rollout is not None and self._policy is not None:
             self._weight_sync.prepare(self._policy, rollout)
         if self._resumed is not None:
@@ -311,7 +330,8 @@ class Run:
         """
         self.version += 1
         sync = self._weight_sync.send if self._source is None else self._source.sync_weights
-        self._log.add(self._checks.rollout.follow(sync(actor, rollout, self.version)))
+        with self._recorder.paused():
+            self._log.add(self._checks.rollout.follow(sync(actor, rollout, self.version)))
 
     # Times of evaluations and checkpoints.
 
@@ -412,6 +432,7 @@ class Run:
         for logged in metrics:
             if isinstance(logged, Evaluation):
                 self._add_evaluation(logged)
+        self._recorder.add_metrics(metrics)
         self._log.add(metrics)
 
     def _add_evaluation(self, result: Evaluation) -> None:
@@ -429,7 +450,8 @@ class Run:
         """
         if not self._is_in_loop:
             raise UserError("run.save_rollouts was called outside of the loop over steps: rows belong to a step")
-        self._rollouts.save_training(batch, self._policy and self._policy.role)
+        with self._recorder.paused():
+            self._rollouts.save_training(batch, self._policy and self._policy.role)
 
     def _log_source(self) -> None:
         for metrics in () if self._source is None else self._source.pop_metrics():
@@ -451,6 +473,7 @@ class Run:
         # Written before the metrics, because a checkpoint is complete only after its step's metrics.
         self._rollouts.write_training(step)
         self._metrics.write(step, values)
+        self._recorder.commit(step, values)
         self._progress.update(step, values)
         self._checks.check_step(step, values)
 
@@ -459,6 +482,7 @@ class Run:
         if self._log.is_timed:
             self._log_source()
             self._log.end()
+            self._recorder.end_calls()
             self._saver.advance(self._metrics.history)
 
     # The end.
@@ -497,11 +521,9 @@ class Run:
 
     def _write_trace_and_plots(self, until_ns: int | None = None) -> None:
         events, dropped_until_ns = list(self.cluster.calls.events), self._log.recorded.dropped_until_ns
-        trace = Trace(events, dropped_until_ns=dropped_until_ns)
-        if self._resumed is not None and not dropped_until_ns:
-            trace = self._earlier.followed_by(events, self._resumed.manifest.step)
+        earlier = None if self._resumed is None else (self._earlier, self._resumed.manifest.step)
         counted = () if self._source is None else self._source.counted
-        write_trace(self.folder, trace.counted(counted).last_calls(max(MAX_CALLS, len(events))))
+        write_trace(self.folder, events, dropped_until_ns, earlier, counted)
         if self.config.report.plots:
             draw_plots(self.folder, self._metrics.history, events, until_ns)
 
@@ -531,7 +553,7 @@ class Run:
                 self._source.detach()
             if isinstance(error, UserError):
                 if self.config.checkpoint.every == 0:
-                    self._save_weights()
+                    save_last_weights(self._policy, self.cluster, self.folder, self._template, self._metrics.history)
                 elif self._complete_step is not None and self._complete_step > self._saver.last_step:
                     self._save_step(self._complete_step)
             if error is not None:
@@ -550,29 +572,12 @@ class Run:
             self.folder.clear()
             self._interruption.progress = "before the first step was complete; nothing was saved"
 
-    def _save_weights(self) -> None:
-        """Saves the policy of a run without checkpoints, after invalid input in a later step, such as a reward."""
-        if self._policy is None or not any(record["step"] for record in self._metrics.history):
-            return
-        try:
-            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S, keeps_events=True)
-            with replacing(self.folder.model) as folder:
-                self._policy.save.submit(folder.absolute()).get(_SAVE_TIMEOUT_S)
-                save_template(self._template, folder)
-        except (FlowError, OSError, TimeoutError) as error:
-            self._progress.notify(f"the weights could not be saved: {error}")
-        else:
-            self._progress.notify(
-                f"saved the weights after the last valid update to {self.folder.model}; to resume runs with their "
-                "optimizer state, set checkpoint.every"
-            )
-
     def _save_step(self, step: int) -> None:
         """Saves a checkpoint of the newest complete step, after an error in the responses of the next one."""
         assert self._source is not None
         try:
             self._write_records(step)
-            self.cluster.calls.abandon_all(_SAVE_TIMEOUT_S, keeps_events=True)
+            self.cluster.calls.abandon_all(SAVE_TIMEOUT_S, keeps_events=True)
             self._wait_for_save()
             self._source.requeue_prompts()
             self.step = step
@@ -580,7 +585,3 @@ class Run:
             self._progress.notify(f"saved a checkpoint of step {step}, from which resume=auto continues the run")
         except (FlowError, UserError, TimeoutError) as error:
             self._progress.notify(f"step {step} could not be saved: {error}")
-
-
-_SAVE_TIMEOUT_S = 60.0
-"""Seconds to wait for the calls in flight of a failed run, and for the files of its policy."""

@@ -89,6 +89,9 @@ class HealthConfig(Config):
     skipped_updates: Share | None = 0.5
     """Share of steps with a skipped update."""
 
+    record_on: HealthChecks = ()
+    """Names of checks after whose first finding the next step is recorded for `flowrl replay`."""
+
     stop_on: HealthChecks = ()
     """Names of checks that end the run. It completes the current step, saves a checkpoint if `checkpoint.every` is set,
     and exits with code 2.

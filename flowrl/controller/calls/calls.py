@@ -110,6 +110,10 @@ class Calls:
     events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     """Timing of the most recent finished calls."""
     recovery: Recovery = field(default_factory=Recovery)
+    on_submit: Callable[..., None] | None = None
+    """Function that the driver calls after each submitted call of a method, with the group, the method, its arguments
+    and its result.
+    """
     _closed: FlowError | None = None
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.RLock = field(default_factory=threading.RLock)

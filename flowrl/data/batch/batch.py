@@ -335,6 +335,12 @@ class Batch:
         result._sections, result._seed = self._sections, tuple(seed)
         return result
 
+    def with_tasks(self, tasks: TaskRunner | None) -> "Batch":
+        """Returns the batch with another object that runs the functions of `apply` and `reduce`."""
+        result = Batch(self._columns, self._num_rows, tasks)
+        result._sections, result._seed = self._sections, self._seed
+        return result
+
     # Values.
 
     def payload(self, *names: str) -> Payload:

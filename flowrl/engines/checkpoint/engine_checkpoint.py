@@ -140,7 +140,7 @@ class EngineCheckpoints:
         """
         assert self._pending_save is None, "the previous save is unfinished: call result() first"
         engine, rank = self._engine, _rank(self._engine.group)
-        state = _state(engine, with_optimizer=engine.optimizer is not None and bool(engine.optimizer.state))
+        state = training_state(engine, with_optimizer=engine.optimizer is not None and bool(engine.optimizer.state))
         planner, plan, metadata = _plan_save(state, engine.group)
         resolved = [planner.resolve_data(item) for item in plan.items]
         tensors = [tensor for tensor in resolved if isinstance(tensor, Tensor)]
@@ -218,7 +218,7 @@ def load(engine: CheckpointedEngine, folder: Path) -> None:
     """
     index = read_index(folder)
     has_optimizer = any(name.startswith(OPTIMIZER) for name in index.tensors)
-    state = _state(engine, with_optimizer=has_optimizer and engine.optimizer is not None)
+    state = training_state(engine, with_optimizer=has_optimizer and engine.optimizer is not None)
     _check_architecture(state, index, folder)
     read_into(state, folder, index, engine.group)
     _set_state(engine, state)
@@ -239,7 +239,7 @@ def random_state_file(rank: int) -> str:
     return f"random-{rank:05d}.json"
 
 
-def _state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any]:
+def training_state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any]:
     """Returns the trained weights and optimizer tensors by name. A tied weight appears only under the first of its
     names.
     """

@@ -14,6 +14,7 @@ from flowrl.data.batch.tensordicts import make_tensordict, num_rows
 from flowrl.run.evaluation import Evaluation
 from flowrl.run.loop import Run
 from flowrl.run.preferences.preference_examples import MISMATCHED, PreferenceExamples
+from flowrl.run.replay.replayed_run import ReplayedRun
 from flowrl.workers.losses.preference_losses import REFERENCE
 
 if TYPE_CHECKING:
@@ -53,8 +54,11 @@ def _estimate_kl(table: TensorDict) -> TensorDict:
 def store_reference(run: Run, examples: PreferenceExamples, reference: "ReferenceGroup") -> None:
     """Computes the reference's log-probabilities of all pairs before training, so that batches contain them. Blocks.
 
-    A resumed run reads them from the run folder, so that they are bitwise identical.
+    A resumed run reads them from the run folder, so that they are bitwise identical. A replay computes none, because
+    the recorded batch contains them.
     """
+    if isinstance(run, ReplayedRun):
+        return
     path = run.folder.path / _STORED
     if run.step and path.exists():
         examples.reference_logprobs = np.load(path)

@@ -1,0 +1,62 @@
+"""`flowrl replay`: runs a recorded step of a run again."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from flowrl.cli.recipe_names import add_working_folder, training_function
+from flowrl.config import ConfigError, RunConfig, UserError, loading, recipe_class
+
+Commands = Any  # argparse's type of sub-commands is private
+
+
+def add_replay(commands: Commands) -> None:
+    """Adds `replay` to the parser of the `flowrl` command."""
+    parser = commands.add_parser(
+        "replay", help="run a recorded step again in this process, and compare its results", allow_abbrev=False
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run with `record`")
+    parser.add_argument("--step", type=int, metavar="K", help="the recorded step; default: the only one")
+    parser.add_argument(
+        "--pdb", action="store_true", help="stop in the debugger at the start of the step and at an exception"
+    )
+    parser.add_argument(
+        "--break",
+        dest="functions",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="stop in the debugger at a function, such as flowrl.algorithms.losses.policy_losses:ppo; can be repeated",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("inline", "ray"),
+        default="inline",
+        help="ray: the processes of the placement, which is bitwise identical for roles with several ranks",
+    )
+    parser.add_argument("--output", type=Path, metavar="F", help="new folder for the results of the replay")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings to change")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    if arguments.backend == "ray" and (arguments.pdb or arguments.functions):
+        raise UserError("--backend ray runs workers in other processes: remove --pdb and --break, or use inline")
+    if arguments.output is not None and arguments.output.exists():
+        raise UserError(f"--output: {arguments.output} exists: choose a new folder")
+
+    # imported here, because only commands that run a model need torch
+    from flowrl.run.replay.recording import CONFIG, read_recording  # noqa: PLC0415
+    from flowrl.run.replay.step_debugger import StepDebugger  # noqa: PLC0415
+    from flowrl.run.replay.step_replay import replay_step  # noqa: PLC0415
+
+    recording = read_recording(arguments.run_folder.absolute(), arguments.step)
+    add_working_folder()
+    path = recording.path / CONFIG
+    schema = recipe_class(path)
+    if not issubclass(schema, RunConfig) or (train := training_function(schema)) is None:
+        raise ConfigError(f"{path}: the recipe has no function `train` next to its config class {schema.__name__}")
+    with loading(path, arguments.overrides, schema) as config:
+        has_debugger = arguments.pdb or arguments.functions
+        debugger = StepDebugger(arguments.functions, stops_at_start=arguments.pdb) if has_debugger else None
+        replay_step(recording, config, train, backend=arguments.backend, output=arguments.output, debugger=debugger)

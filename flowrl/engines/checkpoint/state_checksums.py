@@ -1,0 +1,26 @@
+"""Checksums of an engine's training state, which show whether two engines are bitwise identical."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flowrl.engines.checkpoint.engine_checkpoint import CheckpointedEngine, training_state
+from flowrl.engines.checkpoint.shards import tensor_bytes
+
+
+def state_checksums(engine: CheckpointedEngine) -> dict[str, Any]:
+    """Returns the checksums of the trained weights and optimizer tensors of this rank, and the engine's counters.
+
+    The result has plain values: `tensors` maps a name to its `crc32` and `norm` (L2, in float64), and `counters` is
+    `engine.snapshot()`. For a sharded tensor, both are those of this rank's shard.
+    """
+    state = training_state(engine, with_optimizer=engine.optimizer is not None and bool(engine.optimizer.state))
+    return {"tensors": {name: _checksum(value) for name, value in state.items()}, "counters": engine.snapshot()}
+
+
+def _checksum(value: Tensor) -> Mapping[str, float]:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return {"crc32": zlib.crc32(tensor_bytes(local)), "norm": float(local.detach().double().norm())}

@@ -1,0 +1,130 @@
+"""Reads the recorded steps of a run, in `RUN/recorded/step-000007/`.
+
+A recording has the format of a checkpoint: the states of roles and driver objects before the step, and a manifest with
+checksums, which is written last. It also has the config of the run, the batch (`batch.safetensors`), the columns that
+calls returned (`calls/`), and `step.json` with the calls, the metrics and the checksums of the states after the step.
+"""
+
+import json
+import platform
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
+from flowrl.config import UserError
+from flowrl.data.checksums import CheckpointError
+
+FOLDER = "recorded"
+"""Folder of the recordings in the output folder of a run."""
+
+CONFIG, BATCH, STEP = "config.yaml", "batch.safetensors", "step.json"
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A complete recording of a step."""
+
+    checkpoint: Checkpoint
+    values: Mapping[str, Any]  # Any: JSON values
+    """Contents of `step.json`."""
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.manifest.step
+
+    @property
+    def num_threads(self) -> int | None:
+        """Number of torch CPU threads of the processes whose calls the recipe made, or None without such calls."""
+        threads = [role["threads"] for role in self.values["roles"].values()]
+        return max(threads, default=None)
+
+    def describe_inexactness(self) -> str:
+        """Returns why a replay with one rank per role differs by rounding, or an empty string if it is bitwise
+        identical.
+        """
+        parts = [f"{name} had {role['world_size']} ranks" for name, role in self.values["roles"].items() if
+                 role["world_size"] > 1]  # fmt: skip
+        return " and ".join(parts)
+
+
+def recordings(run: Path) -> Checkpoints:
+    """Returns the recorded steps of a run."""
+    return Checkpoints(run, FOLDER)
+
+
+def read_recording(run: Path, step: int | None) -> Recording:
+    """Returns the verified recording of a step. None selects the only recording of a run.
+
+    Raises UserError if there is none, and CheckpointError if it is corrupt.
+    """
+    folder = recordings(run)
+    if not run.is_dir():
+        raise UserError(f"{run} is not a folder: pass the output folder of a run")
+    steps = folder.steps()
+    if not steps:
+        raise UserError(
+            f"{run} has no recorded step: set record to a list of steps, such as record=[{step or 5}], when you start "
+            f"or resume the run"
+        )
+    available = ", ".join(map(str, steps))
+    if step is None and len(steps) > 1:
+        raise UserError(f"{run} has several recorded steps ({available}): choose one with --step")
+    step = steps[0] if step is None else step
+    if step not in steps:
+        raise UserError(f"{run} has no recording of step {step}; recorded steps: {available}")
+    try:
+        checkpoint = folder.read(step)
+        checkpoint.check()
+        values = json.loads((checkpoint.path / STEP).read_text(encoding="utf-8"))
+    except CheckpointError as error:
+        text = str(error).replace("checkpoint ", "recording ", 1)
+        raise CheckpointError(f"{text}; remove the folder, and record the step again") from None
+    if values["format"] != FORMAT:
+        raise CheckpointError(
+            f"recording {checkpoint.path} has format {values['format']}, but this version of flowrl reads {FORMAT}: "
+            f"replay it with the version that wrote it"
+        )
+    return Recording(checkpoint, values)
+
+
+def describe_machine() -> dict[str, str]:
+    """Returns the properties of this process on which the rounding of results depends."""
+    values = {"cpu": torch.backends.cpu.get_cpu_capability(), "architecture": platform.machine()}
+    if torch.cuda.is_available():
+        values["gpu"] = torch.cuda.get_device_name()
+    return values
+
+
+def source_checksums() -> dict[str, int]:
+    """Returns the CRC-32 of each loaded source file of flowrl, of the recipes, and below the working folder."""
+    checksums = {}
+    working_folder = Path.cwd()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is None or name == "__main__" or not file.endswith(".py"):
+            continue
+        path = Path(file)
+        is_local = path.is_relative_to(working_folder) and "site-packages" not in path.parts
+        if is_local or name.partition(".")[0] in ("flowrl", "recipes"):
+            checksums[name] = zlib.crc32(path.read_bytes()) if path.is_file() else 0
+    return checksums
+
+
+def changed_sources(recorded: Mapping[str, int]) -> list[str]:
+    """Returns the modules whose source files differ from those of the recording. Ignores modules that are not loaded
+    now.
+    """
+    current = source_checksums()
+    return sorted(name for name, crc32 in recorded.items() if current.get(name, crc32) != crc32)

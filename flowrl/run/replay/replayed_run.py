@@ -1,0 +1,225 @@
+"""ReplayedRun: takes the place of `Run` in a recipe that `flowrl replay` runs, and yields only the recorded batch."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.checkpoints.saver import Checkpointable, Saver
+from flowrl.config import CheckpointConfig, Placement, RolloutConfig, RunConfig, UserError
+from flowrl.controller.cluster import Cluster
+from flowrl.controller.group import WorkerGroup
+from flowrl.data.batch.batch import Batch
+from flowrl.data.metric import Logged
+from flowrl.run.replay.call_log import CallLog, describe
+from flowrl.run.replay.comparison import StepResults
+from flowrl.run.replay.recording import BATCH, Recording, recordings
+from flowrl.run.replay.step_recorder import measure_states
+from flowrl.run.replay.table_files import read_table
+from flowrl.run.role_groups import check_role, find_role, start_scoring
+from flowrl.schedules.rewards import Scoring
+
+
+@dataclass
+class Replay:
+    """A replay of a recorded step."""
+
+    recording: Recording
+    folder: Path
+    """Folder of the results: the columns that calls return, in `calls/`."""
+    backend: str
+    """`inline`: all roles in this process. `ray`: the processes of the config's placement."""
+    notify: Callable[[str], None]
+    before_step: Callable[[FrameType], None] = lambda frame: None
+    """Receives the frame of the recipe at the start of the step."""
+    results: StepResults | None = field(default=None)
+    """Results of the step, after the recipe has ended."""
+
+
+_active: ContextVar[Replay | None] = ContextVar("replay", default=None)
+
+
+@contextmanager
+def replaying(replay: Replay) -> Iterator[None]:
+    """Makes `Run(config)` return a `ReplayedRun` in the block."""
+    token = _active.set(replay)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def make_replayed_run(config: RunConfig) -> Any | None:  # Any: has the methods of Run, which imports this module
+    """Returns the run of the active replay, or None without a replay."""
+    replay = _active.get()
+    return None if replay is None else ReplayedRun(config, replay)
+
+
+class DeferredGroup:
+    """A worker group that starts when one of its methods is first used, because a replay needs few of the groups."""
+
+    def __init__(self, role: str, start: Callable[[], WorkerGroup], refusal: str = "") -> None:
+        """`refusal` is the reason for which the group cannot start."""
+        self.role, self._start, self._refusal = role, start, refusal
+
+    @cached_property
+    def _group(self) -> WorkerGroup:
+        return self._start()
+
+    def __getattr__(self, name: str) -> Any:  # Any: a method of the group
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._refusal:
+            raise UserError(f"the step calls {self.role}.{name}, but {self._refusal}")
+        return getattr(self._group, name)
+
+
+class ReplayedRun:
+    """Has the public methods of `Run`. Runs the loop body once, on the recorded batch and the recorded states.
+
+    Evaluations, weight syncs, checkpoints and all files of the run are skipped. Groups of stateless workers start only
+    if the step uses them. `Run` documents the methods.
+    """
+
+    def __init__(self, config: RunConfig, replay: Replay) -> None:
+        self.config, self._replay = config, replay
+        recording = replay.recording
+        self.step = recording.step - 1
+        self.version: int = recording.checkpoint.driver()["version"]
+        self._saver = Saver(recordings(recording.path.parents[1]), CheckpointConfig(), ())
+        self._states: dict[str, Any] = {}
+        self._has_run = False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as resources:
+            folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="flowrl-replay-"))
+            self.folder = RunFolder(Path(folder))
+            self.cluster = resources.enter_context(self._make_cluster())
+            self._log = CallLog(self.cluster.calls)
+            self._resources = resources.pop_all()
+        return self
+
+    def _make_cluster(self) -> Cluster:
+        config, is_inline = self.config, self._replay.backend == "inline"
+        placement = config.placement
+        if is_inline:  # the inline backend has one rank per role
+            device = placement.device
+            placement = Placement(device=device, pools={"main": [1]}, roles=dict.fromkeys(config.roles, "main"))
+        return Cluster(
+            placement,
+            backend="inline" if is_inline else "ray",
+            devices=None if is_inline else config.devices,
+            roles=config.roles,
+            dedicated=() if is_inline else config.dedicated_roles(),
+            num_threads=self._replay.recording.num_threads,
+            notify=self._replay.notify,
+        )
+
+    def group(self, *args: Any, **kwargs: Any) -> Any:  # Any: as in Run
+        if isinstance(args[0], str):
+            check_role(self.config, args[0])
+        else:
+            args = (find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args)
+        role, cls = args[:2]
+        if not cls.stateless:
+            return self.cluster.group(*args, **kwargs)
+        generates = isinstance(self.config.role_settings[role], RolloutConfig)
+        refusal = "a replay does not generate responses in the loop body: move the call before the loop" * generates
+        return DeferredGroup(role, lambda: self.cluster.group(*args, **kwargs), refusal)
+
+    def rewards(self) -> Scoring:
+        return start_scoring(self.config, self.group)
+
+    def add_checkpointable(self, *parts: WorkerGroup | Checkpointable) -> None:
+        groups = [part for part in parts if isinstance(part, WorkerGroup)]
+        objects = [part for part in parts if not isinstance(part, WorkerGroup | DeferredGroup)]
+        self._saver.add(groups, {type(part).__name__.lower(): part for part in objects})
+
+    # The step.
+
+    def rollouts(self, rollout: WorkerGroup, prompts: object, *, policy: WorkerGroup, reward: Any = None) -> Any:
+        return self._run_step(policy)
+
+    def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:
+        return self._run_step(policy)
+
+    def _run_step(self, policy: WorkerGroup) -> Iterator[Batch]:
+        recording = self._replay.recording
+        self._saver.restore(recording.checkpoint)
+        self.cluster.wait_for_calls()
+        self.step += 1
+        stored = recording.values["batch"]
+        batch = read_table(recording.path / BATCH).select(*stored["columns"])
+        if stored["has_tasks"]:
+            batch = batch.with_tasks(policy.tasks)
+        batch = batch.with_sections(stored["sections"]).with_seed(stored["seed"])
+        self._has_run = True
+        self._log.start()
+        recipe = sys._getframe().f_back
+        assert recipe is not None
+        self._replay.before_step(recipe)
+        yield batch
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        if not self._log.is_running:
+            return
+        self._log.stop()
+        self._log.save_tables(self._replay.folder)
+        self._states = {
+            "states": measure_states(self._saver.groups),
+            "objects": {name: describe(added.state()) for name, added in self._saver.objects.items()},
+        }
+
+    def log(self, *metrics: Logged) -> None:
+        self._log.add_metrics(metrics)
+
+    def sync_weights(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
+        self.version += 1
+
+    def due(self, every: int | None) -> bool:
+        """Returns False, so that evaluations and checkpoints are skipped."""
+        self._end_calls()
+        return False
+
+    def due_sets(self, held_out: Mapping[str, Batch]) -> dict[str, Batch]:
+        """Returns no set, so that evaluations are skipped."""
+        self._end_calls()
+        return {}
+
+    def save_checkpoint(self) -> None:
+        """Does nothing."""
+
+    def record_next_step(self) -> None:
+        """Does nothing."""
+
+    def save_rollouts(self, batch: Batch) -> None:
+        """Does nothing."""
+
+    def save_model(self, group: WorkerGroup) -> None:
+        """Does nothing."""
+
+    def finish(self) -> dict[str, Any]:
+        """Returns an empty summary."""
+        self._end_calls()
+        return {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and self._has_run:
+                self._end_calls()
+                calls, _ = self._log.describe_calls()
+                values = {"calls": calls, "metrics": self._log.merged_metrics()} | self._states
+                self._replay.results = StepResults(values, self._replay.folder)
+        finally:
+            self._log.stop()
+            self._resources.__exit__(kind, error, trace)

@@ -1,0 +1,71 @@
+"""Stops a replayed step in Python's debugger: at its start, at functions, or where an exception is raised."""
+
+import inspect
+import pdb
+from bdb import BdbQuit
+from collections.abc import Sequence
+from functools import reduce
+from types import FrameType, TracebackType
+from typing import Any
+
+from flowrl.config import ImportNameError, UserError
+from flowrl.config.base import import_attribute
+
+
+class StepDebugger:
+    """Runs `pdb` in a replayed step."""
+
+    def __init__(self, functions: Sequence[str], *, stops_at_start: bool) -> None:
+        """Raises UserError if one of the functions, `module:function`, cannot be imported or has no Python source.
+
+        Args:
+            functions: functions at whose first line the debugger stops.
+            stops_at_start: whether the debugger stops before the first line of the loop body.
+        """
+        self._debugger = pdb.Pdb(nosigint=True)
+        for name in functions:
+            function = inspect.unwrap(_import_function(name))
+            code = getattr(function, "__code__", None)
+            if code is None:
+                raise UserError(f"--break {name}: it is not a Python function: name a function, as module:function")
+            # The first line with code after the signature, where the arguments are known.
+            lines = [line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno]
+            problem = self._debugger.set_break(code.co_filename, min(lines, default=code.co_firstlineno))
+            if problem:
+                raise UserError(f"--break {name}: {problem}")
+        if not stops_at_start:
+            self._debugger.rcLines.append("continue")
+
+    def start(self, frame: FrameType) -> None:
+        """Stops at the next line of a frame, or traces calls until a function is reached."""
+        self._debugger.set_trace(frame)
+
+    def inspect_error(self, error: BaseException) -> None:
+        """Opens the debugger at the frame that raised the first cause of an error."""
+        cause, trace = first_cause(error)
+        self._debugger.message(f"{type(cause).__name__}: {cause}")
+        self._debugger.rcLines.clear()
+        self._debugger.reset()
+        self._debugger.interaction(None, trace)
+
+
+def _import_function(name: str) -> Any:  # Any: checked by the caller
+    """Returns the function `module:function`, or the method `module:Class.method`. Raises UserError."""
+    module, _, path = name.partition(":")
+    first, *attributes = path.split(".")
+    try:
+        return reduce(getattr, attributes, import_attribute(f"{module}:{first}"))
+    except (ImportNameError, AttributeError) as error:
+        raise UserError(f"--break {name}: {error}") from error
+
+
+def first_cause(error: BaseException) -> tuple[BaseException, TracebackType | None]:
+    """Returns the exception that an error of a worker call reports, and its traceback."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error, error.__traceback__
+
+
+def is_quit(error: BaseException) -> bool:
+    """Whether the user has left the debugger, in the recipe or in a worker."""
+    return isinstance(first_cause(error)[0], BdbQuit)

@@ -1,0 +1,189 @@
+"""Records steps of a run: the batch, the states before the step, its calls and metrics, and the states after it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.checkpoints.saver import Saver, package_versions
+from flowrl.config import CheckpointConfig, RunConfig
+from flowrl.controller.cluster import TASKS, Cluster
+from flowrl.controller.group import WorkerGroup
+from flowrl.controller.worker import Worker
+from flowrl.data.batch.batch import Batch
+from flowrl.data.checksums import FileChecksum, write_json_with_checksum
+from flowrl.data.metric import Logged
+from flowrl.engines.checkpoint.state_checksums import state_checksums
+from flowrl.health.findings import Finding
+from flowrl.run.replay.call_log import CallLog, Described, describe
+from flowrl.run.replay.recording import (
+    BATCH,
+    CONFIG,
+    FORMAT,
+    STEP,
+    describe_machine,
+    recordings,
+    source_checksums,
+)
+from flowrl.run.replay.table_files import save_table
+
+
+def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Described]]:
+    """Returns the checksums of the states of checkpointable groups, per rank. Blocks.
+
+    Skips workers without an engine.
+    """
+    states = {role: group.run(_checksum_worker) for role, group in groups.items()}
+    return {role: own for role, own in states.items() if None not in own}
+
+
+def _checksum_worker(worker: Worker) -> Described:
+    engine = vars(worker).get("engine")
+    return None if engine is None else state_checksums(engine)
+
+
+class StepRecorder:
+    """Records the steps in `record`, and the steps that `request_next` requests.
+
+    A recording is complete when the metrics of its step are written. It adds calls to its own step only: blocking saves
+    of the states and of the batch before the step, and checksums of the states after it.
+    """
+
+    def __init__(self, config: RunConfig, cluster: Cluster, saver: Saver, last_step: int) -> None:
+        """Removes incomplete recordings, and those of steps after `last_step`, which a resumed run trains again.
+
+        `saver` has the groups and objects of the checkpoints of the run, which are also recorded.
+        """
+        self._config, self._cluster = config, cluster
+        self._saver = Saver(recordings(config.output), CheckpointConfig(every=1, keep_last=None), ())
+        self._saver.groups, self._saver.objects = saver.groups, saver.objects  # filled later
+        self._log = CallLog(cluster.calls)
+        self._is_requested = False
+        self._recorded_checks: set[str] = set()
+        """Health checks that have requested a recording."""
+        self._step: int | None = None
+        """Step that is being recorded."""
+        self._path = Path()
+        self._values: dict[str, Any] = {}
+        """Values of `step.json` so far."""
+        self._recordings = recordings(config.output)
+        self._recordings.remove_unfinished()
+        for later in self._recordings.steps():
+            if later > last_step:
+                self._recordings.remove(later)
+
+    def check(self) -> None:
+        """Raises UserError if steps are recorded but the recipe adds nothing to checkpoints."""
+        if self._config.records_steps:
+            self._saver.check_groups(f"{'record' if self._config.record else 'health.record_on'} is set")
+
+    def request_next(self) -> None:
+        """Records the next step that begins."""
+        self._is_requested = True
+
+    def add_finding(self, finding: Finding) -> None:
+        """Records the next step if `health.record_on` has the check, and this is its first finding."""
+        if finding.check in self._config.health.record_on and finding.check not in self._recorded_checks:
+            self._recorded_checks.add(finding.check)
+            self.request_next()
+
+    def is_due(self, step: int) -> bool:
+        return self._is_requested or step in self._config.record
+
+    def begin(self, step: int, version: int, batch: Batch, inputs: Mapping[str, FileChecksum]) -> None:
+        """Saves the batch of a step and the states before the step, and logs its calls from now on. Blocks.
+
+        No checkpoint may be in progress.
+        """
+        self._is_requested = False
+        driver = {"step": step, "version": version, "inputs": inputs}
+        config = RunFolder(self._config.output).config.read_bytes()
+        self._path = self._saver.begin(step, driver, {CONFIG: config}, asynchronous=False)
+        self._saver.wait_for_groups()
+        written = save_table(batch, self._path / BATCH).get()
+        if isinstance(written, str):
+            self._cluster.notify(f"step {step} is not recorded: {written}")
+            self._saver.discard()
+            return
+        self._saver.add_files({BATCH: written})
+        self._step = step
+        self._values = {
+            "format": FORMAT,
+            "batch": {
+                "columns": batch.columns,
+                "sections": batch.num_sections,
+                "seed": batch.seed,
+                "has_tasks": batch.tasks is not None,
+            },
+            "versions": package_versions(),
+            "machine": describe_machine(),
+            "sources": source_checksums(),
+            "backend": self._config.backend,
+            "working_folder": os.getcwd(),
+            "error": None,
+        }
+        self._log.entries, self._log.metrics = [], []
+        self._log.start()
+
+    def add_metrics(self, metrics: Sequence[Logged]) -> None:
+        """Adds metrics that the recipe logs, if the step is being recorded."""
+        self._log.add_metrics(metrics)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Records no calls in the block."""
+        with self._log.paused():
+            yield
+
+    def end_calls(self) -> None:
+        """Ends the part of a step whose calls are recorded. Blocks for the states after the step if it is recorded."""
+        if not self._log.is_running:
+            return
+        self._log.stop()
+        self._log.save_tables(self._path)
+        self._values["states"] = measure_states(self._saver.groups)
+        self._values["objects"] = {name: describe(added.state()) for name, added in self._saver.objects.items()}
+
+    def commit(self, step: int, values: Mapping[str, float]) -> None:
+        """Completes the recording of a step, if it is recorded. `values` are its metrics."""
+        if step != self._step:
+            return
+        calls, files = self._log.describe_calls()
+        self._saver.add_files(files)
+        self._values |= {"calls": calls, "metrics": self._log.merged_metrics(), "logged": sorted(values)}
+        self._finish(step)
+        self._cluster.notify(f"recorded step {step}: {self._command(step)}")
+
+    def _finish(self, step: int) -> None:
+        self._step = None
+        called = {call.role: call.world_size for call in self._log.entries if call.role != TASKS}
+        groups = {role: self._cluster.groups[role] for role in called}
+        self._values["roles"] = {
+            role: {"world_size": called[role], "threads": self._cluster.num_threads(group)}
+            for role, group in groups.items()
+        }
+        self._saver.add_files({STEP: write_json_with_checksum(self._path / STEP, self._values)})
+        self._saver.advance([{"step": step}], wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the recorder at the end of the run. If an error ended a recorded step, the recording has no results."""
+        self._log.stop()
+        if self._step is not None and isinstance(error, Exception):
+            calls = [{"role": call.role, "method": call.method} for call in self._log.entries]
+            self._values |= {"error": f"{type(error).__name__}: {error}", "calls": calls, "metrics": {}, "logged": []}
+            self._values = {"states": {}, "objects": {}} | self._values
+            command = self._command(self._step)
+            self._cluster.notify(f"recorded step {self._step} without results, because the run failed: {command}")
+            self._finish(self._step)
+        self._recordings.remove_unfinished()
+
+    def _command(self, step: int) -> str:
+        return f"flowrl replay {self._config.output} --step {step}"

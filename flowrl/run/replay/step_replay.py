@@ -1,0 +1,149 @@
+"""Implements `flowrl replay`: runs a recorded step again, and prints whether its results are identical."""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flowrl.checkpoints.run_folder import write_json
+from flowrl.checkpoints.saver import package_versions
+from flowrl.config import CheckFailed, RunConfig, UserError
+from flowrl.data.console import make_console
+from flowrl.run.preflight import find_path_problems
+from flowrl.run.replay.comparison import BOUND, Compared, StepResults, compare_steps
+from flowrl.run.replay.recording import Recording, changed_sources, describe_machine
+from flowrl.run.replay.replayed_run import Replay, replaying
+from flowrl.run.replay.step_debugger import StepDebugger, is_quit
+
+RESULT = "replay.json"
+"""File in the folder of `--output` with the result of the comparison."""
+
+
+def replay_step(
+    recording: Recording,
+    config: RunConfig,
+    train: Callable[[Any], object],  # Any: the config class of the recipe
+    *,
+    backend: str = "inline",
+    output: Path | None = None,
+    debugger: StepDebugger | None = None,
+    console: Console | None = None,
+) -> None:
+    """Runs a recorded step with the training function of its recipe, and prints the comparison with the recording.
+
+    Args:
+        recording: the recorded step.
+        config: its config, possibly with other settings.
+        train: the training function of its recipe.
+        backend: `inline` runs one rank of each role in this process, `ray` the processes of the placement.
+        output: new folder for the columns that calls return and for `replay.json`. None keeps nothing.
+        debugger: where to stop. After an exception, it opens where the exception was raised.
+        console: where to print.
+    Raises:
+        CheckFailed: the results differ, the step raises another exception than in the run, or the user has left the
+            debugger.
+        UserError: an input is missing, the output folder exists, or the recipe does not run the step.
+    """
+    console = console or make_console()
+    _check_inputs(recording, config)
+    with ExitStack() as resources:
+        folder = _open_output(output, resources)
+        notify = lambda text: console.print(text, markup=False, highlight=False)  # noqa: E731 (one expression)
+        replay = Replay(recording, folder, backend, notify)
+        if debugger is not None:
+            replay.before_step = debugger.start
+        try:
+            with replaying(replay):
+                train(config)
+        except Exception as error:
+            if is_quit(error):
+                raise CheckFailed("the debugger has ended the replay, so nothing is compared") from None
+            if debugger is not None:
+                debugger.inspect_error(error)
+            if (original := recording.values["error"]) is None or f"{type(error).__name__}: {error}" != original:
+                raise
+            raise CheckFailed(f"the step fails as in the run: {error}") from None
+        if replay.results is None:
+            raise UserError(
+                f"the recipe has not run step {recording.step}: its loop must iterate over run.rollouts or run.batches"
+            )
+        if recording.values["error"] is not None:
+            raise CheckFailed(f"the step succeeds, but in the run it failed ({recording.values['error']})")
+        _report(recording, replay.results, backend, output, console)
+
+
+def _check_inputs(recording: Recording, config: RunConfig) -> None:
+    """Raises UserError if a file that the config names is missing."""
+    problems = list(find_path_problems(config))
+    if problems:
+        started = recording.values["working_folder"]
+        place = "" if started == os.getcwd() else f" (the run was started in {started}: start the replay there)"
+        raise UserError(f"{problems[0]}{place}")
+
+
+def _open_output(output: Path | None, resources: ExitStack) -> Path:
+    if output is None:
+        return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="flowrl-replay-")))
+    try:
+        output.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"--output: {output} exists: choose a new folder") from None
+    except OSError as error:
+        raise UserError(f"--output: cannot write {output} ({error.strerror}): choose another folder") from error
+    return output.absolute()
+
+
+def _report(recording: Recording, results: StepResults, backend: str, output: Path | None, console: Console) -> None:
+    """Prints the comparison, and writes it to the output folder. Raises CheckFailed if results differ."""
+    inexactness = recording.describe_inexactness() if backend == "inline" else ""
+    recorded = StepResults(recording.values, recording.path)
+    compared = compare_steps(recorded, results, is_exact=not inexactness)
+    notes = _describe_changes(recording)
+    not_replayed = sorted(set(recording.values["logged"]) - set(recording.values["metrics"]))
+    first = next((part.differences[0] for part in compared if part.differences), None)
+    if output is not None:
+        parts = [{"name": part.name, "count": part.count, "differences": part.differences} for part in compared]
+        result = {"step": recording.step, "is_identical": first is None and not inexactness, "compared": parts}
+        write_json(output / RESULT, result | {"changes": notes, "metrics_not_replayed": not_replayed})
+    console.print(_table(compared, "identical" if not inexactness else f"within {BOUND:g}"))
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+    if not_replayed:
+        console.print(f"not replayed: {', '.join(not_replayed)}", markup=False, highlight=False)
+    if inexactness:
+        console.print(
+            f"compared with a relative bound of {BOUND:g}, because {inexactness}, whose sums one rank adds in another "
+            "order: --backend ray replays all ranks",
+            markup=False,
+            highlight=False,
+        )
+    if first is not None:
+        raise CheckFailed(f"step {recording.step} differs from the run; first difference: {first}")
+    verdict = f"equal up to rounding ({BOUND:g})" if inexactness else "bitwise identical to the run"
+    console.print(f"step {recording.step} is {verdict}", markup=False, highlight=False)
+
+
+def _table(compared: Sequence[Compared], same: str) -> Table:
+    table = Table("results", "compared", same, "first difference")
+    for part in compared:
+        first = part.differences[0] if part.differences else ""
+        table.add_row(part.name, str(part.count), str(part.count - len(part.differences)), Text(first))
+    return table
+
+
+def _describe_changes(recording: Recording) -> list[str]:
+    """Returns one line per difference of the programs and machines of recording and replay."""
+    values, notes = recording.values, []
+    current = {**package_versions(), **describe_machine()}
+    for name, before in {**values["versions"], **values["machine"]}.items():
+        if current.get(name) != before:
+            notes.append(f"{name} was {before} in the run and is now {current.get(name, 'missing')}")
+    if changed := changed_sources(values["sources"]):
+        notes.append(f"changed since the recording: {', '.join(changed)}")
+    return notes
