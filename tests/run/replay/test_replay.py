@@ -115,7 +115,7 @@ def test_a_changed_setting_is_found_at_the_first_call_that_reads_it(recorded: Ru
     settings = recorded.model_dump()
     settings["algorithm"]["lam"] = 0.5
     changed = type(recorded).model_validate(settings)
-    with rejects("tasks.compute_columns", "advantages", error=CheckFailed):
+    with rejects("tasks.compute_columns", "column", error=CheckFailed):
         replay(PPO, changed, 2, tmp_path / "out")
     result = json.loads((tmp_path / "out" / RESULT).read_text())
     different = {part["name"] for part in result["compared"] if part["differences"]}
