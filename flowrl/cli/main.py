@@ -287,32 +287,51 @@ def _checkpoints(arguments: argparse.Namespace) -> None:
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "export", help="export a model of a checkpoint as a transformers model", allow_abbrev=False
+        "export", help="export a model of a run for transformers, with a model card", allow_abbrev=False
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="step of the checkpoint; default: the newest, or model/ of a run without checkpoints",
+    )
     parser.add_argument(
         "--role", metavar="ROLE", help="role of the model; default: actor, or the only one with a model"
     )
     parser.add_argument("--output", type=Path, metavar="F", help="new folder; default: RUN/export-step-N")
     parser.add_argument(
-        "--adapter", action="store_true", help="export only the adapter, for peft; default folder: RUN/adapter-step-N"
+        "--adapter",
+        action="store_true",
+        help="export only the adapter of a LoRA run, for peft, instead of the merged model; default folder: "
+        "RUN/adapter-step-N",
     )
     parser.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    checkpoints = Checkpoints(arguments.run_folder)
-    step = checkpoints.require_steps()[-1] if arguments.step is None else arguments.step
-    checkpoint = checkpoints.read(step)
+    run_folder, role, step = arguments.run_folder, arguments.role, arguments.step
     content, prefix = ("adapter", "adapter") if arguments.adapter else ("model", "export")
-    output = arguments.output or arguments.run_folder / f"{prefix}-step-{step:06d}"
+    checkpoints = Checkpoints(run_folder)
+    is_from_checkpoint = bool(checkpoints.steps()) or step is not None or arguments.adapter or role is not None
+    if is_from_checkpoint:
+        checkpoint = checkpoints.read(checkpoints.require_steps()[-1] if step is None else step)
+        step = checkpoint.manifest.step
 
     # imported here, because only commands that load a model need torch
-    from flowrl.inference.checkpoint_export import export_checkpoint  # noqa: PLC0415
+    from flowrl.inference.checkpoint_export import export_checkpoint, export_saved_model  # noqa: PLC0415
+    from flowrl.inference.model_card import saved_step, write_model_card  # noqa: PLC0415
 
-    role = export_checkpoint(checkpoint, output, role=arguments.role, only_adapter=arguments.adapter)
-    sys.stdout.write(f"{output}: the {content} of {role} after step {step}\n")
+    if not is_from_checkpoint:
+        step = saved_step(run_folder)
+    output = arguments.output or run_folder / f"{prefix}-step-{step:06d}"
+    if is_from_checkpoint:
+        role = export_checkpoint(checkpoint, output, role=role, only_adapter=arguments.adapter)
+    else:
+        role = "actor"
+        export_saved_model(run_folder, output)
+    write_model_card(output, run_folder, step=step, role=role, is_adapter=arguments.adapter)
+    sys.stdout.write(f"{output}: the {content} of {role} after step {step}, with a model card (README.md)\n")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

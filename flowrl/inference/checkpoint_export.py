@@ -1,11 +1,14 @@
 """Exports a model of a checkpoint as a transformers model, with the conversation template of the run."""
 
+import shutil
 from pathlib import Path
 
 from flowrl.checkpoints.checkpoints import Checkpoint
 from flowrl.checkpoints.inputs import check_base_model
+from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.config import UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.data.atomic_folder import write_atomically
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.template import read_template
 from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model, roles_with_model
@@ -54,3 +57,20 @@ def find_exported_role(checkpoint: Checkpoint) -> str:
     if not roles:
         raise CheckpointError(f"checkpoint {checkpoint.path} has no role whose model can be exported")
     raise CheckpointError(f"checkpoint {checkpoint.path} has the models of {', '.join(roles)}: choose one with --role")
+
+
+def export_saved_model(run_folder: Path, output: Path) -> None:
+    """Copies the model that a run has saved in `model/` to a new folder, which is created atomically.
+
+    Raises UserError if the run has no model, or if `output` exists or cannot be written.
+    """
+    source = RunFolder(run_folder).model
+    if not (source / "config.json").is_file():
+        raise UserError(
+            f"run {run_folder} has neither a checkpoint nor a saved model: set checkpoint.every, or wait until the run "
+            "ends"
+        )
+    if output.exists():
+        raise UserError(f"{output} exists: choose a new folder with --output, or remove it")
+    with write_atomically(output) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True)

@@ -1,0 +1,167 @@
+"""Writes the model card of an exported model: recipe, settings, checksums of the data, curves and evaluation.
+
+The layout is that of a model repository of the Hugging Face Hub: `README.md` with metadata at its start, and the files
+of the run in `training/`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.checkpoints.system_info import read_system
+from flowrl.health import read_findings
+from flowrl.health.findings import FILE
+from flowrl.report.page.config_data import flatten_settings
+from flowrl.report.page.curve_data import Record, read_metrics
+from flowrl.report.page.run_data import evaluations, read_config
+from flowrl.report.plots import draw_curves
+
+TRAINING = "training"
+"""Folder of the run's files in an exported model."""
+
+_SETTINGS = ("steps", "batch_size", "samples_per_prompt", "epochs", "seed", "algorithm.estimator", "actor.loss.kind",
+             "actor.optimizer.lr", "actor.optimizer.schedule", "actor.kl_loss_coef", "algorithm.kl_coef",
+             "rollout.max_response_tokens", "rollout.temperature", "schedule.kind", "actor.lora.rank")  # fmt: skip
+"""Settings that the card shows. `training/config.yaml` has all."""
+
+
+def write_model_card(folder: Path, run_folder: Path, *, step: int, role: str, is_adapter: bool) -> None:
+    """Writes `README.md` and `training/` into the folder of an exported model.
+
+    Args:
+        folder: exported model or adapter.
+        run_folder: run that trained it.
+        step: step of the weights.
+        role: role of the model in the run.
+        is_adapter: whether the folder has only an adapter.
+    Raises:
+        UserError: a file of the run is corrupt.
+    """
+    run, settings = RunFolder(run_folder), read_config(run_folder)
+    records = [record for record in read_metrics(run.metrics) if record["step"] <= step]
+    files = folder / TRAINING
+    files.mkdir()
+    (files / "config.yaml").write_bytes(run.config.read_bytes())
+    (files / "metrics.jsonl").write_text("".join(json.dumps(_as_json(record)) + "\n" for record in records))
+    for path in (run.inputs, run.path / "system.json"):
+        if path.is_file():
+            (files / path.name).write_bytes(path.read_bytes())
+    has_curves = any(record["step"] for record in records)
+    if has_curves:
+        draw_curves(records, files / "curves.png")
+    (folder / "README.md").write_text(
+        render_card(settings, records, run_folder, step=step, role=role, is_adapter=is_adapter, has_curves=has_curves),
+        encoding="utf-8",
+    )
+
+
+def _as_json(record: Record) -> dict[str, float | None]:
+    return {name: value if value == value else None for name, value in record.items()}  # NaN differs from itself
+
+
+def render_card(
+    settings: Mapping[str, Any],  # Any: values of settings
+    records: Sequence[Record],
+    run_folder: Path,
+    *,
+    step: int,
+    role: str,
+    is_adapter: bool,
+    has_curves: bool,
+) -> str:
+    """Returns the text of a model card. `records` are the metrics up to the step of the weights."""
+    base = (settings.get(role) or {}).get("model", {}).get("path")
+    recipe = settings.get("recipe") or "a recipe of its own"
+    content = "adapter" if is_adapter else "model"
+    lines = [
+        "---",
+        f"library_name: {'peft' if is_adapter else 'transformers'}",
+        *([] if base is None or Path(base).exists() else [f"base_model: {json.dumps(base)}"]),
+        *(["pipeline_tag: text-generation"] if role == "actor" else []),
+        "tags: [flowrl]",
+        "---",
+        "",
+        f"# {run_folder.resolve().name}",
+        "",
+        f"This {content} is the {role} of a flowrl run after step {step}. The recipe is `{recipe}`, and the initial "
+        f"model is `{base}`.",
+        "",
+    ]
+    lines += _evaluation_lines(records)
+    if has_curves:
+        lines += ["## Training", "", f"![Metrics of the run]({TRAINING}/curves.png)", ""]
+    flat = flatten_settings(settings)
+    rows = [(name, flat[name]) for name in _SETTINGS if flat.get(name) is not None]
+    lines += _table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in rows])
+    lines += _data_lines(run_folder, flat) + _finding_lines(run_folder, step) + _version_lines(run_folder)
+    module = str(recipe).partition(":")[0].removesuffix(".config")
+    lines += [
+        "## Repeat the run",
+        "",
+        f"`{TRAINING}/config.yaml` has all settings, and `{TRAINING}/metrics.jsonl` the metrics of each step. The paths "
+        "of models and data are those of the machine that trained the model.",
+        "",
+        "```bash",
+        f"python -m {module}.train {TRAINING}/config.yaml output=NEW_FOLDER",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [heading, ["---"] * len(heading), *([str(cell).replace("|", r"\|") for cell in row] for row in rows)]
+    return [*(f"| {' | '.join(row)} |" for row in cells), ""] if rows else []
+
+
+def _evaluation_lines(records: Sequence[Record]) -> list[str]:
+    rows = []
+    for result in evaluations(records):
+        values = [
+            f"{result[when]:.4g}" + (f" ({interval[0]:.4g} to {interval[1]:.4g})" if interval else "")
+            for when, interval in (("first", result["first_interval"]), ("last", result["last_interval"]))
+        ]
+        steps = (
+            f"{value} (step {result[f'{when}_step']})" for value, when in zip(values, ("first", "last"), strict=True)
+        )
+        rows.append((f"`{result['name']}`", *steps))
+    table = _table(("metric", "first evaluation", "last evaluation"), rows)
+    note = ["Intervals are 95 % bootstrap intervals over prompts.", ""] if any(" to " in row[2] for row in rows) else []
+    return ["## Evaluation on held-out data", "", *table, *note] if rows else []
+
+
+def _data_lines(run_folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    path = RunFolder(run_folder).inputs
+    if not path.is_file():
+        return []
+    inputs = json.loads(path.read_text(encoding="utf-8"))
+    rows = [
+        (f"`{name}`", f"`{settings.get(name.partition(' (')[0], '')}`", f"{value['size']:,}", f"{value['crc32']:08x}")
+        for name, value in inputs.items()
+    ]
+    return ["## Data and other inputs", "", *_table(("setting", "value", "bytes", "CRC-32"), rows)] if rows else []
+
+
+def _finding_lines(run_folder: Path, step: int) -> list[str]:
+    if not (run_folder / FILE).is_file():
+        return []
+    findings = [finding for finding in read_findings(run_folder) if finding.step <= step]
+    if not findings:
+        return ["## Health checks", "", "The health checks of the run found no problem.", ""]
+    rows = [(f"`{finding.check}`", str(finding.step), finding.message) for finding in findings]
+    return ["## Health checks", "", *_table(("check", "step", "finding"), rows)]
+
+
+def _version_lines(run_folder: Path) -> list[str]:
+    system = read_system(run_folder)
+    if system is None:
+        return []
+    versions = ", ".join(f"{name} {version}" for name, version in system["versions"].items())
+    return ["## Software", "", f"{versions}.", ""]
+
+
+def saved_step(run_folder: Path) -> int:
+    """Returns the step of the model that a run has saved in `model/`: the last step in its metrics."""
+    records = read_metrics(RunFolder(run_folder).metrics)
+    return int(records[-1]["step"]) if records else 0
