@@ -100,8 +100,8 @@ def render_card(
     lines += [
         "## Repeat the run",
         "",
-        f"`{TRAINING}/config.yaml` has all settings, and `{TRAINING}/metrics.jsonl` the metrics of each step. The paths "
-        "of models and data are those of the machine that trained the model.",
+        f"`{TRAINING}/config.yaml` has all settings, and `{TRAINING}/metrics.jsonl` the metrics of each step. The "
+        "paths of models and data are those of the machine that trained the model.",
         "",
         "```bash",
         f"python -m {module}.train {TRAINING}/config.yaml output=NEW_FOLDER",
