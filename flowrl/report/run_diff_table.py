@@ -22,7 +22,7 @@ def print_diff(diff: RunDiff, console: Console) -> None:
         ("Versions", diff.versions),
     ):
         if entries:
-            console.print(_table(title, diff.names, entries, max_rows=len(entries)))
+            console.print(_table(title, diff.names, entries, num_shown=len(entries)))
         elif not any(title.lower().startswith(reason.split(":")[0].split()[-1]) for reason in diff.missing):
             console.print(f"{title}: equal")
     for reason in diff.missing:
@@ -35,19 +35,19 @@ def print_diff(diff: RunDiff, console: Console) -> None:
         return
     found = diff.divergence
     title = f"First divergence: step {found.step}, {found.call}"
-    console.print(_table(title, diff.names, found.values, max_rows=_MAX_ROWS))
-    console.print(_table("Last common step, largest differences", diff.names, diff.results, max_rows=_MAX_ROWS))
+    console.print(_table(title, diff.names, found.values, num_shown=_MAX_ROWS))
+    console.print(_table("Last common step, largest differences", diff.names, diff.results, num_shown=_MAX_ROWS))
 
 
-def _table(title: str, names: tuple[str, str], entries: Sequence[tuple[str, Any, Any]], *, max_rows: int) -> Table:
+def _table(title: str, names: tuple[str, str], entries: Sequence[tuple[str, Any, Any]], *, num_shown: int) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for name in names:
         table.add_column(name, overflow="fold")
-    for name, first, second in entries[:max_rows]:
+    for name, first, second in entries[:num_shown]:
         table.add_row(name, _cell(first), _cell(second))
-    if len(entries) > max_rows:
-        table.add_row(f"{len(entries) - max_rows} more", "", "")
+    if len(entries) > num_shown:
+        table.add_row(f"{len(entries) - num_shown} more", "", "")
     return table
 
 
