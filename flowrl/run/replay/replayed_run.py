@@ -67,7 +67,7 @@ class DeferredGroup:
 
     def __init__(self, role: str, start: Callable[[], WorkerGroup], refusal: str = "") -> None:
         """`refusal` is the reason for which the group cannot start."""
-        self.role, self._start, self._refusal = role, start, refusal
+        self.role, self._start, self._rejection = role, start, refusal
 
     @cached_property
     def _group(self) -> WorkerGroup:
@@ -76,8 +76,8 @@ class DeferredGroup:
     def __getattr__(self, name: str) -> Any:  # Any: a method of the group
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._refusal:
-            raise UserError(f"the step calls {self.role}.{name}, but {self._refusal}")
+        if self._rejection:
+            raise UserError(f"the step calls {self.role}.{name}, but {self._rejection}")
         return getattr(self._group, name)
 
 
