@@ -15,7 +15,7 @@ WholeBatches WholeGradients _Asked _Kept _Lane _LinkedWay _Made _Maker _Order _P
 _actor_beside _agree _answered _answers _ask _ask_driver _attend _attend_on_gpu _become _check_apart _check_beside
 _connection_lost _cut_layers _cuts _deliver _end_late _end_with _forget _free_places _give _gives _goes_on _happens
 _have_newest _hear _is_held _lacking _leave _leave_early _lends _load_whole _looked_at _lost_as_late _may_take
-_not_plain _one_each _park _places _rejection _refuse_again _refuse_cuts _refuse_other_settings _refuse_scaled_logits
+_not_plain _one_each _park _places _refusal _refuse_again _refuse_cuts _refuse_other_settings _refuse_scaled_logits
 _refuse_settings_of_cuts _refuse_without_rows _residency _rooms _rows_taken _saves_nothing _say _settle_one
 _settled_text _speak _steers _stretches_of_all_heads _taken _takes _tell _tell_lost _tell_lost_processes _tell_refused
 _tell_unreached _told _told_to_driver _unfit _wanted_pools _wanted_roles _way _way_between _where_it_lies _whole_batches
