@@ -13,13 +13,25 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from flowrl.report.page.write_report import write_report
 from tests.report.page.chromium import missing_browser, open_browser, open_page
 from tests.report.page.generated_run import write_run
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 NAVIGATION = "performance.getEntriesByName('ready')[0].startTime"
 """Milliseconds from the start of the navigation until the page is complete."""
+
+
+def read_cpu_s(page: "Page") -> float:
+    """Returns the CPU time of the process that has the page, over all of its threads."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "ProcessTime")
 
 
 def main() -> None:
@@ -35,16 +47,18 @@ def main() -> None:
         start_s = time.perf_counter()
         path = write_report([run])
         written_s = time.perf_counter() - start_s
-        opened = []
+        opened, used = [], []
         with open_browser() as browser:
             for _ in range(arguments.repeats):
                 with open_page(browser, path) as page:
                     opened.append(page.evaluate(NAVIGATION) / 1e3)
+                    used.append(read_cpu_s(page))
         result = {
             "megabytes": round(path.stat().st_size / 1e6, 2),
             "write_s": round(written_s, 2),
             "open_median_s": round(statistics.median(opened), 2),
             "open_slowest_s": round(max(opened), 2),
+            "open_cpu_s": round(statistics.median(used), 2),
             "load": os.getloadavg()[0],
         }
     sys.stdout.write(json.dumps(result, indent=2) + "\n")

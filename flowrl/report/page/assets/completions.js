@@ -84,7 +84,7 @@ class Browser {
     this.finish = el("select", { "aria-label": "Finish reason", onchange: update }, ...options([["", "any end"], ["stop", "stopped"], ["length", "length limit"], ["failed", "reward failed"]]));
     const hasTokens = store.parts.some(({ data }) => data.has_tokens.size);
     this.withTokens = el("input", { type: "checkbox", onchange: update });
-    const search = el("label", { class: "grow" }, this.search);
+    const search = el("label", { class: "grow search" }, this.search);
     return el("div", { class: "controls" }, search, this.kind, this.step, el("label", {}, "Score", this.low, "to", this.high), this.finish,
       hasTokens ? el("label", {}, this.withTokens, "with token values") : null, this.count);
   }

@@ -193,7 +193,9 @@ function stalenessSection() {
   const view = new View();
   view.axis = "step";
   const grid = el("div", { class: "grid" });
-  for (const [title, unit, names] of STALENESS_PANELS) {
+  for (const [title, unit, all] of STALENESS_PANELS) {
+    // Most runs drop no group, or only for one of the reasons.
+    const names = title === "Dropped groups" ? all.filter((name) => report.runs.some((run) => pointsOf(run, name, "step")?.y.some((value) => value))) : all;
     if (hasAny(names)) grid.append(new Chart(title, unit, { view, series: linesOf(names, view) }).node);
   }
   for (const run of report.runs) {

@@ -134,7 +134,7 @@ function settingsSection() {
   }
   fill();
   const heads = several ? report.runs.map((run) => el("th", {}, runLabel(run))) : [el("th", {}, "Value")];
-  section.append(el("div", { class: "controls" }, el("label", { class: "grow" }, search), several ? el("label", {}, all, "also equal values") : null, count),
+  section.append(el("div", { class: "controls" }, el("label", { class: "grow search" }, search), several ? el("label", {}, all, "also equal values") : null, count),
     el("div", { class: "card pad scroll", style: { maxHeight: "520px" } }, el("table", { class: "settings" }, el("thead", {}, el("tr", {}, el("th", {}, "Setting"), ...heads)), body)));
   return section;
 }

@@ -14,7 +14,7 @@ async function placementSection() {
 }
 
 function roleChip(name, ranks) {
-  const swatch = el("i", { class: "swatch square" });
+  const swatch = el("i", { class: "swatch square", style: { display: "inline-block", marginRight: "2px" } });
   const paint = () => { swatch.style.background = roleColor(name); };
   paint();
   redraws.theme.push(paint);
@@ -136,6 +136,7 @@ function drawFlow(nodes, edges, width) {
   const isVertical = width < 60 + 190 * columns.length;
   const h = 46;
   const w = isVertical ? Math.min(168, width / largest - 10) : 168;
+  if (w < 96) return flowList(nodes, edges);
   const size = isVertical ? [width, columns.length * (h + 42) - 34] : [width, largest * (h + 20)];
   const place = (slot) => (isVertical
     ? { x: (slot.across / largest) * size[0], y: 4 + h / 2 + slot.layer * (h + 42) }
@@ -160,6 +161,15 @@ function drawFlow(nodes, edges, width) {
   });
   for (const node of nodes) image.append(flowNode(node, place(slots.get(node.name)), w, h));
   return image;
+}
+
+/** The graph as a list, for screens on which the names of the methods do not fit side by side. */
+function flowList(nodes, edges) {
+  return el("table", {}, el("tbody", {}, ...nodes.map((node) => {
+    const targets = edges.filter((edge) => edge.from === node.name).map((edge) => edge.to);
+    return el("tr", {}, el("th", { scope: "row" }, roleChip(node.name.split(".")[0]), el("div", {}, node.name.split(".")[1])),
+      el("td", {}, targets.length ? `→ ${targets.join(", ")}` : ""), el("td", { class: "num muted" }, whole.format(node.calls)));
+  })));
 }
 
 function flowNode(node, { x, y }, w, h) {

@@ -13,6 +13,7 @@ function prepareTimeline(data) {
   // The method of a role with the longest total time has the color of the role, and the others are paler.
   const spent = data.methods.map(() => 0);
   calls.method.forEach((method, i) => (spent[method] += calls.duration[i]));
+  data.spent = spent;
   data.methodRole = data.methods.map((name) => name.split(".")[0]);
   data.methodShade = data.methodRole.map((role, i) =>
     data.methodRole.filter((other, k) => other === role && (spent[k] > spent[i] || (spent[k] === spent[i] && k < i))).length);
@@ -59,7 +60,10 @@ class Timeline {
   }
 
   makeLegend() {
-    const chips = this.data.methods.map((name, method) => {
+    // Methods that take little time have no entry, because a run has about twenty of them.
+    const most = this.data.methods.map((_, method) => method).sort((a, b) => this.data.spent[b] - this.data.spent[a]).slice(0, 10);
+    const chips = most.map((method) => {
+      const name = this.data.methods[method];
       const swatch = el("i", { class: "swatch square" });
       const paint = () => { swatch.style.background = methodColor(this.data, method); };
       paint();
