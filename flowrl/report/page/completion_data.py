@@ -1,6 +1,6 @@
 """Completions of the report: the rows of `rollouts/` as columns, and the tokens of a sample of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -8,7 +8,7 @@ from typing import Any, get_args
 from flowrl.config import UserError
 from flowrl.report.page.downsampling import evenly_kept, longest_fitting
 from flowrl.report.rollout_log import Kind, RolloutLogError, Row, count_rows, read_rows, saved_steps
-from flowrl.report.token_values import METRICS, available_metrics, color_scale, token_values
+from flowrl.report.token_values import METRICS, ColorScale, available_metrics, color_scale, token_values
 
 MAX_ROWS = 20_000
 """Largest number of rows of a run. Of more rows, evenly spaced steps are kept."""
@@ -123,18 +123,26 @@ def _short(value: Any) -> Any:  # Any: a value of JSON
 def _tokens(rows: Sequence[Row], max_tokens: int) -> dict[int, dict[str, Any]]:
     """Returns the tokens of rows that have them, by the index of the row: texts, and values and scale per metric."""
     indices = [i for i, row in enumerate(rows) if row.get("tokens")]
-    kept = evenly_kept([len(rows[i]["tokens"]["text"]) for i in indices], max_tokens)
-    return {indices[k]: _row_tokens(rows[indices[k]]) for k in kept}
+    kept = [indices[k] for k in evenly_kept([len(rows[i]["tokens"]["text"]) for i in indices], max_tokens)]
+    scales = {}
+    for name in _COMMON_SCALES:
+        own = [token_values(rows[i], name) for i in kept if name in available_metrics(rows[i])]
+        scales[name] = color_scale(name, [value for values in own for value in values])
+    return {i: _row_tokens(rows[i], scales) for i in kept}
 
 
-def _row_tokens(row: Row) -> dict[str, Any]:
+_COMMON_SCALES = ("advantage", "version")
+"""Metrics with one color scale for all rows. They are often the same for all tokens of a row."""
+
+
+def _row_tokens(row: Row, scales: Mapping[str, ColorScale]) -> dict[str, Any]:
     metrics = {}
     for name in available_metrics(row):
         values = token_values(row, name)
         metrics[name] = {
             "title": METRICS[name].title,
             "meaning": METRICS[name].meaning,
-            "scale": asdict(color_scale(name, values)),
+            "scale": asdict(scales.get(name) or color_scale(name, values)),
             "values": [_short(value) for value in values],
         }
     tokens = row["tokens"]

@@ -39,6 +39,9 @@ def test_tokens_have_values_and_a_scale_per_metric(tmp_path: Path) -> None:
     assert len(gap["values"]) == len(row["text"]) == len(row["environment"])
     assert gap["scale"]["low"] == -gap["scale"]["high"]
     assert not any(row["environment"])
+    # Advantages of all rows have one scale, because they are often equal within a row.
+    assert len({row["metrics"]["advantage"]["scale"]["high"] for row in tokens["rows"].values()}) == 1
+    assert len({row["metrics"]["gap"]["scale"]["high"] for row in tokens["rows"].values()}) == 4
 
 
 def test_limits_keep_evenly_spaced_steps_and_cut_texts(tmp_path: Path) -> None:
