@@ -1,6 +1,7 @@
 """The first command of the README, end to end: real Ray, a real model, and an accuracy that rises."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowrl.report.page.write_report import write_report
 
 pytestmark = pytest.mark.timeout(2000)  # a minute on an idle machine, several minutes on a busy one
 
@@ -47,6 +50,12 @@ def test_the_run_folder_has_every_result(run: Path) -> None:
     assert [line["step"] for line in lines] == list(range(21))
     calls = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}
     assert calls >= {"generate", "score", "logprobs", "values", "update", "apply"}
+
+
+def test_the_report_has_every_part(run: Path, tmp_path: Path) -> None:
+    page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+    parts = {"head", "curves-0", "timeline-0", "rows-0", "tokens-0"}
+    assert set(re.findall(r'id="data-([\w-]+)"', page)) == parts
 
 
 def test_transformers_generates_with_the_trained_model(run: Path) -> None:

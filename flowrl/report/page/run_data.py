@@ -139,8 +139,8 @@ def _roles(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Returns the first and the last value of each metric of an evaluation, with their steps and intervals.
 
-    The interval of `accuracy` is `accuracy_low` to `accuracy_high`; that of `accuracy/NAME`, `accuracy_low/NAME` to
-    `accuracy_high/NAME`. It is None if the run has not logged it.
+    The interval of `accuracy` is `evaluation/accuracy_low` to `evaluation/accuracy_high`; for the set NAME,
+    `accuracy/NAME` and `evaluation/accuracy_low/NAME`. It is None if the run has not logged it.
     """
     names = dict.fromkeys(name for record in records for name in record if name.startswith(_EVALUATED))
     bounds = {bound for name in names for bound in _interval_names(name)}
@@ -165,7 +165,7 @@ def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _interval_names(name: str) -> tuple[str, str]:
     metric, slash, ending = name.partition("/")
-    return f"{metric}_low{slash}{ending}", f"{metric}_high{slash}{ending}"
+    return f"evaluation/{metric}_low{slash}{ending}", f"evaluation/{metric}_high{slash}{ending}"
 
 
 def _interval(record: Record, name: str) -> list[float] | None:

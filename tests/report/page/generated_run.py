@@ -79,7 +79,13 @@ def make_config(folder: Path, num_steps: int, seed: int, is_async: bool) -> dict
 
 
 def make_metrics(num_steps: int, rng: random.Random, is_async: bool) -> Iterator[dict[str, float | None]]:
-    yield {"step": 0, "accuracy": 0.291, "evaluation/response_length": 41.0}
+    yield {
+        "step": 0,
+        "accuracy": 0.291,
+        "evaluation/accuracy_low": 0.25,
+        "evaluation/accuracy_high": 0.33,
+        "evaluation/response_length": 41.0,
+    }
     elapsed = 4.0
     for step in range(1, num_steps + 1):
         progress = 1 - math.exp(-3 * step / num_steps)
@@ -123,6 +129,10 @@ def make_metrics(num_steps: int, rng: random.Random, is_async: bool) -> Iterator
                 "wait_weights_s": rng.uniform(0.0, 0.05),
             }
         if step % max(1, num_steps // 5) == 0:
+            record |= {
+                "evaluation/accuracy_low": 0.25 + 0.4 * progress,
+                "evaluation/accuracy_high": 0.33 + 0.4 * progress,
+            }
             record |= {"accuracy": 0.29 + 0.4 * progress, "evaluation/response_length": 42 - 6 * progress}
         yield record
 

@@ -10,9 +10,15 @@ from tests.report.page.generated_run import write_run
 
 def test_evaluations_have_first_and_last_values_with_intervals() -> None:
     records = [
-        {"step": 0, "accuracy": 0.25, "accuracy_low": 0.2, "accuracy_high": 0.3},
+        {"step": 0, "accuracy": 0.25, "evaluation/accuracy_low": 0.2, "evaluation/accuracy_high": 0.3},
         {"step": 1, "reward": 1.0},
-        {"step": 4, "accuracy": 0.5, "accuracy/hard": 0.1, "accuracy_low/hard": 0.0, "accuracy_high/hard": 0.2},
+        {
+            "step": 4,
+            "accuracy": 0.5,
+            "accuracy/hard": 0.1,
+            "evaluation/accuracy_low/hard": 0.0,
+            "evaluation/accuracy_high/hard": 0.2,
+        },
     ]
     first, hard = evaluations(records)
     assert first == {

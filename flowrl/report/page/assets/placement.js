@@ -14,11 +14,11 @@ async function placementSection() {
 }
 
 function roleChip(name, ranks) {
-  const swatch = el("i", { class: "swatch square", style: { display: "inline-block", marginRight: "2px" } });
+  const swatch = el("i", { class: "swatch square" });
   const paint = () => { swatch.style.background = roleColor(name); };
   paint();
   redraws.theme.push(paint);
-  return el("span", {}, swatch, ranks === undefined ? name : `${name} ${ranks}`);
+  return el("span", { class: "role-chip" }, swatch, ranks === undefined ? name : `${name} ${ranks}`);
 }
 
 function poolCards(run) {
