@@ -33,6 +33,7 @@ MAY_DIFFER = (
     "steps",
     "epochs",
     "evaluate_every",
+    "schedule.concurrent_evaluation",
     "data.tests.*.every",
     "rollout.max_num_seqs",
     "*engine.strategy",

@@ -65,6 +65,11 @@ class AsyncSchedule(ScheduleConfig):
     interrupt: bool = True
     """True: a replica loads new weights between two tokens of a response. False: it finishes its responses first."""
 
+    concurrent_evaluation: bool = True
+    """True: one replica keeps the weights of a step and generates the responses of its evaluation, while training goes
+    on. False: training waits for evaluations, which all replicas generate.
+    """
+
     @model_validator(mode="after")
     def _check_overprovision(self) -> "AsyncSchedule":
         if self.overprovision and not self.max_staleness:

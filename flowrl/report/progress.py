@@ -191,14 +191,17 @@ class LiveProgress:
             )
             self._task = self._bar.add_task(title, total=num_steps, line="")
 
+    def add_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds values of a step to the next `update`, such as those of an evaluation that ends in a later step."""
+        shown = {name: (step, value) for name, value in values.items() if name in self._shown and not math.isnan(value)}
+        self._latest.update(shown)
+
     def update(self, step: int, values: Mapping[str, float]) -> None:
         now_s = time.monotonic()
         # The time before the first update includes startup, so the step's own duration is preferred.
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
-        self._latest.update(
-            {name: (step, value) for name, value in values.items() if name in self._shown and not math.isnan(value)}
-        )
+        self.add_values(step, values)
         parts = [self._part(name, step) for name in self._shown if name in self._latest]
         line = self._fitted([*parts, f"ETA {format_clock(self._seconds_left(step))}"])
         if self._bar is not None:

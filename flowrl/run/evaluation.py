@@ -1,6 +1,6 @@
 """Evaluation during a run: responses to held-out prompts and their scores, or the loss on held-out examples."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from flowrl.data.batch.tensordicts import objects
 from flowrl.report.rollout_log import Row
 from flowrl.rewards.reward_function import extract_answers
 from flowrl.run.rollout_rows import collect_rows
+from flowrl.schedules.rewards import HeldOutResponses
 from flowrl.workers.dialogs import EPISODE
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class PromptScores:
         return estimates
 
 
-class Evaluation(dict[str, float]):
+class Evaluation(Mapping[str, float]):
     """Result of an evaluation, for `run.log`: its metrics, and the rows to save in `rollouts/`."""
 
     def __init__(
@@ -89,13 +90,58 @@ class Evaluation(dict[str, float]):
         rows: Sequence[Row] = (),
         scores: Mapping[str, PromptScores] | None = None,
     ) -> None:
-        super().__init__(metrics)
+        self._metrics = dict(metrics)
         self.num_rows = num_rows
         """Number of prompts or examples."""
         self.rows = rows
         """Rows to save in `rollouts/`."""
         self.scores = dict(scores or {})
         """Scores of each set of prompts, by the name of the set. The name of prompts without a name is empty."""
+
+    def __getitem__(self, name: str) -> float:
+        return self._metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._metrics})"
+
+
+class PendingEvaluation(Evaluation):
+    """An evaluation whose responses are generated alongside training. Reading its metrics waits for the responses."""
+
+    def __init__(self, responses: Sequence[HeldOutResponses], num_rows: int, measure: Callable[[], Evaluation]) -> None:
+        """Stores the responses of all sets. `measure` waits for them and returns the result."""
+        super().__init__({}, num_rows)
+        self._responses, self._measure = responses, measure
+        self._is_measured = False
+
+    def done(self) -> bool:
+        """Returns whether all responses have their scores."""
+        return self._is_measured or all(responses.done() for responses in self._responses)
+
+    def wait(self) -> None:
+        """Waits for the responses, and sets metrics and rows."""
+        if not self._is_measured:
+            result = self._measure()
+            self._metrics, self.rows = dict(result), result.rows
+            self._is_measured, self._responses = True, ()
+
+    def __getitem__(self, name: str) -> float:
+        self.wait()
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self.wait()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self.wait()
+        return super().__len__()
 
 
 _GREEDY = EvaluationConfig()
@@ -107,7 +153,10 @@ def evaluate(
     prompts: Batch | Mapping[str, Batch],
     config: EvaluationConfig | Mapping[str, EvaluationConfig] = _GREEDY,
 ) -> Evaluation:
-    """Generates responses to held-out prompts and scores them with the evaluation reward. Blocks.
+    """Generates responses to held-out prompts and scores them with the evaluation reward.
+
+    Blocks, except with `schedule: async` and `run.rewards()` before the last step. Then it returns a
+    `PendingEvaluation` at once, and one replica generates the responses alongside training.
 
     Args:
         rollout: generates with the newest weights that were sent.
@@ -122,7 +171,7 @@ def evaluate(
         named sets, the names end with `/NAME`.
     """
 
-    def generate(rows: Batch, own: EvaluationConfig) -> Batch:
+    def generate(rows: Batch, own: EvaluationConfig) -> Batch | HeldOutResponses:
         if not isinstance(reward, WorkerGroup):
             return reward.generate_scored(rollout, rows.with_samples(own.samples), own.temperature)
         batch = generate_responses(rollout, rows, own)
@@ -136,7 +185,8 @@ def evaluate(
         return metrics | (batch.reduce(measure_episodes, (EPISODE,)).get() if EPISODE in batch else {})
 
     result = evaluate_sets(prompts, config, generate, measure)
-    return Evaluation(result, result.num_rows, result.rows, scores)
+    result.scores = scores  # `measure` adds the scores of a pending evaluation later
+    return result
 
 
 def generate_responses(rollout: "RolloutGroup", prompts: Batch, config: EvaluationConfig) -> Batch:
@@ -148,10 +198,12 @@ def generate_responses(rollout: "RolloutGroup", prompts: Batch, config: Evaluati
 def evaluate_sets(
     prompts: Batch | Mapping[str, Batch],
     config: EvaluationConfig | Mapping[str, EvaluationConfig],
-    generate: Callable[[Batch, EvaluationConfig], Batch],
+    generate: Callable[[Batch, EvaluationConfig], Batch | HeldOutResponses],
     measure: Callable[[str, Batch, EvaluationConfig], Mapping[str, float]],
 ) -> Evaluation:
-    """Generates responses to held-out prompts. Returns their metrics, and their rows for the log of rollouts. Blocks.
+    """Generates responses to held-out prompts. Returns their metrics, and their rows for the log of rollouts.
+
+    Blocks, unless `generate` returns `HeldOutResponses`.
 
     Args:
         prompts: prompts, or several named sets of prompts. For named sets, the names of metrics end with `/NAME`.
@@ -164,16 +216,36 @@ def evaluate_sets(
     sets = {"": prompts} if isinstance(prompts, Batch) else prompts
     own = dict.fromkeys(sets, config) if isinstance(config, EvaluationConfig) else config
     generated = {name: generate(rows, own[name]) for name, rows in sets.items() if len(rows)}
+    num_rows = sum(len(rows) for rows in sets.values())
+    pending = [responses for responses in generated.values() if isinstance(responses, HeldOutResponses)]
+
+    def measure_all() -> Evaluation:
+        batches = {
+            name: responses.get() if isinstance(responses, HeldOutResponses) else responses
+            for name, responses in generated.items()
+        }
+        return measure_sets(batches, own, measure, num_rows)
+
+    return PendingEvaluation(pending, num_rows, measure_all) if pending else measure_all()
+
+
+def measure_sets(
+    batches: Mapping[str, Batch],
+    own: Mapping[str, EvaluationConfig],
+    measure: Callable[[str, Batch, EvaluationConfig], Mapping[str, float]],
+    num_rows: int,
+) -> Evaluation:
+    """Measures responses to held-out prompts. The arguments are those of `evaluate_sets`, by the name of the set."""
     metrics: dict[str, float] = {}
     saved: list[Row] = []
-    for name, batch in generated.items():
+    for name, batch in batches.items():
         ending = f"/{name}" if name else ""
         length = float(batch.get("response_mask").sum()) / len(batch)
         measured = {**measure(name, batch, own[name]), "evaluation/response_length": length}
         metrics |= {f"{key}{ending}": value for key, value in measured.items()}
         rows = collect_rows(batch).get()
         saved += [{**row, "row": len(saved) + i} | ({"set": name} if name else {}) for i, row in enumerate(rows)]
-    return Evaluation(metrics, sum(len(rows) for rows in sets.values()), saved)
+    return Evaluation(metrics, num_rows, saved)
 
 
 def _collect_scores(batch: Batch, config: EvaluationConfig) -> PromptScores:
@@ -250,7 +322,7 @@ class EvaluationHistory:
         num_rows = result.num_rows
         if self.has_result_of(step):
             previous = self.results.pop()[1]
-            result, num_rows = Evaluation(previous | result), previous.num_rows + num_rows
+            result, num_rows = Evaluation({**previous, **result}), previous.num_rows + num_rows
         if result:
             self.results = [*self.results[:1], (step, Evaluation(result, num_rows))]
 
@@ -268,8 +340,25 @@ class EvaluationHistory:
         return entries | {"evaluation_rows": self.results[-1][1].num_rows if self.results else 0}
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the results as plain values for a checkpoint."""
+        """Returns the results as plain values for a checkpoint. Pending evaluations are not included."""
         return [{"step": step, "metrics": dict(result), "num_rows": result.num_rows} for step, result in self.results]
 
-    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def restore(
+        self,
+        state: Sequence[Mapping[str, Any]],
+        pending: Sequence[Sequence[int]] = (),
+        records: Sequence[Mapping[str, float]] = (),
+    ) -> None:
+        """Restores the result of `state`.
+
+        Args:
+            state: result of `state`.
+            pending: (step, number of rows) of each evaluation that was pending.
+            records: log records, which contain the results of these evaluations.
+        """
         self.results = [(saved["step"], Evaluation(saved["metrics"], saved["num_rows"])) for saved in state]
+        names = list(self.results[0][1]) if self.results else []
+        by_step = {int(record["step"]): record for record in records} if pending else {}
+        for step, num_rows in pending:
+            record = by_step.get(step, {})
+            self.add(step, Evaluation({name: record[name] for name in names if name in record}, num_rows))

@@ -38,7 +38,7 @@ from flowrl.report.trackers.open_trackers import open_trackers
 from flowrl.report.trackers.tracker import TrackedRun
 from flowrl.run.datasets.row_batches import Lookahead, Skippable
 from flowrl.run.datasets.templates import conversation_template, save_template
-from flowrl.run.evaluation import Evaluation, EvaluationHistory
+from flowrl.run.evaluation import Evaluation, EvaluationHistory, PendingEvaluation
 from flowrl.run.interrupt import Interruption
 from flowrl.run.monitoring.step_checks import StepChecks
 from flowrl.run.preflight import check_engines, plan_run
@@ -48,8 +48,7 @@ from flowrl.run.restarts import current_policy
 from flowrl.run.results import SAVE_TIMEOUT_S, draw_plots, metric_titles, save_last_weights, show, write_trace
 from flowrl.run.role_groups import Protections, check_role, find_role, start_scoring
 from flowrl.run.rollout_rows import RolloutSaver
-from flowrl.run.step_log import PeakMemory, StepLog, check_logged
-from flowrl.run.updates import describe_updates
+from flowrl.run.step_log import PeakMemory, RecordQueue, StepLog, check_logged
 from flowrl.schedules.rewards import Scoring
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
 from flowrl.schedules.schedule_plan import trainer_routes
@@ -98,6 +97,8 @@ class Run:
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
         self._evaluations = EvaluationHistory()
+        self._evaluated_step: int | None = None
+        """Last step with an evaluation for which training has waited."""
         self._memory = PeakMemory()
         self._resumed: Checkpoint | None = None
         self._earlier = Trace()
@@ -117,8 +118,6 @@ class Run:
             self._interruption = resources.enter_context(Interruption(self._progress.notify))
             restarts = current_policy()
             self._progress.notify(restarts.pop_message() or f"starting {', '.join(config.roles)} ({config.backend})")
-            for message in describe_updates(config):
-                self._progress.notify(message)
             self._checks = StepChecks(config, self._progress.notify)
             self._protections = Protections(self._progress.notify)
             # Runs after the cluster is closed, because workers may write until then.
@@ -159,6 +158,7 @@ class Run:
         tracked = TrackedRun(self.folder.path, resolved, last_step)
         trackers = open_trackers(config.report, tracked, self._progress.notify)
         self._metrics = resources.enter_context(MetricsLog(self.folder.path, last_step, trackers=trackers))
+        self._records = RecordQueue(self._write_metrics, self._add_evaluation)
         self._rollouts = RolloutSaver(config, self.folder.rollouts, last_step, self._metrics.write_rows)
         self._checks.open(self.folder.path, self.cluster.plan, self._metrics.history)
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
@@ -314,7 +314,7 @@ class Run:
                 self._defer_signals(f"finishing step {self.step} and saving", f"in step {self.step}")
                 yield self.step
                 self._end_step()
-                if self._evaluations.has_result_of(self.step):
+                if self._evaluated_step == self.step:
                     self._write_records(self.step)
         finally:  # the recipe may break its loop
             self._is_in_loop = False
@@ -393,6 +393,7 @@ class Run:
             "step": self.step,
             "version": self.version,
             "outcomes": self._evaluations.state(),
+            "pending_evaluations": self._records.pending_evaluations,
             "peak_mb": self._memory.peak_mb,
             "seconds": time.monotonic() - self.started_s,
             "inputs": self._input_checksums,
@@ -400,7 +401,7 @@ class Run:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step, self.version = state["step"], state["version"]
-        self._evaluations.restore(state["outcomes"])
+        self._evaluations.restore(state["outcomes"], state.get("pending_evaluations", ()), self._metrics.history)
         self._memory.peak_mb = state["peak_mb"]
         self.started_s -= state["seconds"]
         self._progress.notify(f"resuming from step {self.step}")
@@ -413,6 +414,7 @@ class Run:
     def _wait_for_save(self) -> None:
         if self._saver.pending_step is not None:
             self._write_records(self._saver.pending_step)
+            self._records.flush(self._saver.pending_step)
             self._metrics.sync()
             self._saver.advance(self._metrics.history, wait=True)
 
@@ -426,21 +428,27 @@ class Run:
         value is not a number.
         """
         for logged in metrics:
+            if isinstance(logged, PendingEvaluation) and self._is_in_loop:
+                self._records.add_evaluation(self.step, logged)
+                continue
             check_logged(logged)
-        if self._resumed is not None and not self._log.has_begun:
-            return
-        for logged in metrics:
-            if isinstance(logged, Evaluation):
-                self._add_evaluation(logged)
-        self._recorder.add_metrics(metrics)
-        self._log.add(metrics)
+            if self._resumed is not None and not self._log.has_begun:
+                continue
+            if isinstance(logged, Evaluation) and logged:
+                self._write_records(self.step - 1)
+                self._records.flush(self.step - 1)
+                self._add_evaluation(self.step, logged)
+                self._evaluated_step = self.step
+            self._recorder.add_metrics((logged,))
+            self._log.add((logged,))
 
-    def _add_evaluation(self, result: Evaluation) -> None:
-        self._evaluations.add(self.step, result)
-        self._rollouts.add_evaluation(result.rows)
-        if self.step == 0 and result:
-            values = ", ".join(f"{name} {value:.3f}" for name, value in result.items())
-            self._progress.notify(f"initial model: {values}")
+    def _add_evaluation(self, step: int, result: Evaluation) -> None:
+        self._evaluations.add(step, result)
+        self._rollouts.add_evaluation(step, result.rows)
+        if step:
+            self._progress.add_values(step, result)
+        elif result:
+            self._progress.notify("initial model: " + ", ".join(f"{key} {value:.3f}" for key, value in result.items()))
 
     def save_rollouts(self, batch: Batch) -> None:
         """Saves rows of this step's batch in `rollouts/`, if the step is due (`report.rollouts`). Does not block.
@@ -459,23 +467,26 @@ class Run:
             self._log.add(watch.follow(metrics))  # pyright: ignore[reportArgumentType] (each follows its own type)
 
     def _write_records(self, last_step: int) -> None:
-        for step in self._log.unresolved:
-            if step <= last_step:
-                self._write_record(step)
+        for step in [step for step in self._log.unresolved if step <= last_step]:
+            self._write_record(step)
 
     def _write_record(self, step: int) -> None:
         if step not in self._log.unresolved:
             return
         values = self._log.resolve(step)
         values["memory_mb"] = self._memory.measure_mb()
-        if self._evaluations.has_result_of(step):
+        if self._evaluated_step == step:
             self._log.reset_clock()
-        # Written before the metrics, because a checkpoint is complete only after its step's metrics.
-        self._rollouts.write_training(step)
-        self._metrics.write(step, values)
+        self._records.add_record(step, values)
         self._recorder.commit(step, values)
         self._progress.update(step, values)
         self._checks.check_step(step, values)
+
+    def _write_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        # Written before the metrics, because a checkpoint is complete only after its step's metrics.
+        self._rollouts.write_training(step)
+        self._metrics.write(step, values)
+        self._checks.health.check_step(step, values)
 
     def _end_step(self) -> None:
         """Ends the part of a step whose calls count for its duration."""
@@ -502,6 +513,7 @@ class Run:
         self._end_step()
         self._defer_signals("writing the results", f"after step {self.step}")
         self._write_records(self.step)
+        self._records.flush(self.step)
         if self._source is not None:
             self._source.finish()
         if self.config.checkpoint.every:
@@ -551,6 +563,8 @@ class Run:
         try:
             if self._source is not None:
                 self._source.detach()
+            if error is not None:
+                self._records.drop_evaluations()
             if isinstance(error, UserError):
                 if self.config.checkpoint.every == 0:
                     save_last_weights(self._policy, self.cluster, self.folder, self._template, self._metrics.history)

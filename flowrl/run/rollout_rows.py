@@ -115,20 +115,21 @@ class RolloutSaver:
         self._config, self._send_rows = config, send_rows
         self._log = RolloutLog(folder, config.report.rollouts, last_step)
         self._step = self._version = 0
-        self._evaluation_rows: list[Row] = []
-        """Rows of the evaluations of this step."""
+        self._evaluation_rows: tuple[int, list[Row]] = (0, [])
+        """Last step with an evaluation, and the rows of its evaluations."""
         self._training_rows: dict[int, Future | LocalRef] = {}
         """`EncodedRows` by step. They are written with the metrics of their step."""
 
     def begin_step(self, step: int, version: int) -> None:
         """Begins a step that trains the weights of a version."""
-        self._step, self._version, self._evaluation_rows = step, version, []
+        self._step, self._version = step, version
 
-    def add_evaluation(self, rows: Sequence[Row]) -> None:
-        """Writes the rows of an evaluation of this step, together with those of its earlier evaluations."""
-        self._evaluation_rows += rows
+    def add_evaluation(self, step: int, rows: Sequence[Row]) -> None:
+        """Writes the rows of an evaluation of a step, together with those of earlier evaluations of this step."""
+        earlier = self._evaluation_rows[1] if self._evaluation_rows[0] == step else ()
+        self._evaluation_rows = (step, [*earlier, *rows])
         if rows and self._log.is_enabled:
-            self._write(encode_rows("evaluation", self._step, self._evaluation_rows))
+            self._write(encode_rows("evaluation", step, self._evaluation_rows[1]))
 
     def save_training(self, batch: Batch, policy: str | None) -> None:
         """Selects the rows of this step's batch, if the step is due. `policy` is the trained role. Does not block."""

@@ -14,6 +14,7 @@ from flowrl.data.events import CallEvent
 from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
 from flowrl.report.recorded_calls import RecordedCalls
 from flowrl.report.trace import IdleTracker
+from flowrl.run.evaluation import Evaluation, PendingEvaluation
 from flowrl.run.results import DRAWN_STEPS
 
 WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
@@ -178,6 +179,57 @@ class StepLog:
     def reset_clock(self) -> None:
         """Excludes the time until now, such as an evaluation, from the next step's `seconds`."""
         self._ended_ns = time.time_ns()
+
+
+class RecordQueue:
+    """Writes log records in the order of steps. A record waits for the evaluations of its step that run alongside
+    training, so that their metrics are in the record of the step whose weights they measure.
+    """
+
+    def __init__(
+        self, write: Callable[[int, Mapping[str, float]], None], finish: Callable[[int, Evaluation], None]
+    ) -> None:
+        """`write` writes the record of a step. Before, `finish` receives the evaluations of this step."""
+        self._write, self._finish = write, finish
+        self._records: deque[tuple[int, dict[str, float]]] = deque()
+        self._pending: deque[tuple[int, PendingEvaluation]] = deque()
+        """Evaluations whose results are not written yet, with their steps."""
+
+    @property
+    def pending_evaluations(self) -> list[tuple[int, int]]:
+        """Step and number of rows of each evaluation whose result is not written yet."""
+        return [(step, evaluation.num_rows) for step, evaluation in self._pending]
+
+    def add_evaluation(self, step: int, evaluation: PendingEvaluation) -> None:
+        """Adds an evaluation to the record of its step. Steps must not descend."""
+        self._pending.append((step, evaluation))
+
+    def add_record(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds the record of a step, and writes all records whose evaluations have finished. Does not wait."""
+        self._records.append((step, dict(values)))
+        self.flush(-1)
+
+    def flush(self, last_step: int) -> None:
+        """Waits for the evaluations up to `last_step`, and writes all records whose evaluations have finished."""
+        for step, evaluation in self._pending:
+            if step <= last_step:
+                evaluation.wait()
+        while self._records:
+            step, values = self._records[0]
+            own = [evaluation for other, evaluation in self._pending if other <= step]
+            if not all(evaluation.done() for evaluation in own):
+                return
+            for evaluation in own:
+                values |= dict(evaluation)
+                self._finish(step, evaluation)
+                self._pending.popleft()
+            self._records.popleft()
+            self._write(step, values)
+
+    def drop_evaluations(self) -> None:
+        """Discards the pending evaluations, after an error, and writes the records without them."""
+        self._pending.clear()
+        self.flush(-1)
 
 
 def check_logged(logged: object) -> None:

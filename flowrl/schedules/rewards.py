@@ -3,7 +3,7 @@
 import math
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.config import EnvironmentConfig, RewardConfig
+from flowrl.controller.calls.calls import Calls
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
@@ -25,8 +26,58 @@ from flowrl.workers.dialogs import EPISODE, TURN_REWARDS, EnvironmentServers
 TRUNCATED = "reward_truncated"
 
 
+class HeldOutResponses:
+    """Held-out prompts whose responses a replica generates alongside training, and then their scores."""
+
+    def __init__(
+        self, prompts: Batch, temperature: float, score: Sequence[str], finish: Callable[[Batch], Batch], calls: Calls
+    ) -> None:
+        """Stores the prompts.
+
+        Args:
+            prompts: one row per response.
+            temperature: sampling temperature; 0 is greedy.
+            score: columns of the reward that the rollout receives while it generates.
+            finish: submits the scoring of the prompts with their responses, and returns the batch with the scores.
+            calls: calls of the driver, which generate the responses.
+        """
+        self.prompts, self.temperature, self.score = prompts, temperature, tuple(score)
+        self._finish, self._calls = finish, calls
+        self._scored: Batch | None = None
+
+    def set_responses(self, responses: Batch) -> None:
+        """Sets the responses, and submits their scoring."""
+        self._scored = self._finish(self.prompts.union(responses))
+
+    def done(self) -> bool:
+        """Returns whether all responses have their scores."""
+        return self._scored is not None and self._scored.select("scores").done()
+
+    def get(self) -> Batch:
+        """Waits for the responses, and returns the batch with the scores, which may still be computed."""
+        self._calls.wait_until(lambda: self._scored is not None)
+        assert self._scored is not None
+        return self._scored
+
+
+class GenerateAlongside(Protocol):
+    """Starts the generation of held-out responses alongside training."""
+
+    def __call__(
+        self, prompts: Batch, temperature: float, score: Sequence[str], finish: Callable[[Batch], Batch]
+    ) -> HeldOutResponses | None:
+        """Returns the coming responses, or None if the recipe must call `rollout.generate`. Does not wait for them.
+
+        The arguments are those of `HeldOutResponses`.
+        """
+        ...
+
+
 class Scoring(Protocol):
     """Scores the responses of a run. `Run.rewards` returns an object with this interface."""
+
+    alongside: GenerateAlongside | None
+    """Set by a schedule that can generate held-out responses alongside training."""
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
@@ -46,8 +97,10 @@ class Scoring(Protocol):
         """Returns a generated batch with its final columns. Does not block."""
         ...
 
-    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch:
-        """Returns held-out prompts with responses and the scores of evaluations. Does not block."""
+    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch | HeldOutResponses:
+        """Returns held-out prompts with responses and the scores of evaluations, if possible alongside training. Does
+        not wait for the responses.
+        """
         ...
 
 
@@ -55,6 +108,7 @@ class EnvironmentScoring:
     """The environment workers of a run, whose environments give the rewards."""
 
     has_models = False
+    alongside: GenerateAlongside | None = None
 
     def __init__(self, config: EnvironmentConfig, group: WorkerGroup, max_prompt_tokens: int) -> None:
         self._config, self._group, self._max_prompt_tokens = config, group, max_prompt_tokens
@@ -78,9 +132,15 @@ class EnvironmentScoring:
     def add_model_scores(self, batch: Batch) -> Batch:
         return batch
 
-    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch:  # Any: a group of rollouts
+    def generate_scored(
+        self, rollout: Any, batch: Batch, temperature: float
+    ) -> Batch | HeldOutResponses:  # Any: a group of rollouts
+        score = self.generate_arguments["score"]
+        pending = self.alongside and self.alongside(batch, temperature, score, lambda generated: generated)
+        if pending is not None:
+            return pending
         self.connect(rollout)
-        return batch.union(rollout.generate.submit(batch, temperature=temperature, **self.generate_arguments))
+        return batch.union(rollout.generate.submit(batch, temperature=temperature, score=score))
 
 
 def serve(group: WorkerGroup) -> tuple[list[ServerAddress], bytes]:
@@ -101,6 +161,8 @@ class Rewards:
     Functions score a response as soon as it is generated, because rollout workers send it to the reward workers.
     Models score complete batches or groups.
     """
+
+    alongside: GenerateAlongside | None = None
 
     def __init__(self, config: RewardConfig, groups: Mapping[str, WorkerGroup], role: str) -> None:
         """Stores the settings and the worker groups of a reward.
@@ -138,10 +200,21 @@ class Rewards:
         """Whether models compute some of the scores."""
         return self._config.has_models
 
-    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch:  # Any: a group of rollouts
-        """Returns held-out prompts with responses and the scores of evaluations. Does not block."""
-        batch = batch.union(rollout.generate.submit(batch, temperature=temperature))
-        return batch.union(self.score(batch, evaluation=True))
+    def generate_scored(
+        self, rollout: Any, batch: Batch, temperature: float
+    ) -> Batch | HeldOutResponses:  # Any: a group of rollouts
+        """Returns held-out prompts with responses and the scores of evaluations. Does not wait for the responses.
+
+        Functions score them after generation, because evaluations can have other rewards.
+        """
+
+        def finish(generated: Batch) -> Batch:
+            return generated.union(self.score(generated, evaluation=True))
+
+        pending = self.alongside and self.alongside(batch, temperature, (), finish)
+        if pending is not None:
+            return pending
+        return finish(batch.union(rollout.generate.submit(batch, temperature=temperature)))
 
     def score(self, batch: Batch, evaluation: bool = False) -> Batch:
         """Returns the columns of all rewards for responses that were not scored during generation. Does not block.

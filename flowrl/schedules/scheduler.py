@@ -204,6 +204,8 @@ class _Replica:
     running: set[int] = field(default_factory=set)
     num_unscored: int = 0
     """Number of running groups that wait for scores only, and therefore occupy no slot."""
+    pinned: int | None = None
+    """Newest version that the replica may load, during an evaluation."""
 
     @property
     def num_slots_used(self) -> int:
@@ -353,6 +355,21 @@ class Scheduler:
         if state.updating_to is None or version >= state.updating_to:
             state.updating_to, state.version = None, version
 
+    def pin_replica(self, version: int) -> int:
+        """Keeps a replica at a version until `unpin_replica`, although newer versions follow. Returns the replica.
+
+        No replica may have a newer version. Selects the replica with the newest weights and the fewest running groups.
+        The staleness bound limits which groups it gets.
+        """
+        indices = range(len(self._replicas))
+        replicas = self._replicas
+        chosen = max(indices, key=lambda index: (replicas[index].version or 0, -len(replicas[index].running)))
+        replicas[chosen].pinned = version
+        return chosen
+
+    def unpin_replica(self, replica: int) -> None:
+        self._replicas[replica].pinned = None
+
     def set_unscored(self, replica: int, count: int) -> None:
         """Sets how many running groups of a replica wait for scores only. Other groups get their slots."""
         self._replicas[replica].num_unscored = count
@@ -364,7 +381,7 @@ class Scheduler:
             queue.live[group] = _Group()
             queue.num_running -= 1
             insort(queue.waiting, group)
-        self._replicas[replica] = _Replica(version=None)
+        self._replicas[replica] = _Replica(version=None, pinned=self._replicas[replica].pinned)
         self._throughput.reset_replica(replica)
         self._aborts.pop(replica, None)
 
@@ -399,11 +416,12 @@ class Scheduler:
     def _pop_updates(self) -> Iterator[UpdateWeights]:
         for index, replica in enumerate(self._replicas):
             can_update = self._limits.interrupt or not replica.running
-            if replica.version != self._newest_version and replica.updating_to is None and can_update:
-                replica.updating_to = self._newest_version
+            target = self.target_version(index)
+            if replica.version != target and replica.updating_to is None and can_update:
+                replica.updating_to = target
                 if replica.version is not None:  # a new process has no version until it confirms its first update
-                    replica.version = self._newest_version
-                yield UpdateWeights(index, self._newest_version)
+                    replica.version = target
+                yield UpdateWeights(index, target)
 
     def _pop_dispatches(self) -> Iterator[DispatchGroups]:
         dispatched: defaultdict[int, list[int]] = defaultdict(list)
@@ -454,6 +472,9 @@ class Scheduler:
 
     def _is_eligible(self, replica: _Replica, train_version: int) -> bool:
         has_slot = self._limits.is_batched or replica.num_slots_used < self._limits.slots
+        is_outdated = replica.pinned is not None and replica.version != replica.pinned <= self._newest_version
+        if is_outdated and not self._limits.interrupt:
+            return False  # the replica becomes idle, so that it can load the pinned version
         return (
             has_slot and replica.version is not None and train_version - replica.version <= self._limits.max_staleness
         )
@@ -551,11 +572,11 @@ class Scheduler:
     def starved_replicas(self) -> tuple[int, ...]:
         """Idle replicas that get no group until they load newer weights, because of the staleness bound.
 
-        Excludes replicas that would get no group with newer weights either, for example at the end of the run.
+        Excludes pinned replicas, and those that would get no group with newer weights either, as at the end of the run.
         """
         if self._is_at_limit(sum(queue.num_running for queue in self._queues)):
             return ()
-        idle = (index for index, replica in enumerate(self._replicas) if not replica.running)
+        idle = (i for i, replica in enumerate(self._replicas) if not replica.running and replica.pinned is None)
         return tuple(index for index in idle if self._is_blocked_by_staleness(index))
 
     def _is_blocked_by_staleness(self, index: int) -> bool:
@@ -563,6 +584,11 @@ class Scheduler:
         queues = [queue for queue in self._queues if index in queue.replicas]
         train_versions = [self._next_train_version(queue, num_running=0) for queue in queues]
         return version is not None and any(train is not None and train - version > limit for train in train_versions)
+
+    def target_version(self, replica: int) -> int:
+        """Returns the version that a replica should load: the newest one, or the pinned one until that is newer."""
+        pinned = self._replicas[replica].pinned
+        return self._newest_version if pinned is None else min(pinned, self._newest_version)
 
     def replica_version(self, replica: int) -> int | None:
         """Returns a replica's weight version after all submitted updates, or None for a new process without weights."""

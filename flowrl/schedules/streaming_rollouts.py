@@ -1,7 +1,7 @@
 """StreamingRollouts: `schedule: async`, in which replicas generate continuously while the trainer trains."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +17,9 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.events import MAX_COUNTS, CallEvent, Counted
 from flowrl.data.metric import Logged
 from flowrl.schedules.group_filter import no_groups_message
-from flowrl.schedules.rewards import reward_metrics
+from flowrl.schedules.pending_rollouts import PendingRollouts
+from flowrl.schedules.pinned_evaluation import PinnedEvaluation
+from flowrl.schedules.rewards import HeldOutResponses, reward_metrics
 from flowrl.schedules.rollout_source import (
     BatchRollouts,
     RolloutContext,
@@ -33,6 +35,7 @@ from flowrl.schedules.scheduler import (
     StepBatch,
     UpdateWeights,
 )
+from flowrl.schedules.streaming_metrics import StepFunction, group_metrics
 from flowrl.weight_sync.transfer import WeightSnapshot
 from flowrl.weight_sync.verification import ComparedWeights
 
@@ -84,31 +87,6 @@ class _Replica:
         return sum(isinstance(call, Batch) for call in self.calls)
 
 
-@dataclass(frozen=True)
-class PendingRollouts:
-    """Pending groups from a checkpoint."""
-
-    groups: list[tuple[int, int | None]]
-    num_queues: int
-    """Number of queues of the scheduler that created the checkpoint."""
-    rows: SavedRows | None
-    """Rows of the complete groups, in the order of `groups`."""
-
-    def admit(self, scheduler: Scheduler, context: RolloutContext) -> tuple[dict[int, int], dict[int, Batch]]:
-        """Admits the groups in a new scheduler.
-
-        Returns the prompt index of every group and the rows of complete groups.
-        """
-        queue, samples = context.prompts, context.config.samples_per_prompt
-        groups = scheduler.restore(self.groups, self.num_queues)
-        indices = dict(zip(groups, queue.pop(len(groups)), strict=True))
-        if self.rows is None:
-            return indices, {}
-        complete = [group for group, (_, version) in zip(groups, self.groups, strict=True) if version is not None]
-        rows = self.rows.load(queue.make_batch(indices[group] for group in complete), context.rollout.tasks)
-        return indices, {group: rows.rows(slice(i * samples, (i + 1) * samples)) for i, group in enumerate(complete)}
-
-
 class StreamingRollouts:
     """Dispatches prompts and weights to replicas as the `Scheduler` decides, and collects responses.
 
@@ -149,6 +127,8 @@ class StreamingRollouts:
         """Whether dispatch is paused until all replicas have the newest weights."""
         self._num_lost = 0
         self._newest_version = 0
+        self._step = 0
+        """Step of the last batch."""
         self._metrics: tuple[Logged, ...] = ()
         self._counts: GroupCounts | None = None
         """Group counts at the end of the last `next_batch`."""
@@ -171,8 +151,11 @@ class StreamingRollouts:
             self._pending = None
             if self._filter.is_active:
                 self._kept = {group: self._filter.select(rows)[0].rows for group, rows in self._complete.items()}
+        groups = [replica.group for replica in self._replicas]
+        self._evaluation = PinnedEvaluation(context.calls, self._scheduler, groups, self._poll_s)
         if context.rewards is not None:
             context.rewards.connect(context.rollout)
+            context.rewards.alongside = self._evaluate_alongside
         self._policy = policy
         if policy is not None:
             context.weight_sync.connect(policy, context.rollout)
@@ -208,6 +191,7 @@ class StreamingRollouts:
             self._read_results(rank, replica)
         while self._exports and self._exports[0].is_ready():
             self._newest = self._exports.popleft()
+            self._evaluation.add_snapshot(self._newest)
             self._scheduler.add_version(self._newest.version)
         self._submit_aborts(self._scheduler.pop_aborts())
         if self._is_paused:
@@ -223,9 +207,10 @@ class StreamingRollouts:
                 if rewards is not None and replica.unscored is None:
                     replica.unscored = replica.group.count_waiting.submit(self._context.config.samples_per_prompt)
         self._complete_scored()
+        polls = self._poll_evaluation()
         exports = (part for snapshot in self._exports for part in snapshot.futures())
         scored = (rows.select("scores") for _, rows in self._scored.values())
-        return [*self._next_results(), *exports, *scored]
+        return [*self._next_results(), *exports, *scored, *polls]
 
     def _next_results(self) -> Iterable[Future | Batch]:
         """Yields at most one result per replica. When one of these results is done, the callback runs again.
@@ -266,8 +251,19 @@ class StreamingRollouts:
                 raise  # the lost process is the source of the weights, not the replica
             self._handle_loss(rank, replica)
 
+    def _poll_evaluation(self) -> Iterable[Batch]:
+        try:
+            return self._evaluation.run_once()
+        except ProcessLost as error:
+            rank = self._evaluation.rank
+            if error.role != self._context.rollout.role or rank is None:
+                raise
+            self._handle_loss(rank, self._replicas[rank])
+            return ()
+
     def _handle_loss(self, rank: int, replica: _Replica) -> None:
         self._num_lost += 1
+        self._evaluation.restart(rank)
         role, count = self._context.rollout.role, len(replica.groups)
         self._context.notify(f"{role} rank {rank} lost: {count} unfinished prompts are regenerated by other replicas")
         self._scheduler.mark_replica_lost(rank)
@@ -390,8 +386,10 @@ class StreamingRollouts:
     # Weights.
 
     def _update_weights(self, rank: int, version: int) -> None:
-        replica, newest = self._replicas[rank], self._newest
-        if newest is None:
+        replica = self._replicas[rank]
+        pinned = self._evaluation.find_snapshot(rank, version)
+        newest = self._newest if pinned is None else pinned
+        if newest is None or (newest.version != version and rank == self._evaluation.rank):
             # A replacement process has already loaded the initial weights.
             replica.update = version, [replica.group.abort_all.submit()]
             return
@@ -417,6 +415,24 @@ class StreamingRollouts:
             self._newest_version = version
         return None
 
+    def _evaluate_alongside(
+        self, prompts: Batch, temperature: float, score: Sequence[str], finish: Callable[[Batch], Batch]
+    ) -> HeldOutResponses | None:
+        """Starts an evaluation of the newest weights on a pinned replica. See `GenerateAlongside`.
+
+        Returns None after the last step, because then all replicas are free, and for a transfer to all replicas at
+        once, because then no replica can keep older weights.
+        """
+        config, policy = self._context.config, self._policy
+        schedule, sync = config.schedule, self._context.weight_sync
+        assert isinstance(schedule, AsyncSchedule)
+        is_last = self._step == config.steps
+        if not schedule.concurrent_evaluation or is_last or policy is None or self._callbacks is None:
+            return None
+        if sync.updates_all_replicas(policy, self._context.rollout):
+            return None
+        return self._evaluation.submit(prompts, temperature, score, finish, self._newest_version)
+
     def _wait_for_newest_weights(self) -> None:
         """Blocks until every replica has the newest weights. With `interrupt: false`, dispatch pauses."""
         schedule = self._context.config.schedule
@@ -433,15 +449,15 @@ class StreamingRollouts:
 
     def _update_idle_replicas(self) -> None:
         """Sends the newest weights to idle replicas while dispatch is paused (`interrupt: false`)."""
-        newest = self._newest
         for rank, replica in enumerate(self._replicas):
-            version = self._scheduler.replica_version(rank)
-            if newest is not None and not replica.groups and replica.update is None and version != newest.version:
-                self._update_weights(rank, newest.version)
+            version, target = self._scheduler.replica_version(rank), self._scheduler.target_version(rank)
+            if self._newest is not None and not replica.groups and replica.update is None and version != target:
+                self._update_weights(rank, target)
 
     # Steps.
 
     def next_batch(self, step: int, version: int) -> Batch:
+        self._step = step
         step_batch: StepBatch | None = None
 
         def is_complete() -> bool:
@@ -527,6 +543,8 @@ class StreamingRollouts:
                 abort.get()
 
     def detach(self) -> None:
+        if self._context.rewards is not None:
+            self._context.rewards.alongside = None
         if self._callbacks is not None:
             self._callbacks.close()
             self._callbacks = None
@@ -558,40 +576,6 @@ class StreamingRollouts:
         self._counts = None if state["last_counts"] is None else GroupCounts(**state["last_counts"])
         groups = [(queue, version) for queue, version in state["groups"]]
         self._pending = PendingRollouts(groups, state["num_queues"], rows)
-
-
-class StepFunction:
-    def __init__(self) -> None:
-        self._changes: deque[tuple[int, float]] = deque()
-
-    def set(self, now_ns: int, value: float) -> None:
-        """Sets the value from `now_ns` on."""
-        if not self._changes or self._changes[-1][1] != value:
-            self._changes.append((now_ns, value))
-
-    def integral_s(self, start_ns: int, end_ns: int) -> float:
-        """Returns the integral over [start_ns, end_ns] in seconds. Discards changes before `start_ns`."""
-        while len(self._changes) > 1 and self._changes[1][0] <= start_ns:
-            self._changes.popleft()
-        times = [at_ns for at_ns, _ in self._changes]
-        pieces = zip(self._changes, [*times[1:], end_ns], strict=False)
-        return sum(value * max(0, min(to_ns, end_ns) - max(at_ns, start_ns)) for (at_ns, value), to_ns in pieces) / 1e9
-
-
-def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> dict[str, float]:
-    """Returns the number of groups per state, and of groups admitted, trained and dropped since the previous step."""
-    before = previous.dropped if previous else {}
-    dropped = {reason: count - before.get(reason, 0) for reason, count in counts.dropped.items()}
-    metrics = {
-        "buffer_depth": counts.complete,
-        "running_groups": counts.running,
-        "waiting_groups": counts.waiting,
-        "admitted_groups": counts.admitted - (previous.admitted if previous else 0),
-        "trained_groups": counts.trained - (previous.trained if previous else 0),
-        "dropped_groups": sum(dropped.values()),
-    }
-    metrics |= {f"dropped_{reason}": count for reason, count in dropped.items()}
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def make_rollout_source(context: RolloutContext) -> RolloutSource:

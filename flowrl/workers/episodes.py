@@ -1,6 +1,8 @@
 """Episodes: a prompt, the segments of its response, and its reward. The policy and an environment take turns."""
 
 import itertools
+import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -248,27 +250,74 @@ class Episodes:
 
 
 def run_episodes(engine: RolloutEngine, own: Sequence[Episode], episodes: Episodes) -> None:
-    """Generates the responses of all episodes, and waits for their scores.
+    """Generates the responses of all episodes, and waits for their scores. See `EpisodeRun`."""
+    with engine.gathered_weights() if isinstance(engine, GatheringEngine) else nullcontext():
+        # All ranks of a gathering engine must enter the block, including ranks without requests.
+        EpisodeRun(engine, own, episodes).advance()
+
+
+class EpisodeRun:
+    """Generates the responses of episodes, in one call or in several.
 
     All unfinished responses share one batch of the engine. Each episode continues as soon as its own segment, score or
     observation has arrived.
-
-    Args:
-        engine: a serving engine.
-        own: episodes without responses.
-        episodes: processes the responses.
     """
-    with engine.gathered_weights() if isinstance(engine, GatheringEngine) else nullcontext():
-        # All ranks of a gathering engine must enter the block, including ranks without requests.
-        batch = open_batch(engine)
-        batch.add(episodes.add(own))
-        while batch.num_running or episodes.num_waiting:
-            if batch.num_running:
+
+    def __init__(
+        self, engine: RolloutEngine, own: Sequence[Episode], episodes: Episodes, max_running: int | None = None
+    ) -> None:
+        """Prepares the run, without a call of the engine.
+
+        Args:
+            engine: a serving engine.
+            own: episodes without responses.
+            episodes: processes the responses.
+            max_running: largest number of episodes at a time. None runs all of them.
+        """
+        self.own = own
+        self.version = engine.version
+        """Weight version that samples all tokens."""
+        self._engine, self._episodes, self._max_running = engine, episodes, max_running
+        self._batch = open_batch(engine)
+        self._waiting = deque(own)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all responses and scores are complete."""
+        return not (self._waiting or self._batch.num_running or self._episodes.num_waiting)
+
+    def advance(self, duration_s: float | None = None) -> None:
+        """Generates until all responses and scores are complete, or for `duration_s` seconds.
+
+        Raises PromptError if a prompt is empty or too long.
+        """
+        assert self._engine.version == self.version, "the weights of a replica change only after its episodes"
+        deadline_s = None if duration_s is None else time.monotonic() + duration_s
+        while True:
+            self._start_waiting()
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            if self.is_done or left_s == 0:
+                return
+            if self._batch.num_running:
                 # Without results to receive, the engine returns only when a response has finished.
-                responses = batch.poll(POLL_S if episodes.num_waiting else None)
-                continue_episodes(batch, episodes, responses, 0)
+                longest_s = POLL_S if self._episodes.num_waiting else left_s
+                responses = self._batch.poll(longest_s if left_s is None else min(longest_s or left_s, left_s))
+                continue_episodes(self._batch, self._episodes, responses, 0)
             else:
-                continue_episodes(batch, episodes, [], None)
+                continue_episodes(self._batch, self._episodes, [], left_s)
+
+    def _start_waiting(self) -> None:
+        """Starts further episodes, up to `max_running`."""
+        num_free = len(self._waiting)
+        if self._max_running is not None:
+            num_free = min(num_free, self._max_running - self._batch.num_running - self._episodes.num_waiting)
+        if num_free > 0:
+            self._batch.add(self._episodes.add([self._waiting.popleft() for _ in range(num_free)]))
+
+    def close(self) -> None:
+        """Drops all unfinished responses, and closes the connections."""
+        self._batch.abort([episode.id for episode in self.own])
+        self._episodes.close()
 
 
 def continue_episodes(

@@ -370,6 +370,24 @@ class RolloutGroup(TypedGroup):
         """See `flowrl.workers.rollout`."""
 
     @nonblocking
+    def start_evaluation(
+        self,
+        batch: Batch,
+        temperature: OrFuture[float],
+        score: OrFuture[tuple[str, ...]] = ...,
+    ) -> list[None]:
+        """Prepares the generation of held-out rows by `poll_evaluation`. Replaces an earlier evaluation.
+
+        The weights must not change before the end of the evaluation. The arguments are those of `generate`.
+        """
+
+    @batched
+    def poll_evaluation(self, slice_s: OrFuture[float], score: OrFuture[tuple[str, ...]] = ...) -> Batch:
+        """Generates held-out rows for up to `slice_s` seconds. Returns all rows, in their order, in the call that
+        completes them, and no rows in other calls. `score` is that of `start_evaluation`.
+        """
+
+    @nonblocking
     def set_version(self, version: OrFuture[int]) -> list[None]:
         """Sets the weights to those of the actor in this process, after an update of the actor."""
 

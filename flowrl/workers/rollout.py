@@ -1,8 +1,7 @@
 """Rollout worker, which generates responses with the actor's weights, for batches or for a stream of prompt groups."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +42,7 @@ from flowrl.workers.episodes import (
     Columns,
     Environment,
     Episode,
+    EpisodeRun,
     Episodes,
     continue_episodes,
     describe_segments,
@@ -103,6 +103,8 @@ class Rollout(Worker["RolloutGroup"]):
         if config.environment is not None:
             self._environment = Environment(config.environment, self.tokenizer, config.max_response_tokens)
         self._groups = PromptGroups(Episodes(self.tokenizer, self._environment))
+        self._evaluation: EpisodeRun | None = None
+        """Held-out rows that the rollout generates alongside its prompt groups."""
         self._max_response_tokens = config.max_response_tokens
         self._reward_servers: tuple[Sequence[ServerAddress], bytes] | None = None
         self._environment_servers: EnvironmentServers | None = None
@@ -130,23 +132,28 @@ class Rollout(Worker["RolloutGroup"]):
         Rows with the same `prompt_id` get different random numbers if their `sample` differs. A missing `sample` is 0.
         `score` names the columns of the reward (`connect_reward`), which scores a response while others are generated.
         """
-        prompts = objects(batch, "prompt_ids")
+        own = self._new_episodes(batch, temperature, score)
+        episodes = self._make_episodes(is_scored=bool(score))
+        try:
+            run_episodes(self.engine, own, episodes)
+        finally:
+            episodes.close()
+        return episodes_to_tensordict(own, self.tokenizer, score, with_segments=self._has_segments(score))
+
+    def _new_episodes(self, batch: TensorDict, temperature: float | None, score: Sequence[str]) -> list[Episode]:
+        """Returns an episode without a response for each row. The arguments are those of `generate`."""
         prompt_id_B = batch["rows", "prompt_id"]
         sample_B = batch["rows"].get("sample", torch.zeros_like(prompt_id_B))
         requests = make_requests(
-            prompts,
+            objects(batch, "prompt_ids"),
             prompt_id_B,
             sample_B,
             seed=self.seed,
             temperature=temperature,
             may_continue=self._has_environment,
         )
-        columns = self._episode_columns(batch, score)
-        samples = zip(sample_B.tolist(), requests, columns, strict=True)
-        episodes = [Episode(sample, request, row) for sample, request, row in samples]
-        with self._open_episodes(is_scored=bool(score)) as processed:
-            run_episodes(self.engine, episodes, processed)
-        return episodes_to_tensordict(episodes, self.tokenizer, score, with_segments=self._has_segments(score))
+        samples = zip(sample_B.tolist(), requests, self._episode_columns(batch, score), strict=True)
+        return [Episode(sample, request, row) for sample, request, row in samples]
 
     @property
     def _has_environment(self) -> bool:
@@ -193,17 +200,9 @@ class Rollout(Worker["RolloutGroup"]):
         assert self._reward_servers is not None, "connect_reward is called before responses are scored"
         return Episodes(self.tokenizer, self._environment, RequestClient(*self._reward_servers))
 
-    @contextmanager
-    def _open_episodes(self, *, is_scored: bool) -> Iterator[Episodes]:
-        """Yields an empty set of episodes. Closes its connections afterwards."""
-        episodes = self._make_episodes(is_scored=is_scored)
-        try:
-            yield episodes
-        finally:
-            episodes.close()
-
     def close(self) -> None:
         self._groups.episodes.close()
+        self._end_evaluation()
 
     # Streaming of prompt groups.
 
@@ -295,6 +294,48 @@ class Rollout(Worker["RolloutGroup"]):
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def abort_all(self) -> None:
         self._streaming.abort(self._groups.drop())
+        self._end_evaluation()
+
+    # Evaluation alongside training.
+
+    @register(
+        Dispatch.ONE_TO_ALL,
+        blocking=False,
+        reads=("prompt_ids", "prompt_id", "sample"),
+        resend=False,
+        resolve=add_columns,
+    )
+    def start_evaluation(self, batch: TensorDict, temperature: float, score: tuple[str, ...] = ()) -> None:
+        """Prepares the generation of held-out rows by `poll_evaluation`. Replaces an earlier evaluation.
+
+        The weights must not change before the end of the evaluation. The arguments are those of `generate`.
+        """
+        self._end_evaluation()
+        own = self._new_episodes(batch, temperature, score)
+        # The prompt groups keep at least half of the slots of an engine that shares its slots between batches.
+        max_running = max(1, self._max_num_seqs // 2)
+        self._evaluation = EpisodeRun(self.engine, own, self._make_episodes(is_scored=bool(score)), max_running)
+
+    @register(
+        Dispatch.COLLECT, blocking=False, rows="unknown", writes=RESPONSE_COLUMNS, resend=False, resolve=add_columns
+    )
+    def poll_evaluation(self, slice_s: float, score: tuple[str, ...] = ()) -> TensorDict:
+        """Generates held-out rows for up to `slice_s` seconds. Returns all rows, in their order, in the call that
+        completes them, and no rows in other calls. `score` is that of `start_evaluation`.
+        """
+        run = self._evaluation
+        if run is not None:
+            run.advance(slice_s)
+        complete: Sequence[Episode] = []
+        if run is not None and run.is_done:
+            complete = run.own
+            self._end_evaluation()
+        return episodes_to_tensordict(complete, self.tokenizer, score, with_segments=self._has_segments(score))
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = None
 
     @property
     def _streaming(self) -> StreamingEngine:

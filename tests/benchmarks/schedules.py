@@ -81,7 +81,7 @@ def measure(case: Case, schedule: str, task: Path, folder: Path, steps: int) -> 
     config = sleeping_config(
         task,
         folder / f"{case.name}-{schedule}".replace(" ", "").replace(":", "to").replace(",", "-"),
-        makers=REPLICAS,
+        num_replicas=REPLICAS,
         steps=steps,
         batch_size=PROMPTS,
         minibatch_size=PROMPTS,

@@ -25,6 +25,9 @@ from flowrl.weight_sync.verification import ComparedWeights
 MAX_EVENTS = 10_000
 """Largest number of clock events per wait."""
 
+EVALUATION_S = 0.1
+"""Duration of a held-out row, without concurrency."""
+
 COLUMNS = ("prompt_id", "sample", "replica", "response_mask", "weight_version")
 ALL: Gather = lambda mesh, results: list(results)  # noqa: E731 (a constant)
 
@@ -103,6 +106,8 @@ class SimulatedReplica:
     working: dict[int, tuple[int, float, int]] = field(default_factory=dict)
     """Prompt -> (samples, seconds left, version at its start)."""
     submitted: list[SubmittedCall] = field(default_factory=list)
+    evaluation: tuple[list[tuple[int, int]], float, int] | None = None
+    """(prompt, sample) of the held-out rows, seconds left, and the version at the start."""
     is_new: bool = False
     first: list[Late] = field(default_factory=list)
     """First result of each replacement process."""
@@ -147,6 +152,7 @@ class SimulatedReplica:
     def _reset(self) -> None:
         self.todo.clear()
         self.working.clear()
+        self.evaluation = None
 
     @property
     def add(self) -> Method:
@@ -183,10 +189,10 @@ class SimulatedReplica:
 
     @property
     def poll(self) -> Method:
-        return Method(self._submit_poll)
+        return Method(lambda slice_s: self._batch_of(lambda: self._poll(slice_s)))
 
-    def _submit_poll(self, slice_s: float) -> Batch:
-        submitted = self._submit(lambda: self._poll(slice_s))
+    def _batch_of(self, run: Callable[[], tuple[Payload, float]]) -> Batch:
+        submitted = self._submit(run)
         return Batch.of_block(Block([Shard(submitted.value, submitted.described, None)]), COLUMNS)
 
     def _poll(self, slice_s: float) -> tuple[Payload, float]:
@@ -201,6 +207,30 @@ class SimulatedReplica:
             finished = [(p, *state) for p, state in self.working.items() if state[1] <= 1e-9]
             self.working = {p: state for p, state in self.working.items() if state[1] > 1e-9}
         return self._rows([(p, i, v) for p, n, _, v in finished for i in reversed(range(n))]), slice_s - left
+
+    @property
+    def start_evaluation(self) -> Method:
+        return Method(lambda batch, temperature: self._future(lambda: self._start_evaluation(batch)))
+
+    def _start_evaluation(self, batch: Batch) -> tuple[None, float]:
+        keys = batch.payload("prompt_id", "sample").rows
+        rows = list(zip(np.asarray(keys["prompt_id"]).tolist(), np.asarray(keys["sample"]).tolist(), strict=True))
+        self.evaluation = (rows, EVALUATION_S * len(rows), self.version)
+        return None, 0.0
+
+    @property
+    def poll_evaluation(self) -> Method:
+        return Method(lambda slice_s: self._batch_of(lambda: self._poll_evaluation(slice_s)))
+
+    def _poll_evaluation(self, slice_s: float) -> tuple[Payload, float]:
+        if self.evaluation is None:
+            return self._rows([]), 0.0
+        rows, left_s, version = self.evaluation
+        self.evaluation = (rows, left_s - slice_s, version)
+        if left_s > slice_s:
+            return self._rows([]), slice_s
+        self.evaluation = None
+        return self._rows([(prompt, sample, version) for prompt, sample in rows]), left_s
 
     def _rows(self, rows: Sequence[tuple[int, int, int]]) -> Payload:
         """Returns rows of two tokens, sampled by the versions at the start and at the end of the prompt."""

@@ -52,11 +52,12 @@ class SleepingRollout(Worker):
         self.durations, self.slots, self.version = durations, slots, 0
         self._todo: list[tuple[int, int]] = []
         self._working: dict[int, tuple[int, float, int]] = {}
+        self._evaluation: tuple[list[int], float, int] | None = None
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("prompt_ids", "prompt_id", "sample"), writes=COLUMNS)
-    def generate(self, batch: TensorDict, greedy: bool = False) -> TensorDict:
+    def generate(self, batch: TensorDict, temperature: float | None = None) -> TensorDict:
         prompts = batch["rows", "prompt_id"].tolist()
-        time.sleep(0 if greedy else self.durations.batch_seconds(list(dict.fromkeys(prompts)), self.slots))
+        time.sleep(self.durations.batch_seconds(list(dict.fromkeys(prompts)), self.slots))
         return _responses([(prompt, 0, self.version, self.version) for prompt in prompts], *COLUMNS)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, reads=("prompt_ids", "prompt_id", "sample"))
@@ -80,6 +81,23 @@ class SleepingRollout(Worker):
             self._working = {p: state for p, state in self._working.items() if p not in done}
             rows += [(p, i, v, self.version) for p, (n, _, v) in done.items() for i in range(n)]
         return _responses(rows, *COLUMNS, "prompt_id", "sample")
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, reads=("prompt_ids", "prompt_id", "sample"))
+    def start_evaluation(self, batch: TensorDict, temperature: float) -> None:
+        prompts = batch["rows", "prompt_id"].tolist()
+        left_s = self.durations.batch_seconds(prompts, max(1, self.slots // 2))
+        self._evaluation = (prompts, left_s, self.version)
+
+    @register(Dispatch.COLLECT, blocking=False, resend=False, rows="unknown", writes=COLUMNS)
+    def poll_evaluation(self, slice_s: float) -> TensorDict:
+        """Sleeps alone: the prompts of `poll` make no progress meanwhile."""
+        prompts, left_s, version = self._evaluation or ([], 0.0, 0)
+        time.sleep(max(0.0, min(slice_s, left_s)))
+        if left_s > slice_s:
+            self._evaluation = (prompts, left_s - slice_s, version)
+            return _responses([], *COLUMNS)
+        self._evaluation = None
+        return _responses([(prompt, 0, version, self.version) for prompt in prompts], *COLUMNS)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def abort(self, prompt_ids: Sequence[int]) -> None:

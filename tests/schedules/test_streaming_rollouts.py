@@ -17,11 +17,10 @@ from flowrl.data.batch.batch import Batch
 from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
 from flowrl.schedules.scheduler import DROP_REASONS, GroupCounts
 from flowrl.schedules.simulation import VirtualClock
+from flowrl.schedules.streaming_metrics import StepFunction, group_metrics
 from flowrl.schedules.streaming_rollouts import (
     MAX_REFUSAL_MESSAGES,
-    StepFunction,
     StreamingRollouts,
-    group_metrics,
     make_rollout_source,
 )
 from flowrl.weight_sync.verification import ComparedWeights

@@ -106,6 +106,45 @@ def test_generate_runs_while_groups_are_streaming(rollout: WorkerGroup) -> None:
     assert by_row(batches + polled(rollout, 6 - batches[0].num_rows // SAMPLES)) == expected
 
 
+def evaluated(rollout: WorkerGroup, held_out: Batch, temperature: float) -> tuple[Batch, list[Batch]]:
+    """Evaluates while groups are polled. Returns the evaluation, and the other batches."""
+    rollout.start_evaluation(held_out, temperature).get()
+    batches = []
+    while not (batch := rollout.poll_evaluation(0.001)).num_rows:
+        batches.append(rollout.poll(0.001))
+    return batch, batches
+
+
+@pytest.mark.parametrize("max_num_seqs", [16, 1])
+def test_an_evaluation_runs_while_groups_are_streaming(model: ModelConfig, max_num_seqs: int) -> None:
+    batch, held_out = groups(*range(6)), groups(*range(30, 34))
+    with Cluster(Placement(pools={"b": [1]}, roles={"rollout": "b"}), backend="inline", num_threads=1) as cluster:
+        settings = config(max_num_seqs=max_num_seqs)
+        rollout: WorkerGroup = cluster.group("rollout", Rollout, settings, model, seed=0)
+        expected = by_row([batch.union(rollout.generate(batch))])
+        expected_evaluation = by_row([held_out.union(rollout.generate(held_out, temperature=0.9))])
+        rollout.add(batch, SAMPLES)
+        evaluation, batches = evaluated(rollout, held_out, 0.9)
+        assert by_row([held_out.union(evaluation)]) == expected_evaluation
+        assert set(evaluation.columns) == set(RESPONSE_COLUMNS)
+        assert len(batches) > 2 and rollout.poll_evaluation(600.0).num_rows == 0
+        num_groups = sum(piece.num_rows for piece in batches) // SAMPLES
+        assert by_row(batches + polled(rollout, 6 - num_groups)) == expected
+
+
+def test_abort_all_and_a_second_start_end_an_evaluation(rollout: WorkerGroup) -> None:
+    first, second = groups(1, 2), groups(3)
+    rollout.start_evaluation(first, 0.0).get()
+    rollout.poll_evaluation(0.0)
+    rollout.start_evaluation(second, 0.0).get()
+    evaluation, _ = evaluated(rollout, second, 0.0)
+    expected = rollout.generate(second, temperature=0.0).get("input_ids").tolist()
+    assert evaluation.get("input_ids").tolist() == expected
+    rollout.start_evaluation(first, 0.0).get()
+    rollout.abort_all().get()
+    assert rollout.poll_evaluation(600.0).num_rows == 0
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_groups_continue_with_new_weights_between_polls(model: ModelConfig, quantization: str | None) -> None:
     split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})

@@ -442,7 +442,9 @@ class BatchingEngine(Protocol):
     """An engine that can separate the requests of a caller from all others."""
 
     def open_batch(self) -> RequestBatch:
-        """Returns an empty batch. Its `poll` returns responses to its own requests only."""
+        """Returns an empty batch. Its `poll` returns responses to its own requests only. If the engine streams, its own
+        `poll` returns none of them.
+        """
         ...
 
 

@@ -6,19 +6,21 @@ from pathlib import Path
 from flowrl.config import RunConfig
 from flowrl.controller.placement.plan import Plan
 from flowrl.run.monitoring.health_log import HealthLog
-from flowrl.run.updates import ZeroRateWatch
+from flowrl.run.updates import ZeroRateWatch, describe_updates
 from flowrl.schedules.failure_watch import FailureWatch
 from flowrl.weight_sync.verification import RolloutWatch
 
 
 class StepChecks:
-    """All checks of the metrics of a step."""
+    """All checks of the metrics of a step. Also reports the updates that the settings plan."""
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None]) -> None:
         self._config, self._notify = config, notify
         self.failures = FailureWatch(config)
         self.rollout = RolloutWatch(config, notify)
         self._rates = ZeroRateWatch(config, notify)
+        for message in describe_updates(config):
+            notify(message)
 
     def open(self, folder: Path, plan: Plan, history: Iterable[Mapping[str, float]]) -> None:
         """Opens `health.jsonl` in the run folder. `history` has the records of the steps before a resume."""
@@ -30,8 +32,10 @@ class StepChecks:
         return self.failures.error or self.health.error
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Checks the metrics of a step. Raises CheckFailed if the gap is too large and `rollout.check` is strict."""
+        """Checks the metrics of a step, except for its health, whose checks need the complete record (`health`).
+
+        Raises CheckFailed if the gap is too large and `rollout.check` is strict.
+        """
         self._rates.check_step(step, values)
         self.failures.check_step(step, values)
-        self.health.check_step(step, values)
         self.rollout.check_step(step, values)

@@ -121,6 +121,8 @@ class VllmRollout:
         for stop in config.stop_ids:
             if len(stop) > 1:
                 self._stop_sequences.setdefault(stop[-1], []).append(list(stop))
+        self.batched_ids: set[str] = set()
+        """Ids of unfinished requests of `open_batch`, whose responses `poll` does not return."""
         self._running: dict[str, Response] = {}
         self._deltas: set[str] = set()
         """Ids of running requests whose tokens vLLM reports in each step, not only at the end."""
@@ -151,7 +153,7 @@ class VllmRollout:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._finished)
+        return len(self._running) + len(self._finished) - len(self.batched_ids)
 
     # Generation.
 
@@ -185,7 +187,8 @@ class VllmRollout:
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
         """Generates until a response has finished or the timeout has expired. Returns all finished responses."""
-        return self.poll_requests([*self._running, *self._finished], timeout_s)
+        own = [name for name in (*self._running, *self._finished) if name not in self.batched_ids]
+        return self.poll_requests(own, timeout_s)
 
     def poll_requests(self, request_ids: Collection[str], timeout_s: float | None) -> list[Response]:
         """Generates until one of these requests has finished or the timeout has expired. Returns their finished
@@ -197,7 +200,9 @@ class VllmRollout:
             self._step()
             if deadline is not None and time.monotonic() >= deadline:
                 break
-        return [self._finished.pop(i) for i in request_ids if i in self._finished]
+        finished = [self._finished.pop(i) for i in request_ids if i in self._finished]
+        self.batched_ids.difference_update(response.request_id for response in finished)
+        return finished
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -211,6 +216,7 @@ class VllmRollout:
         request_ids = set(request_ids)
         self._engine.abort_request([i for i in request_ids if self._running.pop(i, None) is not None])
         self._deltas -= request_ids
+        self.batched_ids -= request_ids
         for request_id in request_ids:
             self._finished.pop(request_id, None)
 
@@ -369,6 +375,7 @@ class OwnRequests:
         requests = list(requests)
         self._engine.add(requests)
         self._request_ids |= dict.fromkeys(request.request_id for request in requests)
+        self._engine.batched_ids.update(request.request_id for request in requests)
 
     def poll(self, timeout_s: float | None = None) -> list[Response]:
         """Generates until a response has finished or the timeout has expired. Returns all finished responses."""

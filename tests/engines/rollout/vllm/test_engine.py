@@ -389,6 +389,20 @@ def test_generate_runs_while_requests_are_streaming(pair: Pair) -> None:
     assert set(names) - {"row-0"} == {f"row-{row}" for row in range(1, len(PROMPTS))} and len(names) == len(set(names))
 
 
+def test_an_evaluation_runs_while_groups_are_streaming(pair: Pair) -> None:
+    batch, held_out = batch_of(6), batch_of(4)
+    expected = pair.group.generate(held_out, temperature=0.0).get("input_ids").tolist()
+    pair.group.add(batch, 1)
+    pair.group.start_evaluation(held_out, 0.0).get()
+    ids: list[int] = []
+    while not (evaluation := pair.group.poll_evaluation(0.05)).num_rows:
+        ids += pair.group.poll(0.05).get("prompt_id").tolist()
+    assert evaluation.get("input_ids").tolist() == expected
+    while len(ids) < 6:
+        ids += pair.group.poll(0.5).get("prompt_id").tolist()
+    assert sorted(ids) == list(range(6))
+
+
 def test_complete_groups_equal_the_rows_of_generate(pair: Pair) -> None:
     batch = batch_of(9)
     generated = pair.group.generate(batch)
