@@ -423,9 +423,8 @@ class Run:
     def log(self, *metrics: Logged) -> None:
         """Adds metrics, futures of metrics, or an `Evaluation` to the log record of this step. Does not block.
 
-        Before the loop over steps, adds to the record of step 0. A resumed run already has this record and ignores
-        the metrics. Values with the same name are merged. NaN and infinity are recorded as null. Raises UserError if a
-        value is not a number.
+        Before the loop over steps, adds to the record of step 0, which a resumed run already has. Values with the same
+        name are merged. NaN and infinity are recorded as null. Raises UserError if a value is not a number.
         """
         for logged in metrics:
             if isinstance(logged, PendingEvaluation) and self._is_in_loop:
