@@ -128,7 +128,6 @@ def _kinds() -> Iterator[Kind]:
         Kind("tool", "exit", "calls `os._exit`", has_same_numbers=False),
         Kind("tool", "kill", "kills its process (SIGKILL)", has_same_numbers=False),
         Kind("tool", "print", "prints without end", has_same_numbers=False),
-        Kind("tool", "memory", "allocates memory without end", has_same_numbers=False),
         Kind("tool", "hang@async", "blocks the event loop", form="async", has_same_numbers=False),
     )
 
