@@ -85,7 +85,7 @@ def test_a_wrong_prompt_in_the_saved_rows_of_a_run_is_found_and_a_repeated_step_
     assert find_wrong_steps(prompt_ids, 3, BATCH_SIZE, num_dropped=0) == set()
 
     shard = tmp_path / "training-000003.jsonl"
-    shard.write_text(shard.read_text().replace(f'"prompt_id": {2 * BATCH_SIZE}}}', '"prompt_id": 0}'))
+    shard.write_text(shard.read_text().replace(f'"prompt_id": {2 * BATCH_SIZE}', '"prompt_id": 0'))
     assert find_wrong_steps(read_prompt_ids(tmp_path), 3, BATCH_SIZE, num_dropped=0) == {1, 3}
 
 
