@@ -214,8 +214,8 @@ def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | No
 def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest gradient norm of a role in the last step as a multiple of its norm in the steps before.
 
-    The norm in the steps before is the larger one of median and mean, because the gradients of a policy that has
-    converged are 0 in most steps.
+    The norm in the steps before is their 90 % quantile, and at least the median of the first steps. Earlier spikes
+    therefore do not count, and neither do the rare gradients of a policy that has converged.
     """
     found = []
     for name, norm in window.last.items():
@@ -223,9 +223,12 @@ def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement |
         if metric != "grad_norm" or "/" in role:
             continue
         before = window.values(name)[:-1]
-        if len(before) >= window.steps and (center := max(median(before), sum(before) / len(before))) > 0:
-            observation = f"{name} is {norm:.3g}, {norm / center:.3g} times its value in the steps before"
-            found.append(Measurement(norm / center, observation, role))
+        if len(before) < window.steps:
+            continue
+        usual = max(sorted(before)[int(0.9 * (len(before) - 1))], window.first_median(name) or 0.0)
+        if usual > 0:
+            observation = f"{name} is {norm:.3g}, {norm / usual:.3g} times its value in the steps before"
+            found.append(Measurement(norm / usual, observation, role))
     return max(found, key=lambda measurement: measurement.value, default=None)
 
 

@@ -67,7 +67,9 @@ class HealthConfig(Config):
     """Mean gap between the log-probabilities of rollout and trainer, as a multiple of `rollout.gap_warning`."""
 
     gradient_spike: PositiveFloat | None = 10.0
-    """Gradient norm of a step, as a multiple of the median or mean of the steps before it, whichever is larger."""
+    """Gradient norm of a step, as a multiple of the 90 % quantile of the steps before it. Norms below the median of the
+    first steps count as this median.
+    """
 
     no_signal: Share | None = 0.9
     """Share of groups whose scores are all equal, trained or dropped. It does not apply to a policy whose reward has
