@@ -68,7 +68,9 @@ def test_a_report_fits_the_width_without_errors(
         assert page.eval_on_selector_all("main > section", "nodes => nodes.map((node) => node.id)") == SECTIONS
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.get_attribute("html", "data-theme") == theme
-        # Every plot has drawn something.
+        # Every plot has drawn something. Plots draw when they are in view.
+        page.set_viewport_size({"width": width, "height": page.evaluate("document.body.scrollHeight")})
+        await_drawing(page)
         drawn = """nodes => nodes.map((node) =>
             node.getContext('2d').getImageData(0, 0, node.width, node.height).data.some((value) => value))"""
         assert all(page.eval_on_selector_all("canvas", drawn))

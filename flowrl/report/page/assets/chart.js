@@ -65,7 +65,7 @@ class Chart {
     this.canvas.addEventListener("dblclick", () => this.view.setRange(null));
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
     this.canvas.addEventListener("blur", () => this.view.setCrosshair(null));
-    new ResizeObserver(() => this.draw()).observe(this.canvas);
+    this.drawing = new Drawing(this.canvas, () => this.draw());
   }
 
   get series() {
@@ -99,7 +99,7 @@ class Chart {
     const [from, to] = [this.dragStart, this.dragEnd].sort((a, b) => a - b);
     this.dragStart = null;
     if (to - from > (this.range[1] - this.range[0]) / 100) this.view.setRange([from, to]);
-    else this.draw();
+    else this.view.draw();
   }
 
   onKey(event) {
@@ -362,11 +362,7 @@ class View {
   }
 
   draw() {
-    if (this.frame) return;
-    this.frame = requestAnimationFrame(() => {
-      this.frame = null;
-      for (const chart of this.charts) if (chart.canvas.isConnected) chart.draw();
-    });
+    for (const chart of this.charts) chart.drawing.changed();
   }
 
   setRange(range) {

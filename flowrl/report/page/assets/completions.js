@@ -357,8 +357,14 @@ function coloredTokens(title, tokens) {
   return [el("div", { class: "detail-head" }, title, el("span", { class: "controls" }, scaleBox, choice)), text, readout];
 }
 
-async function completionsSection() {
+function completionsSection() {
   const section = makeSection("completions", "Completions", "Saved prompts and responses.");
+  if (report.runs.some((run) => !run.missing.rows)) loaders.push(() => loadCompletions(section));
+  for (const run of report.runs) if (run.missing.rows) section.append(missingNote(run, "rows"));
+  return section;
+}
+
+async function loadCompletions(section) {
   const runs = [];
   for (const run of report.runs) {
     if (run.missing.rows) continue;
@@ -366,18 +372,12 @@ async function completionsSection() {
     data.has_tokens = new Set(data.has_tokens);
     runs.push({ run, data });
   }
-  if (runs.length) {
-    const browser = new Browser(new RowStore(runs));
-    section.append(browser.node);
-    report.browser = browser;
-    for (const { run, data } of runs) {
-      const notes = [];
-      if (data.num_rows < data.num_saved) notes.push(`${whole.format(data.num_rows)} of ${plural(data.num_saved, "saved row")} are in this report, from evenly spaced steps.`);
-      if (data.num_cut) notes.push(`${plural(data.num_cut, "text")} longer than ${plural(data.max_characters, "character")} were cut.`);
-      if (data.num_token_rows < data.num_saved_token_rows) notes.push(`${whole.format(data.num_token_rows)} of ${plural(data.num_saved_token_rows, "row")} with token values have them in this report.`);
-      if (notes.length) section.append(el("p", { class: "note" }, report.runs.length > 1 ? `${run.name}: ` : "", notes.join(" ")));
-    }
+  section.append(new Browser(new RowStore(runs)).node);
+  for (const { run, data } of runs) {
+    const notes = [];
+    if (data.num_rows < data.num_saved) notes.push(`${whole.format(data.num_rows)} of ${plural(data.num_saved, "saved row")} are in this report, from evenly spaced steps.`);
+    if (data.num_cut) notes.push(`${plural(data.num_cut, "text")} longer than ${plural(data.max_characters, "character")} were cut.`);
+    if (data.num_token_rows < data.num_saved_token_rows) notes.push(`${whole.format(data.num_token_rows)} of ${plural(data.num_saved_token_rows, "row")} with token values have them in this report.`);
+    if (notes.length) section.append(el("p", { class: "note" }, report.runs.length > 1 ? `${run.name}: ` : "", notes.join(" ")));
   }
-  for (const run of report.runs) if (run.missing.rows) section.append(missingNote(run, "rows"));
-  return section;
 }

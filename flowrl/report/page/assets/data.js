@@ -103,5 +103,36 @@ function mix(color, other, share) {
   return `#${a.map((v, i) => Math.round(v + (b[i] - v) * share).toString(16).padStart(2, "0")).join("")}`;
 }
 
+/** Functions that fill sections with large data. They run after the page is shown. */
+const loaders = [];
+
+/** Calls `draw` when a canvas is in view and has changed: `changed()` says that it has. */
+class Drawing {
+  constructor(canvas, draw) {
+    this.draw = draw;
+    this.isVisible = false;
+    this.isChanged = false;
+    new IntersectionObserver((entries) => {
+      this.isVisible = entries[entries.length - 1].isIntersecting;
+      this.run();
+    }, { rootMargin: "300px" }).observe(canvas);
+    new ResizeObserver(() => this.changed()).observe(canvas);
+  }
+
+  changed() {
+    this.isChanged = true;
+    this.run();
+  }
+
+  run() {
+    if (this.frame || !this.isVisible || !this.isChanged) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = null;
+      this.isChanged = false;
+      this.draw();
+    });
+  }
+}
+
 /** Functions to call when the theme or the selection of runs changes. */
 const redraws = { theme: [], runs: [] };

@@ -1,6 +1,6 @@
 // Start of the page: theme, runs, navigation and sections.
 
-const report = { head: null, runs: [], browser: null };
+const report = { head: null, runs: [] };
 
 function startTheme() {
   const media = matchMedia("(prefers-color-scheme: dark)");
@@ -71,13 +71,19 @@ async function start() {
   add(curvesSection());
   add(rewardsSection());
   add(stalenessSection());
-  add(await timelineSection());
-  add(await placementSection());
-  add(await completionsSection());
+  add(timelineSection());
+  add(placementSection());
+  add(completionsSection());
   add(settingsSection());
   add(environmentSection());
   startNavigation();
   $("footer").textContent = `Written ${report.head.created.replace("T", " ").slice(0, 16)} by flowrl ${report.head.flowrl}. This file contains all of its data and uses no network.`;
+  performance.mark("shown");
+  for (const load of loaders) {
+    await new Promise((resume) => setTimeout(resume)); // the page reacts to the user between two sections
+    await load();
+  }
+  if (location.hash) $(location.hash.slice(1))?.scrollIntoView();
   performance.mark("ready");
   document.documentElement.dataset.ready = "true";
 }

@@ -1,6 +1,6 @@
 // Placement graph: pools with their devices and roles, and the flow of data between methods.
 
-async function placementSection() {
+function placementSection() {
   const section = makeSection("placement", "Placement and data flow", "Pools, devices and roles; arrows lead from a method to the methods that read its results.");
   const body = el("div", { class: "stack" });
   async function show(run) {
@@ -9,7 +9,7 @@ async function placementSection() {
   }
   if (report.runs.length > 1) section.append(runSelect(report.runs, show));
   section.append(body);
-  await show(report.runs[0]);
+  loaders.push(() => show(report.runs[0]));
   return section;
 }
 

@@ -126,7 +126,7 @@ class Timeline {
     };
     this.overview.addEventListener("pointerdown", jump);
     this.overview.addEventListener("pointermove", jump);
-    new ResizeObserver(() => this.draw()).observe(canvas);
+    this.drawing = new Drawing(canvas, () => this.paint());
     redraws.theme.push(() => this.draw());
   }
 
@@ -217,11 +217,7 @@ class Timeline {
   }
 
   draw() {
-    if (this.frame) return;
-    this.frame = requestAnimationFrame(() => {
-      this.frame = null;
-      this.paint();
-    });
+    this.drawing.changed();
   }
 
   context(canvas) {
@@ -412,7 +408,7 @@ function countsPanel(data) {
   return new Chart("Groups per state", "prompts", { view, series: () => names.map((name, i) => ({ name, x, y: states[name], color: i })) }).node;
 }
 
-async function timelineSection() {
+function timelineSection() {
   const section = makeSection("timeline", "Timeline", "Calls of the workers, one line per rank.");
   const body = el("div", { class: "stack" });
   const runs = report.runs.filter((run) => !run.missing.timeline);
@@ -423,10 +419,8 @@ async function timelineSection() {
     if (isFirst) run.timelineNodes = timelineNodes(run.timeline);
     body.replaceChildren(...run.timelineNodes);
   }
-  if (runs.length) {
-    if (runs.length > 1) section.insertBefore(runSelect(runs, show), body);
-    await show(runs[0]);
-  }
+  if (runs.length > 1) section.insertBefore(runSelect(runs, show), body);
+  if (runs.length) loaders.push(() => show(runs[0]));
   for (const run of report.runs) if (run.missing.timeline) section.append(missingNote(run, "timeline"));
   return section;
 }
