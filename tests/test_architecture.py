@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -177,11 +178,17 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields line and full name of every imported module, including lazy and type-only imports.
+@cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
+    """Returns line and full name of every imported module, including lazy and type-only imports.
 
-    `from package import module` yields the package and the module. Strings that name a module count as imports.
+    `from package import module` gives the package and the module. Strings that name a module count as imports. Cached,
+    because each test reads the imports of many files.
     """
+    return tuple(_find_imports(path))
+
+
+def _find_imports(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -194,6 +201,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@cache
 def is_module(name: str) -> bool:
     """Returns whether a name is a module or package of this repository, with a dot."""
     if not re.fullmatch(r"(flowrl|recipes)(\.\w+)+", name):
