@@ -1,0 +1,41 @@
+"""The shipped recipes and their warm starts have no findings, for three seeds. Each run takes a minute or more."""
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.health import read_findings
+from tests.recipes.scripts import ROOT, read_summary, run_script
+
+SCRIPTS = {
+    "quickstart": "run_quickstart.sh",
+    "grpo": "run_grpo.sh",
+    "rejection_sampling": "run_rejection_sampling.sh",
+    "distillation": "run_distillation.sh",
+    "dpo": "run_dpo.sh",
+    "reward_model": "run_rm.sh",
+    "tools": "run_calculator.sh",
+    "games": "run_nim.sh",
+    "reasoning": "run_reasoning.sh",
+}
+
+OWN_TASK = ("tools", "games", "reasoning")
+"""Recipes that do not train on the quickstart's task."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of data and warm starts, which recipes of the same task share."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("recipe", SCRIPTS)
+def test_a_shipped_recipe_has_no_findings(recipe: str, seed: int, models: Path, tmp_path: Path) -> None:
+    folder = models / (recipe if recipe in OWN_TASK else "arithmetic")
+    run_script(ROOT / "recipes" / recipe / SCRIPTS[recipe], folder, f"output={tmp_path}/run", seed=seed)
+    assert read_findings(tmp_path / "run") == [] == read_summary(tmp_path / "run")["health"]
+    warm_starts = list(folder.glob("seed*/*/health.jsonl"))
+    assert warm_starts and [finding for path in warm_starts for finding in read_findings(path.parent)] == []
