@@ -164,6 +164,12 @@ class ChatTokenizer:
             return ()
         return tuple(ids for ids in self.template.stop_ids if ids != (self.eos_id,))
 
+    @cached_property
+    def end_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that end a response: those of the conversation template, and EOS."""
+        end = (tuple(self.encode(self.end_of_assistant)),) if self._has_chat_template else ()
+        return (*self.stop_ids, (self.eos_id,), *end)
+
     @property
     def _has_chat_template(self) -> bool:
         return bool(self._settings.chat_template or _default_template(self._tokenizer))

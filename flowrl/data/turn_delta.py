@@ -202,7 +202,7 @@ def _start_of(
 
 def split_stop(chat: ChatTokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
     """Returns the tokens of the response, and those that have ended it."""
-    for stop in (*chat.stop_ids, (chat.eos_id,), tuple(chat.encode(chat.end_of_assistant))):
+    for stop in chat.end_sequences:
         if stop and tuple(ids[-len(stop) :]) == stop:
             return list(ids[: -len(stop)]), list(stop)
     return list(ids), []

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ _PROGRAM = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)\n"
     "if os.getppid() != int(sys.argv.pop(1)): sys.exit(1)\n"
+    # vLLM's command looks up its version under the name vllm, which its builds for CPUs do not have.
+    "from importlib import metadata\n"
+    "name, version = sys.argv.pop(1), metadata.version\n"
+    "metadata.version = lambda other: version(name if other == 'vllm' else other)\n"
     "from vllm.entrypoints.cli.main import main\n"
     "main()\n"
 )
@@ -79,6 +84,12 @@ def check_server(settings: ServerSettings) -> None:
             ) from error
 
 
+def _distribution() -> str:
+    """Returns the name under which vLLM is installed."""
+    names = {distribution.name for distribution in metadata.distributions()}
+    return next(name for name in ENGINES["vllm"].packages[0].distributions if name in names)
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -97,7 +108,7 @@ def serve(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings) ->
         folder = Path(name)
         command = server_command(source, chat, settings, folder)
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(os.getpid()), *command],
+            [sys.executable, "-c", _PROGRAM, str(os.getpid()), _distribution(), *command],
             env=os.environ | server_environment(settings),
             start_new_session=True,  # Ctrl-C reaches only this process, which ends the server
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flowrl.cli import main
+from flowrl.config import ModelConfig
+from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.data.messages import Message
+from flowrl.engines.models.loading import load_reward_model, save_model
+from flowrl.inference.model_source import resolve_model
 from flowrl.inference.response_file import ResumableFile
+from flowrl.inference.text_generator import open_chat
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{Path(__file__).parent}/length_reward.py:count_letters"
@@ -108,6 +116,36 @@ def test_a_changed_input_is_rejected_when_a_file_is_continued(
     (folder / "x.partial").write_text("notes of a user")
     assert generate(run_folder, "--prompts", "prompts.txt", "--output", "x") == 2
     assert (folder / "x.partial").read_text() == "notes of a user"
+
+
+def test_raw_prompts_need_no_chat_template(run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(run_folder / "model", folder / "model")
+    for name in ("chat_template.jinja", TEMPLATE_FILE):
+        (model / name).unlink()
+    assert generate(model, "--prompts", "prompts.txt") == 2
+    assert "--raw" in capsys.readouterr().err
+    assert generate(model, "--prompts", "prompts.txt", "--raw", "--stop", "0") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_reward_model_selects_the_response_with_its_best_score(
+    run_folder: Path, task_folder: Path, folder: Path
+) -> None:
+    model = load_reward_model(ModelConfig(path=task_folder / "model"), head="fresh")
+    save_model(model, task_folder / "model", folder / "scorer")
+    options = ("--prompts", "prompts.txt", "--best-of", 3, "--reward", folder / "scorer", "--output", "best.jsonl")
+    assert generate(run_folder, *options) == 0
+    assert generate(run_folder, "--prompts", "prompts.txt", "--samples", 3, "--output", "all.jsonl") == 0
+    chat, samples = open_chat(resolve_model(str(run_folder))), read(folder / "all.jsonl")
+    for row in read(folder / "best.jsonl"):
+        own = [sample for sample in samples if sample["prompt_index"] == row["prompt_index"]]
+        assert own[row["candidate"]]["response"] == row["response"]
+        ids = chat.encode_prompt([Message("user", row["prompt"])])
+        ids += chat.encode(row["response"]) + ([chat.eos_id] if row["finish_reason"] == "stop" else [])
+        if len(ids) == row["prompt_tokens"] + row["response_tokens"]:
+            with torch.no_grad():
+                score = model(torch.tensor([ids]), torch.tensor([len(ids)]))
+            assert row["score"] == pytest.approx(float(score), abs=1e-4)
 
 
 WRONG: Sequence[tuple[Sequence[str], Sequence[str]]] = [

@@ -109,8 +109,8 @@ def test_the_server_answers_and_leaves_no_process(run_folder: Path, tmp_path: Pa
         "0.1",
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FLOWRL_TEST": str(tmp_path), API_KEY: "secret"}
-    log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     deadline = time.monotonic() + 900
     while True:
         try:
