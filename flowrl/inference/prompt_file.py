@@ -126,7 +126,7 @@ def _tokenize(row: Conversation, chat: ChatTokenizer, max_length: int, max_token
             f"or use one message per prompt"
         )
     try:
-        ids = chat.tokenizer.encode(row.messages[-1].content) if is_raw else chat.encode_prompt(row.messages)
+        ids = chat.tokenizer.encode(row.messages[0].content) if is_raw else chat.encode_prompt(row.messages)  # pyright: ignore[reportGeneralTypeIssues] (a prompt has a message)
     except DataError as error:
         raise DataError(f"{row.location}: {error}") from error
     if not ids:

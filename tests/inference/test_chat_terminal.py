@@ -61,6 +61,7 @@ def read_until(terminal: int, text: str, timeout_s: float = 300) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "flowrl.cli", "chat", str(run_folder), "--max-tokens", "100000"]

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def generate(model: Path, *options: str | int) -> int:
+def generate(model: Path, *options: str | int | Path) -> int:
     return main(["generate", str(model), "--max-tokens", "6", *map(str, options)])
 
 

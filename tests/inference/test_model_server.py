@@ -92,6 +92,7 @@ def processes_with(text: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
