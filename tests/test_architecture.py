@@ -121,7 +121,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
             "rollout",
             "setting_tree",
         },
-        "stages": {"base", "algorithm", "data", "schedule", "rollout", "roles", "rewards", "run"},
+        "stages": {"base", "model", "algorithm", "data", "schedule", "rollout", "roles", "rewards", "run"},
         "setting_reference": {"base", "placement", "rollout", "setting_tree"},
         "setting_template": {"placement", "run", "setting_tree", "setting_reference", "base"},
         "error_messages": {"base", "algorithm", "source", "setting_tree"},
@@ -138,6 +138,7 @@ LEVELS = {package: level for level, layer in enumerate(LAYERS) for package in la
 IMPORTERS = {
     "ray": tuple(f"flowrl/controller/backends/{name}.py" for name in ("ray_backend", "ray_nodes", "local_ray")),
     "vllm": ("flowrl/engines/rollout/vllm/",),
+    "lm_eval": ("flowrl/inference/evaluation/",),
     "torchao": ("flowrl/engines/rollout/vllm/",),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
     "huggingface_hub": ("flowrl/data/input_paths.py",),

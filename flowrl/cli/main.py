@@ -14,6 +14,7 @@ from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import is_disk_full
 from flowrl.cli.data_commands import add_data
 from flowrl.cli.diff_commands import add_diff
+from flowrl.cli.eval_commands import add_eval
 from flowrl.cli.inference_commands import add_inference
 from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
 from flowrl.cli.replay_commands import add_replay
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_export(commands)
     _add_doctor(commands)
     _add_stubs(commands)
+    add_eval(commands)
     add_data(commands)
     add_inference(commands)
     add_replay(commands)

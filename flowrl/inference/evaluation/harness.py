@@ -1,0 +1,143 @@
+"""Evaluates a model on tasks of the library lm-eval. Needs the extra `lm-eval`."""
+
+import importlib.util
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.config import UserError
+from flowrl.inference.evaluation.model_scores import TaskScores
+from flowrl.inference.evaluation.planned_tasks import HARNESS, EvaluationArguments
+from flowrl.inference.model_source import ModelSource
+from flowrl.run.evaluation import PromptScores
+
+_TOLERANCE = 1e-9
+"""Largest difference of the mean over documents from the library's value of a metric that is a mean."""
+
+Result = Mapping[str, Any]  # Any: the library's values
+
+
+def check_harness(tasks: Sequence[str], arguments: EvaluationArguments) -> None:
+    """Raises UserError if the library is missing, a task is unknown, or an argument does not apply to its tasks."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"--task {HARNESS}{tasks[0]} needs the library lm-eval, which is not installed: pip install "
+            f"'flowrl[lm-eval]'"
+        )
+    for option, value in (("--samples", arguments.samples), ("--temperature", arguments.temperature)):
+        if value is not None:
+            raise UserError(
+                f"{option} is {value:g}, but tasks of lm-eval have sampling settings of their own: omit it, or "
+                f"evaluate these tasks separately"
+            )
+    names = [task for task in tasks if not Path(task).is_file()]
+    unknown = [name for name in names if name.endswith((".yaml", ".yml")) or "/" in name]
+    if names and not unknown:
+        known = set(_task_manager(tasks).all_tasks)
+        unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(
+            f"--task {HARNESS}{unknown[0]} is neither a task of the installed lm-eval nor a YAML file of a task: see "
+            f"`lm-eval ls tasks` for the names"
+        )
+
+
+def evaluate_harness(
+    tasks: Sequence[str], source: ModelSource, arguments: EvaluationArguments
+) -> dict[str, TaskScores]:
+    """Returns the scores of a model by task and metric, such as `arc_easy/acc`.
+
+    A metric that is a mean over documents has scores per document. Other metrics, such as perplexity, have a value
+    only.
+
+    Args:
+        tasks: names of tasks or groups, or paths of YAML files of tasks.
+        source: the model.
+        arguments: limit, seed and engine.
+    Raises: UserError if the data of a task cannot be loaded.
+    """
+    from lm_eval.evaluator import simple_evaluate  # noqa: PLC0415 (an optional library)
+
+    from flowrl.inference.evaluation.harness_model import HarnessModel  # noqa: PLC0415 (see above)
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager, seed = _task_manager(tasks), arguments.seed or 0
+    try:
+        loaded = manager.load(list(tasks))
+    except Exception as error:  # loading runs code of tasks and of `datasets`
+        raise UserError(f"the tasks {', '.join(tasks)} of lm-eval cannot be loaded: {error}") from error
+    results = simple_evaluate(
+        model=HarnessModel(source, engine=arguments.engine or "hf", seed=seed),
+        tasks=list(loaded["tasks"].values()),
+        limit=arguments.limit,
+        bootstrap_iters=0,
+        task_manager=manager,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+    )
+    assert results is not None, "the library returns None only on other ranks"
+    values: dict[str, Any] = dict(results)  # Any: the library's values
+    return {
+        f"{task}/{_metric_name(metric, choice)}": _read_scores(values["samples"][task], task, metric, choice, value)
+        for task, own in values["results"].items()
+        if task in values["samples"]
+        for metric, choice, value in _metrics(own)
+    }
+
+
+def _task_manager(tasks: Sequence[str]) -> Any:  # Any: a class of the library
+    """Returns the tasks that are available. The index of the included tasks is read only if one of them is named."""
+    from lm_eval.tasks import TaskManager  # noqa: PLC0415 (an optional library)
+
+    return TaskManager(include_defaults=not all(Path(task).is_file() for task in tasks))
+
+
+def _metrics(result: Result) -> list[tuple[str, str, float]]:
+    """Returns (metric, filter, value) of the results of a task, whose keys are `metric,filter`."""
+    found = []
+    for key, value in result.items():
+        metric, comma, choice = key.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+            found.append((metric, choice, float(value)))
+    return found
+
+
+def _metric_name(metric: str, choice: str) -> str:
+    return metric if choice == "none" else f"{metric},{choice}"
+
+
+def _read_scores(samples: Sequence[Result], task: str, metric: str, choice: str, value: float) -> TaskScores:
+    own = sorted((sample for sample in samples if sample["filter"] == choice), key=lambda sample: sample["doc_id"])
+    numbers = [sample.get(metric) for sample in own]
+    scores = [float(number) if isinstance(number, int | float) else math.nan for number in numbers]
+    mean = math.fsum(scores) / len(scores) if scores else math.nan
+    if not abs(mean - value) <= _TOLERANCE * max(1.0, abs(value)):
+        scores = [math.nan] * len(own)
+    documents = [int(sample["doc_id"]) for sample in own]
+    rows = [
+        {
+            "prompt_id": document,
+            "prompt": _first_argument(sample),
+            "response": sample["filtered_resps"],
+            "answer": sample["target"],
+            "score": None if math.isnan(score) else score,
+        }
+        for document, sample, score in zip(documents, own, scores, strict=True)
+    ]
+    scores_PN = torch.tensor(scores, dtype=torch.float64)[:, None]
+    prompts = PromptScores(scores_PN, documents, [None] * len(own))
+    return TaskScores({"accuracy": value}, [row["prompt"] for row in rows], prompts, 1.0, rows)
+
+
+def _first_argument(sample: Result) -> str:
+    """Returns the context of the first request of a document."""
+    arguments = sample["arguments"]
+    first = next(iter(arguments.values())) if isinstance(arguments, Mapping) else arguments[0]
+    text = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
+    return str(text)

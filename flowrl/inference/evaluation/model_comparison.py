@@ -1,0 +1,111 @@
+"""Compares the scores of several models on the same prompts: values, intervals, and paired differences."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from flowrl.algorithms.evaluation_estimates import (
+    Difference,
+    Interval,
+    bootstrap_interval,
+    mean_at_k,
+    paired_difference,
+    pass_at_k,
+)
+from flowrl.inference.evaluation.model_scores import TaskScores
+
+SCORE = "accuracy"
+"""Name of the mean score, as in the metrics of a run."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Values of one model on one task, with 95 % bootstrap intervals over prompts."""
+
+    model: str
+    task: str
+    num_prompts: int
+    num_samples: int
+    score: Interval
+    """The mean score, `accuracy` in a run."""
+    estimates: Mapping[str, Interval] = field(default_factory=dict)
+    """With several samples, the estimates `pass@k`, `best@k` and `majority@k`."""
+    sources: Mapping[str, Interval] = field(default_factory=dict)
+    """With several data sources, the mean score of each."""
+    difference: Difference | None = None
+    """Difference of the mean score to the first model. None for the first model, or without common prompts."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics."""
+
+    def to_json(self) -> dict[str, Any]:  # Any: values of JSON
+        return asdict(self)
+
+
+def compare(scores: Mapping[str, Mapping[str, TaskScores]]) -> list[TaskResult]:
+    """Returns the values of each model on each task: all models of a task follow each other, as in `scores`.
+
+    `scores` has the scores by model and task. The first model is the baseline of the differences.
+    """
+    baseline = next(iter(scores.values()), {})
+    tasks = dict.fromkeys(task for own in scores.values() for task in own)
+    return [
+        _summarize(model, task, own[task], None if own is baseline else baseline.get(task))
+        for task in tasks
+        for model, own in scores.items()
+        if task in own
+    ]
+
+
+def _summarize(model: str, task: str, own: TaskScores, baseline: TaskScores | None) -> TaskResult:
+    scores = own.scores
+    num_prompts, num_samples = scores.scores_PN.shape
+    value = own.metrics[SCORE]
+    metrics = {name: number for name, number in own.metrics.items() if name.startswith("evaluation/")}
+    metrics = {name: number for name, number in metrics.items() if not name.startswith("evaluation/accuracy_")}
+    if not scores.is_finite:
+        nothing = Interval(value, float("nan"), float("nan"))
+        return TaskResult(model, task, num_prompts, num_samples, nothing, metrics=metrics)
+    interval = scores.interval()
+    sources = dict.fromkeys(scores.strata or ())
+    return TaskResult(
+        model,
+        task,
+        num_prompts,
+        num_samples,
+        Interval(value, interval.low, interval.high),
+        {name: bootstrap_interval(values_P, strata=scores.strata) for name, values_P in _estimate(own)},
+        {str(source): scores.of_source(source).interval() for source in sources},
+        None if baseline is None else _difference(own, baseline),
+        metrics,
+    )
+
+
+def _estimate(own: TaskScores) -> list[tuple[str, Tensor]]:
+    """Returns the estimates per prompt. `pass@k` is estimated for all powers of 2 up to the number of samples."""
+    scores_PN, pass_score = own.scores.scores_PN, own.pass_score
+    num_samples = scores_PN.shape[1]
+    powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
+    passed = [(f"pass@{k}", pass_at_k(scores_PN, k, min_score=pass_score)) for k in powers]
+    return [*passed, *own.scores.estimate(pass_score).items()]
+
+
+def _difference(own: TaskScores, baseline: TaskScores) -> Difference | None:
+    """Returns the difference to the baseline. None if a model has dropped other prompts, so that there are no pairs."""
+    if list(own.prompts) != list(baseline.prompts) or not baseline.scores.is_finite:
+        return None
+    values, others = mean_at_k(own.scores.scores_PN), mean_at_k(baseline.scores.scores_PN)
+    return paired_difference(values, others, strata=own.scores.strata)
+
+
+def prompt_records(own: TaskScores) -> Sequence[dict[str, Any]]:  # Any: values of JSON
+    """Returns one record per prompt: its text, its data source, and the score of each response."""
+    scores = own.scores
+    answers = scores.answers or [None] * len(own.prompts)
+    columns = zip(scores.prompt_ids, own.prompts, scores.sources, scores.scores_PN.tolist(), answers, strict=True)
+    return [
+        {"prompt_id": prompt_id, "prompt": prompt, "data_source": source, "scores": row}
+        | ({} if answer is None else {"answers": list(answer)})
+        for prompt_id, prompt, source, row, answer in columns
+    ]

@@ -1,0 +1,126 @@
+"""Evaluates one model on the held-out prompts of a config, with the code of a run's evaluations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.config import ConfigError, EvaluationConfig, EvaluationRunConfig, Placement
+from flowrl.controller.cluster import Cluster
+from flowrl.controller.placement.inventory import local_inventory
+from flowrl.controller.placement.plan import plan
+from flowrl.data.batch.batch import Batch
+from flowrl.run.datasets import read_held_out
+from flowrl.run.evaluation import Evaluation, PromptScores, evaluate
+from flowrl.run.preflight import (
+    check_functions,
+    check_positions,
+    check_quantization,
+    check_reward_heads,
+    check_rollouts,
+    check_vocabularies,
+    find_path_problems,
+)
+from flowrl.run.role_groups import Protections, find_role, start_scoring
+from flowrl.workers import Rollout
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """Result of one model on one task."""
+
+    metrics: Mapping[str, float]
+    """Metrics of the evaluation, as in a run without the name of the set."""
+    prompts: Sequence[str]
+    """Last user message of each prompt."""
+    scores: PromptScores
+    pass_score: float
+    """Smallest score of a correct response."""
+    rows: Sequence[Mapping[str, Any]]  # Any: values of JSON
+    """The responses, with the columns of `rollouts/` (docs/generated_text.md)."""
+
+
+def evaluate_model(
+    config: EvaluationRunConfig, *, num_devices: int = 1, notify: Callable[[str], None]
+) -> dict[str, TaskScores]:
+    """Generates responses to all held-out prompts of a config, and scores them. Returns the scores of each set.
+
+    The numbers are those of an evaluation in a run with the same model and settings, and one rank.
+
+    Args:
+        config: the settings. The model is `config.actor.model`.
+        num_devices: number of devices that generate. Above 1, each has a process of its own.
+        notify: shows a message to the user.
+    Raises:
+        UserError: a setting, the data or the reward is invalid.
+        WorkerError: a worker failed.
+    """
+    held_out = check_evaluation(config, num_devices)
+    with _start_cluster(config, num_devices, notify) as cluster:
+        protections = Protections(notify)
+
+        def start(*args: Any, **kwargs: Any) -> Any:  # Any: the arguments of `Run.group`
+            if not isinstance(args[0], str):
+                args = (find_role(config, args[0], args[1:]), *args)
+            group = cluster.group(*args, **kwargs)
+            protections.follow(group)
+            return group
+
+        scoring = start_scoring(config, start)
+        rollout = start("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
+        cluster.wait_for_calls()
+        protections.report()
+        return {
+            name: _collect(name, evaluate(rollout, scoring, prompts, own), own)
+            for name, prompts in held_out.items()
+            for own in (config.evaluation_by_set[name],)
+        }
+
+
+def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> dict[str, Batch]:
+    """Checks the settings, and returns the held-out prompts by the name of their set. Raises UserError."""
+    config = _on_backend(config, num_devices)
+    check_functions(config)
+    check_rollouts(config)
+    check_positions(config)
+    check_vocabularies(config)
+    check_reward_heads(config)
+    if problems := [problem for problem in find_path_problems(config) if not problem.startswith("data.train ")]:
+        raise ConfigError(problems[0])
+    planned = plan(config.placement, local_inventory(config.placement.device, None), config.roles)
+    check_quantization(config, planned)
+    return read_held_out(config)
+
+
+def _collect(name: str, result: Evaluation, config: EvaluationConfig) -> TaskScores:
+    (scores,) = result.scores.values()
+    k = scores.scores_PN.shape[1]
+    rows = [{**row, "set": name or None} for row in result.rows]
+    return TaskScores(dict(result), [row["prompt"] for row in rows[::k]], scores, config.pass_score, rows)
+
+
+def _on_backend(config: EvaluationRunConfig, num_devices: int) -> EvaluationRunConfig:
+    """Returns the settings with the backend and the placement of the evaluation: all roles on the same devices."""
+    roles = [role for role in config.roles if role != "actor"]
+    placement = Placement(
+        device=config.placement.device,
+        pools={"main": [num_devices]},
+        roles=dict.fromkeys(["actor", *roles], "main"),
+        memory_gb=config.placement.memory_gb,
+    )
+    is_inline = num_devices == 1 and not config.dedicated_roles()
+    return config.model_copy(update={"placement": placement, "backend": "inline" if is_inline else "ray"})
+
+
+def _start_cluster(config: EvaluationRunConfig, num_devices: int, notify: Callable[[str], None]) -> Cluster:
+    config = _on_backend(config, num_devices)
+    return Cluster(
+        config.placement,
+        backend=config.backend,
+        roles=tuple(role for role in config.roles if role != "actor"),
+        dedicated=config.dedicated_roles(),
+        num_threads=config.threads,
+        prepare=("flowrl.workers",),
+        call_timeout_s=config.call_timeout_s,
+        start_timeout_s=config.start_timeout_s,
+        notify=notify,
+    )

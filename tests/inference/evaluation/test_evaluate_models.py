@@ -1,0 +1,107 @@
+"""`flowrl eval` of a run has the same numbers as the last evaluation of the run, bitwise."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flowrl.inference.evaluation.evaluate_models import evaluate_models
+from flowrl.inference.evaluation.model_comparison import TaskResult
+from flowrl.inference.evaluation.planned_tasks import EvaluationArguments
+from recipes.grpo.config import GRPOConfig
+from recipes.grpo.train import train
+from tests.configs import grpo_settings, quickstart_settings
+from tests.errors import rejects
+
+TASK = "recipes.quickstart.task"
+
+
+def evaluate(*models: Path, **options: Any) -> list[TaskResult]:
+    names = ("step", "output", "rows")
+    own = {name: options.pop(name) for name in names if name in options}
+    console = Console(file=StringIO(), width=200)
+    return evaluate_models([str(model) for model in models], EvaluationArguments(**options), console=console, **own)
+
+
+@pytest.fixture(scope="module")
+def run(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains two steps with a checkpoint of each. A named set is evaluated with sampled responses."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    settings = grpo_settings(
+        **quickstart_settings(task_folder, output, steps=2, batch_size=16, minibatch_size=16, evaluate_every=1)
+    )
+    settings["reward"] = {"function": f"{TASK}:score"}
+    sampled = {
+        "samples": 4,
+        "temperature": 1.0,
+        "pass_score": 0.2,
+        "extract_answer": "flowrl.rewards.final_number:extract_answer",
+    }
+    hard = {"files": task_folder / "test.jsonl", "rows": 12, "evaluation": sampled}
+    settings["data"] |= {"tests": {"hard": hard}}
+    settings |= {"rollout": {"max_response_tokens": 6}, "checkpoint": {"every": 1, "keep_last": 2}}
+    settings["recipe"] = "recipes.grpo.config:GRPOConfig"
+    train(GRPOConfig.model_validate(settings))
+    return output
+
+
+def recorded(run: Path, step: int) -> dict[str, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in lines if line["step"] == step)
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_the_numbers_are_those_of_the_run(run: Path, step: int | None) -> None:
+    plain, hard = evaluate(run, step=step)
+    expected = recorded(run, step or 2)
+    assert (plain.task, plain.num_prompts, hard.task, hard.num_prompts, hard.num_samples) == ("test", 8, "hard", 12, 4)
+    assert plain.score.value == expected["accuracy"] and hard.score.value == expected["accuracy/hard"]
+    assert plain.score.low == expected["evaluation/accuracy_low"]
+    assert hard.score.high == expected["evaluation/accuracy_high/hard"]
+    assert hard.metrics["evaluation/response_length"] == expected["evaluation/response_length/hard"]
+    for name in ("pass@4", "majority@4"):
+        assert hard.estimates[name].value == expected[f"accuracy_{name}/hard"]
+    assert hard.estimates["best@4"].value == pytest.approx(expected["accuracy_best@4/hard"], rel=1e-6)
+
+
+def test_models_are_compared_on_the_settings_of_the_run(run: Path, task_folder: Path, tmp_path: Path) -> None:
+    output, rows = tmp_path / "results.json", tmp_path / "rows.jsonl"
+    results = evaluate(task_folder / "model", run, output=output, rows=rows, limit=4)
+    assert [(own.task, own.model) for own in results] == [
+        ("test", "model"), ("test", "run"), ("hard", "model"), ("hard", "run")
+    ]  # fmt: skip
+    difference = results[3].difference
+    assert difference is not None
+    assert difference.value == pytest.approx(results[3].score.value - results[2].score.value, abs=1e-6)
+    saved = json.loads(output.read_text())
+    assert [model["name"] for model in saved["models"]] == ["model", "run"]
+    assert saved["models"][0]["weights"] != saved["models"][1]["weights"]
+    assert saved["inputs"][0]["data.test"]["bytes"] == (task_folder / "test.jsonl").stat().st_size
+    assert [len(row["scores"]) for row in saved["prompts"]["run"]["hard"]] == [4] * 4
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len(lines) == 2 * (4 + 4 * 4) and {line["task"] for line in lines} == {"test", "hard"}
+
+
+def test_a_model_without_a_run_is_evaluated_on_a_data_file(task_folder: Path) -> None:
+    task = [str(task_folder / "test.jsonl")]
+    (result,) = evaluate(task_folder / "model", tasks=task, reward=f"{TASK}:score", limit=5)
+    assert (result.task, result.num_prompts) == ("test", 5) and 0 <= result.score.value < 1
+
+
+def test_invalid_arguments_write_no_file(run: Path, task_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    with rejects("twice"):
+        evaluate(run, run, output=output)
+    with rejects("--output"):
+        evaluate(run, output=tmp_path)
+    with rejects("--rows"):
+        evaluate(run, rows=tmp_path / "none/rows.jsonl")
+    with rejects("step", "9"):
+        evaluate(run, output=output, step=9)
+    with rejects("data.tests.empty.0.path"):
+        (tmp_path / "empty.jsonl").touch()
+        evaluate(run, output=output, tasks=[str(tmp_path / "empty.jsonl")])
+    assert list(tmp_path.iterdir()) == [tmp_path / "empty.jsonl"]

@@ -1,0 +1,102 @@
+"""Compares hand-made scores of two models."""
+
+import json
+import math
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from flowrl.algorithms.evaluation_estimates import bootstrap_interval, paired_difference
+from flowrl.inference.evaluation.evaluation_table import render_results, write_results
+from flowrl.inference.evaluation.model_comparison import compare, prompt_records
+from flowrl.inference.evaluation.model_scores import TaskScores
+from flowrl.run.evaluation import PromptScores
+
+
+def scored(
+    rows: Sequence[Sequence[float]],
+    prompts: Sequence[str] | None = None,
+    sources: Sequence[str | None] | None = None,
+    answers: Sequence[Sequence[str | None]] | None = None,
+) -> TaskScores:
+    scores = PromptScores(torch.tensor(rows), list(range(len(rows))), sources or [None] * len(rows), answers)
+    metrics = {"accuracy": float(scores.scores_PN.mean()), "evaluation/response_length": 3.0}
+    return TaskScores(metrics, prompts or [f"prompt {i}" for i in range(len(rows))], scores, 1.0, [])
+
+
+WEAK = scored(
+    [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], answers=[["4", "5"], ["4", "4"], [None, "1"], ["1", "1"]]
+)
+STRONG = scored([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
+
+
+def test_values_intervals_and_differences_are_those_of_the_estimates() -> None:
+    first, second = compare({"weak": {"sums": WEAK}, "strong": {"sums": STRONG}})
+    assert (first.model, first.task, first.num_prompts, first.num_samples) == ("weak", "sums", 4, 2)
+    interval = bootstrap_interval(torch.tensor([0.0, 0.5, 0.0, 1.0]))
+    assert (first.score.value, first.score.low, first.score.high) == (0.375, interval.low, interval.high)
+    assert {name: own.value for name, own in first.estimates.items()} == {
+        "pass@1": 0.375,
+        "pass@2": 0.5,
+        "best@2": 0.5,
+        "majority@2": 0.375,  # the scores of prompt 1 are those of one answer
+    }
+    assert first.difference is None
+    assert second.difference == paired_difference(torch.tensor([0.5, 1, 0.5, 1]), torch.tensor([0.0, 0.5, 0.0, 1.0]))
+    assert "majority@2" not in second.estimates and second.metrics == {"evaluation/response_length": 3.0}
+
+
+def test_data_sources_have_their_own_intervals() -> None:
+    sources = ["a", "b", "a", "b"]
+    rows = [[0.0], [1.0], [1.0], [1.0]]
+    (result,) = compare({"model": {"sums": scored(rows, sources=sources)}})
+    assert {name: own.value for name, own in result.sources.items()} == {"a": 0.5, "b": 1.0}
+    assert result.sources["b"].low == 1.0
+
+
+def test_models_with_other_prompts_have_no_difference() -> None:
+    results = compare({"weak": {"sums": WEAK}, "other": {"sums": scored([[1.0]], prompts=["another"])}})
+    assert [result.difference for result in results] == [None, None]
+
+
+def test_scores_that_are_not_finite_have_a_value_only() -> None:
+    own = scored([[math.nan], [1.0]])
+    results = compare({"first": {"words": own}, "second": {"words": own}})
+    assert all(math.isnan(result.score.low) and result.difference is None for result in results)
+    assert "nan" in printed(results)
+
+
+def printed(results: Sequence) -> str:
+    console = Console(width=160, file=StringIO())
+    console.print(render_results(results))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_has_a_row_per_model_and_data_source() -> None:
+    weak, strong = scored([[0.0], [1.0]], sources=["a", "b"]), scored([[1.0], [1.0]], sources=["a", "b"])
+    lines = printed(compare({"weak": {"sums": weak}, "strong": {"sums": strong}})).splitlines()
+    rows = [line.split() for line in lines if "weak" in line or "strong" in line]
+    assert len(rows) == 6
+    assert {"sums", "weak", "2", "0.500"} <= set(rows[0]) and {"a", "0.000"} <= set(rows[1])
+    assert {"sums", "strong", "1.000", "+0.500"} <= set(rows[3])
+
+
+def test_the_file_has_all_numbers(tmp_path: Path) -> None:
+    results = compare({"weak": {"sums": WEAK}, "strong": {"sums": STRONG}})
+    path = tmp_path / "results.json"
+    write_results(path, results, {"prompts": {"weak": {"sums": prompt_records(WEAK)}}})
+    saved = json.loads(path.read_text())
+    assert saved["results"][1]["difference"]["value"] == pytest.approx(0.375)
+    assert saved["versions"].keys() >= {"python", "torch", "transformers"}
+    assert saved["prompts"]["weak"]["sums"][2] == {
+        "prompt_id": 2,
+        "prompt": "prompt 2",
+        "data_source": None,
+        "scores": [0.0, 0.0],
+        "answers": [None, "1"],
+    }
