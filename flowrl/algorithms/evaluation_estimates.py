@@ -158,7 +158,7 @@ def bootstrap_interval(
     """Returns the mean of the values of prompts, and its percentile interval of the bootstrap.
 
     The limits are order statistics of the resampled means, without interpolation. The interval has width 0 if all
-    values are equal, also if this is because there are few prompts.
+    values are equal, even by chance with few prompts.
 
     Args:
         values: [P], one value per prompt, such as the result of `mean_at_k`.
@@ -189,7 +189,7 @@ def paired_difference(
     """Returns the mean of `values` - `baseline` over the same prompts, and its percentile interval of the bootstrap.
 
     A resample draws prompts, with the values of both models. The p-value is 2 min(P(d <= 0), P(d >= 0)) over the
-    resampled differences d, where both counts and R are increased by 1, and at most 1.
+    resampled differences d, and at most 1. Both counts and R are increased by 1.
 
     Args:
         values: [P], one value per prompt.

@@ -129,7 +129,7 @@ def _add_chat(commands: Commands) -> None:
 
 
 _CHAT_SEQS = 16
-"""Concurrent responses of a chat. A smaller number needs as much memory."""
+"""Concurrent responses of a chat. A smaller number would not save memory."""
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -169,7 +169,7 @@ def _add_serve(commands: Commands) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, for this machine only")
     parser.add_argument("--port", type=_port, default=8000, help="default: 8000")
     parser.add_argument("--api-key", metavar="KEY", help="key that clients send; also read from VLLM_API_KEY")
-    parser.add_argument("--name", help="name of the model for clients; default: that of the folder")
+    parser.add_argument("--name", help="name of the model for clients; default: the name of the folder")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],

@@ -20,7 +20,7 @@ def add_report(commands: Commands) -> None:
         "--output",
         type=Path,
         metavar="FILE.html",
-        help="default: report.html in the folder of the run; of several runs, in the working folder",
+        help="default: report.html in the folder of the run, or in the working folder for several runs",
     )
     parser.set_defaults(run=_report)
 

@@ -79,8 +79,8 @@ class RolloutLogConfig(Config):
     """
 
     token_rows: NonNegativeInt = 4
-    """Number of training rows per saved step whose tokens are saved with their log-probabilities, advantages and other
-    values per token. They are selected at equal distances from the saved rows.
+    """Number of the saved training rows of a step that have values per token, such as log-probabilities and advantages.
+    They are at equal distances among the saved rows.
     """
 
     max_mb: PositiveFloat | None = 1000.0
@@ -177,8 +177,8 @@ class RunConfig(Config):
     """Health checks of each step, and their thresholds."""
 
     record: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
-    """Steps to record for `flowrl replay`, such as [7]. A recorded step also saves its batch, the state of every role
-    before the step, and the results of its calls, in `recorded/` of the output folder.
+    """Steps to record for `flowrl replay`, such as [7]. `recorded/` of the output folder then contains the batch of the
+    step, the state of every role before the step, and the results of the calls.
     """
 
     restarts: NonNegativeInt = 3
@@ -350,7 +350,7 @@ class DatasetConfig(RunConfig):
 
     @property
     def evaluates_responses(self) -> bool:
-        """Whether evaluations generate responses, so that sets can have own samples and an own temperature."""
+        """Whether evaluations generate responses, so that a set can have its own number of samples and temperature."""
         return False
 
     @model_validator(mode="after")

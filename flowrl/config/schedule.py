@@ -66,8 +66,8 @@ class AsyncSchedule(ScheduleConfig):
     """True: a replica loads new weights between two tokens of a response. False: it finishes its responses first."""
 
     concurrent_evaluation: bool = True
-    """True: one replica keeps the weights of a step and generates the responses of its evaluation, while training goes
-    on. False: training waits for evaluations, which all replicas generate.
+    """True: one replica keeps the weights of a step and generates the responses of its evaluation, while training
+    continues. False: training waits for evaluations, which all replicas generate.
     """
 
     @model_validator(mode="after")

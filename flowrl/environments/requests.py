@@ -45,7 +45,9 @@ class EnvironmentLimits:
     continues. fail: it ends the episode."""
 
     timeout_message: str = "The environment did not respond within {timeout_s:g} s."
-    """Its role is the first of the environment's `observation_roles`, otherwise `user`."""
+    """Content of the observation after a timeout. Its role is the first of the environment's `observation_roles`, or
+    `user` without them.
+    """
 
     max_timeouts: int = 3
     """Number of observed timeouts of an episode. The next one ends it."""
@@ -108,8 +110,8 @@ class Reply:
     """Description of the failure."""
 
     is_blameless: bool = False
-    """For `lost`: whether the episode cannot have ended its process. Another episode has, or no call of it was in
-    flight.
+    """For `lost`: whether the episode cannot have ended its process. For example, another episode ended it, or this
+    episode had no call in flight.
     """
 
     seconds: float = 0.0

@@ -216,7 +216,8 @@ class EnvironmentServer:
             if self._settings["on_timeout"] == "fail" or episode.num_timeouts > self._settings["max_timeouts"]:
                 raise
             text = self._settings["timeout_message"].replace("{timeout_s:g}", f"{self._timeout_s:g}")
-            # The chat template is checked with these roles only, and may rewrite earlier turns for others.
+            # The chat template is checked with these roles only, and may rewrite earlier turns before messages of other
+            # roles.
             role = next(iter(getattr(episode.environment, "observation_roles", ())), "user")
             messages = [{"role": role, "content": text}]
             return {"messages": messages, "info": {"reason": "timeout", "counts": {"timeout": 1}}}

@@ -38,7 +38,7 @@ class Measurement:
 
     value: float
     observation: str
-    """What is out of range, with its value, as the beginning of a message."""
+    """Start of the message: the measured quantity with its value."""
     role: str = "actor"
     """Trained role that the value belongs to."""
 
@@ -56,11 +56,11 @@ class Check:
     meaning: str
     """Likely cause, as a clause."""
     remedy: str
-    """What to change. Empty for `logprob_gap`, whose causes depend on the run."""
+    """Remedy. Empty for `logprob_gap`, whose causes depend on the run."""
     settings: tuple[str, ...]
     """Settings to change. A finding names the first that the run has. `ROLE` stands for the trained role."""
     is_lower_bound: bool = False
-    """Whether values below the threshold are findings; otherwise those above it."""
+    """True: values below the threshold are findings. False: values above it are findings."""
 
     def setting(self, measurement: Measurement, facts: RunFacts) -> str:
         """Returns the setting to change first."""
@@ -79,8 +79,8 @@ _IMPROVES_BY_FALLING = {"validation_loss"}
 def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest relative fall of a held-out metric, if its training metric has improved since its best value.
 
-    Two evaluations in a row must be worse than the best value, which itself must be confirmed by a second evaluation
-    if there is one. With a single evaluation after the best one, half of its fall counts.
+    The smaller fall of the last two evaluations counts. An adjacent evaluation must confirm the best value, unless it
+    is the only earlier one. With a single evaluation after the best one, half of its fall counts.
     """
     if not window.is_evaluated:
         return None
@@ -114,7 +114,7 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
 
 
 def _best(points: list[EvaluationPoint], sign: int) -> EvaluationPoint:
-    """Returns the best point that the evaluation before or after it confirms, or the only point."""
+    """Returns the best point that an adjacent evaluation confirms. Returns a single point unconfirmed."""
     if len(points) == 1:
         return points[0]
     confirmed = (min(pair, key=lambda point: sign * point.value) for pair in pairwise(points))
@@ -301,7 +301,7 @@ def measure_idle_devices(window: StepWindow, facts: RunFacts) -> Measurement | N
             max(0.0, 1 - sum(1 - record.get(f"idle_{role}", 1.0) for role in roles))
             for record in records[-window.steps :]
         )
-        observation = f"a device of pool {pool} ({', '.join(roles)}) is idle in {idle:.0%} of the time"
+        observation = f"a device of pool {pool} ({', '.join(roles)}) is idle for {idle:.0%} of the time"
         found.append(Measurement(idle, observation))
     return max(found, key=lambda measurement: measurement.value, default=None)
 

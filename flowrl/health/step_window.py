@@ -14,7 +14,7 @@ MAX_EVALUATIONS = 100
 """Number of last evaluations in a window."""
 
 NUM_BEFORE = 4
-"""A window has the records of this many times `steps`."""
+"""Number of records in a window, as a multiple of `steps`."""
 
 
 @dataclass(frozen=True)

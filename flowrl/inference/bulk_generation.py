@@ -144,7 +144,7 @@ def reward_columns(conversation: Conversation) -> Mapping[str, Any]:
 
 
 def describe_inputs(source: ModelSource, prompts: Sequence[PromptRow]) -> Mapping[str, str]:
-    """Returns checksums of the model and of the prompts, by which a resumed program detects other inputs."""
+    """Returns checksums of the model and of the prompts, by which a resumed program detects changed inputs."""
     return {
         "the checksum of the model": _model_checksum(source),
         "the checksum of the prompts": _prompt_checksum(prompts),

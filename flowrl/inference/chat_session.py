@@ -69,7 +69,7 @@ class ChatSession:
         return self._turns.pop().prompt if self._turns else None
 
     def copy_turns(self, other: "ChatSession") -> None:
-        """Takes the turns of another conversation. Their tokens are those of another model, so they are not kept."""
+        """Copies the turns of another conversation, without their tokens, which are those of another model."""
         self._turns, self._keeps_tokens = list(other.turns), False
 
     def answer(

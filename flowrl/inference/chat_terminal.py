@@ -21,7 +21,7 @@ from flowrl.inference.chat_session import ChatSession
 HELP = """\
 /system TEXT        set the system message; without TEXT, remove it
 /temperature T      set the temperature; 0 is greedy
-/compare MODEL      also answer with another model, side by side; without MODEL, stop that
+/compare MODEL      also answer with another model, side by side; without MODEL, stop
 /retry              generate the last answer again, with other random numbers
 /undo               remove the last message and its answer
 /reset              remove all messages

@@ -28,7 +28,7 @@ API_KEY = "VLLM_API_KEY"
 """Environment variable of the key, which the command line of the server would show to other users."""
 
 _END_TIMEOUT_S = 30.0
-"""Seconds that the server has to end before it is killed."""
+"""Seconds within which the server must end. After them, it is killed."""
 
 _PROGRAM = (
     "import ctypes, os, signal, sys\n"

@@ -145,8 +145,8 @@ def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
     """Returns the model with the weights of an adapter, in a temporary folder."""
     if not (adapter / _ADAPTER_SETTINGS).is_file():
         raise ModelSourceError(
-            f"adapter {adapter} has no {_ADAPTER_SETTINGS}: pass a folder in the format of peft, such as one of "
-            f"`flowrl export --adapter`"
+            f"adapter {adapter} has no {_ADAPTER_SETTINGS}: pass a folder in the format of peft, such as the output "
+            f"of `flowrl export --adapter`"
         )
     path = _temporary_folder() / adapter.resolve().name
     model = merge_adapter(load_policy(source.model_config(stored_dtype(source.path))), adapter)

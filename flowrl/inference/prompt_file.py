@@ -18,7 +18,7 @@ STDIN = "-"
 """Name of standard input."""
 
 _TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
-"""Ends of the names of files that are not lines of text."""
+"""Suffixes of the names of files that are not lines of text."""
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ class StopStrings:
         self._num_recent = _MAX_BYTES * max(map(len, self._texts), default=0) + _SPARE_TOKENS
         ends = (chat.decode(ids) for ids in chat.stop_ids if len(ids) > 1)
         self._held = (*self._texts, *(text for text in ends if text))
-        """Texts that are not part of a response, whose start is not settled text."""
+        """Texts that end a response. A prefix of one of them at the end of the text is not settled."""
         special = [token for token in map(str, chat.tokenizer.all_special_tokens) if token]
         self._has_special = any(token in text for text in self._texts for token in special)
 
     def find(self, token_ids: Sequence[int]) -> FoundStop | None:
         """Returns the first stop string in the text of the tokens, or None.
 
-        Of several strings that are complete with the same token, the one that begins first is the first.
+        If the same token completes several strings, returns the string that begins first.
         """
         if not self._texts or not self._contains(self._decode(token_ids)):
             return None
@@ -75,5 +75,5 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that is a start of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

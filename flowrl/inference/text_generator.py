@@ -39,7 +39,7 @@ _STOP_CHECK_S = 0.2
 """Interval in which unfinished responses are searched for stop strings. It changes only the time of the search."""
 
 _STREAM_S = 0.02
-"""Interval of the pieces of a streamed response."""
+"""Interval between two states of a streamed response."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class GeneratedText:
 
     request: TextRequest
     token_ids: Sequence[int]
-    """Tokens with those that ended the response, up to the end of the first stop string."""
+    """Response tokens up to the end of the first stop string, including the tokens that ended the response."""
     text: str
     """Text without special tokens, without the end of the turn, and without the stop string."""
     finish_reason: Literal["stop", "length", "interrupted"]

@@ -51,7 +51,7 @@ COLUMNS: dict[str, str] = {
 """Columns of a row and their meanings. docs/generated_text.md contains the same table."""
 
 TOKEN_VALUES: dict[str, str] = {
-    "text": "decoded token; a character of several tokens is in the last one, and the others are empty",
+    "text": "decoded token; a character of several tokens is in the last of them, and the others are empty",
     "ids": "token id",
     "mask": "1 for a token that the policy sampled, 0 for a token of an environment",
     "logprobs": "log-probability under the trained weights, before the update (`old_logprobs`)",

@@ -268,13 +268,13 @@ def load_answer_function(name: str) -> Callable[[str], object]:
     except ImportNameError as error:
         raise RewardError(str(error)) from error
     if is_async(function):
-        raise RewardError(f"{name} is async, but an answer is extracted by a plain function: remove async")
+        raise RewardError(f"{name} is async, but evaluation.extract_answer needs a sync function: remove async")
     try:
         inspect.signature(function).bind("")
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"{name} cannot be called with the text of a response ({error}): write it as (response), and return the "
-            f"final answer as text, or None"
+            f"{name} cannot be called with the text of a response ({error}): give it one parameter, the response, and "
+            f"return the final answer as text, or None"
         ) from error
     return function
 
@@ -282,7 +282,7 @@ def load_answer_function(name: str) -> Callable[[str], object]:
 def extract_answers(name: str, responses: Iterable[str]) -> list[str | None]:
     """Returns the final answer of each response. An answer without visible characters is None.
 
-    Raises RewardError if the function raises an exception or returns something else than text or None.
+    Raises RewardError if the function raises an exception or returns a value that is neither text nor None.
     """
     function, answers = load_answer_function(name), []
     for response in responses:

@@ -182,14 +182,14 @@ class StepLog:
 
 
 class RecordQueue:
-    """Writes log records in the order of steps. A record waits for the evaluations of its step that run alongside
-    training, so that their metrics are in the record of the step whose weights they measure.
+    """Writes log records in the order of steps. A record waits for the evaluations of its step, so that it contains
+    their metrics. These evaluations may run alongside training.
     """
 
     def __init__(
         self, write: Callable[[int, Mapping[str, float]], None], finish: Callable[[int, Evaluation], None]
     ) -> None:
-        """`write` writes the record of a step. Before, `finish` receives the evaluations of this step."""
+        """`write` writes the record of a step. Before that, `finish` receives the evaluations of this step."""
         self._write, self._finish = write, finish
         self._records: deque[tuple[int, dict[str, float]]] = deque()
         self._pending: deque[tuple[int, PendingEvaluation]] = deque()

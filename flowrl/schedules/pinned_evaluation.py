@@ -48,7 +48,7 @@ class PinnedEvaluation:
         finish: Callable[[Batch], Batch],
         version: int,
     ) -> HeldOutResponses:
-        """Queues held-out prompts for a weight version, which is the newest one. Returns their coming responses.
+        """Queues held-out prompts for the newest weight version. Returns their pending responses.
 
         Waits until the requests of an earlier version are generated.
         """
@@ -63,7 +63,7 @@ class PinnedEvaluation:
         return request
 
     def add_snapshot(self, snapshot: WeightSnapshot) -> None:
-        """Adds the newest exported version, and keeps it if it is the pinned one."""
+        """Replaces the newest exported snapshot. Keeps the snapshot for the replica if its version is pinned."""
         self._newest = snapshot
         if snapshot.version == self.version:
             self._snapshot = snapshot

@@ -27,7 +27,7 @@ TRUNCATED = "reward_truncated"
 
 
 class HeldOutResponses:
-    """Held-out prompts whose responses a replica generates alongside training, and then their scores."""
+    """Held-out prompts, whose responses a replica generates alongside training. Their scoring follows."""
 
     def __init__(
         self, prompts: Batch, temperature: float, score: Sequence[str], finish: Callable[[Batch], Batch], calls: Calls
@@ -66,7 +66,7 @@ class GenerateAlongside(Protocol):
     def __call__(
         self, prompts: Batch, temperature: float, score: Sequence[str], finish: Callable[[Batch], Batch]
     ) -> HeldOutResponses | None:
-        """Returns the coming responses, or None if the recipe must call `rollout.generate`. Does not wait for them.
+        """Returns the pending responses, or None if the recipe must call `rollout.generate`. Does not wait for them.
 
         The arguments are those of `HeldOutResponses`.
         """

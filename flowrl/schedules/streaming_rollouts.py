@@ -420,8 +420,8 @@ class StreamingRollouts:
     ) -> HeldOutResponses | None:
         """Starts an evaluation of the newest weights on a pinned replica. See `GenerateAlongside`.
 
-        Returns None after the last step, because then all replicas are free, and for a transfer to all replicas at
-        once, because then no replica can keep older weights.
+        Returns None after the last step, because all replicas are then free. Also returns None for a transfer that
+        updates all replicas at once, because no replica can then keep older weights.
         """
         config, policy = self._context.config, self._policy
         schedule, sync = config.schedule, self._context.weight_sync

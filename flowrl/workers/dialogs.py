@@ -32,7 +32,7 @@ MAX_TOKENS = "max_tokens"
 """Reason and event of an episode that ended at `rollout.max_response_tokens`, before its environment ended it."""
 
 _MAX_BLAMELESS_RESTARTS = 100
-"""Limit of restarts after losses that an episode cannot have caused, for processes that end again and again."""
+"""Limit of restarts after losses that an episode cannot have caused. It ends episodes whose processes never survive."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Dialog:
     rewards: list[float] = field(default_factory=list)
     """Reward of each turn."""
     infos: list[Mapping[str, Any]] = field(default_factory=list)
-    """`Observation.info` of each turn, and one of this module if the length limit ended the episode."""
+    """`Observation.info` of each turn. If the length limit ended the episode, also an entry of this module."""
     seconds: float = 0.0
     """Total duration of the environment's calls."""
     num_restarts: int = 0
     num_blameless_restarts: int = 0
-    """Restarts after losses that the episode cannot have caused. They do not count in the limit of restarts."""
+    """Restarts after losses that the episode cannot have caused. They do not count toward the limit of restarts."""
     response: Response | None = None
     """Response that the environment has received last."""
 

@@ -222,8 +222,8 @@ class DataConfig(Config):
     """Evaluation data. Without it and `tests`, there is no evaluation."""
 
     tests: Mapping[str, _AnySet] = Field(default_factory=dict)
-    """Additional evaluation sets by name. A set is a path, a list of files, or a mapping with settings of its own, such
-    as `{easy: easy.jsonl, hard: {files: hard.jsonl, every: 50}}`. The names of their metrics end with `/NAME`.
+    """Additional evaluation sets by name. A set is a path, a list of files, or a mapping with its own settings, such as
+    `{easy: easy.jsonl, hard: {files: hard.jsonl, every: 50}}`. The names of their metrics end with `/NAME`.
     """
 
     max_prompt_tokens: PositiveInt

@@ -35,8 +35,8 @@ class HealthConfig(Config):
     """Thresholds of the health checks (docs/observability.md). Null disables a check. A finding changes no result."""
 
     steps: PositiveInt = 10
-    """Number of steps whose median most checks compare with their threshold. No check fires before it has the values of
-    so many steps, so that a single noisy step has no effect.
+    """Number of steps whose median most checks compare with their threshold. These checks need the values of this many
+    steps, so that a single noisy step has no effect.
     """
 
     held_out_fall: PositiveFloat | None = 0.2
@@ -52,7 +52,7 @@ class HealthConfig(Config):
 
     entropy_collapse: Share | None = 0.05
     """Smallest entropy of the policy, as a fraction of its entropy in the first steps. It does not apply to a policy
-    whose reward has reached its largest value.
+    whose reward has almost reached the largest reward so far.
     """
 
     kl_growth: PositiveFloat | None = 1.0
@@ -72,15 +72,15 @@ class HealthConfig(Config):
     """
 
     no_signal: Share | None = 0.9
-    """Share of groups whose scores are all equal, trained or dropped. It does not apply to a policy whose reward has
-    reached its largest value.
+    """Share of groups, trained or dropped, whose scores are all equal. It does not apply to a policy whose reward has
+    almost reached the largest reward so far.
     """
 
     stale_share: Share | None = 0.2
     """Share of the generated groups that are dropped because they are too stale."""
 
     idle_devices: Share | None = 0.8
-    """Share of the time in which a device runs no call."""
+    """Share of the time during which a device runs no call."""
 
     repetition: Share | None = 0.5
     """Share of n-grams of the responses that occur earlier in the same response."""
@@ -92,9 +92,9 @@ class HealthConfig(Config):
     """Share of steps with a skipped update."""
 
     record_on: HealthChecks = ()
-    """Names of checks after whose first finding the next step is recorded for `flowrl replay`."""
+    """Names of checks. After the first finding of each of them, the next step is recorded for `flowrl replay`."""
 
     stop_on: HealthChecks = ()
-    """Names of checks that end the run. It completes the current step, saves a checkpoint if `checkpoint.every` is set,
-    and exits with code 2.
+    """Names of checks whose findings end the run. The run then completes the current step, saves a checkpoint if
+    `checkpoint.every` is set, and exits with code 2.
     """

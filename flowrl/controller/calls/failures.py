@@ -105,11 +105,11 @@ class Deadlines:
         return overdue
 
     def restart_clocks(self, slots: Mapping[Slot, float], now_s: float) -> None:
-        """Restarts the clocks of the calls of all other processes than `slots`, because they may wait for these.
+        """Restarts the deadlines of calls to processes outside of `slots`, because these calls may wait for `slots`.
 
         Args:
-            slots: processes that are being replaced, with the times when they were lost. After `start_timeout_s`
-                seconds, the clocks run.
+            slots: processes that are being replaced, with the times when they were lost. `start_timeout_s` seconds
+                after a loss, the deadlines are no longer restarted.
         """
         for pool, rank in list(self._queues):
             record = self.get_current(pool, rank)

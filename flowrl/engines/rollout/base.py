@@ -82,7 +82,7 @@ class Request:
     caller passes the id to `abort` when no request follows."""
     max_tokens: int | None = None
     """Maximum number of tokens of the response with all segments. None is `max_response_tokens`, which it may not
-    exceed. Engines of users may ignore it."""
+    exceed. Custom engines may ignore it."""
     is_streamed: bool = False
     """Whether the caller reads the tokens before the request has finished (`PartialResponses`)."""
 
@@ -102,7 +102,7 @@ class Request:
         return len(self.context) - len(self.token_ids)
 
     def response_limit(self, max_response_tokens: int) -> int:
-        """Returns the maximum number of tokens of the response, given that of the settings."""
+        """Returns the maximum number of tokens of the response, given `max_response_tokens` of the settings."""
         return max_response_tokens if self.max_tokens is None else min(self.max_tokens, max_response_tokens)
 
 

@@ -11,13 +11,13 @@ from flowrl.report.rollout_log import Kind, RolloutLogError, Row, count_rows, re
 from flowrl.report.token_values import METRICS, ColorScale, available_metrics, color_scale, token_values
 
 MAX_ROWS = 20_000
-"""Largest number of rows of a run. Of more rows, evenly spaced steps are kept."""
+"""Largest number of rows of a run. If there are more, the rows of evenly spaced steps are kept."""
 
 MAX_CHARACTERS = 30_000_000
 """Largest number of characters of prompts and responses of a run. Longer texts are cut."""
 
 MAX_TOKENS = 400_000
-"""Largest number of tokens with values of a run. The rows of evenly spaced steps are kept."""
+"""Largest number of tokens with values of a run. If there are more, the rows of evenly spaced steps keep them."""
 
 _NUMBERS = (
     "step",

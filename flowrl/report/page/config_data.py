@@ -19,7 +19,7 @@ def flatten_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def compare_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns an entry per key of any config: `values` has the value of each config as text, None if it is absent.
 
-    `differs` is whether the configs have different values.
+    `differs` is true if the configs have different values.
     """
     flat = [flatten_settings(config) for config in configs]
     keys = dict.fromkeys(key for settings in flat for key in settings)

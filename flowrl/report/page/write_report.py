@@ -25,7 +25,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
     Args:
         folders: output folders of runs. Their order determines the colors of the runs.
-        output: HTML file. None selects `report.html` in the folder of the run; of several runs, in the working folder.
+        output: HTML file. None selects `report.html` in the folder of the run, or in the working folder for several
+            runs.
     Raises:
         UserError: a folder is not that of a run, a file of a run is corrupt, or the output cannot be written. Nothing
             is written then.

@@ -1,7 +1,7 @@
 """TensorBoard events of a run.
 
-torch's `SummaryWriter` is not used, because it writes on another thread: a full disk would print a traceback and raise
-an error without the name of the file.
+torch's `SummaryWriter` is not used, because it writes on another thread. With a full disk, it would print a traceback
+and raise an error without the name of the file.
 """
 
 import socket

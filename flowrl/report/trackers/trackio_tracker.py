@@ -48,4 +48,4 @@ class TrackioTracker:
         if self._is_open:
             self._is_open = False
             with redirect_stdout(io.StringIO()):
-                trackio.finish()  # unlike `Run.finish`, also forgets the run, which would end again at exit
+                trackio.finish()  # after `Run.finish`, trackio would end the run again at exit

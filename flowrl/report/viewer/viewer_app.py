@@ -119,7 +119,7 @@ class MainScreen(Screen[None]):
         self._filter_text, self._search_text = "", ""
         self._predicate: Callable[[Row], bool] = parse_filter("")
         self._question = ""
-        """What the input line asks for: `search` or `filter`."""
+        """Purpose of the input line: `search` or `filter`."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="heading", classes="heading", markup=False)

@@ -39,11 +39,10 @@ _logger = logging.getLogger(__name__)
 def read_prompts(config: RolloutRunConfig) -> tuple[PromptStream, dict[str, Batch]]:
     """Returns the training prompts, and the held-out prompts of each evaluation set by its name.
 
-    Raises DataError if a row or a setting is invalid, if a row lacks a column that the reward function requires, or if
-    a frozen policy has a different vocabulary from the actor, or if the chat template cannot continue a conversation
-    with the environment.
-    Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a file has no column for a parameter
-    with a default.
+    Raises DataError if a row or a setting is invalid, or if a row lacks a column that the reward function requires.
+    Also raises it if a frozen policy has a different vocabulary from the actor, or if the chat template cannot continue
+    a conversation with the environment. Warns if more than 1 % of a file's tokens are unknown to the tokenizer, or if a
+    file has no column for a parameter with a default.
     """
     tokenizer = _read_checked_tokenizer(config)
     reward, environment = config.reward_settings, config.rollout.environment

@@ -1,8 +1,9 @@
 """Reads the recorded steps of a run, in `RUN/recorded/step-000007/`.
 
 A recording has the format of a checkpoint: the states of roles and driver objects before the step, and a manifest with
-checksums, which is written last. It also has the config of the run, the batch (`batch.safetensors`), the columns that
-calls returned (`calls/`), and `step.json` with the calls, the metrics and the checksums of the states after the step.
+checksums. The manifest is written last. A recording also has the config of the run, the batch (`batch.safetensors`),
+and the columns that calls returned (`calls/`). `step.json` has the calls, the metrics and the checksums of the states
+after the step.
 """
 
 import json

@@ -48,8 +48,8 @@ def _checksum_worker(worker: Worker) -> Described:
 class StepRecorder:
     """Records the steps in `record`, and the steps that `request_next` requests.
 
-    A recording is complete when the metrics of its step are written. It adds calls to its own step only: blocking saves
-    of the states and of the batch before the step, and checksums of the states after it.
+    A recording is complete when the metrics of its step are written. A recording adds calls to its own step only. They
+    save the states and the batch before the step, which blocks, and compute checksums of the states after it.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, saver: Saver, last_step: int) -> None:

@@ -106,7 +106,7 @@ function mix(color, other, share) {
 /** Functions that fill sections with large data. They run after the page is shown. */
 const loaders = [];
 
-/** Calls `draw` when a canvas is in view and has changed: `changed()` says that it has. */
+/** Calls `draw` after each call of `changed()`, as soon as the canvas is in view. */
 class Drawing {
   constructor(canvas, draw) {
     this.draw = draw;

@@ -75,7 +75,7 @@ function runCard(run) {
 }
 
 function evaluationTable(runs) {
-  // The step is part of the heading if all values have the same one.
+  // The step is part of the heading if all values have the same step.
   const stepHead = (title, key) => {
     const steps = new Set(runs.flatMap((run) => run.evaluations.map((entry) => entry[key])));
     return [title, steps.size === 1 ? el("div", {}, `step ${[...steps][0]}`) : ""];

@@ -62,7 +62,7 @@ function forwardEdges(edges) {
   return isForward;
 }
 
-/** Returns the layer of each node: the next one after the last node whose results it reads. */
+/** Returns the layer of each node: the layer after the last node whose results it reads. */
 function layersOf(nodes, edges) {
   const layers = new Map(nodes.map((node) => [node.name, 0]));
   for (let changed = true; changed; ) {
