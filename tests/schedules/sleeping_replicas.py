@@ -99,6 +99,10 @@ class SleepingRollout(Worker):
         self._evaluation = None
         return _responses([(prompt, 0, version, self.version) for prompt in prompts], *COLUMNS)
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, memory=())
+    def count_waiting(self, samples: int) -> int:
+        return 0
+
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def abort(self, prompt_ids: Sequence[int]) -> None:
         self._todo = [each for each in self._todo if each[0] not in prompt_ids]
