@@ -108,8 +108,9 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     newest = checkpoints.newest()
     checkpoints.remove_unfinished()
     if newest is None:
-        # Without a checkpoint the run starts over, so the old TensorBoard events are removed.
-        shutil.rmtree(config.output / "tensorboard", ignore_errors=True)
+        # Without a checkpoint the run starts over, so the files of trackers are removed.
+        for tracker in ("tensorboard", "wandb", "trackio"):
+            shutil.rmtree(config.output / tracker, ignore_errors=True)
         return None
     if isinstance(config, RolloutRunConfig) and newest.manifest.format < ROWS_FORMAT:
         raise CheckpointError(

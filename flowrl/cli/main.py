@@ -3,6 +3,9 @@
 import argparse
 import importlib
 import math
+import os
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -85,7 +88,8 @@ def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and returns its exit code. Prints errors to stderr without the driver's traceback.
 
     Exit codes: 0 if the program succeeds or its run is already complete, 1 if a worker or a check fails, 2 after a
-    `UserError` or if the disk is full, and 130 or 143 after SIGINT or SIGTERM. Other exceptions are bugs and propagate.
+    `UserError` or if the disk is full, 130 or 143 after SIGINT or SIGTERM, and 141 if the reader of the output, such as
+    `head`, has ended. Other exceptions are bugs and propagate.
     """
     try:
         with raise_on_sigterm():
@@ -104,6 +108,9 @@ def exit_code(program: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except BrokenPipeError:  # the reader of the output has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest of its buffer at exit
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if not is_disk_full(error):
             raise
@@ -322,7 +329,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     # imported here, because only commands that load a model need torch
     from flowrl.inference.checkpoint_export import export_checkpoint, export_saved_model  # noqa: PLC0415
-    from flowrl.inference.model_card import saved_step, write_model_card  # noqa: PLC0415
+    from flowrl.inference.model_card import saved_role, saved_step, write_model_card  # noqa: PLC0415
 
     if not is_from_checkpoint:
         step = saved_step(run_folder)
@@ -330,9 +337,13 @@ def _export(arguments: argparse.Namespace) -> None:
     if is_from_checkpoint:
         role = export_checkpoint(checkpoint, output, role=role, only_adapter=arguments.adapter)
     else:
-        role = "actor"
+        role = saved_role(run_folder)
         export_saved_model(run_folder, output)
-    write_model_card(output, run_folder, step=step, role=role, is_adapter=arguments.adapter)
+    try:
+        write_model_card(output, run_folder, step=step, role=role, is_adapter=arguments.adapter)
+    except BaseException:  # otherwise, an incomplete folder would block the next attempt
+        shutil.rmtree(output, ignore_errors=True)
+        raise
     sys.stdout.write(f"{output}: the {content} of {role} after step {step}, with a model card (README.md)\n")
 
 

@@ -90,6 +90,11 @@ def create_environment(name: str, options: Mapping[str, Any]) -> Any:  # Any: a 
             f"{name} has no method {' and '.join(missing)}: name a class with the methods of "
             f"flowrl.environments.base.Environment"
         )
+    roles = getattr(environment, "observation_roles", ())
+    if isinstance(roles, str) or not all(isinstance(role, str) for role in roles):
+        raise EnvironmentLoadError(
+            f"{name}.observation_roles is {roles!r}, but must be a sequence of roles, such as ('tool',)"
+        )
     return environment
 
 

@@ -13,6 +13,7 @@ import torch
 
 from flowrl.algorithms.best_of_n import best_of_n
 from flowrl.checkpoints.inputs import combined_checksum
+from flowrl.config import UserError
 from flowrl.data.messages import Conversation
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.prompt_file import PromptRow
@@ -112,6 +113,9 @@ def generate_best(
 def _select_best(rows: Sequence[tuple[GeneratedText, Future[float]]]) -> tuple[GeneratedText, float]:
     ordered = sorted(((text, score.result()) for text, score in rows), key=lambda row: row[0].request.sample)
     scores = torch.tensor([score for _, score in ordered], dtype=torch.float64)
+    if scores.isnan().any():
+        index = ordered[0][0].request.index
+        raise UserError(f"--reward gave NaN for a response to prompt {index}: correct the reward, or use another one")
     return ordered[int(best_of_n(scores, torch.zeros(len(ordered), dtype=torch.int64)))]
 
 

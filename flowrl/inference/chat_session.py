@@ -34,8 +34,8 @@ class ChatSession:
         generator.chat.check_chat_template()
         self._system = system
         self._turns: list[Turn] = []
-        self._keeps_tokens = True
-        """Whether the next prompt continues the tokens of the last turn."""
+        self._num_outdated = 0
+        """Number of turns whose tokens are of another system message or another model."""
         self.rewrites_turns = False
         """Whether the chat template changes earlier turns, so that each prompt is tokenized again."""
 
@@ -58,19 +58,25 @@ class ChatSession:
     @system.setter
     def system(self, text: str | None) -> None:
         """Sets the system message, also for the turns so far, which are then tokenized again."""
-        self._system, self._keeps_tokens = text, False
+        self._system, self._num_outdated = text, len(self._turns)
 
     def reset(self) -> None:
         """Drops all turns."""
         self._turns.clear()
+        self._num_outdated = 0
 
     def undo(self) -> str | None:
         """Drops the last turn and returns its prompt, or None if there are no turns."""
-        return self._turns.pop().prompt if self._turns else None
+        if not self._turns:
+            return None
+        dropped = self._turns.pop()
+        self._num_outdated = min(self._num_outdated, len(self._turns))
+        return dropped.prompt
 
     def copy_turns(self, other: "ChatSession") -> None:
         """Copies the turns of another conversation, without their tokens, which are those of another model."""
-        self._turns, self._keeps_tokens = list(other.turns), False
+        self._turns = list(other.turns)
+        self._num_outdated = len(self._turns)
 
     def answer(
         self, prompt: str, *, sample: int = 0, is_interrupted: Callable[[], bool] = lambda: False
@@ -103,7 +109,6 @@ class ChatSession:
         for state in states:
             if state.result is not None:
                 self._turns.append(Turn(prompt, ids, state.result))
-                self._keeps_tokens = True
             yield state
 
     def is_full(self) -> bool:
@@ -113,7 +118,7 @@ class ChatSession:
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
         chat, message = self.generator.chat, Message("user", prompt)
-        if self._turns and self._keeps_tokens and not self.rewrites_turns:
+        if len(self._turns) > self._num_outdated and not self.rewrites_turns:
             last = self._turns[-1]
             turns = [{"role": turn.role, "content": turn.content} for turn in self.messages[:-1]]
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoints.run_folder import RunFolder
-from flowrl.checkpoints.system_info import read_system
+from flowrl.checkpoints.system_info import SYSTEM_FILE, read_system
 from flowrl.health import read_findings
 from flowrl.health.findings import FILE
 from flowrl.report.page.config_data import flatten_settings
@@ -45,9 +45,11 @@ def write_model_card(folder: Path, run_folder: Path, *, step: int, role: str, is
     files.mkdir()
     (files / "config.yaml").write_bytes(run.config.read_bytes())
     (files / "metrics.jsonl").write_text("".join(json.dumps(_as_json(record)) + "\n" for record in records))
-    for path in (run.inputs, run.path / "system.json"):
-        if path.is_file():
-            (files / path.name).write_bytes(path.read_bytes())
+    if run.inputs.is_file():
+        (files / run.inputs.name).write_bytes(run.inputs.read_bytes())
+    if (system := read_system(run_folder)) is not None:  # without the command line, which may contain secrets
+        shared = {name: system[name] for name in ("versions", "machine") if name in system}
+        (files / SYSTEM_FILE).write_text(json.dumps(shared, indent=2))
     has_curves = any(record["step"] for record in records)
     if has_curves:
         draw_curves(records, files / "curves.png")
@@ -165,3 +167,10 @@ def saved_step(run_folder: Path) -> int:
     """Returns the step of the model that a run has saved in `model/`: the last step in its metrics."""
     records = read_metrics(RunFolder(run_folder).metrics)
     return int(records[-1]["step"]) if records else 0
+
+
+def saved_role(run_folder: Path) -> str:
+    """Returns the role of the model that a run has saved in `model/`: the actor, or the only trained role."""
+    settings = read_config(run_folder)
+    trained = [name for name, value in settings.items() if isinstance(value, Mapping) and "optimizer" in value]
+    return "actor" if "actor" in trained or len(trained) != 1 else trained[0]

@@ -245,9 +245,11 @@ _EVALUATED = ("prompt_id", "response", "rewards", "score")
 def _different_rows(
     stage: CallStage, kind: Kind, first: list[Row], second: list[Row], is_same: Same
 ) -> list[tuple[str, Any, Any]]:
-    """Returns the values of the first row that differ."""
+    """Returns the values of the first row that differ. Runs may have saved different rows of a batch."""
     names = _EVALUATED if kind == "evaluation" else stage.row_columns
-    for one, other in zip(first, second, strict=False):
+    others = {row["row"]: row for row in second}
+    for one in (row for row in first if row["row"] in others):
+        other = others[one["row"]]
         values = [
             (f"{kind} row {one['row']}, {name}", one.get(name), other.get(name))
             for name in names
@@ -261,7 +263,7 @@ def _different_rows(
                 values.append((f"{kind} row {one['row']}, {name} of token {index}", *pairs[index]))
         if values:
             return values
-    if stage.row_columns[:1] == ("prompt_id",) and len(first) != len(second):
+    if kind == "evaluation" and len(first) != len(second):  # evaluations save all their rows
         return [(f"number of {kind} rows", len(first), len(second))]
     return []
 

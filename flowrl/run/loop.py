@@ -297,7 +297,7 @@ class Run:
 
     def _steps(self) -> Iterator[int]:
         if initial := self._log.pop_initial():
-            self._metrics.write(0, initial)
+            self._write_metrics(0, initial)
         self._is_in_loop = True
         try:
             while self.step < self.config.steps:

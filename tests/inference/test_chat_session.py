@@ -69,6 +69,18 @@ def test_a_system_message_applies_to_the_turns_so_far(model: Path) -> None:
     assert list(session.turns[1].context_ids) == session.generator.chat.encode(text)
 
 
+def test_a_turn_before_another_system_message_is_tokenized_again_after_undo(model: Path) -> None:
+    """The turn that was generated with the new system message is dropped, so that an outdated turn is the last one."""
+    session = open_session(model, system="A")
+    say(session, "one")
+    session.system = "B"
+    say(session, "two")
+    assert session.undo() == "two"
+    say(session, "three")
+    start = session.generator.chat.encode("[s]B<end>[u]one<end>[a]")
+    assert list(session.turns[1].context_ids[: len(start)]) == start
+
+
 def test_undo_and_another_sample_give_another_answer(model: Path) -> None:
     session = open_session(model)
     answer = say(session, "one")

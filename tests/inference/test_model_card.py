@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def test_an_exported_checkpoint_has_a_card_and_the_files_of_its_training(run_fol
     (inputs,) = [json.loads((run_folder / "inputs.json").read_text())]
     assert inputs and all(f"{value['crc32']:08x}" in card.text for value in inputs.values())
     assert "step 1" in card.text and "torch 2." in card.text
+    assert "command" not in json.loads((output / TRAINING / "system.json").read_text())
+
+
+def test_a_card_that_cannot_be_written_leaves_no_folder(run_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    (run / "metrics.jsonl").write_text("corrupt\n{}\n")
+    assert main(["export", str(run), "--output", str(tmp_path / "hub")]) == 2
+    assert not (tmp_path / "hub").exists()
 
 
 def test_a_run_without_checkpoints_exports_its_saved_model(run_folder: Path, tmp_path: Path) -> None:

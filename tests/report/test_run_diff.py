@@ -108,6 +108,14 @@ def test_metrics_name_the_first_call_without_saved_rows(pair: tuple[Path, Path])
     assert [name for name, *_ in diff.results] == ["reward", "actor/loss"]
 
 
+def test_runs_that_saved_different_rows_are_compared_by_their_common_rows(pair: tuple[Path, Path]) -> None:
+    first, second = pair
+    path = second / "rollouts/training-000002.jsonl"
+    row = json.loads(path.read_text())
+    path.write_text("".join(json.dumps(line) + "\n" for line in (row | {"row": 5, "prompt_id": 9}, row)))
+    assert compare_runs(first, second).is_equal
+
+
 def test_a_tolerance_ignores_rounding(pair: tuple[Path, Path]) -> None:
     first, second = pair
     edit(second / "metrics.jsonl", lambda record: record.update({"actor/loss": 0.5 + 1e-7}), line=1)
@@ -137,14 +145,18 @@ def test_what_cannot_be_compared_is_stated(pair: tuple[Path, Path]) -> None:
 
 
 def test_real_runs_are_equal_or_diverge(config: Callable[..., EchoConfig], tmp_path: Path) -> None:
-    runs = [config(output=tmp_path / name, batch_size=size) for name, size in (("a", 4), ("b", 4), ("c", 8))]
+    data = config().data
+    reversed_file = tmp_path / "reversed.jsonl"
+    reversed_file.write_text("\n".join(reversed(Path(str(data.train)).read_text().splitlines())) + "\n")
+    other_data = data.model_copy(update={"train": reversed_file})
+    runs = [config(output=tmp_path / name, data=own) for name, own in (("a", data), ("b", data), ("c", other_data))]
     for settings in runs:
         train(settings)
     first, second, other = (settings.output for settings in runs)
     assert compare_runs(first, second).is_equal
     diff = compare_runs(first, other)
-    assert diff.settings == [("batch_size", "4", "8")] and diff.divergence is not None
-    assert diff.divergence.call == "the order of prompts"
+    assert [name for name, *_ in diff.settings] == ["data.train"] == [name for name, *_ in diff.inputs]
+    assert diff.divergence is not None and diff.divergence.call == "the order of prompts"
 
 
 def test_the_command_prints_the_divergence_and_sets_its_exit_code(

@@ -26,24 +26,26 @@ def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str],
     """Returns the trackers of a run. Errors of wandb and trackio are reported by `notify` and do not end the run."""
     trackers: list[Tracker] = []
     if config.tensorboard:
-        from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker  # noqa: PLC0415 (tensorboard, if used)
+        from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker  # noqa: PLC0415 (if used)
 
         trackers.append(TensorBoardTracker(run))
     for tracker in config.trackers:
-        trackers.append(OptionalTracker(tracker.kind, _open(tracker, run), notify))
+        try:
+            trackers.append(OptionalTracker(tracker.kind, _open(tracker, run), notify))
+        except Exception as error:  # noqa: BLE001 (code of another project, whose results the run does not need)
+            notify(
+                f"{tracker.kind} receives no metrics, because it cannot open the run "
+                f"({type(error).__name__}: {error}); metrics.jsonl is complete"
+            )
     return trackers
 
 
 def _open(config: WandbConfig | TrackioConfig, run: TrackedRun) -> Tracker:
-    """Connects to a tracker. Raises ConfigError if it rejects the run."""
+    """Connects to a tracker."""
     if isinstance(config, WandbConfig):
-        from flowrl.report.trackers.wandb_tracker import WandbTracker as Opened  # noqa: PLC0415 (wandb, if it is used)
-    else:
-        from flowrl.report.trackers.trackio_tracker import TrackioTracker as Opened  # noqa: PLC0415 (trackio, if used)
-    try:
-        return Opened(config, run)  # pyright: ignore[reportArgumentType] (each class has its own settings)
-    except Exception as error:
-        raise ConfigError(
-            f"report.trackers: {config.kind} cannot open the run ({type(error).__name__}: {error}): correct its "
-            "settings, or remove it"
-        ) from error
+        from flowrl.report.trackers.wandb_tracker import WandbTracker  # noqa: PLC0415 (wandb, if it is used)
+
+        return WandbTracker(config, run)
+    from flowrl.report.trackers.trackio_tracker import TrackioTracker  # noqa: PLC0415 (trackio, if it is used)
+
+    return TrackioTracker(config, run)

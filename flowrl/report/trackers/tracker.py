@@ -1,5 +1,6 @@
 """The interface of trackers."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,3 +86,14 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
                                  if name not in TABLE_COLUMNS)]  # fmt: skip
     values = [own | {name: row.get(name) for name in TABLE_COLUMNS} for row, own in zip(rows, scores, strict=True)]
     return columns, [[row.get(name) for name in columns] for row in values]
+
+
+def stored_id(folder: Path) -> str:
+    """Returns the id of a run in a tracker. The file `run_id` in `folder` stores it for a resume."""
+    path = folder / "run_id"
+    if path.is_file():
+        return path.read_text().strip()
+    folder.mkdir(parents=True, exist_ok=True)
+    run_id = secrets.token_hex(8)
+    path.write_text(run_id)
+    return run_id

@@ -10,7 +10,7 @@ import trackio
 from flowrl.config.monitoring.tracker_settings import TrackioConfig
 from flowrl.data.metric import finite
 from flowrl.report.rollout_log import Kind, Row
-from flowrl.report.trackers.tracker import TrackedRun, table_rows
+from flowrl.report.trackers.tracker import TrackedRun, stored_id, table_rows
 
 
 class TrackioTracker:
@@ -23,7 +23,8 @@ class TrackioTracker:
         with redirect_stdout(io.StringIO()):  # trackio prints instructions
             self._run = trackio.init(
                 project=config.project,
-                name=config.name or run.folder.resolve().name,
+                # Runs in different folders may have the same name, and a resume continues the run with its name.
+                name=f"{config.name or run.folder.resolve().name}-{stored_id(run.folder / 'trackio')[:4]}",
                 space_id=config.space_id,
                 config=finite(run.settings),
                 resume="never" if run.last_step < 0 else "allow",

@@ -1,10 +1,8 @@
 """Weights & Biases as a tracker (package wandb)."""
 
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from netrc import NetrcParseError, netrc
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +11,7 @@ import wandb
 from flowrl.config import ConfigError
 from flowrl.config.monitoring.tracker_settings import WandbConfig
 from flowrl.report.rollout_log import Kind, Row
-from flowrl.report.trackers.tracker import TrackedRun, table_rows
+from flowrl.report.trackers.tracker import TrackedRun, stored_id, table_rows
 
 _STEP = "step"
 _CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -48,7 +46,7 @@ class WandbTracker:
             entity=config.entity,
             group=config.group,
             name=config.name or run.folder.resolve().name,
-            id=_run_id(run.folder / "wandb" / "run_id"),
+            id=stored_id(run.folder / "wandb"),
             dir=run.folder,
             config=dict(run.settings),
             mode=config.mode,
@@ -77,13 +75,3 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish(exit_code=0 if self._is_finished else 1)
-
-
-def _run_id(path: Path) -> str:
-    """Returns the id of the run in wandb, which a file of the run's folder stores for a resume."""
-    if path.is_file():
-        return path.read_text().strip()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    run_id = secrets.token_hex(8)
-    path.write_text(run_id)
-    return run_id
