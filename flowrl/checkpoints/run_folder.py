@@ -56,7 +56,8 @@ class RunFolder:
     def reopen(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
         """Writes `config.yaml` and `system.json` into the folder of a run that resumes.
 
-        Raises RunFolderError if it is not writable.
+        Removes `model/` of an earlier end of the run, because the weights of later checkpoints are newer. Raises
+        RunFolderError if the folder is not writable.
         """
         folder = Path(path)
         text = yaml.safe_dump(dict(resolved_config), sort_keys=False, allow_unicode=True)
@@ -65,6 +66,7 @@ class RunFolder:
             with replacing(folder / "config.yaml") as temporary:
                 temporary.write_text(text, encoding="utf-8")
             write_json(folder / SYSTEM_FILE, describe_system())
+            shutil.rmtree(cls(folder).model, ignore_errors=True)
         except OSError as error:
             raise _write_error(folder, error) from error
         return cls(folder)

@@ -13,7 +13,7 @@ from flowrl.config import UserError
 from flowrl.report.page.config_data import compare_settings
 from flowrl.report.page.curve_data import Record, read_metrics
 from flowrl.report.page.run_data import read_config
-from flowrl.report.rollout_log import Kind, Row, read_rows, saved_steps
+from flowrl.report.rollout_log import Kind, RolloutLogError, Row, read_rows, saved_steps
 
 _IGNORED_SETTINGS = ("output", "resume")
 """Settings that do not change results."""
@@ -211,8 +211,14 @@ def _find_divergence(
     saved = {kind: _steps_of_rows(folders, kind) for kind in kinds}
     for step in steps:
         differences = _different_metrics(records[0][step], records[1][step], is_same) if step == first_metrics else []
-        rows = [(kind, *(read_rows(folder.rollouts, kind, step) for folder in folders)) for kind in kinds
-                if step in saved[kind]]  # fmt: skip
+        rows = []
+        for kind in (kind for kind in kinds if step in saved[kind]):
+            try:
+                rows.append((kind, *(read_rows(folder.rollouts, kind, step) for folder in folders)))
+            except RolloutLogError:
+                if step in _steps_of_rows(folders, kind):
+                    raise
+                # `max_mb` has removed the rows while a run is active
         if (found := _first_call(differences, rows, is_same)) is not None:
             call, values = found
             return Divergence(step, call, values)

@@ -1,6 +1,7 @@
 """Reads the saved rows of a run that may still be active, one shard at a time."""
 
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ class TextStore:
         self._folder = RunFolder(run_folder).rollouts
         self._cache: OrderedDict[Shard, tuple[int, list[Row]]] = OrderedDict()
         """Shard -> time of its last change, and its rows."""
+        self._lock = threading.Lock()  # the viewer loads several shards at the same time
 
     def shards(self) -> list[Shard]:
         """Returns the shards in the order of their steps. The evaluation of a step follows its training rows."""
@@ -47,13 +49,16 @@ class TextStore:
     def load(self, shard: Shard) -> list[Row]:
         """Returns the rows of a shard. Raises RolloutLogError if it has been removed or is corrupt."""
         changed_ns = self.changed_ns(shard)
-        if shard in self._cache and self._cache[shard][0] == changed_ns:
+        with self._lock:
+            cached = self._cache.get(shard)
+        if cached is None or cached[0] != changed_ns:
+            cached = changed_ns, read_rows(self._folder, shard.kind, shard.step)
+        with self._lock:
+            self._cache[shard] = cached
             self._cache.move_to_end(shard)
-        else:
-            self._cache[shard] = changed_ns, read_rows(self._folder, shard.kind, shard.step)
-        while len(self._cache) > _NUM_CACHED:
-            self._cache.popitem(last=False)
-        return self._cache[shard][1]
+            while len(self._cache) > _NUM_CACHED:
+                self._cache.popitem(last=False)
+        return cached[1]
 
     def rows_of_prompt(self, row: Row) -> Iterator[Row]:
         """Yields the rows of all steps that have the prompt of a row, in the order of their steps.

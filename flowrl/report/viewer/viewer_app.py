@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import Footer, Input, Static
+from textual.worker import get_current_worker
 
 from flowrl.report.rollout_log import Kind, RolloutLogError, Row
 from flowrl.report.rollout_text import find_rollouts
@@ -177,13 +178,15 @@ class MainScreen(Screen[None]):
 
     @work(thread=True, exclusive=True)
     def _load(self, shard: Shard) -> None:
+        worker = get_current_worker()
         changed_ns = self._store.changed_ns(shard)
         try:
             rows = self._store.load(shard)
         except RolloutLogError as error:
             self.app.call_from_thread(self.notify, str(error), severity="error", markup=False)
             return
-        self.app.call_from_thread(self._show_step, shard, rows, changed_ns)
+        if not worker.is_cancelled:  # otherwise, a step that was selected later is shown
+            self.app.call_from_thread(self._show_step, shard, rows, changed_ns)
 
     def _show_step(self, shard: Shard, rows: list[Row], changed_ns: int) -> None:
         is_same = shard == self._shard
