@@ -41,7 +41,7 @@ def test_options_are_arguments_of_the_class() -> None:
         (TOOLS, {"tools": [], "num_turns": 3}, ("ToolEnvironment", "num_turns")),
         (TOOLS, {"tools": [], "max_turns": 0}, ("ToolEnvironment", "max_turns")),
         ("tests.environments.test_base:WithoutClose", {}, ("close",)),
-        ("tests.environments.test_base:OneRole", {}, ("OneRole", "observation_roles", "tool")),
+        ("tests.environments.test_base:OneRole", {}, ("tool", "roles")),
     ],
 )
 def test_an_environment_that_cannot_be_created_is_named(

@@ -66,9 +66,9 @@ def test_the_card_of_an_adapter_is_for_peft(lora_folder: Path, tmp_path: Path) -
 
 def test_evaluations_have_their_intervals() -> None:
     records = [
-        {"step": 0, "accuracy": 0.25, "accuracy_low": 0.2, "accuracy_high": 0.3},
+        {"step": 0, "accuracy": 0.25, "evaluation/accuracy_low": 0.2, "evaluation/accuracy_high": 0.3},
         {"step": 4, "reward": math.nan},
-        {"step": 5, "accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6},
+        {"step": 5, "accuracy": 0.5, "evaluation/accuracy_low": 0.4, "evaluation/accuracy_high": 0.6},
     ]
     text = render_card(
         {"recipe": "recipes.grpo.config:GRPOConfig", "actor": {"model": {"path": "org/model"}}},
