@@ -38,9 +38,9 @@ def save_calling_policy(folder: Path, tools: Sequence[str], seed: int = 0) -> No
     first_call, newline = len(SPECIAL) + len(BYTES), len(SPECIAL) + BYTES.index("Ċ")
     digits = [len(SPECIAL) + BYTES.index(digit) for digit in DIGITS]
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+        for name, weight in model.named_parameters():
+            if name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight")):
+                weight.zero_()
         embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
         embedding[:, :3] = torch.tensor([1.0, 0.0, 0.0])  # every token, a call, the end of a message
         embedding[:, 3:] *= 0.1

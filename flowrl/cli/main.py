@@ -319,26 +319,25 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    run_folder, role, step = arguments.run_folder, arguments.role, arguments.step
+    run_folder, role = arguments.run_folder, arguments.role
     content, prefix = ("adapter", "adapter") if arguments.adapter else ("model", "export")
     checkpoints = Checkpoints(run_folder)
-    is_from_checkpoint = bool(checkpoints.steps()) or step is not None or arguments.adapter or role is not None
-    if is_from_checkpoint:
-        checkpoint = checkpoints.read(checkpoints.require_steps()[-1] if step is None else step)
-        step = checkpoint.manifest.step
+    is_selected = arguments.step is not None or arguments.adapter or role is not None
+    checkpoint = None
+    if is_selected or checkpoints.steps():
+        checkpoint = checkpoints.read(checkpoints.require_steps()[-1] if arguments.step is None else arguments.step)
 
     # imported here, because only commands that load a model need torch
     from flowrl.inference.checkpoint_export import export_checkpoint, export_saved_model  # noqa: PLC0415
     from flowrl.inference.model_card import saved_role, saved_step, write_model_card  # noqa: PLC0415
 
-    if not is_from_checkpoint:
-        step = saved_step(run_folder)
+    step = saved_step(run_folder) if checkpoint is None else checkpoint.manifest.step
     output = arguments.output or run_folder / f"{prefix}-step-{step:06d}"
-    if is_from_checkpoint:
-        role = export_checkpoint(checkpoint, output, role=role, only_adapter=arguments.adapter)
-    else:
+    if checkpoint is None:
         role = saved_role(run_folder)
         export_saved_model(run_folder, output)
+    else:
+        role = export_checkpoint(checkpoint, output, role=role, only_adapter=arguments.adapter)
     try:
         write_model_card(output, run_folder, step=step, role=role, is_adapter=arguments.adapter)
     except BaseException:  # otherwise, an incomplete folder would block the next attempt

@@ -211,10 +211,13 @@ def _find_divergence(
     saved = {kind: _steps_of_rows(folders, kind) for kind in kinds}
     for step in steps:
         differences = _different_metrics(records[0][step], records[1][step], is_same) if step == first_metrics else []
-        rows = []
-        for kind in (kind for kind in kinds if step in saved[kind]):
+        rows: list[tuple[Kind, list[Row], list[Row]]] = []
+        for kind in kinds:
+            if step not in saved[kind]:
+                continue
             try:
-                rows.append((kind, *(read_rows(folder.rollouts, kind, step) for folder in folders)))
+                first, second = (read_rows(folder.rollouts, kind, step) for folder in folders)
+                rows.append((kind, first, second))
             except RolloutLogError:
                 if step in _steps_of_rows(folders, kind):
                     raise

@@ -136,7 +136,9 @@ class EnvironmentScoring:
         self, rollout: Any, batch: Batch, temperature: float
     ) -> Batch | HeldOutResponses:  # Any: a group of rollouts
         score = self.generate_arguments["score"]
-        pending = self.alongside and self.alongside(batch, temperature, score, lambda generated: generated)
+        pending = None
+        if self.alongside is not None:
+            pending = self.alongside(batch, temperature, score, lambda generated: generated)
         if pending is not None:
             return pending
         self.connect(rollout)
@@ -211,7 +213,7 @@ class Rewards:
         def finish(generated: Batch) -> Batch:
             return generated.union(self.score(generated, evaluation=True))
 
-        pending = self.alongside and self.alongside(batch, temperature, (), finish)
+        pending = None if self.alongside is None else self.alongside(batch, temperature, (), finish)
         if pending is not None:
             return pending
         return finish(batch.union(rollout.generate.submit(batch, temperature=temperature)))

@@ -49,7 +49,7 @@ class ConstantScores:
         def score(generated: Batch) -> Batch:
             return generated.union(Batch.from_rows([{"scores": 1.0} for _ in range(len(generated))]))
 
-        pending = self.alongside and self.alongside(batch, temperature, (), score)
+        pending = None if self.alongside is None else self.alongside(batch, temperature, (), score)
         return pending or score(batch.union(rollout.generate.submit(batch, temperature=temperature)))
 
 
