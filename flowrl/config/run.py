@@ -107,7 +107,8 @@ class ReportConfig(Config):
     """Writes every metric, and a few rows of generated text, to TensorBoard events in `tensorboard/`."""
 
     trackers: Annotated[tuple[AnyTracker, ...], Field(strict=False)] = ()
-    """Trackers that receive metrics, saved rows and results: `wandb` and `trackio`, as names or mappings with settings.
+    """Trackers that receive metrics, saved rows and results: names, or mappings with the settings of a tracker. `wandb`
+    has project, name, entity, group and mode. `trackio` has project, name and space_id.
     """
 
     rollouts: RolloutLogConfig | None = RolloutLogConfig()

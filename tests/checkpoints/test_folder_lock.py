@@ -70,7 +70,7 @@ def test_a_released_lock_leaves_no_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with folder_lock(tmp_path / "runs" / "one"):
         RunFolder.create(tmp_path / "runs" / "one", {})
-    assert [path.name for path in (tmp_path / "runs" / "one").iterdir()] == ["config.yaml"]
+    assert {path.name for path in (tmp_path / "runs" / "one").iterdir()} == {"config.yaml", "system.json"}
 
 
 def test_an_existing_folder_is_kept(tmp_path: Path) -> None:

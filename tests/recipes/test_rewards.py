@@ -336,8 +336,8 @@ def test_a_service_that_fails_intermittently_scores_all_rows(grpo_config: GrpoCo
     rows = [row for step in saved_rows(config) for row in step]
     assert len(rows) == 2 * config.batch_size
     for row in rows:
-        assert row["other_scores"]["remote"] == len(row["response"])
-        expected = 2 * row["other_scores"]["task"] + 0.5 * row["other_scores"]["remote"]
+        assert row["rewards"]["remote"] == len(row["response"])
+        expected = 2 * row["rewards"]["task"] + 0.5 * row["rewards"]["remote"]
         assert row["score"] == pytest.approx(expected, abs=1e-5)
 
 
@@ -442,8 +442,9 @@ def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task
     num_judged = 0
     for row in (row for rows in saved_rows(config) for row in rows):
         scores = row["rewards"]
-        num_judged += scores["judged"] > 0
-        expected = -0.25 * len(row["response"]) + 0.5 * scores["scorer"] + 3 * scores["judged"]
+        judged = scores["judged"] or 0.0  # None for a failed verdict, which counts as 0
+        num_judged += judged > 0
+        expected = -0.25 * len(row["response"]) + 0.5 * scores["scorer"] + 3 * judged
         assert row["score"] == pytest.approx(expected, abs=1e-4)
     assert num_judged
     for line in metrics_of(config):
