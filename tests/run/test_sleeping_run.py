@@ -76,9 +76,9 @@ def test_a_recipes_own_generate_call_uses_the_newest_weights_on_every_replica(
         for batch in run.rollouts(rollout, prompts, policy=actor):
             run.log(actor.update(batch))
             run.sync_weights(actor, rollout)
-            generated.append(rollout.generate.submit(held_out, greedy=True).get("weight_version").tolist())
+            generated.append(rollout.generate.submit(held_out, temperature=0.0).get("weight_version").tolist())
         run.finish()
-        generated.append(rollout.generate(held_out, greedy=True).get("weight_version").tolist())
+        generated.append(rollout.generate(held_out, temperature=0.0).get("weight_version").tolist())
     assert generated == [[version] * 8 for version in (1, 2, 3, 4, 4)]
 
 
