@@ -40,7 +40,7 @@ def export_checkpoint(
         save_template(read_template(template) if template.is_file() else None, output)
     except OSError as error:
         if str(error.filename) == str(output):
-            raise UserError(f"cannot write {output} ({error.strerror}): choose another folder") from error
+            raise UserError(f"cannot write {output} ({error.strerror}): choose another folder with --output") from error
         # Write errors have their own exceptions, so this is a read error.
         reason = str(error).split("\n")[0]
         raise UserError(

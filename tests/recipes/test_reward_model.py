@@ -60,7 +60,7 @@ def test_the_saved_model_is_a_sequence_classifier_and_a_reward_of_ppo(
     exported = tmp_path / "exported"
     assert main(["export", str(config.output), "--output", str(exported)]) == 0
     names = {path.name for path in folder.iterdir()}
-    assert {path.name for path in exported.iterdir()} == names
+    assert {path.name for path in exported.iterdir()} == names | {"README.md", "training"}
     assert [name for name in names if (exported / name).read_bytes() != (folder / name).read_bytes()] == []
     assert main(["export", str(config.output), "--adapter"]) == 2
 

@@ -183,7 +183,7 @@ def test_a_step_that_is_not_saved_is_rejected_with_the_nearest_saved_steps(tmp_p
         log.write("training", step, [make_row()])
     with rejects(42, tmp_path / "rollouts", 20, 30, 40, 50, 60) as caught:
         read_rows(tmp_path / "rollouts", "training", 42)
-    assert "70" not in str(caught.value)
+    assert "70" not in str(caught.value).replace(str(tmp_path), "")
 
 
 @pytest.mark.parametrize(("kind", "other"), [("training", "evaluation"), ("evaluation", "training")])

@@ -213,7 +213,7 @@ class MainScreen(Screen[None]):
         rows = self._table.rows
         scores = [row["score"] for row in rows if row["score"] is not None]
         parts = [
-            f"{self._store.run_folder}",
+            str(Path(*self._store.run_folder.resolve().parts[-2:])),  # the rest would push out the other parts
             f"step {self._shard.step} {self._shard.kind}",
             f"{len(rows)} rows" if len(rows) == len(self._rows) else f"{len(rows)} of {len(self._rows)} rows",
             *([f"mean score {sum(scores) / len(scores):.3f}"] if scores else []),
