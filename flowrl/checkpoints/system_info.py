@@ -1,7 +1,6 @@
 """`system.json` of a run folder: versions of packages, machine, start time and command line."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -11,8 +10,6 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from flowrl.config.user_errors import UserError
 
 PACKAGES = (
     "flowrl",
@@ -54,23 +51,6 @@ def describe_system() -> dict[str, Any]:
             "gpus": _gpus(),
         },
     }
-
-
-def read_system(folder: Path) -> dict[str, Any] | None:
-    """Returns `system.json` of a run folder, or None if it does not exist, as in runs of earlier versions of flowrl.
-
-    Raises UserError if the file is corrupt.
-    """
-    path = folder / SYSTEM_FILE
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): remove or restore the file") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object: remove or restore the file")
-    return value
 
 
 def _versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.config import UserError
-from flowrl.data.console import make_console
+from flowrl.data.console import make_console, printable
 from flowrl.inference.chat_session import ChatSession
 
 HELP = """\
@@ -255,8 +255,3 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(interrupts)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def printable(text: str) -> str:
-    """Replaces control characters, with which a model could change the terminal, by their escape sequences."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

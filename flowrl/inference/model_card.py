@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_metrics, read_system
 from flowrl.checkpoints.run_folder import RunFolder
-from flowrl.checkpoints.system_info import SYSTEM_FILE, read_system
+from flowrl.checkpoints.system_info import SYSTEM_FILE
+from flowrl.data.metric import finite
 from flowrl.health import read_findings
 from flowrl.health.findings import FILE
 from flowrl.report.page.config_data import flatten_settings
-from flowrl.report.page.curve_data import Record, read_metrics
-from flowrl.report.page.run_data import evaluations, read_config
+from flowrl.report.page.run_data import evaluations
 from flowrl.report.plots import draw_curves
 
 TRAINING = "training"
@@ -44,7 +45,7 @@ def write_model_card(folder: Path, run_folder: Path, *, step: int, role: str, is
     files = folder / TRAINING
     files.mkdir()
     (files / "config.yaml").write_bytes(run.config.read_bytes())
-    (files / "metrics.jsonl").write_text("".join(json.dumps(_as_json(record)) + "\n" for record in records))
+    (files / "metrics.jsonl").write_text("".join(json.dumps(finite(record)) + "\n" for record in records))
     if run.inputs.is_file():
         (files / run.inputs.name).write_bytes(run.inputs.read_bytes())
     if (system := read_system(run_folder)) is not None:  # without the command line, which may contain secrets
@@ -57,10 +58,6 @@ def write_model_card(folder: Path, run_folder: Path, *, step: int, role: str, is
         render_card(settings, records, run_folder, step=step, role=role, is_adapter=is_adapter, has_curves=has_curves),
         encoding="utf-8",
     )
-
-
-def _as_json(record: Record) -> dict[str, float | None]:
-    return {name: value if value == value else None for name, value in record.items()}  # NaN differs from itself
 
 
 def render_card(
@@ -134,10 +131,7 @@ def _evaluation_lines(records: Sequence[Record]) -> list[str]:
 
 
 def _data_lines(run_folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    path = RunFolder(run_folder).inputs
-    if not path.is_file():
-        return []
-    inputs = json.loads(path.read_text(encoding="utf-8"))
+    inputs = read_inputs(run_folder) or {}
     rows = [
         (f"`{name}`", f"`{settings.get(name.partition(' (')[0], '')}`", f"{value['size']:,}", f"{value['crc32']:08x}")
         for name, value in inputs.items()

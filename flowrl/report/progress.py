@@ -18,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.checkpoints.run_folder import naming_full_disk, replacing
-from flowrl.data.console import make_console
+from flowrl.data.console import make_console, printable
 from flowrl.data.metric import finite
 from flowrl.report.rollout_log import Kind, Row
-from flowrl.report.rollout_text import printable
 from flowrl.report.trackers.tracker import Tracker
 
 SHOWN = {

@@ -96,6 +96,10 @@ class RolloutLogError(UserError):
     """Raised if the requested rows of a run do not exist or cannot be read."""
 
 
+class MissingStepError(RolloutLogError):
+    """Raised if the rows of a step are not saved. `max_mb` may remove them while others are read."""
+
+
 class RolloutLog:
     """Writes the generated text of a run, and removes the oldest shards if `max_mb` is exceeded."""
 
@@ -174,14 +178,14 @@ def saved_steps(folder: Path, kind: Kind) -> list[int]:
 def read_rows(folder: Path, kind: Kind, step: int) -> list[Row]:
     """Returns the saved rows of a step. Columns that were added after the file was written are None.
 
-    Raises RolloutLogError if the step is not saved or its shard is corrupt.
+    Raises MissingStepError if the step is not saved, and RolloutLogError if its shard is corrupt.
     """
     path = shard_path(folder, kind, step)
     try:
         # JSON escapes line breaks in text, except characters such as U+2028, which `splitlines` would split.
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
-        raise RolloutLogError(_missing_step(folder, kind, step)) from None
+        raise MissingStepError(_missing_step(folder, kind, step)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RolloutLogError(f"{path} cannot be read ({error}): remove it, or choose another step") from error
     if not lines[0]:

@@ -1,11 +1,11 @@
 """Selects saved rows of generated text and renders them as plain text (`flowrl show`) or Markdown (TensorBoard)."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.data.console import printable
 from flowrl.report.rollout_log import Kind, RolloutLogError, Row, read_rows, saved_steps
 
 Order = Literal["row", "worst", "best"]
@@ -15,10 +15,6 @@ _TEXTS = ("prompt", "response", "answer")
 
 _NUMBERS = {"score": ".3f", "advantage": ".3f", "version": "d", "finish_reason": "s", "response_length": "d"}
 """Columns of the heading and their formats."""
-
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 
 _NUM_MARKDOWN_ROWS = 3
 """Number of rows per step in TensorBoard."""
@@ -51,7 +47,8 @@ def find_rollouts(run_folder: Path) -> Path:
     """Returns the folder of the saved rows of a run. Raises RolloutLogError if it does not exist."""
     folder = RunFolder(run_folder).rollouts
     if not run_folder.is_dir():
-        raise RolloutLogError(f"{run_folder} is not a folder: name the output folder of a run")
+        problem = "is not a folder" if run_folder.exists() else "does not exist"
+        raise RolloutLogError(f"{run_folder} {problem}: name the output folder of a run")
     if not folder.is_dir():
         raise RolloutLogError(
             f"{run_folder} has no saved rollouts: name the output folder of a run that generates responses and whose "
@@ -92,14 +89,6 @@ def render_row(row: Row) -> str:
 def render_markdown(rows: Sequence[Row]) -> str:
     """Returns the first rows as a code block of Markdown, in which the text of responses has no effect."""
     return "\n".join(_indent(render_row(row)) for row in rows[:_NUM_MARKDOWN_ROWS]).lstrip("\n")
-
-
-def printable(text: str) -> str:
-    """Replaces characters that change the output of a terminal by their escapes, except line breaks and tabs.
-
-    These are control characters, unpaired surrogates, line separators and characters that change the direction of text.
-    """
-    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _indent(text: str) -> str:

@@ -1,19 +1,15 @@
 """Compares two runs: settings, inputs, versions, and the first step and call at which their metrics diverge."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_metrics, read_system
 from flowrl.checkpoints.run_folder import RunFolder
-from flowrl.checkpoints.system_info import read_system
-from flowrl.config import UserError
 from flowrl.report.page.config_data import compare_settings
-from flowrl.report.page.curve_data import Record, read_metrics
-from flowrl.report.page.run_data import read_config
-from flowrl.report.rollout_log import Kind, RolloutLogError, Row, read_rows, saved_steps
+from flowrl.report.rollout_log import Kind, MissingStepError, Row, read_rows, saved_steps
 
 _IGNORED_SETTINGS = ("output", "resume")
 """Settings that do not change results."""
@@ -98,8 +94,8 @@ class RunDiff:
     """Number of these steps whose metrics are equal."""
     results: Sequence[tuple[str, Any, Any]] = ()
     """Name and values of the metrics of the last common step that differ most."""
-    missing: Sequence[str] = field(default=())
-    """Comparisons that are impossible, and why."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Why the runs cannot be compared, by the name of the comparison: `inputs`, `versions` or `metrics`."""
 
     @property
     def is_equal(self) -> bool:
@@ -114,19 +110,19 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
     """
     configs = [read_config(folder) for folder in (first, second)]
     folders = (RunFolder(first), RunFolder(second))
-    missing: list[str] = []
+    missing: dict[str, str] = {}
     settings = [
         (entry["key"], *entry["values"])
         for entry in compare_settings(configs)
         if entry["differs"] and entry["key"] not in _IGNORED_SETTINGS
     ]
-    inputs = _compare_json("checksums of inputs", [_read_json(folder.inputs) for folder in folders], missing)
+    inputs = _compare_json("inputs", [read_inputs(folder.path) for folder in folders], missing)
     systems = [read_system(folder.path) for folder in folders]
     versions = _compare_json("versions", [system and system["versions"] for system in systems], missing)
     records = [{int(record["step"]): record for record in read_metrics(folder.metrics)} for folder in folders]
     common = sorted(records[0].keys() & records[1].keys())
     if not common:
-        missing.append("metrics: the runs have no step in common")
+        missing["metrics"] = "the runs have no step in common"
 
     def is_same(one: Any, other: Any) -> bool:  # Any: values of JSON
         return _is_same(one, other, tolerance)
@@ -148,22 +144,13 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
     )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): restore the file, or choose another run") from error
-
-
 def _compare_json(
-    name: str, values: Sequence[Mapping[str, Any] | None], missing: list[str]
+    name: str, values: Sequence[Mapping[str, Any] | None], missing: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """Returns the keys whose values differ. Notes in `missing` if a run lacks the values."""
     first, second = values
     if first is None or second is None:
-        missing.append(f"{name}: a run was written by an earlier version of flowrl, which did not record them")
+        missing[name] = "a run was written by an earlier version of flowrl, which did not record them"
         return []
     keys = dict.fromkeys((*first, *second))
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
@@ -218,10 +205,8 @@ def _find_divergence(
             try:
                 first, second = (read_rows(folder.rollouts, kind, step) for folder in folders)
                 rows.append((kind, first, second))
-            except RolloutLogError:
-                if step in _steps_of_rows(folders, kind):
-                    raise
-                # `max_mb` has removed the rows while a run is active
+            except MissingStepError:
+                continue  # `report.rollouts.max_mb` of an active run has removed the file
         if (found := _first_call(differences, rows, is_same)) is not None:
             call, values = found
             return Divergence(step, call, values)

@@ -3,11 +3,9 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
+from flowrl.checkpoints.run_files import read_system
 from flowrl.checkpoints.run_folder import RunFolder
-from flowrl.checkpoints.system_info import describe_system, read_system
-from flowrl.config import UserError
+from flowrl.checkpoints.system_info import describe_system
 
 
 def test_a_run_folder_has_the_versions_and_the_machine(tmp_path: Path) -> None:
@@ -27,14 +25,3 @@ def test_a_resume_replaces_the_description(tmp_path: Path) -> None:
     system, now = read_system(folder.path), json.loads(json.dumps(describe_system()))
     assert system is not None
     assert system | {"started": None} == now | {"started": None}
-
-
-def test_a_run_of_an_earlier_version_has_no_description(tmp_path: Path) -> None:
-    assert read_system(tmp_path) is None
-
-
-@pytest.mark.parametrize("text", ["{", "[]", b"\xff".decode("latin-1")])
-def test_a_corrupt_description_is_reported(tmp_path: Path, text: str) -> None:
-    (tmp_path / "system.json").write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=r"system\.json"):
-        read_system(tmp_path)

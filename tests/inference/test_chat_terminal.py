@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.inference.chat_terminal import printable
-
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80"}
 
@@ -79,7 +77,3 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
     os.write(master, b"/exit\n")
     assert process.wait(timeout=60) == 0
     os.close(master)
-
-
-def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
-    assert printable("a\x1b[31mb\nc\té\u202e") == "a\\x1b[31mb\nc\té\\u202e"

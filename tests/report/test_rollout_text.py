@@ -7,7 +7,7 @@ import pytest
 
 from flowrl.config import RolloutLogConfig
 from flowrl.report.rollout_log import COLUMNS, RolloutLog, Row
-from flowrl.report.rollout_text import printable, render_markdown, render_row, select_rows, show_rows
+from flowrl.report.rollout_text import render_markdown, render_row, select_rows, show_rows
 from tests.errors import rejects
 
 
@@ -80,14 +80,6 @@ def test_a_row_has_a_line_per_failed_reward() -> None:
 
 def test_columns_without_values_are_not_rendered() -> None:
     assert render_row(make_row(0, None)) == "row 0: \n  prompt: 0+1=\n  response: 2"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [("\x1b[31mred", "\\x1b[31mred"), ("a\rb\x07", "a\\rb\\x07"), ("\ud800", "\\ud800"), ("数学\u3000é\t👍", None)],
-)
-def test_control_characters_are_escaped(text: str, shown: str | None) -> None:
-    assert printable(text) == (text if shown is None else shown)
 
 
 def test_markdown_shows_a_few_rows_as_code() -> None:

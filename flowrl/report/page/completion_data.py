@@ -7,14 +7,17 @@ from typing import Any, get_args
 
 from flowrl.config import UserError
 from flowrl.report.page.downsampling import evenly_kept, longest_fitting
-from flowrl.report.rollout_log import Kind, RolloutLogError, Row, count_rows, read_rows, saved_steps
+from flowrl.report.rollout_log import Kind, MissingStepError, RolloutLogError, Row, count_rows, read_rows, saved_steps
 from flowrl.report.token_values import METRICS, ColorScale, available_metrics, color_scale, token_values
 
 MAX_ROWS = 20_000
 """Largest number of rows of a run. If there are more, the rows of evenly spaced steps are kept."""
 
 MAX_CHARACTERS = 30_000_000
-"""Largest number of characters of prompts and responses of a run. Longer texts are cut."""
+"""Largest number of characters of a run's texts: prompts, responses, segments, answers and causes of failed rewards.
+
+Longer texts are cut.
+"""
 
 MAX_TOKENS = 400_000
 """Largest number of tokens with values of a run. If there are more, the rows of evenly spaced steps keep them."""
@@ -49,12 +52,12 @@ def completion_data(
     sizes = [count_rows(folder, kind, step) for step, kind in shards]
     kept = [shards[i] for i in evenly_kept(sizes, row_limit)]
     rows = [row for step, kind in kept for row in _read(folder, step, kind)][-row_limit:]
-    texts = [str(row[name]) for row in rows for name in ("prompt", "response") if row[name] is not None]
-    limit = longest_fitting([len(text) for text in texts], max_characters)
+    lengths = [len(text) for row in rows for text in _texts(row)]
+    limit = longest_fitting(lengths, max_characters)
     tokens = _tokens(rows, max_tokens)
     data = _columns(rows, limit) | {
         "num_saved": sum(sizes),
-        "num_cut": sum(len(text) > limit for text in texts),
+        "num_cut": sum(length > limit for length in lengths),
         "max_characters": limit,
         "has_tokens": list(tokens),
         "num_token_rows": len(tokens),
@@ -66,6 +69,8 @@ def completion_data(
 def _read(folder: Path, step: int, kind: Kind) -> list[Row]:
     try:
         return read_rows(folder, kind, step)
+    except MissingStepError:  # `report.rollouts.max_mb` of an active run has removed the file
+        return []
     except RolloutLogError as error:
         raise UserError(f"{str(error).split(': ')[0]}: remove this file of the run, or restore it") from error
 
@@ -86,9 +91,24 @@ def _columns(rows: Sequence[Row], limit: int) -> dict[str, Any]:
         for column in _NESTED_SCORES
         for name in sorted({name for row in rows for name in row.get(column) or {}})
     }
-    data["failures"] = {i: row["reward_failures"] for i, row in enumerate(rows) if row["reward_failures"]}
-    data["segments"] = {i: segments for i, row in enumerate(rows) if (segments := _segments(row))}
+    data["failures"] = {
+        i: {name: cause[:limit] for name, cause in row["reward_failures"].items()}
+        for i, row in enumerate(rows)
+        if row["reward_failures"]
+    }
+    data["segments"] = {
+        i: [[kind, text[:limit]] for kind, text in segments]
+        for i, row in enumerate(rows)
+        if (segments := _segments(row))
+    }
     return data
+
+
+def _texts(row: Row) -> list[str]:
+    """Returns all texts of a row that the report contains, except those per token."""
+    texts = [str(row[name]) for name in ("prompt", "response", "answer") if row[name] is not None]
+    texts += [text for _, text in _segments(row) or ()]
+    return [*texts, *(row["reward_failures"] or {}).values()]
 
 
 def _segments(row: Row) -> list[list[str]] | None:

@@ -1,50 +1,17 @@
 """Curves of the report: the metrics of a run per step, reduced to a bounded number of points."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flowrl.config import UserError
+from flowrl.checkpoints.run_files import Record
 from flowrl.report.page.downsampling import bucket_starts, envelope, rounded
 
 MAX_BUCKETS = 1_500
 """Largest number of points of a curve. A longer curve has the mean and the range of buckets of steps."""
-
-Record = Mapping[str, float]
-"""Metrics of a step, with `step`. Values that are not finite are NaN."""
-
-
-def read_metrics(path: Path) -> list[Record]:
-    """Returns the records of `metrics.jsonl` in the order of their steps; none if the file does not exist.
-
-    Ignores an incomplete last line, because the run may be writing it. Raises UserError if another line is invalid.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): restore the file, or choose another run") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-            values = {name: math.nan if value is None else float(value) for name, value in record.items()}
-            records.append(values | {"step": int(record["step"])})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if number == len(lines):  # a complete line ends with a line break
-                break
-            raise UserError(
-                f"{path}, line {number} is not the record of a step: remove the line, or choose another run"
-            ) from error
-    return records
 
 
 def curve_data(records: Sequence[Record], max_buckets: int = MAX_BUCKETS) -> dict[str, Any]:

@@ -1,49 +1,19 @@
 """Overview of a run for the report: its name, status, results, health findings, roles, and what is missing."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, check_not_locked
-from flowrl.checkpoints.system_info import read_system
+from flowrl.checkpoints.run_files import Record, read_system
+from flowrl.checkpoints.run_folder import RunFolderError, check_not_locked
 from flowrl.config import UserError
-from flowrl.config.source import read
 from flowrl.health import read_findings
 from flowrl.health.findings import FILE
-from flowrl.report.page.curve_data import Record
 
 _EVALUATED = ("accuracy", "validation_loss", "agreement", "evaluation/")
 """Beginnings of the names of metrics that an evaluation logs."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns `config.yaml` of a run folder as plain values. Raises UserError if the folder is not that of a run."""
-    fix = "pass the output folder of a run"
-    if not folder.exists():
-        raise UserError(f"{folder} does not exist: {fix}")
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file: {fix}")
-    path = RunFolder(folder).config
-    if not path.is_file():
-        raise UserError(f"{folder} is not the folder of a run, because it has no config.yaml: {fix}")
-    return read(path).values
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Returns `summary.json`, or None if the run has not written it. Raises UserError if it is corrupt."""
-    path = RunFolder(folder).summary
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): remove or restore the file") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object: remove or restore the file")
-    return value
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:

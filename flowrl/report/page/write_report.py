@@ -6,14 +6,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
+from flowrl.checkpoints.run_files import read_config, read_metrics, read_summary
 from flowrl.checkpoints.run_folder import RunFolder, is_disk_full, replacing
 from flowrl.config import UserError
 from flowrl.report.chrome_trace import read_trace
 from flowrl.report.page.completion_data import completion_data
 from flowrl.report.page.config_data import compare_settings
-from flowrl.report.page.curve_data import curve_data, read_metrics
+from flowrl.report.page.curve_data import curve_data
 from flowrl.report.page.render_page import render_page
-from flowrl.report.page.run_data import read_config, read_summary, run_data, unique_names
+from flowrl.report.page.run_data import run_data, unique_names
 from flowrl.report.page.timeline_data import timeline_data
 from flowrl.report.rollout_log import Kind, saved_steps
 

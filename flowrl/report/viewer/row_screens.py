@@ -12,8 +12,8 @@ from textual.screen import Screen
 from textual.widgets import Footer, Input, Static
 from textual.worker import get_current_worker
 
+from flowrl.data.console import printable
 from flowrl.report.rollout_log import Row
-from flowrl.report.rollout_text import printable
 from flowrl.report.viewer.row_table import RowTable
 from flowrl.report.viewer.table_columns import make_columns
 from flowrl.report.viewer.text_store import TextStore

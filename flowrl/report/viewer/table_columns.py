@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowrl.data.console import printable
 from flowrl.report.rollout_log import Row
-from flowrl.report.rollout_text import printable
 from flowrl.report.viewer.row_filter import REWARD, read_number
 
 _MAX_CHARACTERS = 500

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells
 
-from flowrl.report.rollout_text import printable
+from flowrl.data.console import printable
 
 LINE_BREAK = "↵"
 """Character for a line break in a token, so that the token is visible."""

@@ -14,8 +14,8 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from flowrl.data.console import printable
 from flowrl.report.rollout_log import Row
-from flowrl.report.rollout_text import printable
 from flowrl.report.token_values import (
     LISTS,
     METRICS,

@@ -70,6 +70,24 @@ def test_segments_are_kept_only_with_an_environment(tmp_path: Path) -> None:
     assert data["segments"] == {1: [["policy", "call"], ["environment", "result"]]}
 
 
+def test_segments_and_causes_of_failed_rewards_are_cut_too(tmp_path: Path) -> None:
+    segments = [{"kind": kind, "start": 0, "end": 1, "text": "x" * 500} for kind in ("policy", "environment")]
+    row = make_row(1, 0, Random(0)) | {"segments": segments, "reward_failures": {"exact": "y" * 500}}
+    RolloutLog(tmp_path, RolloutLogConfig()).write("training", 1, [row])
+    data, _ = completion_data(tmp_path, max_characters=300)
+    texts = [data["failures"][0]["exact"], *(text for _, text in data["segments"][0])]
+    assert {len(text) for text in texts} == {data["max_characters"]} and data["num_cut"] >= 3
+    assert sum(map(len, (*texts, *data["texts"], *data["response"]))) <= 300
+
+
+def test_a_step_that_is_removed_meanwhile_is_left_out(tmp_path: Path) -> None:
+    """`max_mb` of an active run removes files. A link without a target is listed, and cannot be read."""
+    (write_rows(tmp_path) / "training-000002.jsonl").unlink()
+    (tmp_path / "training-000002.jsonl").symlink_to(tmp_path / "removed")
+    data, _ = completion_data(tmp_path)
+    assert sorted({*data["step"]}) == [0, 1, 3, 4]
+
+
 @pytest.mark.parametrize("text", ["", "no json\n"])
 def test_a_corrupt_shard_is_named(tmp_path: Path, text: str) -> None:
     write_rows(tmp_path)

@@ -1,15 +1,6 @@
-import json
-from pathlib import Path
+import math
 
-import pytest
-
-from flowrl.config import UserError
-from flowrl.report.page.curve_data import curve_data, read_metrics
-
-
-def write_lines(path: Path, lines: list[str], ending: str = "\n") -> Path:
-    path.write_text("\n".join(lines) + ending)
-    return path
+from flowrl.report.page.curve_data import curve_data
 
 
 def test_metrics_of_different_steps_are_in_different_groups() -> None:
@@ -41,23 +32,6 @@ def test_a_long_curve_has_the_mean_and_the_range_of_buckets() -> None:
     assert "time" not in group and "tokens" not in group
 
 
-def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
-    lines = ['{"step": 1, "kl": null}', '{"step": 2, "kl": 0.5}']
-    (group,) = curve_data(read_metrics(write_lines(tmp_path / "metrics.jsonl", lines)))["groups"]
+def test_values_that_are_not_finite_are_left_out() -> None:
+    (group,) = curve_data([{"step": 1, "kl": math.nan}, {"step": 2, "kl": 0.5}])["groups"]
     assert (group["step"], group["metrics"]) == ([2], {"kl": [0.5]})
-
-
-def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "metrics.jsonl", ['{"step": 1, "kl": 1.0}', '{"step": 2, "k'], ending="")
-    assert [record["step"] for record in read_metrics(path)] == [1]
-
-
-def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
-@pytest.mark.parametrize("line", ["no json", "[1]", '{"kl": 1.0}', '{"step": 1, "kl": [2]}'])
-def test_a_corrupt_line_is_reported_with_its_number(tmp_path: Path, line: str) -> None:
-    path = write_lines(tmp_path / "metrics.jsonl", [json.dumps({"step": 0}), line, json.dumps({"step": 2})])
-    with pytest.raises(UserError, match="line 2"):
-        read_metrics(path)

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.checkpoints.run_files import read_config
 from flowrl.checkpoints.run_folder import folder_lock
 from flowrl.config import UserError
-from flowrl.report.page.run_data import evaluations, read_config, run_data, unique_names
+from flowrl.report.page.run_data import evaluations, run_data, unique_names
 from tests.report.page.generated_run import write_run
 
 

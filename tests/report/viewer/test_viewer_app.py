@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -337,13 +338,18 @@ def test_the_command_opens_the_viewer_in_a_terminal(run_folder: Path) -> None:
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     output = b""
-    while b"mean score" not in output:
-        output += os.read(controller, 65536)
-    os.write(controller, b"q")
-    while process.poll() is None:
-        try:
-            os.read(controller, 65536)
-        except OSError:  # the terminal is closed when the program ends
-            break
-    assert process.wait() == 0
-    os.close(controller)
+    try:
+        while b"mean score" not in output:
+            assert select.select([controller], [], [], 60)[0], output
+            output += os.read(controller, 65536)
+        os.write(controller, b"q")
+        while process.poll() is None:
+            try:
+                os.read(controller, 65536)
+            except OSError:  # the terminal is closed when the program ends
+                break
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(controller)
