@@ -9,6 +9,8 @@ import pytest
 from flowrl import Batch
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import UserError
+from flowrl.data.metric import Mean
+from flowrl.health import read_findings
 from flowrl.run.loop import Run
 from flowrl.run.replay.recording import BATCH, read_recording, recordings
 from flowrl.run.replay.table_files import read_table
@@ -52,6 +54,22 @@ def test_a_requested_step_is_recorded_once(config: Callable[..., EchoConfig]) ->
     settings = config(report=QUIET)
     train(settings, requests=(2,))
     assert recordings(settings.output).steps() == [3]
+
+
+def test_a_step_after_the_first_finding_is_recorded(config: Callable[..., EchoConfig]) -> None:
+    """All updates from step 2 on are skipped, which the check finds once it has seen two such steps."""
+    settings = config(report=QUIET, steps=8, health={"steps": 2, "record_on": ["skipped_updates"]})
+    with Run(settings) as run:
+        actor: Any = run.group("actor", Counting)
+        run.add_checkpointable(actor)
+        for batch in run.batches([Batch.from_rows([{"scores": 1.0}])] * 8, policy=actor):
+            run.log(actor.update(batch), {"actor/skipped_update": Mean(float(run.step >= 2), 1)})
+        run.finish()
+    (finding,) = read_findings(settings.output)
+    assert finding.check == "skipped_updates"
+    (step,) = recordings(settings.output).steps()
+    assert step > finding.step  # the next step may have begun before the metrics of the finding are complete
+    assert (read_recording(settings.output, step).path / "actor" / "count").read_text() == str(step - 1)
 
 
 def test_a_resumed_run_replaces_later_recordings(config: Callable[..., EchoConfig]) -> None:
