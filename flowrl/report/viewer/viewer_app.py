@@ -1,5 +1,7 @@
 """The viewer's main screen: the saved steps of a run and the table of the rows of one step."""
 
+import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -30,7 +32,7 @@ _MIN_PREVIEW_HEIGHT = 30
 
 
 def view_run(run_folder: Path, *, step: int | None = None, kind: Kind = "training") -> None:
-    """Opens the viewer and blocks until the user closes it.
+    """Opens the viewer and blocks until the user closes it. SIGTERM and SIGHUP end the program, after the viewer.
 
     Args:
         run_folder: output folder of a run.
@@ -39,7 +41,10 @@ def view_run(run_folder: Path, *, step: int | None = None, kind: Kind = "trainin
     Raises:
         RolloutLogError: the run has no saved rows, or none of the step.
     """
-    ViewerApp(run_folder, step=step, kind=kind).run()
+    app = ViewerApp(run_folder, step=step, kind=kind)
+    app.run()
+    if app.ended_by is not None:
+        signal.raise_signal(app.ended_by)  # it has its default handler again, because the event loop is closed
 
 
 class ViewerApp(App[None]):
@@ -72,9 +77,18 @@ class ViewerApp(App[None]):
         shard = _first_shard(self.store, step, kind)
         self.store.load(shard)  # an error is reported before the terminal changes
         self._start = MainScreen(self.store, shard)
+        self.ended_by: signal.Signals | None = None
+        """The signal that closed the viewer."""
 
     def on_mount(self) -> None:
+        # An exception of another handler would be lost in a task of Textual, which would go on without a terminal.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         self.push_screen(self._start)
+
+    def _end(self, number: signal.Signals) -> None:
+        self.ended_by = number
+        self.exit()
 
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):

@@ -4,9 +4,11 @@ import asyncio
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +333,9 @@ def test_long_texts_are_wrapped_once(tmp_path: Path) -> None:
     drive(tmp_path, script)
 
 
-def test_the_command_opens_the_viewer_in_a_terminal(run_folder: Path) -> None:
+@pytest.mark.parametrize("ending", [None, signal.SIGTERM, signal.SIGHUP])
+def test_the_command_opens_the_viewer_in_a_terminal(run_folder: Path, ending: signal.Signals | None) -> None:
+    """The key q and signals close it, and the terminal has its previous contents again."""
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
     command = [sys.executable, "-m", "flowrl.cli", "show", str(run_folder)]
@@ -342,13 +346,15 @@ def test_the_command_opens_the_viewer_in_a_terminal(run_folder: Path) -> None:
         while b"mean score" not in output:
             assert select.select([controller], [], [], 60)[0], output
             output += os.read(controller, 65536)
-        os.write(controller, b"q")
-        while process.poll() is None:
-            try:
-                os.read(controller, 65536)
-            except OSError:  # the terminal is closed when the program ends
-                break
-        assert process.wait() == 0
+        if ending is None:
+            os.write(controller, b"q")
+        else:
+            process.send_signal(ending)
+        with suppress(OSError):  # the terminal is closed when the program ends
+            while select.select([controller], [], [], 60)[0]:
+                output += os.read(controller, 65536)
+        assert process.wait(60) == (0 if ending is None else -ending)
+        assert b"\x1b[?1049l" in output  # leaves the alternate screen
     finally:
         process.kill()
         process.wait()
