@@ -66,6 +66,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
     return str(path)
 
 
+@pytest.mark.slow
 def test_everything_is_skipped_without_a_gpu(tmp_path: Path) -> None:
     code, results = run_script(tmp_path)
     assert code == 0

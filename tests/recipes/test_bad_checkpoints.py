@@ -160,7 +160,7 @@ def test_other_model_in_the_same_folder_is_rejected(checkpoints: Path, rejection
     assert checksums(checkpoints) == before
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_full_disk_leaves_earlier_checkpoints_unchanged(
     checkpoints: Path, rejection: Rejection, run: Callable[..., int], asynchronous: str
 ) -> None:

@@ -23,7 +23,7 @@ from recipes.ppo.train import train as train_ppo
 from tests.errors import rejects
 from tests.recipes.test_numbers import metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
-from tests.recipes.test_rewards import ALL_ROWS, SCHEDULES, saved_rows
+from tests.recipes.test_rewards import ALL_ROWS, FAST_SCHEDULES, SCHEDULES, saved_rows
 from tests.recipes.test_schedules import ALIKE, weights
 from tests.recipes.turns import Deadly
 
@@ -48,7 +48,7 @@ def results(config: GRPOConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("placement", [TOGETHER, APART], ids=["together", "apart"])
-@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_one_turn_is_bitwise_identical_to_a_reward_function(
     grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, placement: Placement
 ) -> None:
@@ -98,7 +98,7 @@ def test_one_turn_on_ray_is_bitwise_identical_to_a_reward_function(
     assert all((weights(episodes)[name] == value).all() for name, value in weights(function).items())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_episodes_of_two_turns_are_trained(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(
         schedule=SCHEDULES[schedule],
@@ -115,7 +115,7 @@ def test_episodes_of_two_turns_are_trained(grpo_config: GrpoConfigs, schedule: s
             assert 1 < line["turns"] <= 2 and line["environment/again"] > 0 and line["environment/restarts"] == 0
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_saved_rows_have_the_prompt_of_the_environment(grpo_config: GrpoConfigs, schedule: str) -> None:
     settings: dict[str, Any] = {"placement": APART, **ALL_ROWS, "evaluate_every": 2, "schedule": SCHEDULES[schedule]}
     config = grpo_config(**environment("Reversed"), **settings)
@@ -182,6 +182,7 @@ def test_episodes_that_kill_their_process_cost_only_their_rows(grpo_config: Grpo
     assert [bool(row["reward_failures"]) for row in rows] == killed
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_of_episodes_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "schedule": SCHEDULES["one_step_off"],

@@ -67,6 +67,7 @@ def test_grpo_with_one_update_has_the_same_metrics_for_each_choice(grpo_config: 
         assert abs(metrics[0]["actor/approx_kl"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_ppo_with_a_kl_penalty_has_the_same_metrics_for_each_choice(ppo_config: Configure, tmp_path: Path) -> None:
     """The penalty reads old log-probabilities, and a step has two updates."""
     assert with_old_logprobs(ppo_config, tmp_path, "auto").actor.old_logprobs == "rollout"
@@ -75,6 +76,7 @@ def test_ppo_with_a_kl_penalty_has_the_same_metrics_for_each_choice(ppo_config: 
     assert rollout[1]["kl"] > 0
 
 
+@pytest.mark.slow
 def test_ppo_without_a_penalty_has_the_same_metrics_for_each_choice(ppo_config: Configure, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"algorithm": {"estimator": "gae", "lam": 0.95}, "minibatch_size": 32}
     current, recompute = (

@@ -72,6 +72,7 @@ def test_dpo_starts_at_log_2_and_separates_the_pair(task_folder: Path, tmp_path:
     assert first["actor/loss"] > second["actor/loss"] > third["actor/loss"]
 
 
+@pytest.mark.slow
 def test_ptx_adds_its_loss_to_every_update(task_folder: Path, tmp_path: Path) -> None:
     roles: dict[str, dict] = {role: {} for role in ("rollout", "critic", "reference", "reward")}
     algorithm = {"algorithm": {"estimator": "gae", "kl_coef": 0.1}}

@@ -49,6 +49,7 @@ def compare(make: Callable[..., Any], train: Callable[[Any], Any], algorithm: di
         assert 1e-5 < line["rollout_gap"] < 0.1
 
 
+@pytest.mark.slow
 def test_ppo_is_identical_with_a_colocated_and_a_separate_rollout(
     ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:

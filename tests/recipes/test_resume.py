@@ -85,7 +85,7 @@ def straight_float64(task_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return config
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ppo_resumes_bitwise_identically(ppo_config: Configs, straight: PPOConfig, asynchronous: bool) -> None:
     checkpoint = {"every": 2, "asynchronous": asynchronous}
     train_ppo(ppo_config(steps=3, checkpoint=checkpoint))
@@ -308,6 +308,7 @@ def test_two_ranks_resume_bitwise_identically_and_one_rank_up_to_summation_order
         assert_same(without_evaluations(expected), without_evaluations(line))
 
 
+@pytest.mark.slow
 def test_two_ranks_with_a_separate_rollout_resume_from_one_rank(
     ray_session: None, ppo_config: Configs, straight_float64: PPOConfig
 ) -> None:

@@ -45,7 +45,7 @@ def saved_rows(config: GRPOConfig) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_no_trained_group_has_equal_scores(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(
         schedule=SCHEDULES[schedule],
@@ -195,7 +195,7 @@ def test_gdpo_normalizes_the_rewards_of_a_list(grpo_config: GrpoConfigs) -> None
 # Failures.
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_rows_whose_reward_failed_are_dropped_and_counted(grpo_config: GrpoConfigs, schedule: str) -> None:
     reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "drop", "max_failure_rate": 1.0}
     # With a larger learning rate, async may learn responses that all fail.
@@ -260,7 +260,7 @@ def test_each_misbehaving_call_costs_only_its_row(
         assert {groups[prompt] for prompt in groups.keys() - dropped.keys()} == {config.samples_per_prompt}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, schedule: str) -> None:
     reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "zero", "max_failure_rate": 0.01}
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, steps=8, checkpoint={"every": 100}, **APART)
@@ -279,8 +279,13 @@ def test_a_failed_reward_ends_the_run_and_names_its_row(grpo_config: GrpoConfigs
         train_grpo(config)
 
 
-@pytest.mark.parametrize("on_failure", ["stop", "drop"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "on_failure"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in (("sync", "stop"), ("async", "drop"))))
+        for case in product(SCHEDULES, ["stop", "drop"])
+    ],
+)
 def test_the_newest_step_is_saved_before_a_failed_reward_ends_the_run(
     grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, on_failure: str
 ) -> None:
@@ -364,7 +369,7 @@ def test_a_service_that_is_down_drops_its_rows_or_stops_the_run(grpo_config: Grp
 # Placement and overlap.
 
 
-@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_rewards_do_not_depend_on_the_placement(
     ray_session: None, grpo_config: GrpoConfigs, tmp_path: Path, schedule: str
 ) -> None:

@@ -37,7 +37,7 @@ def lines(config: GRPOConfig) -> list[dict[str, float]]:
     return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-@pytest.mark.parametrize("check", ["sampled", "complete"])
+@pytest.mark.parametrize("check", [pytest.param("sampled", marks=pytest.mark.slow), "complete"])
 def test_correct_run_compares_weights_after_every_update(config: Callable[..., GRPOConfig], check: str) -> None:
     run_config = with_float64_models(config(check_weights=check))
     assert recipe.train(run_config)["rollout_gap_steps"] == 0

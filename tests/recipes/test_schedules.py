@@ -173,6 +173,7 @@ def test_one_step_off_resumes_bitwise_identically_after_ctrl_c(
     assert_bitwise_identical(config, straight)
 
 
+@pytest.mark.slow
 def test_a_one_step_off_run_that_is_extended_is_bitwise_identical_to_a_longer_run(
     grpo_config: GrpoConfigs, tmp_path: Path
 ) -> None:

@@ -180,6 +180,7 @@ def test_stop_ids_of_the_model_that_rollouts_lack_are_rejected_with_its_folder(t
         read_prompts(GRPOConfig.model_validate(settings))
 
 
+@pytest.mark.slow
 def test_a_template_replaces_the_missing_chat_template_of_a_base_model(task: Path, tmp_path: Path) -> None:
     model = copytree(task / "model", tmp_path / "model")
     jinja = (model / "chat_template.jinja").read_text()

@@ -60,6 +60,7 @@ def test_a_run_reports_missing_protections_once(recipe: Path, tmp_path: Path) ->
     assert all(line.startswith("reward: ") and describe_missing(missing) in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_system_without_namespaces_is_reported(recipe: Path, tmp_path: Path) -> None:
     # A system that does not allow this prefix has no namespaces either.
     prefix = WITHOUT_NAMESPACES if can_unshare() else ()

@@ -182,6 +182,7 @@ def test_an_invalid_prompt_file_ends_the_start(make_judge: MakeJudge, tmp_path: 
         make_judge(prompt_file=tmp_path / "prompt.txt")
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
 def test_vllm_and_transformers_judge_alike(

@@ -335,46 +335,25 @@ def test_a_rollout_in_another_process_loads_the_sent_weights(model: ModelConfig,
         assert set(responses.get("weight_version").tolist()) == {-1, 7}
 
 
+FUNCTIONS = "tests.workers.reward_functions"
+"""Their processes import a module without torch, which takes seconds."""
+
+
 def rows_with(**columns: list) -> Batch:
     return Batch.from_columns(rows={"prompt": ["p", "q"], "response": ["1", "2"], "answer": ["1", "1"]} | columns)
 
 
-def exact(prompt: str, response: str, answer: str, **columns: object) -> float:
-    return float(response == answer)
-
-
-def weighted(prompt: str, response: str, answer: str, weight: float, **columns: object) -> float:
-    return weight * (response == answer)
-
-
-def broken(**columns: object) -> float:
-    return float("nan")
-
-
 def test_a_reward_function_receives_the_columns_of_the_dataset(cluster: Cluster) -> None:
-    config = RewardConfig(function=f"{__name__}:weighted", evaluation=f"{__name__}:exact")
+    config = RewardConfig(function=f"{FUNCTIONS}:weighted", evaluation=f"{FUNCTIONS}:exact")
     reward = cluster.group("reward", Reward, config)
     assert reward.score(rows_with(weight=[0.25, 9.0])).get("scores").tolist() == [0.25, 0.0]
     assert reward.score(rows_with(), evaluation=True).get("scores").tolist() == [1.0, 0.0]
 
 
-def of_columns(response: str, weight: float) -> float:
-    return weight * len(response)
-
-
 def test_a_reward_function_may_name_only_the_columns_that_it_needs(cluster: Cluster) -> None:
-    config = RewardConfig(function=f"{__name__}:of_columns")
+    config = RewardConfig(function=f"{FUNCTIONS}:of_columns")
     reward = cluster.group("reward", Reward, config)
     assert reward.score(rows_with(weight=[0.25, 9.0])).get("scores").tolist() == [0.25, 9.0]
-
-
-def num_messages(prompt: str, response: str, conversation: list[dict[str, str]], **columns: object) -> float:
-    assert conversation[-1] == {"role": "user", "content": prompt}
-    return float(len(conversation))
-
-
-def source_length(prompt: str, response: str, data_source: str, **columns: object) -> float:
-    return float(len(data_source))
 
 
 def prompt_rows(folder: Path, model: ModelConfig) -> Batch:
@@ -396,31 +375,27 @@ def prompt_rows(folder: Path, model: ModelConfig) -> Batch:
 def test_a_reward_function_gets_conversation_and_data_source(
     function: str, expected: list[float], cluster: Cluster, model: ModelConfig, tmp_path: Path
 ) -> None:
-    config = RewardConfig(function=f"{__name__}:{function}")
+    config = RewardConfig(function=f"{FUNCTIONS}:{function}")
     reward = cluster.group("reward", Reward, config)
     assert reward.score(prompt_rows(tmp_path, model)).get("scores").tolist() == expected
 
 
-def minimal(prompt: str, response: str, answer: str) -> float:
-    return float(response == answer)
-
-
 def test_a_reward_function_without_further_parameters_gets_prompt_response_and_answer(cluster: Cluster) -> None:
-    config = RewardConfig(function=f"{__name__}:minimal")
+    config = RewardConfig(function=f"{FUNCTIONS}:minimal")
     reward = cluster.group("reward", Reward, config)
     rows = rows_with(data_source=["sums"] * 2, conversation=[[{"role": "user", "content": "p"}]] * 2)
     assert reward.score(rows).get("scores").tolist() == [1.0, 0.0]
 
 
 def test_a_reward_that_is_not_finite_is_rejected(cluster: Cluster) -> None:
-    config = RewardConfig(function=f"{__name__}:broken")
+    config = RewardConfig(function=f"{FUNCTIONS}:broken")
     with pytest.raises(WorkerUserError, match=r"broken .*\bnan\b"):
         cluster.group("reward", Reward, config).score(rows_with())
 
 
 def test_the_failures_of_rows_are_columns(cluster: Cluster) -> None:
     """Functions that fail for the first row or are not finite cost only their rows."""
-    parts = [{"name": name, "function": f"{__name__}:{name}", "weight": 2.0} for name in ("exact", "needs_digit")]
+    parts = [{"name": name, "function": f"{FUNCTIONS}:{name}", "weight": 2.0} for name in ("exact", "needs_digit")]
     config = RewardConfig.model_validate({"components": parts, "on_failure": "zero"})
     result = cluster.group("reward", Reward, config).score(rows_with(response=["x", "1"]))
     assert result.get("exact").tolist() == [0.0, 1.0] and result.get("needs_digit").tolist() == [0.0, 1.0]
@@ -429,10 +404,6 @@ def test_the_failures_of_rows_are_columns(cluster: Cluster) -> None:
     assert [row["needs_digit"]["failure"] for row in calls] == ["raised", None]
     assert [row["needs_digit"]["score"] for row in calls] == [None, 1.0] and calls[0]["exact"]["failure"] is None
     assert "ValueError" in calls[0]["needs_digit"]["message"]
-
-
-def needs_digit(response: str) -> float:
-    return float(int(response))
 
 
 def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_server_without_calls_in_flight_is_replaced(
     assert not any(event.method == "ping" for event in cluster.calls.events)
 
 
+@pytest.mark.slow
 def test_a_server_is_restored_although_a_call_to_it_waits_for_one_of_its_clients(
     cluster: Cluster, messages: list[str], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_ranges_of_seeds_do_not_overlap() -> None:
     assert starts[-1] + 1_000_000 <= 2**31
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "import sys; from tests.data.reading.test_generated_rows import HASH_DEPENDENT, source\n"
