@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,15 @@ def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[bool, torch.dtype], dict]:
-    """Results of one process with padded rows, by whether it has an adapter and by dtype."""
-    kinds = {(case.lora, case.dtype) for case in CASES.values()}
-    return {(lora, dtype): train(Case(1, {"packing": "never"}, lora=lora, dtype=dtype), None) for lora, dtype in kinds}
+@cache
+def train_alone(lora: bool, dtype: torch.dtype) -> dict:
+    """Returns the results of one process with padded rows."""
+    return train(Case(1, {"packing": "never"}, lora=lora, dtype=dtype), None)
 
 
 @pytest.fixture
-def alone(references: dict[tuple[bool, torch.dtype], dict], name: str) -> dict:
-    return references[CASES[name].lora, CASES[name].dtype]
+def alone(name: str) -> dict:
+    return train_alone(CASES[name].lora, CASES[name].dtype)
 
 
 def rtol(name: str) -> float:
