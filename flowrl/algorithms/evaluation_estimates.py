@@ -17,10 +17,10 @@ LEVEL, NUM_RESAMPLES = 0.95, 2_000
 """Default confidence level, and default number of bootstrap resamples."""
 
 _CHUNK = 1 << 21
-"""Largest number of values that are resampled at once."""
+"""Largest number of values that are resampled at once, which bounds the memory."""
 
 _ROUNDING = 1e-9
-"""Larger than the rounding errors of a confidence level, and smaller than a rank."""
+"""Added before a rank is rounded down. Larger than the rounding error of a level, and much smaller than 1."""
 
 
 # Estimates per prompt.
@@ -57,7 +57,7 @@ def pass_at_k(scores: Tensor, k: int, *, min_score: float = 1.0) -> Tensor:
     _check_k(k, num_samples)
     subsets = math.comb(num_samples, k)
     passed = [float(1 - Fraction(math.comb(num_samples - c, k), subsets)) for c in range(num_samples + 1)]
-    # Compared in the dtype of the scores, in which a score such as 0.1 is not equal to the float64 number.
+    # The dtype of the scores is used, because 0.1 in float32 differs from 0.1 in float64.
     correct_PN = scores >= torch.tensor(min_score, dtype=scores.dtype)
     return torch.tensor(passed, dtype=torch.float64)[correct_PN.sum(1)]
 
@@ -76,7 +76,7 @@ def best_at_k(scores: Tensor, k: int) -> Tensor:
     scores_PN = _checked_scores(scores)
     num_samples = scores_PN.shape[1]
     _check_k(k, num_samples)
-    # The response of ascending rank i is the best one if the other k - 1 have lower ranks.
+    # The response with i lower scores is the best of a subset if the other k - 1 are among these i.
     subsets = math.comb(num_samples, k)
     weights = [float(Fraction(math.comb(i, k - 1), subsets)) for i in range(num_samples)]
     return _sum_rows(scores_PN.sort(dim=1).values * torch.tensor(weights, dtype=torch.float64))
@@ -140,7 +140,7 @@ class Difference(Interval):
     """The mean difference of two models on the same prompts, and its bootstrap interval."""
 
     superiority: float
-    """Share of resamples in which the first model is better. A tie counts half."""
+    """Share of resamples in which `values` has a larger mean than `baseline`. A tie counts half."""
 
     p_value: float
     """Two-sided p-value of the hypothesis that the difference is 0."""
@@ -189,7 +189,7 @@ def paired_difference(
     """Returns the mean of `values` - `baseline` over the same prompts, and its percentile interval of the bootstrap.
 
     A resample draws prompts, with the values of both models. The p-value is 2 min(P(d <= 0), P(d >= 0)) over the
-    resampled differences d, and at most 1. Both counts and R are increased by 1.
+    resampled differences d, and at most 1. Both counts and R are increased by 1, so that the p-value is never 0.
 
     Args:
         values: [P], one value per prompt.
@@ -202,7 +202,9 @@ def paired_difference(
     """
     values_P, baseline_P = _checked_values(values, "values"), _checked_values(baseline, "baseline")
     if len(values_P) != len(baseline_P):
-        raise ValueError(f"values has {len(values_P)} prompts, but baseline has {len(baseline_P)}: compare the same")
+        raise ValueError(
+            f"values has {len(values_P)} prompts, but baseline has {len(baseline_P)}: pass values of the same prompts"
+        )
     differences_P = values_P - baseline_P
     means_R = _resample_means(differences_P, seed=seed, num_resamples=num_resamples, strata=strata)
     worse, better, total = int((means_R < 0).sum()), int((means_R > 0).sum()), len(means_R)
@@ -243,7 +245,7 @@ def _find_limits(means_R: Tensor, level: float) -> tuple[float, float]:
     if not 0 < level < 1:
         raise ValueError(f"level is {level}, but must be between 0 and 1")
     ordered = means_R.sort().values
-    outside = int(len(ordered) * (1 - level) / 2 + _ROUNDING)  # 20 * (1 - 0.9) / 2 is below 1
+    outside = int(len(ordered) * (1 - level) / 2 + _ROUNDING)  # in float64, 20 * (1 - 0.9) / 2 < 1
     return float(ordered[outside]), float(ordered[-1 - outside])
 
 

@@ -53,7 +53,7 @@ def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
 
 
 def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]]:
-    """Yields the key and the files of each input, and whether the names of the files determine their use."""
+    """Yields the key and the files of each input, and whether the checksum covers the names of the files."""
     for name, value in config:
         if isinstance(value, DataConfig | PtxConfig):
             yield from ((key, data_paths(path), False) for key, path in value.files(name).items())
@@ -107,8 +107,9 @@ def _templates(settings: object) -> dict[str, Path | None]:
 
 
 def data_paths(path: Path) -> list[Path]:
-    """Returns the files that determine the rows of a dataset. For a prepared folder, returns only its manifest, which
-    contains the checksums of its shards.
+    """Returns the files that determine the rows of a dataset.
+
+    For a prepared folder, returns only its manifest, which contains the checksums of its shards.
     """
     if not path.is_dir():
         return [path]
@@ -127,7 +128,7 @@ def _model_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]
         if not isinstance(role, TrainedConfig) or role.lora is not None:
             yield f"{name}.model.path", sorted(path.glob("*.safetensors")), False
         if name == find_tokenizer_role(config):
-            # An empty list of files also has a checksum, so that a template that is added later is detected.
+            # An empty list of files has a checksum, too, so that a template added later counts as a change.
             yield f"{name}.model.path (tokenizer)", _files_in(tokenizer, _TOKENIZER_FILES), True
             yield f"{name}.model.path (chat template)", _files_in(tokenizer, _TEMPLATE_FILES), True
 
@@ -161,9 +162,9 @@ def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig) -> No
         before = FileChecksum(*old[key]) if key in old else now
         if before != now and key.endswith(".reasoning_gym"):
             raise RunFolderError(
-                f"{key}: the run in {config.output} was started with another version of reasoning-gym than "
-                f"{generator_version()}, which may generate other rows; install the old version, or set output to a "
-                f"new folder"
+                f"{key}: the run in {config.output} was started with a different version of reasoning-gym than "
+                f"{generator_version()}, which may generate different rows; install the old version, or set output to "
+                f"a new folder"
             )
         if before != now:
             raise RunFolderError(
@@ -189,7 +190,7 @@ def check_base_model(checkpoint: Checkpoint, base: Path, role: str = "actor") ->
 
 def _difference(before: FileChecksum, now: FileChecksum) -> str:
     same_size = before.size == now.size
-    return "other contents of the same size" if same_size else f"{now.size:,} bytes instead of {before.size:,}"
+    return "different contents of the same size" if same_size else f"{now.size:,} bytes instead of {before.size:,}"
 
 
 def combined_checksum(paths: Sequence[Path], *, has_names: bool = False) -> FileChecksum | None:

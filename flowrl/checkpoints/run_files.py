@@ -1,4 +1,4 @@
-"""Readers of the files of a run folder: settings, metrics, results, machine, and checksums of inputs."""
+"""Reads the files of a run folder: settings, metrics, results, system, and checksums of inputs."""
 
 import json
 import math
@@ -16,7 +16,7 @@ Record = Mapping[str, float]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns `config.yaml` of a run folder as plain values. Raises UserError if the folder is not that of a run."""
+    """Returns `config.yaml` of a run folder as plain values. Raises UserError if the folder is not a run folder."""
     fix = "pass the output folder of a run"
     if not folder.exists():
         raise UserError(f"{folder} does not exist: {fix}")
@@ -42,7 +42,10 @@ def read_system(folder: Path) -> dict[str, Any] | None:
 
 
 def read_inputs(folder: Path) -> dict[str, Any] | None:
-    """Returns `inputs.json`: size and checksum per input. None if it does not exist. Raises UserError if corrupt."""
+    """Returns `inputs.json`, the size and the checksum of each input, or None if the file does not exist.
+
+    Raises UserError if the file is corrupt.
+    """
     return _read_object(RunFolder(folder).inputs)
 
 

@@ -34,7 +34,7 @@ SYSTEM_FILE = "system.json"
 """Name of the file in the run folder."""
 
 _TIMEOUT_S = 10.0
-"""Timeout of the program that lists the GPUs."""
+"""Timeout of `nvidia-smi`, which lists the GPUs."""
 
 
 def describe_system() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[str]:
-    """Returns the name and the memory of each GPU of this machine. The driver does not start CUDA for it."""
+    """Returns the name and the memory of each GPU of this machine. Does not initialize CUDA in this process."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -22,7 +22,7 @@ def add_data(commands: Commands) -> None:
     for name, run, text in (
         ("prepare", _prepare, "filter and tokenize rows, and store them in a folder that runs memory-map"),
         ("check", _check, "count the rows that would be dropped, per reason"),
-        ("show", _show, "print rows with the template, with trained tokens in color"),
+        ("show", _show, "print rows as the template renders them, with trained tokens in color"),
         ("template", _template, "write the conversation template file of a tokenizer"),
     ):
         action = actions.add_parser(name, help=text, allow_abbrev=False)
@@ -35,7 +35,7 @@ def add_data(commands: Commands) -> None:
         )
         if name == "show":
             action.add_argument("--rows", type=int, default=_NUM_SHOWN_ROWS, metavar="N", help="number of rows")
-            action.add_argument("--start", type=int, default=0, metavar="N", help="rows to skip")
+            action.add_argument("--start", type=int, default=0, metavar="N", help="number of rows to skip")
         action.set_defaults(run=run)
 
 

@@ -23,7 +23,7 @@ def add_diff(commands: Commands) -> None:
         type=_tolerance,
         default=0.0,
         metavar="X",
-        help="numbers are equal if they differ by at most X times the larger one (or 1); default: 0, bitwise equal",
+        help="largest difference of equal numbers, relative to the larger magnitude or 1; default: 0, bitwise equal",
     )
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 if the runs differ")
     parser.set_defaults(run=_diff)

@@ -27,16 +27,20 @@ def add_eval(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="TASK",
-        help="a data file, a task of reasoning-gym, or lm-eval:NAME; may be repeated. Default: data of the run",
+        help="a data file, a task of reasoning-gym, or lm-eval:NAME; can be repeated; default: the run's held-out data",
     )
-    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward of the data files; default: the run's")
-    parser.add_argument("--samples", type=_positive, metavar="K", help="responses per prompt")
+    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward of data files; default: that of the run")
+    parser.add_argument("--samples", type=_positive, metavar="K", help="number of responses per prompt")
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="sampling temperature; 0 is greedy")
     parser.add_argument("--seed", type=_natural, metavar="N", help="seed of the sampled tokens")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="number of prompts per task, from the start")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="use only the first N prompts of each task")
     parser.add_argument("--engine", metavar="NAME", help="rollout engine: hf, vllm or module:Class")
-    parser.add_argument("--step", type=_natural, metavar="N", help="checkpoint of the run folders")
-    parser.add_argument("--devices", type=_positive, default=1, metavar="N", help="devices that generate; default: 1")
+    parser.add_argument(
+        "--step", type=_natural, metavar="N", help="checkpoint of each run folder; default: the trained model"
+    )
+    parser.add_argument(
+        "--devices", type=_positive, default=1, metavar="N", help="number of devices that generate; default: 1"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers, settings and scores as JSON")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="write the responses as JSON lines")
     parser.set_defaults(run=_eval)
@@ -54,7 +58,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from flowrl.inference.evaluation.evaluate_models import evaluate_models  # noqa: PLC0415
     from flowrl.inference.evaluation.planned_tasks import EvaluationArguments  # noqa: PLC0415
 
-    given = EvaluationArguments(
+    evaluation = EvaluationArguments(
         arguments.task,
         arguments.reward,
         arguments.samples,
@@ -66,7 +70,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     )
     evaluate_models(
         models,
-        given,
+        evaluation,
         console=make_console(),
         step=arguments.step,
         num_devices=arguments.devices,
@@ -77,13 +81,13 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number, like 8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, like 8")
     return int(text)
 
 
 def _natural(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0, like 20")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0, like 20")
     return int(text)
 
 

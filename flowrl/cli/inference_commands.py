@@ -60,15 +60,33 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Adds the options that determine a response."""
     parser.add_argument(
-        "--max-tokens", type=_positive_count, default=max_tokens, metavar="N", help=f"default: {max_tokens}"
+        "--max-tokens",
+        type=_positive_count,
+        default=max_tokens,
+        metavar="N",
+        help=f"largest number of tokens of a response; default: {max_tokens}",
     )
-    parser.add_argument("--temperature", type=_not_negative, default=1.0, metavar="T", help="0 is greedy; default: 1")
-    parser.add_argument("--top-k", type=_count, default=0, metavar="K", help="0 (default) samples from all tokens")
-    parser.add_argument("--top-p", type=_share, default=1.0, metavar="P", help="default: 1")
+    parser.add_argument(
+        "--temperature",
+        type=_not_negative,
+        default=1.0,
+        metavar="T",
+        help="sampling temperature; 0 is greedy; default: 1",
+    )
+    parser.add_argument(
+        "--top-k", type=_count, default=0, metavar="K", help="sample from the K most likely tokens; default: 0, all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=_share,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities sum to P; default: 1",
+    )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="text that ends a response; can be repeated"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampled tokens; default: 0")
     parser.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
 
 
@@ -78,21 +96,28 @@ def _add_generate(commands: Commands) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--prompts", required=True, metavar="FILE|-", help="lines of text, JSON lines or a table; - is standard input"
+        "--prompts",
+        required=True,
+        metavar="FILE|-",
+        help="prompts as lines of text, JSON lines or a table; - reads standard input",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="new file of JSON lines, which a killed command resumes"
+        "--output", type=Path, metavar="FILE", help="new file of JSON lines; if killed, the same command resumes it"
     )
     parser.add_argument(
-        "--samples", type=_positive_count, default=1, metavar="N", help="responses per prompt; default: 1"
+        "--samples", type=_positive_count, default=1, metavar="N", help="number of responses per prompt; default: 1"
     )
-    parser.add_argument("--best-of", type=_positive_count, metavar="N", help="write the best of N responses")
+    parser.add_argument("--best-of", type=_positive_count, metavar="N", help="write the best of N responses per prompt")
     parser.add_argument(
         "--reward", metavar="FUNCTION|FOLDER", help="for --best-of: module:function, or the folder of a reward model"
     )
     parser.add_argument("--raw", action="store_true", help="continue the text of a prompt, without the chat template")
     parser.add_argument(
-        "--max-num-seqs", type=_positive_count, default=256, metavar="N", help="concurrent responses; default: 256"
+        "--max-num-seqs",
+        type=_positive_count,
+        default=256,
+        metavar="N",
+        help="largest number of concurrent responses; default: 256",
     )
     add_sampling_options(parser, 256)
     parser.set_defaults(run=_generate)
@@ -129,7 +154,7 @@ def _add_chat(commands: Commands) -> None:
 
 
 _CHAT_SEQS = 16
-"""Concurrent responses of a chat. A smaller number would not save memory."""
+"""Largest number of concurrent responses of a chat. A smaller number would not save memory."""
 
 
 def _chat(arguments: argparse.Namespace) -> None:

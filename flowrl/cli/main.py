@@ -87,9 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(program: Callable[[], object]) -> int:
     """Runs `program` and returns its exit code. Prints errors to stderr without the driver's traceback.
 
-    Exit codes: 0 if the program succeeds or its run is already complete, 1 if a worker or a check fails, 2 after a
-    `UserError` or if the disk is full, 130 or 143 after SIGINT or SIGTERM, and 141 if the reader of the output, such as
-    `head`, has ended. Other exceptions are bugs and propagate.
+    Exit codes:
+        0: the program has succeeded, or its run is already complete.
+        1: a worker or a check has failed.
+        2: a `UserError` was raised, or the disk is full.
+        130 or 143: the program has received SIGINT or SIGTERM.
+        141: the reader of the output, such as `head`, has ended.
+    Other exceptions are bugs and propagate.
     """
     try:
         with raise_on_sigterm():
@@ -155,13 +159,13 @@ def _import_train(name: str) -> Callable[[RunConfig], object]:
 
 
 def _reject_options(parser: argparse.ArgumentParser, words: Sequence[str], argv: Sequence[str]) -> None:
-    """Ends the program if there is an unknown option among `words`. It may be a setting, such as `--steps 3`."""
+    """Ends the program if `words` has an unknown option, and shows how to write it as a setting, such as `steps=3`."""
     index = next((i for i, word in enumerate(words) if word.startswith("-")), None)
     if index is None:
         return
     option, equals, value = words[index].partition("=")
     if not equals:
-        # argparse may have used the value of an unknown option as another argument, such as CONFIG
+        # argparse may have parsed the value of an unknown option as another argument, such as CONFIG
         following = argv[argv.index(words[index]) + 1 :][:1]
         value = next((word for word in following if not word.startswith("-")), "VALUE")
     key = option.lstrip("-").replace("-", "_")
@@ -197,7 +201,7 @@ REFERENCE_COMMAND = "flowrl config --reference > docs/config.md"
 
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "check", help="check everything that a run needs, except the training itself", allow_abbrev=False
+        "check", help="check everything that a run needs, without training", allow_abbrev=False
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
@@ -306,7 +310,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="step of the checkpoint; default: the newest, or model/ of a run without checkpoints",
     )
     parser.add_argument(
-        "--role", metavar="ROLE", help="role of the model; default: actor, or the only one with a model"
+        "--role", metavar="ROLE", help="role of the model; default: actor, or the only role with a model"
     )
     parser.add_argument("--output", type=Path, metavar="F", help="new folder; default: RUN/export-step-N")
     parser.add_argument(

@@ -41,8 +41,10 @@ def find_recipe(name: str) -> type[RunConfig]:
 
 
 def training_function(schema: type[RunConfig]) -> Callable[..., Any] | None:
-    """Returns the function `train` of a recipe, or None if there is none. The function is in `train.py` next to
-    `config.py`, or in the module of the config class. Raises ConfigError if the module cannot be imported.
+    """Returns the function `train` of a recipe, or None if the recipe has none.
+
+    The function is in `train.py` next to `config.py`, or in the module of the config class. Raises ConfigError if the
+    module cannot be imported.
     """
     name = training_module(schema.__module__)
     if importlib.util.find_spec(name) is None:

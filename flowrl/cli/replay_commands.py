@@ -32,10 +32,11 @@ def add_replay(commands: Commands) -> None:
         "--backend",
         choices=("inline", "ray"),
         default="inline",
-        help="ray: the processes of the placement, which is bitwise identical for roles with several ranks",
+        help="inline: one rank per role in this process; ray: the processes of the placement, for bitwise identical "
+        "results of roles with several ranks",
     )
     parser.add_argument("--output", type=Path, metavar="F", help="new folder for the results of the replay")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings to change")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings to override")
     parser.set_defaults(run=_replay)
 
 

@@ -1,4 +1,4 @@
-"""The command `flowrl show`: a terminal viewer, or plain text if the output is not a terminal."""
+"""`flowrl show`: opens a terminal viewer, or prints plain text if the output is not a terminal."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from flowrl.report.rollout_text import show_rows
 
 _NUM_SHOWN_ROWS = 10
-"""Number of rows that the plain text has without `--worst` and `--best`."""
+"""Number of rows that are printed as plain text without `--worst` and `--best`."""
 
 
 def add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

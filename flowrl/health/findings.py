@@ -11,7 +11,7 @@ FILE = "health.jsonl"
 
 @dataclass(frozen=True)
 class Finding:
-    """A period in which a check exceeds its threshold."""
+    """A sequence of steps in which the value of a check is beyond its threshold."""
 
     check: str
     """Name of the check, which is the setting `health.<check>`."""
@@ -20,7 +20,7 @@ class Finding:
     """First step."""
 
     last_step: int
-    """Last step so far. Steps in between may be healthy, because short recoveries do not end a finding."""
+    """Last step so far. Some steps in between may be healthy, because a short recovery does not end a finding."""
 
     value: float
     """Worst value so far."""
@@ -28,7 +28,7 @@ class Finding:
     threshold: float
 
     message: str
-    """Observation, meaning and remedy, when the finding began or when it last became clearly worse."""
+    """Observation, meaning and remedy in the step in which the finding began or last became clearly worse."""
 
     setting: str
     """Setting to change first."""

@@ -29,7 +29,7 @@ class RunFacts:
     """Likely causes of a gap above the limit."""
 
     devices: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    """Pool of each combination of roles on a device."""
+    """Roles that share a device -> name of the pool. Several pools are joined by `+`."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Check:
 
     name: HealthCheck
     measure: Measure
-    """Returns the value of the last step, or None if the window does not have the values that the check needs."""
+    """Returns the value of the last step, or None if the window lacks the values that the check needs."""
     meaning: str
     """Likely cause, as a clause."""
     remedy: str
     """Remedy. Empty for `logprob_gap`, whose causes depend on the run."""
     settings: tuple[str, ...]
-    """Settings to change. A finding names the first that the run has. `ROLE` stands for the trained role."""
+    """Settings to change. A finding names the first setting that the run has. `ROLE` stands for the trained role."""
     is_lower_bound: bool = False
     """True: values below the threshold are findings. False: values above it are findings."""
 
@@ -77,10 +77,11 @@ _IMPROVES_BY_FALLING = {"validation_loss"}
 
 
 def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest relative fall of a held-out metric, if its training metric has improved since its best value.
+    """Returns the largest fall of a held-out metric below its best value, as a fraction of the best value.
 
-    The smaller fall of the last two evaluations counts. An adjacent evaluation must confirm the best value, unless it
-    is the only earlier one. With a single evaluation after the best one, half of its fall counts.
+    The fall is 0 unless the training metric has improved since the best value. A single noisy evaluation has little
+    effect: the fall is the smaller one of the last two evaluations, and two adjacent evaluations must reach the best
+    value. With only two evaluations, half of the fall counts.
     """
     if not window.is_evaluated:
         return None
@@ -114,7 +115,7 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
 
 
 def _best(points: list[EvaluationPoint], sign: int) -> EvaluationPoint:
-    """Returns the best point that an adjacent evaluation confirms. Returns a single point unconfirmed."""
+    """Returns the best point whose value an adjacent point reaches as well. Returns a single point as it is."""
     if len(points) == 1:
         return points[0]
     confirmed = (min(pair, key=lambda point: sign * point.value) for pair in pairwise(points))
@@ -122,7 +123,7 @@ def _best(points: list[EvaluationPoint], sign: int) -> EvaluationPoint:
 
 
 def _has_improved(window: StepWindow, name: str, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
-    """Returns whether the training metric has improved between two evaluations by more than its noise."""
+    """Returns whether the training metric has improved between two evaluations by more than two standard errors."""
     before = best.training.get(name, window.first_median(name))
     now, values = last.training.get(name), window.recent_values(name)
     if before is None or now is None or values is None:
@@ -158,7 +159,9 @@ def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | Non
 # Policy.
 
 _SOLVED = 0.9
-"""Share of the possible gain in reward after which a task is solved, so that a deterministic policy is expected."""
+"""Fraction of the distance from the first rewards to the largest reward at which a task counts as solved. The policy of
+a solved task may be deterministic.
+"""
 
 
 def _is_solved(window: StepWindow) -> bool:
@@ -200,7 +203,10 @@ def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | No
 
 
 def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the gap of the last step as a multiple of the limit. Stale responses have a gap by construction."""
+    """Returns the gap of the last step as a multiple of the limit.
+
+    Returns None for stale responses, because other weights sampled them.
+    """
     gap = window.last.get("rollout_gap", window.last.get("actor/rollout_gap"))
     if facts.gap_limit is None or gap is None or window.last.get("staleness_max", 0.0) > 0:
         return None
@@ -214,8 +220,8 @@ def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | No
 def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest gradient norm of a role in the last step as a multiple of its norm in the steps before.
 
-    The norm in the steps before is their 90 % quantile, and at least the median of the first steps. Earlier spikes
-    therefore do not count, and neither do the rare gradients of a policy that has converged.
+    The norm in the steps before is their 90 % quantile, and at least the median of the first steps. The quantile
+    ignores earlier spikes. The median prevents findings after convergence, when gradients are rare.
     """
     found = []
     for name, norm in window.last.items():
@@ -288,9 +294,9 @@ def measure_stale_share(window: StepWindow, facts: RunFacts) -> Measurement | No
 
 
 def measure_idle_devices(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median idle time of the device that is idle longest, as a fraction of a step.
+    """Returns the median idle time of the device with the longest idle time, as a fraction of a step.
 
-    A device runs one call at a time, so that the busy times of its roles add up.
+    A device runs one call at a time, so the busy times of its roles are added.
     """
     found = []
     records = [record for record in window.records if any(name.startswith("idle_") for name in record)]
@@ -311,7 +317,8 @@ CHECKS: tuple[Check, ...] = (
         "held_out_fall",
         measure_held_out_fall,
         "the policy overfits or exploits the reward",
-        "compare saved responses of both steps, correct the reward, strengthen the KL penalty, or end the run earlier",
+        "compare saved responses of the best and the last evaluation, correct the reward, strengthen the KL penalty, "
+        "or end the run earlier",
         ("actor.kl_loss_coef", "algorithm.kl_coef", "steps"),
     ),
     Check(
@@ -374,7 +381,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "stale_share",
         measure_stale_share,
-        "generation is faster than training, and its work is lost",
+        "generation is faster than training, so that rollout time is wasted",
         "lower schedule.overprovision, raise schedule.max_staleness, or use fewer rollout devices",
         ("schedule.overprovision",),
     ),
@@ -382,13 +389,14 @@ CHECKS: tuple[Check, ...] = (
         "idle_devices",
         measure_idle_devices,
         "the placement does not match the work of the roles",
-        "colocate its roles with others, give it fewer devices, or overlap generation and training with a schedule",
+        "colocate these roles with others, give the pool fewer devices, or overlap generation and training with a "
+        "schedule",
         ("placement",),
     ),
     Check(
         "repetition",
         measure_repetition,
-        "responses are loops of the same text",
+        "responses repeat the same text",
         "inspect saved responses, correct the reward, or strengthen the KL penalty",
         ("algorithm.kl_coef", "actor.kl_loss_coef", "reward"),
     ),

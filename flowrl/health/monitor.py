@@ -11,13 +11,14 @@ from flowrl.health.step_window import StepWindow
 
 @dataclass
 class _CheckState:
-    """Findings of one check so far."""
+    """State of one check."""
 
     finding: int | None = None
-    """Index of the current finding."""
+    """Index of the current finding in `HealthMonitor.findings`, or None."""
     num_findings: int = 0
+    """Number of findings so far."""
     num_healthy: int = 0
-    """Number of measured steps without the problem since the last step with it."""
+    """Number of healthy measurements since the last one beyond the threshold."""
     reported: float = 0.0
     """Distance between value and threshold in the last message."""
 
@@ -81,4 +82,6 @@ class HealthMonitor:
 
 
 _MIN_DISTANCE = 0.1
-"""Smallest distance from a threshold whose double is clearly worse."""
+"""Smallest distance from a threshold that is doubled to decide whether a finding is clearly worse. Matters for
+thresholds near 0.
+"""

@@ -11,23 +11,23 @@ Record = Mapping[str, float]
 """Metrics of a step by name."""
 
 MAX_EVALUATIONS = 100
-"""Number of last evaluations in a window."""
+"""Largest number of evaluations in a window, per held-out metric."""
 
-NUM_BEFORE = 4
+WINDOW_MULTIPLE = 4
 """Number of records in a window, as a multiple of `steps`."""
 
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """A held-out metric in one evaluation, and the training metrics at that time."""
+    """A held-out metric in one evaluation, and the corresponding training metric at that time."""
 
     value: float
     training: Record
-    """Medians of the training metrics over the last steps; empty for the initial model."""
+    """Median of the training metric over the last steps, by name; empty for the initial model."""
 
 
 class StepWindow:
-    """Bounded memory of a run: its first and its last records, and its last evaluations.
+    """The first and the last log records of a run, and its last evaluations, in bounded memory.
 
     Its state depends only on the records that were added. A resumed run adds the records of `metrics.jsonl` again.
     """
@@ -35,7 +35,7 @@ class StepWindow:
     def __init__(self, steps: int) -> None:
         """`steps` is the number of values in a median."""
         self.steps = steps
-        self.records: deque[Record] = deque(maxlen=NUM_BEFORE * steps)
+        self.records: deque[Record] = deque(maxlen=WINDOW_MULTIPLE * steps)
         """Last records with their finite values, oldest first."""
         self.first: list[Record] = []
         """Records of the first `steps` steps."""
@@ -51,7 +51,7 @@ class StepWindow:
     def add(self, step: int, record: Record, held_out: Mapping[str, str]) -> None:
         """Adds the record of a step. Ignores values that are not finite.
 
-        `held_out` maps the prefix of a held-out metric to the training metric that it corresponds to.
+        `held_out` maps the prefix of a held-out metric to the corresponding training metric.
         """
         values = {name: value for name, value in record.items() if math.isfinite(value)}
         if step > 0:

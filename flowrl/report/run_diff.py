@@ -14,8 +14,16 @@ from flowrl.report.rollout_log import Kind, MissingStepError, Row, read_rows, sa
 _IGNORED_SETTINGS = ("output", "resume")
 """Settings that do not change results."""
 
-_CLOCK = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "wait_data_s", "wait_weights_s", "environment/restarts")
-"""Metrics of time, memory and repeated work, which differ between equal runs."""
+_NONDETERMINISTIC = (
+    "seconds",
+    "elapsed_s",
+    "tokens_per_s",
+    "memory_mb",
+    "wait_data_s",
+    "wait_weights_s",
+    "environment/restarts",
+)
+"""Metrics of time, memory and repeated work, which differ even between identical runs."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ STAGES = (
         "the evaluation", metrics=("accuracy", "accuracy/", "validation_loss", "validation_loss/", "evaluation/")
     ),
 )
-"""Calls of a step in their order. The first one with different values is reported."""
+"""Calls of a step in their order. The first call with different values is reported."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Divergence:
     call: str
     """First call of the step whose values differ."""
     values: Sequence[tuple[str, Any, Any]]
-    """Name and both values of some differences of the call. A value that is absent is None."""
+    """Name and both values of each difference that was found. A missing value is None."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,13 @@ class RunDiff:
     versions: Sequence[tuple[str, Any, Any]] = ()
     divergence: Divergence | None = None
     num_steps: int = 0
-    """Number of steps that both runs have, without the step 0."""
+    """Number of training steps that both runs have logged."""
     num_equal_steps: int = 0
     """Number of these steps whose metrics are equal."""
     results: Sequence[tuple[str, Any, Any]] = ()
-    """Name and values of the metrics of the last common step that differ most."""
+    """Name and both values of the metrics that differ in the last common step, largest relative difference first."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Why the runs cannot be compared, by the name of the comparison: `inputs`, `versions` or `metrics`."""
+    """Why a comparison is missing, by its name: `inputs`, `versions` or `metrics`."""
 
     @property
     def is_equal(self) -> bool:
@@ -105,8 +113,8 @@ class RunDiff:
 def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDiff:
     """Compares the folders of two runs.
 
-    Numbers are equal if they differ by at most `tolerance` times the larger magnitude or 1. Metrics of time and memory
-    are not compared. Raises UserError if a folder is not a run.
+    Two numbers are equal if they differ by at most `tolerance` times their larger magnitude, or times 1 if both are
+    smaller. Metrics of time and memory are not compared. Raises UserError if a folder is not a run folder.
     """
     configs = [read_config(folder) for folder in (first, second)]
     folders = (RunFolder(first), RunFolder(second))
@@ -147,7 +155,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
 def _compare_json(
     name: str, values: Sequence[Mapping[str, Any] | None], missing: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
-    """Returns the keys whose values differ. Notes in `missing` if a run lacks the values."""
+    """Returns the keys whose values differ, with both values. Adds a reason to `missing` if a run lacks the values."""
     first, second = values
     if first is None or second is None:
         missing[name] = "a run was written by an earlier version of flowrl, which did not record them"
@@ -177,27 +185,30 @@ def _different_metrics(first: Record, second: Record, is_same: Same) -> list[tup
     return [
         (name, first.get(name), second.get(name))
         for name in dict.fromkeys((*first, *second))
-        if not _is_of_clock(name) and not is_same(first.get(name), second.get(name))
+        if not _is_nondeterministic(name) and not is_same(first.get(name), second.get(name))
     ]
 
 
-def _is_of_clock(metric: str) -> bool:
-    return metric in _CLOCK or metric.startswith("idle_") or metric.endswith("/seconds")
+def _is_nondeterministic(metric: str) -> bool:
+    return metric in _NONDETERMINISTIC or metric.startswith("idle_") or metric.endswith("/seconds")
 
 
 def _find_divergence(
     folders: tuple[RunFolder, RunFolder],
     records: Sequence[Mapping[int, Record]],
     common: Sequence[int],
-    first_metrics: int | None,
+    metrics_step: int | None,
     is_same: Same,
 ) -> Divergence | None:
-    """Returns the first step whose metrics or saved rows differ. Rows may differ before any metric does."""
-    steps = [step for step in common if first_metrics is None or step <= first_metrics]
+    """Returns the first step whose metrics or saved rows differ.
+
+    `metrics_step` is the first step whose metrics differ, or None. Rows may differ in an earlier step.
+    """
+    steps = [step for step in common if metrics_step is None or step <= metrics_step]
     kinds: tuple[Kind, ...] = ("training", "evaluation")
     saved = {kind: _steps_of_rows(folders, kind) for kind in kinds}
     for step in steps:
-        differences = _different_metrics(records[0][step], records[1][step], is_same) if step == first_metrics else []
+        differences = _different_metrics(records[0][step], records[1][step], is_same) if step == metrics_step else []
         rows: list[tuple[Kind, list[Row], list[Row]]] = []
         for kind in kinds:
             if step not in saved[kind]:
@@ -207,8 +218,8 @@ def _find_divergence(
                 rows.append((kind, first, second))
             except MissingStepError:
                 continue  # `report.rollouts.max_mb` of an active run has removed the file
-        if (found := _first_call(differences, rows, is_same)) is not None:
-            call, values = found
+        if (divergent := _first_divergent_call(differences, rows, is_same)) is not None:
+            call, values = divergent
             return Divergence(step, call, values)
     return None
 
@@ -218,7 +229,7 @@ def _steps_of_rows(folders: tuple[RunFolder, RunFolder], kind: Kind) -> set[int]
     return first & second
 
 
-def _first_call(
+def _first_divergent_call(
     metrics: Sequence[tuple[str, Any, Any]], rows: Sequence[tuple[Kind, list[Row], list[Row]]], is_same: Same
 ) -> tuple[str, list[tuple[str, Any, Any]]] | None:
     """Returns the first call of a step with different values, and these values. None without differences."""
@@ -229,17 +240,17 @@ def _first_call(
                 values += _different_rows(stage, kind, first, second, is_same)
         if values:
             return stage.call, values
-    return ("a call that is not known", list(metrics)) if metrics else None
+    return ("an unknown call", list(metrics)) if metrics else None
 
 
 _EVALUATED = ("prompt_id", "response", "rewards", "score")
-"""Columns of the rows of evaluations that are compared."""
+"""Columns of evaluation rows that are compared."""
 
 
 def _different_rows(
     stage: CallStage, kind: Kind, first: list[Row], second: list[Row], is_same: Same
 ) -> list[tuple[str, Any, Any]]:
-    """Returns the values of the first row that differ. Runs may have saved different rows of a batch."""
+    """Returns the different values of the first row that differs. Compares only rows that both runs have saved."""
     names = _EVALUATED if kind == "evaluation" else stage.row_columns
     others = {row["row"]: row for row in second}
     for one in (row for row in first if row["row"] in others):

@@ -15,7 +15,7 @@ _MAX_ROWS, _MAX_TEXT = 12, 60
 
 
 def print_diff(diff: RunDiff, console: Console) -> None:
-    """Prints the differences, the first divergence, and what could not be compared."""
+    """Prints the differences, the first divergence, and why a comparison is missing."""
     for name, title, entries in (
         ("settings", "Settings", diff.settings),
         ("inputs", "Inputs (size and CRC-32)", diff.inputs),

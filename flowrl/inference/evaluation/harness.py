@@ -16,13 +16,15 @@ from flowrl.inference.model_source import ModelSource
 from flowrl.run.evaluation import PromptScores
 
 _TOLERANCE = 1e-9
-"""Largest difference of the mean over documents from the library's value of a metric that is a mean."""
+"""Relative tolerance between the mean over documents and the library's value. A larger difference shows that the
+metric is not a mean over documents.
+"""
 
 Result = Mapping[str, Any]  # Any: the library's values
 
 
 def check_harness(tasks: Sequence[str], arguments: EvaluationArguments) -> None:
-    """Raises UserError if the library is missing, a task is unknown, or an argument does not apply to its tasks."""
+    """Raises UserError if the library is missing, a task is unknown, or an option does not apply to its tasks."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"--task {HARNESS}{tasks[0]} needs the library lm-eval, which is not installed: pip install "
@@ -51,8 +53,8 @@ def evaluate_harness(
 ) -> dict[str, TaskScores]:
     """Returns the scores of a model by task and metric, such as `arc_easy/acc`.
 
-    A metric that is a mean over documents has scores per document. Other metrics, such as perplexity, have a value
-    only.
+    A metric that is a mean over documents has one score per document. Another metric, such as perplexity, has only its
+    value, and its scores are NaN.
 
     Args:
         tasks: names of tasks or groups, or paths of YAML files of tasks.
@@ -84,15 +86,15 @@ def evaluate_harness(
     assert results is not None, "the library returns None only on other ranks"
     values: dict[str, Any] = dict(results)  # Any: the library's values
     return {
-        f"{task}/{_metric_name(metric, choice)}": _read_scores(values["samples"][task], task, metric, choice, value)
+        f"{task}/{_metric_name(metric, filter_name)}": _read_scores(values["samples"][task], metric, filter_name, value)
         for task, own in values["results"].items()
         if task in values["samples"]
-        for metric, choice, value in _metrics(own)
+        for metric, filter_name, value in _metrics(own)
     }
 
 
 def _task_manager(tasks: Sequence[str]) -> Any:  # Any: a class of the library
-    """Returns the tasks that are available. The index of the included tasks is read only if one of them is named."""
+    """Returns the task index of lm-eval. If all tasks are YAML files, the index omits lm-eval's own tasks."""
     from lm_eval.tasks import TaskManager  # noqa: PLC0415 (an optional library)
 
     return TaskManager(include_defaults=not all(Path(task).is_file() for task in tasks))
@@ -100,20 +102,21 @@ def _task_manager(tasks: Sequence[str]) -> Any:  # Any: a class of the library
 
 def _metrics(result: Result) -> list[tuple[str, str, float]]:
     """Returns (metric, filter, value) of the results of a task, whose keys are `metric,filter`."""
-    found = []
+    metrics = []
     for key, value in result.items():
-        metric, comma, choice = key.partition(",")
+        metric, comma, filter_name = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-            found.append((metric, choice, float(value)))
-    return found
+            metrics.append((metric, filter_name, float(value)))
+    return metrics
 
 
-def _metric_name(metric: str, choice: str) -> str:
-    return metric if choice == "none" else f"{metric},{choice}"
+def _metric_name(metric: str, filter_name: str) -> str:
+    return metric if filter_name == "none" else f"{metric},{filter_name}"
 
 
-def _read_scores(samples: Sequence[Result], task: str, metric: str, choice: str, value: float) -> TaskScores:
-    own = sorted((sample for sample in samples if sample["filter"] == choice), key=lambda sample: sample["doc_id"])
+def _read_scores(samples: Sequence[Result], metric: str, filter_name: str, value: float) -> TaskScores:
+    """Returns the scores per document for one metric and filter. They are NaN if `value` is not their mean."""
+    own = sorted((sample for sample in samples if sample["filter"] == filter_name), key=lambda row: row["doc_id"])
     numbers = [sample.get(metric) for sample in own]
     scores = [float(number) if isinstance(number, int | float) else math.nan for number in numbers]
     mean = math.fsum(scores) / len(scores) if scores else math.nan

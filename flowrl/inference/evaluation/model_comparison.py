@@ -29,24 +29,24 @@ class TaskResult:
     num_prompts: int
     num_samples: int
     score: Interval
-    """The mean score, `accuracy` in a run."""
+    """Mean score. The metrics of a run call it `accuracy`."""
     estimates: Mapping[str, Interval] = field(default_factory=dict)
-    """With several samples, the estimates `pass@k`, `best@k` and `majority@k`."""
+    """Estimates `pass@k`, `best@k` and `majority@k` by name. Empty with one response per prompt."""
     sources: Mapping[str, Interval] = field(default_factory=dict)
-    """With several data sources, the mean score of each."""
+    """Mean score of each data source. Empty without several sources."""
     difference: Difference | None = None
-    """Difference of the mean score to the first model. None for the first model, or without common prompts."""
+    """Mean score minus that of the first model. None for the first model, or if the prompts differ."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further metrics."""
+    """Further metrics of the evaluation, `evaluation/...`."""
 
     def to_json(self) -> dict[str, Any]:  # Any: values of JSON
         return asdict(self)
 
 
 def compare(scores: Mapping[str, Mapping[str, TaskScores]]) -> list[TaskResult]:
-    """Returns the values of each model on each task: all models of a task follow each other, as in `scores`.
+    """Returns the values of each model on each task, in the order of tasks, and then of models.
 
-    `scores` has the scores by model and task. The first model is the baseline of the differences.
+    `scores` maps model -> task -> scores. The first model is the baseline of the differences.
     """
     baseline = next(iter(scores.values()), {})
     tasks = dict.fromkeys(task for own in scores.values() for task in own)
@@ -65,8 +65,8 @@ def _summarize(model: str, task: str, own: TaskScores, baseline: TaskScores | No
     metrics = {name: number for name, number in own.metrics.items() if name.startswith("evaluation/")}
     metrics = {name: number for name, number in metrics.items() if not name.startswith("evaluation/accuracy_")}
     if not scores.is_finite:
-        nothing = Interval(value, float("nan"), float("nan"))
-        return TaskResult(model, task, num_prompts, num_samples, nothing, metrics=metrics)
+        without_interval = Interval(value, float("nan"), float("nan"))
+        return TaskResult(model, task, num_prompts, num_samples, without_interval, metrics=metrics)
     interval = scores.interval()
     sources = dict.fromkeys(scores.strata or ())
     return TaskResult(
@@ -83,7 +83,10 @@ def _summarize(model: str, task: str, own: TaskScores, baseline: TaskScores | No
 
 
 def _estimate(own: TaskScores) -> list[tuple[str, Tensor]]:
-    """Returns the estimates per prompt. `pass@k` is estimated for all powers of 2 up to the number of samples."""
+    """Returns (name, values per prompt) of each estimate.
+
+    `pass@k` is estimated for each k that is a power of 2 up to the number of samples, and for the number of samples.
+    """
     scores_PN, pass_score = own.scores.scores_PN, own.pass_score
     num_samples = scores_PN.shape[1]
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
@@ -92,7 +95,7 @@ def _estimate(own: TaskScores) -> list[tuple[str, Tensor]]:
 
 
 def _difference(own: TaskScores, baseline: TaskScores) -> Difference | None:
-    """Returns the difference to the baseline. None if a model has dropped other prompts, so that there are no pairs."""
+    """Returns the paired difference to the baseline. None if the prompts differ, or if the baseline has no scores."""
     if list(own.prompts) != list(baseline.prompts) or not baseline.scores.is_finite:
         return None
     values, others = mean_at_k(own.scores.scores_PN), mean_at_k(baseline.scores.scores_PN)

@@ -24,7 +24,7 @@ NUM_GENERATED_ROWS = 200
 """Number of generated prompts of a task of reasoning-gym, unless --limit sets it."""
 
 _MAX_PROMPT_TOKENS, _MAX_RESPONSE_TOKENS = 2048, 1024
-"""Largest limits for a model without a run, unless settings set them."""
+"""Default token limits of a model without a run. A model with a shorter context has smaller limits."""
 
 _GENERATED_REWARD = {"function": "flowrl.rewards.reasoning_gym:score"}
 
@@ -33,7 +33,7 @@ Settings = dict[str, Any]  # Any: JSON values of settings
 
 @dataclass(frozen=True)
 class EvaluationArguments:
-    """Arguments of `flowrl eval` that determine the numbers."""
+    """Arguments of `flowrl eval` that change the results. None selects the value of the run, or a default."""
 
     tasks: Sequence[str] = ()
     """Data files, tasks of reasoning-gym, and tasks of lm-eval with the prefix `lm-eval:`."""
@@ -48,16 +48,16 @@ class EvaluationArguments:
 
 
 def find_run(source: str) -> Path | None:
-    """Returns the run folder of a run or of one of its checkpoints. None: the model belongs to no run."""
+    """Returns the run folder of a run folder or of one of its checkpoints. None: the model does not belong to a run."""
     path = Path(source)
     candidates = [path, *(path.parents[1:2] if path.parent.name == "checkpoints" else ())]
     return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
 
 
 def read_run_settings(run: Path) -> Settings | None:
-    """Returns those settings of a run that determine its evaluations. None: the run has no rollouts, such as SFT.
+    """Returns the settings of a run that its evaluations use. None: the run has no rollouts, as with SFT.
 
-    Raises ConfigError if its config cannot be read.
+    Raises ConfigError if the config of the run cannot be read.
     """
     path = run / "config.yaml"
     schema = recipe_class(path)
@@ -70,7 +70,7 @@ def read_run_settings(run: Path) -> Settings | None:
     settings = {name: values[name] for name in kept} | {"placement": _device(config)}
     if reward is not None:
         settings["reward"] = values[reward]
-    # The order and the difficulty of training prompts need a reward that is measured.
+    # An evaluation has no training prompts, whose success `order: curriculum` and `difficulty` would require.
     settings["data"] |= {"order": "file", "difficulty": {}}
     return settings | {"actor": {"model": values["actor"]["model"]}}
 
@@ -82,12 +82,12 @@ def _device(config: RolloutRunConfig) -> Settings:
 def plan_evaluations(
     arguments: EvaluationArguments, source: ModelSource, settings: Settings | None
 ) -> list[EvaluationRunConfig]:
-    """Returns one config per reward for the evaluation of a model. The tasks are the test files of the configs.
+    """Returns the configs for the evaluation of a model. Tasks with the same reward share one config, as `data.tests`.
 
     Args:
         arguments: the arguments of the command. Tasks of lm-eval are ignored.
         source: the evaluated model.
-        settings: settings of the run whose evaluation is repeated. None uses defaults.
+        settings: the result of `read_run_settings`. None selects defaults.
     Raises:
         UserError: a task is unknown or has no reward, or a setting is invalid.
     """
@@ -114,12 +114,12 @@ def plan_evaluations(
         planned.append(_build(_with_tests(base, files), arguments, source))
     if generated:
         own = _with_tests(base, generated) | {"reward": _GENERATED_REWARD, "environment": None}
-        planned.append(_build(own, arguments, source, allows_reward=False))
+        planned.append(_build(own, arguments, source, can_set_reward=False))
     return planned
 
 
 def _read_task(task: str, arguments: EvaluationArguments) -> tuple[str, Settings, bool]:
-    """Returns the name of a task, its data file, and whether reasoning-gym generates it."""
+    """Returns the name of a task, the settings of its data, and whether reasoning-gym generates it."""
     if not task.startswith(GENERATED) and (path := Path(task)).exists():
         return re.sub(r"[^\w.-]", "_", path.name.split(".")[0]) or "task", {"path": task}, False
     name = task.removeprefix(GENERATED)
@@ -141,8 +141,8 @@ def _near(name: str, known: Mapping[str, object]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def _without_own_settings(data: Settings, arguments: EvaluationArguments) -> Settings:
-    """Returns the data without settings of single sets that the arguments of the command replace."""
+def _without_replaced_settings(data: Settings, arguments: EvaluationArguments) -> Settings:
+    """Returns `data` without those settings of single held-out sets that the arguments of the command replace."""
     replaced: Settings = {"every": None}
     if arguments.limit is not None:
         replaced["rows"] = None
@@ -174,7 +174,7 @@ def _check_reward(base: Settings, arguments: EvaluationArguments, data: str) -> 
 
 
 def _with_tests(base: Settings, tests: Mapping[str, Settings]) -> Settings:
-    """Returns settings whose only held-out data are these files."""
+    """Returns settings whose held-out data are only `tests`: name -> data file."""
     own = {"test": None, "tests": {name: [file] for name, file in tests.items()}, "evaluation_rows": None}
     return base | {"data": base["data"] | own}
 
@@ -192,10 +192,10 @@ def _default_settings(source: ModelSource) -> Settings:
 
 
 def _build(
-    base: Settings, arguments: EvaluationArguments, source: ModelSource, *, allows_reward: bool = True
+    base: Settings, arguments: EvaluationArguments, source: ModelSource, *, can_set_reward: bool = True
 ) -> EvaluationRunConfig:
-    """Returns the config of a model with the arguments of the command."""
-    base = base | {"data": _without_own_settings(base["data"], arguments)}
+    """Returns the config of a model with the arguments of the command. `can_set_reward`: applies `--reward`."""
+    base = base | {"data": _without_replaced_settings(base["data"], arguments)}
     model = base["actor"]["model"] | {"path": str(source.path), "dropout": 0}
     model["tokenizer"] = None if source.tokenizer is None else str(source.tokenizer)
     base = base | {"actor": base["actor"] | {"model": model}}
@@ -210,7 +210,7 @@ def _build(
     settings += [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
     if arguments.engine is not None and arguments.engine != "vllm":
         settings.append("rollout.vllm=null")
-    if arguments.reward is not None and allows_reward:
+    if arguments.reward is not None and can_set_reward:
         settings += [f"reward={json.dumps({'function': arguments.reward})}", "environment=null"]
     try:
         return load(None, [*settings, *arguments.settings], EvaluationRunConfig)
@@ -219,7 +219,7 @@ def _build(
 
 
 def _shorten(message: str, base: Settings) -> str:
-    """Replaces the settings of a run in an error message, which names the origin of a value, by their name."""
+    """Shortens an error message: replaces a section of the run's settings, which may be long, by its name."""
     for name, value in base.items():
         message = message.replace(f"{name}={json.dumps(value)}", f"{name} of the run")
     return message

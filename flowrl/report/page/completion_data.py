@@ -1,4 +1,4 @@
-"""Completions of the report: the rows of `rollouts/` as columns, and the tokens of a sample of rows."""
+"""Section `Completions` of the report: the rows of `rollouts/` as columns, and the tokens of a sample of rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from flowrl.report.rollout_log import Kind, MissingStepError, RolloutLogError, R
 from flowrl.report.token_values import METRICS, ColorScale, available_metrics, color_scale, token_values
 
 MAX_ROWS = 20_000
-"""Largest number of rows of a run. If there are more, the rows of evenly spaced steps are kept."""
+"""Largest number of rows of a run. If a run has more, the report has only the rows of evenly spaced steps."""
 
 MAX_CHARACTERS = 30_000_000
 """Largest number of characters of a run's texts: prompts, responses, segments, answers and causes of failed rewards.
@@ -20,7 +20,7 @@ Longer texts are cut.
 """
 
 MAX_TOKENS = 400_000
-"""Largest number of tokens with values of a run. If there are more, the rows of evenly spaced steps keep them."""
+"""Largest number of tokens with values of a run. If a run has more, only evenly spaced rows have values per token."""
 
 _NUMBERS = (
     "step",
@@ -42,9 +42,9 @@ _NESTED_SCORES = ("rewards", "other_scores")
 def completion_data(
     folder: Path, *, row_limit: int = MAX_ROWS, max_characters: int = MAX_CHARACTERS, max_tokens: int = MAX_TOKENS
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the rows and the tokens of `folder` (`RunFolder.rollouts`).
+    """Returns the rows saved in `folder` (`RunFolder.rollouts`), and the tokens of those rows that have them.
 
-    Rows are columns of equal length. Texts and names that repeat are stored once, and columns have their indices.
+    Rows are returned as columns of equal length. A repeated text or name is stored once, and columns have its index.
     Tokens map the index of a row to its values per token. Raises UserError if a file is corrupt.
     """
     shards = [(step, kind) for kind in get_args(Kind) for step in saved_steps(folder, kind)]
@@ -112,7 +112,7 @@ def _texts(row: Row) -> list[str]:
 
 
 def _segments(row: Row) -> list[list[str]] | None:
-    """Returns the kind and the text of each segment of a row, if an environment returned some of its text."""
+    """Returns the kind and the text of each segment of a row. None if the row has one segment or none."""
     segments = row.get("segments") or []
     if len(segments) < 2:
         return None
@@ -120,7 +120,7 @@ def _segments(row: Row) -> list[list[str]] | None:
 
 
 class _Numbered:
-    """Numbers distinct values in the order of their first occurrence; None has the number -1."""
+    """Numbers distinct values from 0, in the order of their first occurrence. None has the number -1."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []  # Any: a value of JSON

@@ -48,13 +48,13 @@ def longest_fitting(lengths: Sequence[int], budget: int) -> int:
 
 
 def evenly_kept(sizes: Sequence[int], budget: int) -> list[int]:
-    """Returns the indices of parts to keep, evenly spaced, so that their sizes sum to at most `budget`.
+    """Returns evenly spaced indices of the items to keep, so that the sizes of these items sum to at most `budget`.
 
-    The last part is always kept, and the first one if there are several and both fit.
+    The last item is always kept, even if it exceeds the budget. The first item is kept if both fit.
     """
     if sum(sizes) <= budget:
         return list(range(len(sizes)))
-    low, high = 1, len(sizes)  # `low` parts fit, or are the last part alone
+    low, high = 1, len(sizes)  # `low` items fit, or `low` is 1
     while high - low > 1:
         middle = (low + high) // 2
         if sum(sizes[i] for i in _spaced(middle, len(sizes))) <= budget:
@@ -65,7 +65,7 @@ def evenly_kept(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 def _spaced(count: int, total: int) -> list[int]:
-    """Returns `count` evenly spaced indices from the first to the last of `total`, or the last one alone."""
+    """Returns `count` evenly spaced indices from 0 to `total` - 1. A single index is the last one."""
     return [total - 1] if count == 1 else [i * (total - 1) // (count - 1) for i in range(count)]
 
 

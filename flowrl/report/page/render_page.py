@@ -26,8 +26,8 @@ SCRIPTS = (
 def render_page(parts: Mapping[str, Any], title: str) -> str:
     """Returns the HTML text of a report.
 
-    Each part is JSON, compressed with zlib and encoded in base64, so that generated text cannot end an element. The
-    content security policy allows only the scripts and styles of the report, and no network.
+    Each part is JSON, compressed with zlib and encoded in base64, so that browsers never parse generated text as HTML.
+    The content security policy allows only the scripts and styles of the report, and no network.
     """
     style = _asset("page.css")
     script = '"use strict";\n(() => {\n' + "\n".join(map(_asset, SCRIPTS)) + "\n})();"

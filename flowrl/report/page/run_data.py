@@ -13,11 +13,11 @@ from flowrl.health import read_findings
 from flowrl.health.findings import FILE
 
 _EVALUATED = ("accuracy", "validation_loss", "agreement", "evaluation/")
-"""Beginnings of the names of metrics that an evaluation logs."""
+"""Prefixes of the names of metrics that an evaluation logs."""
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-    """Returns a short name per folder: its last components, as many as are needed to tell the folders apart.
+    """Returns a short unique name per folder: the shortest end of its path that no other folder has.
 
     Raises UserError if two folders are the same.
     """
@@ -81,7 +81,7 @@ def _recipe_name(settings: Mapping[str, Any]) -> str | None:
 
 
 def _status(folder: Path, summary: Mapping[str, Any] | None) -> str:
-    """Returns `running`, `complete`, `interrupted` (by a signal) or `ended early` (no results were written)."""
+    """Returns `running`, `complete`, `interrupted` (by a signal) or `ended early` (without `summary.json`)."""
     try:
         check_not_locked(folder)
     except RunFolderError:

@@ -1,4 +1,4 @@
-"""Timeline of the report: the calls of a trace per rank, the critical path, and the flow of data between methods."""
+"""Timeline of the report: the calls of a trace per rank, the critical path, and the data flow between methods."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,15 @@ from flowrl.report.trace import (
 )
 
 Named = dict[str, int]
-"""Names in the order of their indices."""
+"""Name -> index, in the order of the indices."""
 
 
 def timeline_data(trace: Trace) -> dict[str, Any] | None:
     """Returns the calls of the training loop since the last resume, or None if there are none.
 
-    Calls are columns of equal length: index of the row (rank) and of the method, start and duration, wait, queue and
-    transfer times. Times are whole microseconds since `origin_ns`. Starts are differences to the previous start.
+    Calls are columns of equal length: index of the row (rank), index of the method, start, duration, wait time, queue
+    time and transfer time. Times are integers in microseconds. The first start is relative to `origin_ns`, and every
+    other start to the previous one.
     """
     events = loop_events(trace.last_process())
     if not events:
@@ -101,7 +102,7 @@ def _path_table(path: Sequence[Segment]) -> list[dict[str, Any]]:
 
 
 def _counts(trace: Trace, start_ns: int) -> dict[str, list[float]]:
-    """Returns the numbers of groups per state over time, as columns with the times `at_s`. Unknown values are 0."""
+    """Returns the number of groups per state over time, as columns. `at_s` has the times. Missing values are 0."""
     counts = [counted for counted in trace.counts if counted.at_ns >= start_ns]
     names = sorted({name for counted in counts for name in counted.values})
     if not counts:
@@ -113,7 +114,7 @@ def _counts(trace: Trace, start_ns: int) -> dict[str, list[float]]:
 def flow_data(events: Sequence[CallEvent]) -> dict[str, Any]:
     """Returns the graph of methods: a node per method, and an edge from each method to those that read its results.
 
-    Nodes are in the order of their first calls. An edge has the number of calls that read a result.
+    Nodes are in the order of their first calls. The value `calls` of an edge is the number of reading calls.
     """
     by_number = {event.number: event for event in events}
     first: dict[str, CallEvent] = {}

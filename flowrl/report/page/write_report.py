@@ -29,8 +29,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         output: HTML file. None selects `report.html` in the folder of the run, or in the working folder for several
             runs.
     Raises:
-        UserError: a folder is not that of a run, a file of a run is corrupt, or the output cannot be written. Nothing
-            is written then.
+        UserError: a folder is not that of a run, a file of a run is corrupt, or the output cannot be written. No file
+            is written in these cases.
     """
     names = unique_names(folders)
     path = _output_path(folders, output)
@@ -69,7 +69,7 @@ def _output_path(folders: Sequence[Path], output: Path | None) -> Path:
 
 
 def _collect(folder: Path, name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the overview of a run and its larger parts by name. `missing` has the reason of each absent part."""
+    """Returns the overview of a run, and its larger parts by name. `missing` states why a part is missing, by name."""
     paths = RunFolder(folder)
     records, summary = read_metrics(paths.metrics), read_summary(folder)
     run = run_data(folder, name, config, records, summary)

@@ -21,7 +21,7 @@ from flowrl.checkpoints.run_folder import naming_full_disk
 
 
 class EventFile:
-    """A new file of TensorBoard events. Every event is in the file as soon as it is written."""
+    """A new file of TensorBoard events. Each write is flushed, so that a killed run loses no events."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """Creates the file in `folder`. TensorBoard then hides the events from `purge_step` in earlier files."""
@@ -36,7 +36,7 @@ class EventFile:
             self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the values of a step. Raises OSError if this fails."""
+        """Writes the values of a step. Raises OSError if the file cannot be written."""
         scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
 

@@ -41,7 +41,7 @@ def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str],
 
 
 def _open(config: WandbConfig | TrackioConfig, run: TrackedRun) -> Tracker:
-    """Connects to a tracker."""
+    """Opens the run in a tracker, and returns the tracker."""
     if isinstance(config, WandbConfig):
         from flowrl.report.trackers.wandb_tracker import WandbTracker  # noqa: PLC0415 (wandb, if it is used)
 

@@ -10,7 +10,7 @@ from flowrl.report.trackers.tracker import TrackedRun
 
 
 class TensorBoardTracker:
-    """Writes scalars, and the first rows of a step as a text."""
+    """Writes the metrics as scalars, and the first saved rows of a step as a text."""
 
     def __init__(self, run: TrackedRun) -> None:
         # Hides the events of steps that a resumed run repeats.

@@ -21,7 +21,7 @@ class TrackedRun:
     settings: Mapping[str, Any]  # Any: values of JSON
     """Resolved config."""
     last_step: int = -1
-    """Step after which a resumed run continues; -1 for a new run."""
+    """Last step that a resumed run does not repeat; -1 for a new run."""
 
 
 class Tracker(Protocol):
@@ -48,7 +48,7 @@ class Tracker(Protocol):
 
 
 class OptionalTracker:
-    """A tracker whose errors do not end the run: after the first error, it receives nothing more."""
+    """A tracker whose errors do not end the run. After its first error, it receives no further calls."""
 
     def __init__(self, name: str, tracker: Tracker, notify: Callable[[str], None]) -> None:
         self._name, self._tracker, self._notify = name, tracker, notify
@@ -80,7 +80,7 @@ class OptionalTracker:
 
 
 def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
-    """Returns the columns and the rows of a table: `TABLE_COLUMNS`, and a column for each reward and other score."""
+    """Returns the names of columns and the rows of a table: `TABLE_COLUMNS`, each reward, and each other score."""
     scores = [(row.get("rewards") or {}) | (row.get("other_scores") or {}) for row in rows]
     columns = [*TABLE_COLUMNS, *(name for name in dict.fromkeys(name for own in scores for name in own)
                                  if name not in TABLE_COLUMNS)]  # fmt: skip
@@ -89,7 +89,7 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 
 def stored_id(folder: Path) -> str:
-    """Returns the id of a run in a tracker. The file `run_id` in `folder` stores it for a resume."""
+    """Returns the id of a run in a tracker. A new id is random, and the file `run_id` stores it for a resume."""
     path = folder / "run_id"
     if path.is_file():
         return path.read_text().strip()

@@ -23,7 +23,8 @@ class TrackioTracker:
         with redirect_stdout(io.StringIO()):  # trackio prints instructions
             self._run = trackio.init(
                 project=config.project,
-                # Runs in different folders may have the same name, and a resume continues the run with its name.
+                # Contains an id, because trackio resumes a run by its name, and runs in different folders may have
+                # the same name.
                 name=f"{config.name or run.folder.resolve().name}-{stored_id(run.folder / 'trackio')[:4]}",
                 space_id=config.space_id,
                 config=finite(run.settings),

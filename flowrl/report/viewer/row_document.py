@@ -7,7 +7,7 @@ from flowrl.report.token_values import segments_of
 from flowrl.report.viewer.text_lines import Piece, words
 
 EMPTY_TOKEN = "▯"
-"""Text of a token that is only a part of a character."""
+"""Text for a token that contains only some bytes of a character."""
 
 _VALUES = {
     "score": ".3f",
@@ -22,7 +22,7 @@ _VALUES = {
     "sample": "d",
     "set": "s",
 }
-"""Columns in the first lines and their formats."""
+"""Column in the first lines -> its format."""
 
 
 def make_document(row: Row) -> list[Piece]:
@@ -77,7 +77,7 @@ def _response(row: Row) -> Iterator[Piece]:
 
 
 def describe_token(row: Row, index: int, first: str | None = None) -> str:
-    """Returns the values of a token in one line. `first` is the name of the list whose value is first."""
+    """Returns the values of a token in one line. The value of the list `first` of the column `tokens` is first."""
     lists = row["tokens"]
     names = sorted((name for name in lists if name not in ("ids", "text", "mask")), key=lambda name: name != first)
     present = [(name, lists[name][index]) for name in names if lists[name][index] is not None]

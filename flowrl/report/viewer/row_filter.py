@@ -35,7 +35,7 @@ TEXTS = {
 """Name in an expression -> columns of texts. One of them must contain the given text."""
 
 REWARD = "reward."
-"""Beginning of the name of a reward or another score, such as `reward.format`."""
+"""Prefix of the name of a reward or another score, such as `reward.format`."""
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
@@ -59,7 +59,7 @@ def parse_filter(expression: str) -> Predicate:
     Terms are separated by spaces, and quotes group words. A term is one of these:
 
     - a comparison of a number: `score<0.5`, `reward.format=1`. Rows without the number are not selected.
-    - a text that a column contains: `response:abc`. A word without a column is a part of the prompt, the response or
+    - a text that a column contains: `response:abc`. A word without a column is searched in the prompt, the response and
       the answer. Case is ignored.
     - `failed`: a reward failed. `tokens`: the row has values per token.
 
@@ -88,7 +88,7 @@ def _parse_term(term: str) -> Predicate:
     if comparison := _COMPARISON.fullmatch(term):
         return _compare(*comparison.groups())
     if content and content[1] in (*NUMBERS, *(name.rstrip("s") for name in TEXTS)):
-        raise FilterError(f"filter {term!r}: {content[1]} is a number, compare it as in {content[1]}<1")
+        raise FilterError(f"filter {term!r}: {content[1]} is a number: compare it, as in {content[1]}<1")
     return _contains(TEXTS["text"], term)
 
 

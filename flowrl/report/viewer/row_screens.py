@@ -1,4 +1,4 @@
-"""Screens over the table of rows: one row in detail, the same prompt in all steps, and the help."""
+"""Screens that open over the table of rows: one row, the responses to one prompt in all steps, and the help."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -31,9 +31,9 @@ Steps and rows
   f                 filter the rows; an empty filter shows all rows
   c                 compare the responses to the same prompt in all steps
   m                 color the tokens of the preview by the next metric
-  r                 reload; new steps of an active run appear by themselves
+  r                 reload; new steps of an active run appear automatically
 
-Filters: all terms must hold; they are separated by spaces
+Filters: terms are separated by spaces; a row must satisfy all terms
   score<0.5         also: length advantage staleness version sample prompt_id
                     row environment, with < <= > >= = !=
   reward.NAME<1     a reward or another score
@@ -51,8 +51,8 @@ One row
                     blue: below the center, orange: above the center
                     without colors: underlined and reversed
   ], [              next, previous row
-  /, n, N           search the text; next, previous line with it
-  c                 compare the same prompt in all steps
+  /, n, N           search a text; next, previous line that contains it
+  c                 compare the responses to the same prompt in all steps
   Escape, q         back
 
 In all screens: ? help, q back or quit, Ctrl-Q quit
@@ -71,7 +71,7 @@ class HelpScreen(Screen[None]):
 
 
 class DetailScreen(Screen[int]):
-    """One row with its response. Returns the index of the row that was shown last."""
+    """Shows one row with its response. Its result is the index of the row that was shown last."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "close", "Back"),
@@ -108,8 +108,8 @@ class DetailScreen(Screen[int]):
 
     def _show(self) -> None:
         row = self._rows[self._index]
-        place = f"row {row['row']} ({self._index + 1} of {len(self._rows)})"
-        self.query_one("#heading", Static).update(f"step {row['step']}  {row['kind']}  {place}")
+        position = f"row {row['row']} ({self._index + 1} of {len(self._rows)})"
+        self.query_one("#heading", Static).update(f"step {row['step']}  {row['kind']}  {position}")
         self._view.show(row)
 
     @on(TextView.Changed)
@@ -118,7 +118,7 @@ class DetailScreen(Screen[int]):
         self.query_one("#value", Static).update(self._view.value_line())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # While the input line is open, a key is a character of its text.
+        # While the input line is open, keys are characters of its text, not commands.
         return action not in ("search", "find") or not self.query_one("#search").has_focus
 
     def action_close(self) -> None:
@@ -160,7 +160,7 @@ class DetailScreen(Screen[int]):
 
 
 class CompareScreen(Screen[None]):
-    """The responses to one prompt in all saved steps."""
+    """Shows the responses to one prompt in all saved steps."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "Back"),
@@ -193,10 +193,10 @@ class CompareScreen(Screen[None]):
             self.app.call_from_thread(self._show, rows)
 
     def _show(self, rows: list[Row]) -> None:
-        place = [(row["step"], row["row"]) for row in rows]
+        keys = [(row["step"], row["row"]) for row in rows]
         own = (self._row["step"], self._row["row"])
         table = self.query_one(RowTable)
-        table.show(make_columns(rows, with_step=True), rows, cursor=place.index(own) if own in place else 0)
+        table.show(make_columns(rows, with_step=True), rows, cursor=keys.index(own) if own in keys else 0)
 
     @on(RowTable.Moved)
     def _preview(self, event: RowTable.Moved) -> None:

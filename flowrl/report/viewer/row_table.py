@@ -1,4 +1,4 @@
-"""A table that renders only its visible rows, so that 20,000 rows take no more time than 20."""
+"""A table that renders only its visible rows, so that its speed does not depend on the number of rows."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -37,7 +37,7 @@ class RowTable(ScrollView, can_focus=True):
     """Index of the selected row."""
 
     class Moved(Message):
-        """The cursor is on another row."""
+        """Posted when another row is selected, also by `show`."""
 
         def __init__(self, table: "RowTable", row: Row | None) -> None:
             super().__init__()
@@ -48,10 +48,10 @@ class RowTable(ScrollView, can_focus=True):
             return self.table
 
     class Chosen(Moved):
-        """The user has opened the selected row."""
+        """Posted when the user opens the selected row."""
 
     class HeaderClicked(Message):
-        """The user has clicked on the title of a column."""
+        """Posted when the user clicks on the title of a column."""
 
         def __init__(self, column: Column) -> None:
             super().__init__()
@@ -65,7 +65,7 @@ class RowTable(ScrollView, can_focus=True):
         """Title of a column -> mark after it, such as an arrow."""
 
     def show(self, columns: Sequence[Column], rows: Sequence[Row], *, cursor: int = 0) -> None:
-        """Shows other rows, with the cursor on one of them."""
+        """Replaces the columns and the rows, and selects the row with the index `cursor`."""
         self.columns, self.rows = columns, rows
         self.virtual_size = Size(0, len(rows) + 1)
         self.set_reactive(RowTable.cursor, max(0, min(cursor, len(rows) - 1)))
@@ -122,9 +122,9 @@ class RowTable(ScrollView, can_focus=True):
                     self.post_message(self.HeaderClicked(column))
                 left += width + 1
         elif index < len(self.rows):
-            is_open = index == self.cursor
+            was_selected = index == self.cursor
             self.cursor = index
-            if is_open:
+            if was_selected:
                 self.action_choose()
 
     def render_line(self, y: int) -> Strip:
@@ -150,5 +150,5 @@ class RowTable(ScrollView, can_focus=True):
 
 
 def _fit(text: str, size: int) -> str:
-    """Returns a text of a number of cells. A text that is too long ends with an ellipsis."""
+    """Pads or truncates a text to `size` cells. A truncated text ends with an ellipsis."""
     return set_cell_size(text, size) if cell_len(text) <= size or size < 1 else f"{set_cell_size(text, size - 1)}…"

@@ -24,15 +24,15 @@ class Column:
     """Width in cells; None shares the remaining width."""
     text: Callable[[Row], str]
     key: Callable[[Row], Any]
-    """Value by which rows are sorted, of any type with an order. None is last."""
+    """Returns the value by which rows are sorted. Rows with None are last."""
     is_optional: bool = False
     """Whether a narrow table omits the column."""
     is_right: bool = False
-    """Whether the text is aligned on the right."""
+    """Whether the text is right-aligned."""
 
 
 def make_columns(rows: Sequence[Row], *, with_step: bool = False) -> list[Column]:
-    """Returns the columns for rows of one step, or, with the step of each row, of several steps."""
+    """Returns the columns for rows of one step. `with_step`: for rows of one prompt in several steps."""
     rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"] or row["other_scores"] or {}))
     columns = [_integer("step", lambda row: row["step"])] if with_step else []
     columns += [_number("score", "score"), _number("advantage", "advantage", title="adv")]
@@ -94,7 +94,7 @@ def sort_rows(rows: Sequence[Row], column: Column, *, descending: bool) -> list[
 def fit_widths(columns: Sequence[Column], total: int) -> list[tuple[Column, int]]:
     """Returns the columns that fit in a table, and their widths in cells. One cell separates two columns.
 
-    A table that is too narrow omits optional columns, beginning with the last one.
+    A table that is too narrow omits optional columns, starting with the last optional column.
     """
     chosen = list(columns)
     while True:

@@ -9,7 +9,7 @@ from rich.cells import cell_len, chop_cells
 from flowrl.data.console import printable
 
 LINE_BREAK = "↵"
-"""Character for a line break in a token, so that the token is visible."""
+"""Shown for a line break in a token, so that the token is visible."""
 
 
 class Piece(NamedTuple):
@@ -17,7 +17,7 @@ class Piece(NamedTuple):
 
     text: str
     style: str
-    """Name of a style of the text view."""
+    """Name of a style in `text_view`."""
     token: int | None = None
     """Index of the response token, or None."""
 

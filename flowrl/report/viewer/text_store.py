@@ -15,20 +15,20 @@ _NUM_CACHED = 4
 
 
 class Shard(NamedTuple):
-    """The saved rows of a step."""
+    """Identifies one file of saved rows: the training or the evaluation rows of a step."""
 
     step: int
     kind: Kind
 
 
 class TextStore:
-    """The shards of a run folder, with a small cache."""
+    """Reads the shards of a run folder, and caches the rows of the last shards."""
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder
         self._folder = RunFolder(run_folder).rollouts
         self._cache: OrderedDict[Shard, tuple[int, list[Row]]] = OrderedDict()
-        """Shard -> time of its last change, and its rows."""
+        """Shard -> its `changed_ns` when it was read, and its rows."""
         self._lock = threading.Lock()  # the viewer loads several shards at the same time
 
     def shards(self) -> list[Shard]:
@@ -40,7 +40,7 @@ class TextStore:
         )
 
     def changed_ns(self, shard: Shard) -> int:
-        """Returns the time at which a shard was written, 0 if it does not exist any more."""
+        """Returns the time at which a shard was written, in ns since the epoch. Returns 0 if it has been removed."""
         try:
             return shard_path(self._folder, shard.kind, shard.step).stat().st_mtime_ns
         except OSError:
@@ -63,8 +63,8 @@ class TextStore:
     def rows_of_prompt(self, row: Row) -> Iterator[Row]:
         """Yields the rows of all steps that have the prompt of a row, in the order of their steps.
 
-        Rows of the same kind are compared, because training and evaluation number their prompts separately. Parses only
-        the lines that contain the id.
+        Yields only rows of the same kind, because training and evaluation number their prompts separately. For speed,
+        parses only the lines that contain the id of the prompt.
         """
         if row["prompt_id"] is None:
             return
@@ -81,8 +81,8 @@ class TextStore:
                 if not pattern.search(line):
                     continue
                 try:
-                    found = parse_line(path, number, line.decode("utf-8", "replace"))
+                    parsed = parse_line(path, number, line.decode("utf-8", "replace"))
                 except RolloutLogError:
                     continue
-                if (found["prompt_id"], found["set"]) == (row["prompt_id"], row["set"]):
-                    yield found
+                if (parsed["prompt_id"], parsed["set"]) == (row["prompt_id"], row["set"]):
+                    yield parsed

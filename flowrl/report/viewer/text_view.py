@@ -1,4 +1,4 @@
-"""A view of one row. It wraps the text once and renders only the visible lines."""
+"""A view of one row. It wraps the text once per width, and renders only the visible lines."""
 
 from bisect import bisect_left
 from typing import Any, ClassVar
@@ -35,13 +35,13 @@ _STYLES = {
     "failed": Style(bold=True, reverse=True),
     "environment": Style(italic=True, dim=True),
 }
-_FOUND, _CURSOR = Style(underline=True, bold=True), Style(reverse=True, bold=True)
+_MATCH, _CURSOR = Style(underline=True, bold=True), Style(reverse=True, bold=True)
 
 _STRONG = 0.3
-"""Distance from the center from which a token is marked in a terminal without colors."""
+"""Distance from the center of the color scale, at most 1, from which a token is marked in a terminal without colors."""
 
 _LIGHT = 140
-"""Brightness of a background from which its text is black."""
+"""Brightness of a background, 0 to 255, above which the text on it is black."""
 
 
 class TextView(ScrollView, can_focus=True):
@@ -59,13 +59,13 @@ class TextView(ScrollView, can_focus=True):
     ]
 
     class Changed(Message):
-        """The selected token or the metric has changed."""
+        """Posted when the row, the selected token or the metric changes."""
 
     def __init__(self, **options: Any) -> None:  # Any: the options of a widget
         super().__init__(**options)
         self.row: Row | None = None
         self.metric: str | None = None
-        """Metric of the colors; None without values per token."""
+        """Metric that determines the colors of tokens; None if the row has no values per token."""
         self.token: int | None = None
         """Index of the selected token."""
         self.query_text = ""
@@ -79,7 +79,7 @@ class TextView(ScrollView, can_focus=True):
         self._wrapped_width = 0
 
     def show(self, row: Row | None) -> None:
-        """Shows another row, from its start."""
+        """Shows another row and scrolls to its start."""
         metrics = [] if row is None else available_metrics(row)
         self.row, self._pieces = row, [] if row is None else make_document(row)
         if self.metric not in metrics:
@@ -202,7 +202,7 @@ class TextView(ScrollView, can_focus=True):
         self.scroll_relative(y=direction * self._height, animate=False)
 
     def find(self, text: str, direction: int = 1) -> bool:
-        """Highlights a text and scrolls to the next line that contains it. Returns whether there is one."""
+        """Highlights a text and scrolls to the next line that contains it. Returns whether a line contains it."""
         self.query_text = text.lower()
         self.refresh()
         if not text:
@@ -239,7 +239,7 @@ class TextView(ScrollView, can_focus=True):
 
 
 def _highlight(segments: list[Segment], query: str) -> list[Segment]:
-    """Marks the characters of a line that belong to the text of a search, which may span several segments."""
+    """Highlights all matches of a search in a line. A match may span several segments."""
     line = "".join(segment.text for segment in segments).lower()
     marked: set[int] = set()
     start = line.find(query)
@@ -251,7 +251,7 @@ def _highlight(segments: list[Segment], query: str) -> list[Segment]:
     result, position = [], 0
     for segment in segments:
         for character in segment.text:
-            style = segment.style + _FOUND if position in marked and segment.style is not None else segment.style
+            style = segment.style + _MATCH if position in marked and segment.style is not None else segment.style
             result.append(Segment(character, style))
             position += 1
     return list(Segment.simplify(result))

@@ -48,7 +48,7 @@ def view_run(run_folder: Path, *, step: int | None = None, kind: Kind = "trainin
 
 
 class ViewerApp(App[None]):
-    """The application: a stack of screens over the rows of one run."""
+    """The application: the main screen, and the screens that open over it."""
 
     TITLE = "flowrl show"
     ENABLE_COMMAND_PALETTE = False
@@ -62,9 +62,9 @@ class ViewerApp(App[None]):
     .heading { height: 1; background: $primary-darken-2; color: $text; padding: 0 1; }
     .line { height: 1; padding: 0 1; }
     .hidden { display: none; }
-    #search, #asking { height: 1; padding: 0 1; background: $surface; }
+    #search, #input-line { height: 1; padding: 0 1; background: $surface; }
     #label { width: auto; text-style: bold; }
-    #question { width: 1fr; }
+    #input { width: 1fr; }
     #value { height: 2; padding: 0 1; }
     #problem { height: auto; max-height: 4; padding: 0 1; background: $error; color: $text; }
     #help { padding: 0 1; }
@@ -96,7 +96,7 @@ class ViewerApp(App[None]):
 
 
 def _first_shard(store: TextStore, step: int | None, kind: Kind) -> Shard:
-    """Returns the shard to show first. Without a step, prefers `kind` over the other rows."""
+    """Returns the shard to show first. Without `step`, returns the latest shard of `kind`, or else the latest shard."""
     if step is not None:
         return Shard(step, kind)
     shards = store.shards()
@@ -108,8 +108,8 @@ class MainScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "app.quit", "Quit"),
-        Binding("slash", "ask('search')", "Search", key_display="/"),
-        Binding("f", "ask('filter')", "Filter"),
+        Binding("slash", "open_input('search')", "Search", key_display="/"),
+        Binding("f", "open_input('filter')", "Filter"),
         Binding("s", "sort", "Sort"),
         Binding("S", "reverse", "Reverse", show=False),
         Binding("c", "compare", "Compare"),
@@ -133,8 +133,8 @@ class MainScreen(Screen[None]):
         self._is_descending = False
         self._filter_text, self._search_text = "", ""
         self._predicate: Callable[[Row], bool] = parse_filter("")
-        self._question = ""
-        """Purpose of the input line: `search` or `filter`."""
+        self._input_use = ""
+        """Use of the input line: `search` or `filter`."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="heading", classes="heading", markup=False)
@@ -143,9 +143,9 @@ class MainScreen(Screen[None]):
             with Vertical():
                 yield RowTable(id="rows")
                 yield TextView(id="preview")
-        with Horizontal(id="asking", classes="hidden"):
+        with Horizontal(id="input-line", classes="hidden"):
             yield Static(id="label", markup=False)
-            yield Input(id="question", compact=True, select_on_focus=False)
+            yield Input(id="input", compact=True, select_on_focus=False)
         yield Static(id="problem", classes="hidden", markup=False)
         yield Footer()
 
@@ -173,7 +173,7 @@ class MainScreen(Screen[None]):
         self._steps.show(step_columns(), steps, cursor=steps.index(selected) if selected in steps else len(steps) - 1)
 
     def _poll(self) -> None:
-        """Lists the steps that an active run has written since, and reads the selected step again if it changed."""
+        """Lists new steps of an active run. If there are none, reloads the selected step if it has changed."""
         if [shard._asdict() for shard in self._store.shards()] != self._steps.rows:
             self._list_steps()
         elif self._store.changed_ns(self._shard) != self._changed_ns:
@@ -199,7 +199,7 @@ class MainScreen(Screen[None]):
         except RolloutLogError as error:
             self.app.call_from_thread(self.notify, str(error), severity="error", markup=False)
             return
-        if not worker.is_cancelled:  # otherwise, a step that was selected later is shown
+        if not worker.is_cancelled:  # a cancelled worker would replace a step that was selected later
             self.app.call_from_thread(self._show_step, shard, rows, changed_ns)
 
     def _show_step(self, shard: Shard, rows: list[Row], changed_ns: int) -> None:
@@ -227,7 +227,7 @@ class MainScreen(Screen[None]):
         rows = self._table.rows
         scores = [row["score"] for row in rows if row["score"] is not None]
         parts = [
-            str(Path(*self._store.run_folder.resolve().parts[-2:])),  # the rest would push out the other parts
+            str(Path(*self._store.run_folder.resolve().parts[-2:])),  # a longer path would hide the other parts
             f"step {self._shard.step} {self._shard.kind}",
             f"{len(rows)} rows" if len(rows) == len(self._rows) else f"{len(rows)} of {len(self._rows)} rows",
             *([f"mean score {sum(scores) / len(scores):.3f}"] if scores else []),
@@ -283,24 +283,24 @@ class MainScreen(Screen[None]):
     # Search and filter.
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # While the input line is open, a key is a character of its text.
-        return action != "ask" or not self.query_one("#question").has_focus
+        # While the input line is open, keys are characters of its text, not commands.
+        return action != "open_input" or not self.query_one("#input").has_focus
 
-    def action_ask(self, question: str) -> None:
-        """Opens the input line. `question` is `search` or `filter`."""
-        self._question = question
-        self.query_one("#label", Static).update(f"{question}: ")
-        box = self.query_one("#question", Input)
-        box.placeholder = "a text" if question == "search" else "such as score<0.5 length>10 text:abc"
-        box.value = self._filter_text if question == "filter" else self._search_text
-        self.query_one("#asking").remove_class("hidden")
+    def action_open_input(self, use: str) -> None:
+        """Opens the input line. `use` is `search` or `filter`."""
+        self._input_use = use
+        self.query_one("#label", Static).update(f"{use}: ")
+        box = self.query_one("#input", Input)
+        box.placeholder = "a text" if use == "search" else "such as score<0.5 length>10 text:abc"
+        box.value = self._filter_text if use == "filter" else self._search_text
+        self.query_one("#input-line").remove_class("hidden")
         box.focus()
 
     @on(Input.Submitted)
     def _apply(self, event: Input.Submitted) -> None:
-        if self._question == "search":
+        if self._input_use == "search":
             self._search_text = event.value
-            self._close_question()
+            self._close_input()
             self._update_heading()
             self.action_find(1, from_cursor=True)
             return
@@ -312,16 +312,16 @@ class MainScreen(Screen[None]):
             problem.remove_class("hidden")
             return
         self._filter_text = event.value.strip()
-        self._close_question()
+        self._close_input()
         self._show_rows(keep=self._table.row)
 
-    def _close_question(self) -> None:
-        self.query_one("#asking").add_class("hidden")
+    def _close_input(self) -> None:
+        self.query_one("#input-line").add_class("hidden")
         self.query_one("#problem").add_class("hidden")
         self._table.focus()
 
     def key_escape(self) -> None:
-        self._close_question()
+        self._close_input()
 
     def action_find(self, direction: int, from_cursor: bool = False) -> None:
         """Moves the cursor to the next row that contains the text of the search."""

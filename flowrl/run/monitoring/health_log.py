@@ -30,18 +30,18 @@ class HealthLog:
         self._monitor = HealthMonitor(config.health, run_facts(config, plan))
         self._listeners: list[Callable[[Finding], None]] = []
         self.error: str | None = None
-        """Reason for which `health.stop_on` ends the run after the current step, or None."""
+        """Why `health.stop_on` ends the run after the current step, or None."""
         for record in history:
             self._monitor.add(int(record["step"]), record)
         self._written = ""
         self._write(is_required=True)
 
     def add_listener(self, listener: Callable[[Finding], None]) -> None:
-        """Calls `listener` with each finding that begins or becomes clearly worse in a later step."""
+        """Adds a function that is called with each finding that begins or becomes clearly worse."""
         self._listeners.append(listener)
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Checks the metrics of a step."""
+        """Checks the metrics of a step, and reports new and clearly worse findings."""
         changed = self._monitor.add(step, values)
         self._write()
         for finding in changed:
@@ -92,7 +92,7 @@ def _keys(settings: Mapping[str, Any], prefix: str = "") -> Iterable[str]:  # An
 
 
 def _device_roles(plan: Plan) -> dict[tuple[str, ...], str]:
-    """Returns the pools of each combination of roles on a device."""
+    """Maps the roles that share a device to the pools of these devices, joined by `+`."""
     roles: dict[tuple[int, int], list[str]] = {}
     pools: dict[tuple[int, int], str] = {}
     for name, role in plan.roles.items():

@@ -28,13 +28,13 @@ class StepChecks:
 
     @property
     def error(self) -> str | None:
-        """Reason for which the run must end after the current step, or None."""
+        """Why the run must end after the current step, or None."""
         return self.failures.error or self.health.error
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Checks the metrics of a step, except for its health, whose checks need the complete record (`health`).
+        """Runs all checks except the health checks, which need the complete log record (`health.check_step`).
 
-        Raises CheckFailed if the gap is too large and `rollout.check` is strict.
+        Raises CheckFailed if the rollout gap is too large and `rollout.check` is strict.
         """
         self._rates.check_step(step, values)
         self.failures.check_step(step, values)

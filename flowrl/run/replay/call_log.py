@@ -1,4 +1,4 @@
-"""Logs the worker calls and the metrics of one step: those of the recipe's loop body, in order."""
+"""Logs the worker calls and the metrics of the recipe's loop body in one step, in order."""
 
 import threading
 import zlib
@@ -36,7 +36,7 @@ class LoggedCall:
     method: str
     world_size: int
     arguments: Mapping[str, Described]
-    """Plain arguments, and the number of rows of batches."""
+    """Plain arguments. Of a batch, only the number of rows and the names of the columns."""
     result: Batch | Future
     table: Future | LocalRef | None = None
     """Future of the checksum of the file with the columns that the call returned."""
@@ -62,7 +62,7 @@ class CallLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Logs no calls in the block, which the run makes for itself, such as those of a weight sync."""
+        """Logs no calls in the block. The run uses it for its own calls, such as those of a weight sync."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -70,7 +70,7 @@ class CallLog:
             self._is_paused = before
 
     def _add(self, group: WorkerGroup, method: str, arguments: Mapping[str, Any], result: Batch | Future) -> None:
-        # A schedule may generate on another thread.
+        # Calls of other threads belong to the schedule, not to the loop body.
         if self._is_paused or threading.get_ident() != self._thread:
             return
         function = arguments.get("fn") if group.role == TASKS or method == "run_function" else None
@@ -130,7 +130,7 @@ def _describe_argument(value: Any) -> Described:
 def describe(value: Any) -> Described:  # Any: the result of any call
     """Returns a value as JSON, such that equal JSON means bitwise equal values. Tensors become checksums.
 
-    Of an object of an unknown class, only the class is described.
+    An object of any other class is described by the name of its class only.
     """
     match value:
         case None | bool() | int() | float() | str():

@@ -13,7 +13,7 @@ from flowrl.run.replay.call_log import TABLES, Described
 from flowrl.run.replay.table_files import read_columns
 
 BOUND = 1e-3
-"""Largest relative difference of values that are computed with another number of ranks."""
+"""Largest accepted relative difference of values that are computed with a different number of ranks."""
 
 _MAX_SHOWN = 60
 """Largest number of characters of a value in a message."""
@@ -21,7 +21,7 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class Compared:
-    """Result of the comparison of several values, such as all metrics."""
+    """Result of the comparison of a set of values, such as all metrics."""
 
     name: str
     count: int
@@ -51,7 +51,7 @@ def compare_steps(recorded: StepResults, replayed: StepResults, *, is_exact: boo
         other = second["states"].get(role, [])
         if is_exact or len(states) == len(other):
             compared.append(_compare_values(f"state of {role}", _by_tensor(states), _by_tensor(other), is_exact))
-        else:  # with shards, the norms of one rank have no counterpart
+        else:  # the sharding differs, so a rank's norm has no counterpart
             compared.append(_compare_values(f"state of {role}", _full_norms(states), _full_norms(other), is_exact))
     compared.append(_compare_values("state of the driver", first["objects"], second["objects"], is_exact))
     return compared
@@ -68,7 +68,7 @@ def _by_tensor(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _full_norms(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Maps the name of a tensor to the norm of the full tensor, of which each rank has a shard or a copy."""
+    """Maps the name of a tensor to the norm of the full tensor. Each rank has a shard or a copy of the tensor."""
     norms = {}
     for name, checksum in states[0]["tensors"].items():
         own = [state["tensors"].get(name, {"norm": 0.0}) for state in states]
@@ -111,7 +111,7 @@ def _first(keys: Iterable[Any], pair: Callable[[Any], tuple[Described, Described
 
 
 def is_close(first: float, second: float) -> bool:
-    """Whether two numbers differ by at most `BOUND`, relative to the larger or to 1e-3."""
+    """Returns whether two numbers differ by at most `BOUND`, relative to the larger magnitude or to 1e-3."""
     if math.isnan(first) or math.isnan(second):
         return math.isnan(first) and math.isnan(second)
     return abs(first - second) <= BOUND * max(abs(first), abs(second), 1e-3)
@@ -170,7 +170,7 @@ def compare_tables(recorded: Path, replayed: Path, *, is_exact: bool) -> str:
 
 def _compare_columns(first: torch.Tensor | list, second: torch.Tensor | list, is_exact: bool) -> str:
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        return "" if first == second else "has other objects"
+        return "" if first == second else "has different objects"
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return f"was {first.dtype} {list(first.shape)} and is now {second.dtype} {list(second.shape)}"
     is_different = (_bytes(first) != _bytes(second)).any(-1)

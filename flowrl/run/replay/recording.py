@@ -25,8 +25,10 @@ FOLDER = "recorded"
 """Folder of the recordings in the output folder of a run."""
 
 CONFIG, BATCH, STEP = "config.yaml", "batch.safetensors", "step.json"
+"""Names of files in the folder of a recording."""
 
 FORMAT = 1
+"""Version of the format of recordings."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,22 @@ class Recording:
 
     @property
     def num_threads(self) -> int | None:
-        """Number of torch CPU threads of the processes whose calls the recipe made, or None without such calls."""
+        """Largest number of torch CPU threads of the processes that ran the recipe's calls. None without calls."""
         threads = [role["threads"] for role in self.values["roles"].values()]
         return max(threads, default=None)
 
     def describe_inexactness(self) -> str:
-        """Returns why a replay with one rank per role differs by rounding, or an empty string if it is bitwise
-        identical.
+        """Returns why a replay with one rank per role differs by rounding, such as `actor had 2 ranks`.
+
+        Returns an empty string if the replay is bitwise identical.
         """
-        parts = [f"{name} had {role['world_size']} ranks" for name, role in self.values["roles"].items() if
-                 role["world_size"] > 1]  # fmt: skip
-        return " and ".join(parts)
+        reasons = [f"{name} had {role['world_size']} ranks" for name, role in self.values["roles"].items() if
+                   role["world_size"] > 1]  # fmt: skip
+        return " and ".join(reasons)
 
 
 def recordings(run: Path) -> Checkpoints:
-    """Returns the recorded steps of a run."""
+    """Returns the folder of a run's recorded steps, which has the format of a folder of checkpoints."""
     return Checkpoints(run, FOLDER)
 
 
@@ -124,8 +127,9 @@ def source_checksums() -> dict[str, int]:
 
 
 def changed_sources(recorded: Mapping[str, int]) -> list[str]:
-    """Returns the modules whose source files differ from those of the recording. Ignores modules that are not loaded
-    now.
+    """Returns the modules whose source files differ from those of the recording.
+
+    Ignores modules that are not loaded in this process.
     """
     current = source_checksums()
     return sorted(name for name, crc32 in recorded.items() if current.get(name, crc32) != crc32)

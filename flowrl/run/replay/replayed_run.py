@@ -1,4 +1,4 @@
-"""ReplayedRun: takes the place of `Run` in a recipe that `flowrl replay` runs, and yields only the recorded batch."""
+"""ReplayedRun: replaces `Run` in a recipe that `flowrl replay` runs, and yields only the recorded batch."""
 
 import sys
 import tempfile
@@ -33,12 +33,12 @@ class Replay:
 
     recording: Recording
     folder: Path
-    """Folder of the results: the columns that calls return, in `calls/`."""
+    """Folder for the results: the columns that calls return, in `calls/`."""
     backend: str
-    """`inline`: all roles in this process. `ray`: the processes of the config's placement."""
+    """`inline`: one rank of each role, in this process. `ray`: the processes of the config's placement."""
     notify: Callable[[str], None]
     before_step: Callable[[FrameType], None] = lambda frame: None
-    """Receives the frame of the recipe at the start of the step."""
+    """Called with the frame of the recipe at the start of the step."""
     results: StepResults | None = field(default=None)
     """Results of the step, after the recipe has ended."""
 
@@ -65,9 +65,9 @@ def make_replayed_run(config: RunConfig) -> Any | None:  # Any: has the methods 
 class DeferredGroup:
     """A worker group that starts when one of its methods is first used, because a replay needs few of the groups."""
 
-    def __init__(self, role: str, start: Callable[[], WorkerGroup], refusal: str = "") -> None:
-        """`refusal` is the reason for which the group cannot start."""
-        self.role, self._start, self._rejection = role, start, refusal
+    def __init__(self, role: str, start: Callable[[], WorkerGroup], rejection: str = "") -> None:
+        """`rejection` states why the group cannot start. It is empty if the group can start."""
+        self.role, self._start, self._rejection = role, start, rejection
 
     @cached_property
     def _group(self) -> WorkerGroup:
@@ -84,8 +84,8 @@ class DeferredGroup:
 class ReplayedRun:
     """Has the public methods of `Run`. Runs the loop body once, on the recorded batch and the recorded states.
 
-    Evaluations, weight syncs, checkpoints and all files of the run are skipped. Groups of stateless workers start only
-    if the step uses them. `Run` documents the methods.
+    Skips evaluations, weight syncs and checkpoints, and writes no files of the run. Groups of stateless workers start
+    only if the step uses them. `Run` documents the methods.
     """
 
     def __init__(self, config: RunConfig, replay: Replay) -> None:
@@ -131,8 +131,8 @@ class ReplayedRun:
         if not cls.stateless:
             return self.cluster.group(*args, **kwargs)
         generates = isinstance(self.config.role_settings[role], RolloutConfig)
-        refusal = "a replay does not generate responses in the loop body: move the call before the loop" * generates
-        return DeferredGroup(role, lambda: self.cluster.group(*args, **kwargs), refusal)
+        rejection = "a replay does not generate responses in the loop body: move the call before the loop" * generates
+        return DeferredGroup(role, lambda: self.cluster.group(*args, **kwargs), rejection)
 
     def rewards(self) -> Scoring:
         return start_scoring(self.config, self.group)

@@ -1,4 +1,4 @@
-"""Stops a replayed step in Python's debugger: at its start, at functions, or where an exception is raised."""
+"""Stops a replayed step in Python's debugger: at the start of the step, at functions, or at an exception."""
 
 import inspect
 import pdb
@@ -27,8 +27,8 @@ class StepDebugger:
             function = inspect.unwrap(_import_function(name))
             code = getattr(function, "__code__", None)
             if code is None:
-                raise UserError(f"--break {name}: it is not a Python function: name a function, as module:function")
-            # The first line with code after the signature, where the arguments are known.
+                raise UserError(f"--break {name} is not a Python function: name a function, as module:function")
+            # A breakpoint in the first line with code after the signature, where the arguments are defined.
             lines = [line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno]
             problem = self._debugger.set_break(code.co_filename, min(lines, default=code.co_firstlineno))
             if problem:
@@ -37,11 +37,11 @@ class StepDebugger:
             self._debugger.rcLines.append("continue")
 
     def start(self, frame: FrameType) -> None:
-        """Stops at the next line of a frame, or traces calls until a function is reached."""
+        """Stops at the next line of a frame, or runs until one of the functions is called."""
         self._debugger.set_trace(frame)
 
     def inspect_error(self, error: BaseException) -> None:
-        """Opens the debugger at the frame that raised the first cause of an error."""
+        """Opens the debugger in the frame that raised the original exception of an error."""
         cause, trace = first_cause(error)
         self._debugger.message(f"{type(cause).__name__}: {cause}")
         self._debugger.rcLines.clear()
@@ -60,12 +60,12 @@ def _import_function(name: str) -> Any:  # Any: checked by the caller
 
 
 def first_cause(error: BaseException) -> tuple[BaseException, TracebackType | None]:
-    """Returns the exception that an error of a worker call reports, and its traceback."""
+    """Returns the original exception of a chain, which a worker error wraps, and its traceback."""
     while error.__context__ is not None:
         error = error.__context__
     return error, error.__traceback__
 
 
 def is_quit(error: BaseException) -> bool:
-    """Whether the user has left the debugger, in the recipe or in a worker."""
+    """Returns whether the user has quit the debugger, in the recipe or in a worker."""
     return isinstance(first_cause(error)[0], BdbQuit)

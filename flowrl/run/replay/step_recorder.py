@@ -46,14 +46,15 @@ def _checksum_worker(worker: Worker) -> Described:
 
 
 class StepRecorder:
-    """Records the steps in `record`, and the steps that `request_next` requests.
+    """Records the steps of the setting `record`, and the steps that `request_next` requests.
 
-    A recording is complete when the metrics of its step are written. A recording adds calls to its own step only. They
-    save the states and the batch before the step, which blocks, and compute checksums of the states after it.
+    A recording is complete when the metrics of its step are written. Only a recorded step has additional calls. Calls
+    before the step save the states and the batch, and the driver waits for them. Calls after the step compute checksums
+    of the states.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, saver: Saver, last_step: int) -> None:
-        """Removes incomplete recordings, and those of steps after `last_step`, which a resumed run trains again.
+        """Removes incomplete recordings, and recordings of steps after `last_step`, which a resumed run trains again.
 
         `saver` has the groups and objects of the checkpoints of the run, which are also recorded.
         """
@@ -76,16 +77,16 @@ class StepRecorder:
                 self._recordings.remove(later)
 
     def check(self) -> None:
-        """Raises UserError if steps are recorded but the recipe adds nothing to checkpoints."""
+        """Raises UserError if steps are recorded, but the recipe passes nothing to `run.add_checkpointable`."""
         if self._config.records_steps:
             self._saver.check_groups(f"{'record' if self._config.record else 'health.record_on'} is set")
 
     def request_next(self) -> None:
-        """Records the next step that begins."""
+        """Requests a recording of the next step that begins."""
         self._is_requested = True
 
     def add_finding(self, finding: Finding) -> None:
-        """Records the next step if `health.record_on` has the check, and this is its first finding."""
+        """Requests a recording of the next step if `health.record_on` lists the check and this is its first finding."""
         if finding.check in self._config.health.record_on and finding.check not in self._recorded_checks:
             self._recorded_checks.add(finding.check)
             self.request_next()
@@ -139,7 +140,10 @@ class StepRecorder:
             yield
 
     def end_calls(self) -> None:
-        """Ends the part of a step whose calls are recorded. Blocks for the states after the step if it is recorded."""
+        """Stops logging calls, saves the columns that they returned, and waits for checksums of the states.
+
+        Does nothing if the step is not recorded, or if this has been done.
+        """
         if not self._log.is_running:
             return
         self._log.stop()
@@ -148,7 +152,7 @@ class StepRecorder:
         self._values["objects"] = {name: describe(added.state()) for name, added in self._saver.objects.items()}
 
     def commit(self, step: int, values: Mapping[str, float]) -> None:
-        """Completes the recording of a step, if it is recorded. `values` are its metrics."""
+        """Completes the recording of a step, if the step is recorded. `values` are the metrics of the step."""
         if step != self._step:
             return
         calls, files = self._log.describe_calls()
@@ -174,7 +178,7 @@ class StepRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends the recorder at the end of the run. If an error ended a recorded step, the recording has no results."""
+        """Completes or removes recordings at the end of the run. After an error, a recording has no results."""
         self._log.stop()
         if self._step is not None and isinstance(error, Exception):
             calls = [{"role": call.role, "method": call.method} for call in self._log.entries]

@@ -42,13 +42,14 @@ def replay_step(
         config: its config, possibly with other settings.
         train: the training function of its recipe.
         backend: `inline` runs one rank of each role in this process, `ray` the processes of the placement.
-        output: new folder for the columns that calls return and for `replay.json`. None keeps nothing.
-        debugger: where to stop. After an exception, it opens where the exception was raised.
-        console: where to print.
+        output: new folder for the columns that calls return and for `replay.json`. None: they are not kept.
+        debugger: stops the step. After an exception, it opens in the frame that raised the exception.
+        console: where to print. None: the standard output.
     Raises:
-        CheckFailed: the results differ, the step raises another exception than in the run, or the user has left the
-            debugger.
+        CheckFailed: the results differ, the step fails as in the run or succeeds unlike in the run, or the user has
+            quit the debugger.
         UserError: an input is missing, the output folder exists, or the recipe does not run the step.
+        Exception: any exception of the step that the run did not raise.
     """
     console = console or make_console()
     _check_inputs(recording, config)
@@ -83,8 +84,8 @@ def _check_inputs(recording: Recording, config: RunConfig) -> None:
     problems = list(find_path_problems(config))
     if problems:
         started = recording.values["working_folder"]
-        place = "" if started == os.getcwd() else f" (the run was started in {started}: start the replay there)"
-        raise UserError(f"{problems[0]}{place}")
+        hint = "" if started == os.getcwd() else f" (the run was started in {started}: start the replay there)"
+        raise UserError(f"{problems[0]}{hint}")
 
 
 def _open_output(output: Path | None, resources: ExitStack) -> Path:
@@ -118,8 +119,8 @@ def _report(recording: Recording, results: StepResults, backend: str, output: Pa
         console.print(f"not replayed: {', '.join(not_replayed)}", markup=False, highlight=False)
     if inexactness:
         console.print(
-            f"compared with a relative bound of {BOUND:g}, because {inexactness}, whose sums one rank adds in another "
-            "order: --backend ray replays all ranks",
+            f"relative differences up to {BOUND:g} are accepted, because {inexactness}, and the replay with one rank "
+            "adds sums in a different order: --backend ray replays all ranks",
             markup=False,
             highlight=False,
         )
@@ -138,12 +139,12 @@ def _table(compared: Sequence[Compared], same: str) -> Table:
 
 
 def _describe_changes(recording: Recording) -> list[str]:
-    """Returns one line per difference of the programs and machines of recording and replay."""
+    """Returns a line per changed version or hardware property, and one line with all changed source files."""
     values, notes = recording.values, []
     current = {**package_versions(), **describe_machine()}
     for name, before in {**values["versions"], **values["machine"]}.items():
         if current.get(name) != before:
             notes.append(f"{name} was {before} in the run and is now {current.get(name, 'missing')}")
     if changed := changed_sources(values["sources"]):
-        notes.append(f"changed since the recording: {', '.join(changed)}")
+        notes.append(f"source files changed since the recording: {', '.join(changed)}")
     return notes

@@ -1,4 +1,4 @@
-"""Stores the columns of a batch in one file: tensors as safetensors, and objects as JSON inside of it.
+"""Stores the columns of a batch in one safetensors file. Columns of objects are stored as JSON in one of its tensors.
 
 The task worker writes the files, so the driver holds only references.
 """
@@ -26,10 +26,10 @@ _TUPLE = "__tuple__"
 
 
 def save_table(batch: Batch, path: Path) -> Future | LocalRef:
-    """Writes a batch to a new file when it is computed. Does not block.
+    """Writes a batch to a new file as soon as its values are computed. Does not block.
 
-    Returns a future of the file's checksum, or of an error message if the batch cannot be stored. The message does not
-    end the run, because a recording is an extra output.
+    Returns a future of the file's checksum, or of an error message if the batch cannot be stored. A failure does not
+    end the run, because a recording is an additional output.
     """
     return batch.reduce(write_table, batch.columns, path=path)
 
@@ -58,7 +58,9 @@ def write_table(table: TensorDict, path: Path) -> FileChecksum | str:
 
 
 def read_columns(path: Path) -> dict[str, torch.Tensor | list]:
-    """Returns the columns of a file that `write_table` wrote, by name. The column `length` has the tokens per row."""
+    """Returns the columns of a file that `write_table` wrote, by name. The column `length` has the number of tokens of
+    each row.
+    """
     rows, tokens, _ = _read(path)
     return {**rows, **tokens}
 
