@@ -1,5 +1,6 @@
 """Rollout worker, which generates responses with the actor's weights, for batches or for a stream of prompt groups."""
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,6 +104,7 @@ class Rollout(Worker["RolloutGroup"]):
         if config.environment is not None:
             self._environment = Environment(config.environment, self.tokenizer, config.max_response_tokens)
         self._groups = PromptGroups(Episodes(self.tokenizer, self._environment))
+        self._batch_ids = itertools.count()
         self._evaluation: EpisodeRun | None = None
         """Held-out rows that the rollout generates alongside its prompt groups."""
         self._max_response_tokens = config.max_response_tokens
@@ -151,6 +153,8 @@ class Rollout(Worker["RolloutGroup"]):
             seed=self.seed,
             temperature=temperature,
             may_continue=self._has_environment,
+            # `generate` may run while an evaluation is pending, on the same engine.
+            name=f"batch-{next(self._batch_ids)}",
         )
         samples = zip(sample_B.tolist(), requests, self._episode_columns(batch, score), strict=True)
         return [Episode(sample, request, row) for sample, request, row in samples]

@@ -145,6 +145,21 @@ def test_abort_all_and_a_second_start_end_an_evaluation(rollout: WorkerGroup) ->
     assert rollout.poll_evaluation(600.0).num_rows == 0
 
 
+def evaluated_ids(worker: Rollout) -> set[str]:
+    assert worker._evaluation is not None
+    return {episode.id for episode in worker._evaluation.own}
+
+
+def test_the_requests_of_every_batch_have_ids_of_their_own(rollout: WorkerGroup) -> None:
+    """An engine may run the batches of an evaluation and of `generate` at the same time."""
+    batches = [groups(1, 2), groups(1, 2), groups(3)]
+    ids = []
+    for batch in batches:
+        rollout.start_evaluation(batch, 0.0).get()
+        ids += rollout.run(evaluated_ids)[0]
+    assert len(set(ids)) == len(ids) == sum(map(len, batches))
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_groups_continue_with_new_weights_between_polls(model: ModelConfig, quantization: str | None) -> None:
     split = Placement(pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})

@@ -47,8 +47,9 @@ def make_requests(
     seed: int,
     temperature: float | None = None,
     may_continue: bool = False,
+    name: str = "generate",
 ) -> list[Request]:
-    """Returns requests with the ids `generate-0`, `generate-1`, ... for a batch of prompts.
+    """Returns requests with the ids `NAME-0`, `NAME-1`, ... for a batch of prompts.
 
     Args:
         prompt_ids: token ids of N non-empty prompts. A prompt with several samples is repeated.
@@ -57,10 +58,11 @@ def make_requests(
         seed: random seed. Rows with equal (seed, prompt_id, sample) get equal random numbers.
         temperature: sampling temperature. 0 selects the most likely tokens. None is the temperature of the settings.
         may_continue: whether an environment may continue the responses.
+        name: start of the ids. It differs between batches that run at the same time.
     """
     keys = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
     rows = enumerate(zip(prompt_ids, keys, strict=True))
-    return [Request(f"generate-{row}", ids, key, temperature, may_continue=may_continue) for row, (ids, key) in rows]
+    return [Request(f"{name}-{row}", ids, key, temperature, may_continue=may_continue) for row, (ids, key) in rows]
 
 
 def stack_responses(responses: Sequence[Response], requests: Sequence[Request] | None = None) -> Responses:

@@ -403,6 +403,17 @@ def test_an_evaluation_runs_while_groups_are_streaming(pair: Pair) -> None:
     assert sorted(ids) == list(range(6))
 
 
+def test_generate_runs_while_an_evaluation_is_pending(pair: Pair) -> None:
+    held_out, other = batch_of(4), batch_of(3)
+    expected = [pair.group.generate(batch, temperature=0.0).get("input_ids").tolist() for batch in (held_out, other)]
+    pair.group.start_evaluation(held_out, 0.0).get()
+    assert pair.group.poll_evaluation(0.0).num_rows == 0
+    assert pair.group.generate(other, temperature=0.0).get("input_ids").tolist() == expected[1]
+    while not (evaluation := pair.group.poll_evaluation(0.05)).num_rows:
+        pass
+    assert evaluation.get("input_ids").tolist() == expected[0]
+
+
 def test_complete_groups_equal_the_rows_of_generate(pair: Pair) -> None:
     batch = batch_of(9)
     generated = pair.group.generate(batch)
