@@ -92,10 +92,11 @@ def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> dict[
 
 
 def _collect(name: str, result: Evaluation, config: EvaluationConfig) -> TaskScores:
+    metrics = dict(result)  # waits for a pending evaluation, which sets its scores and rows then
     (scores,) = result.scores.values()
     k = scores.scores_PN.shape[1]
     rows = [{**row, "set": name or None} for row in result.rows]
-    return TaskScores(dict(result), [row["prompt"] for row in rows[::k]], scores, config.pass_score, rows)
+    return TaskScores(metrics, [row["prompt"] for row in rows[::k]], scores, config.pass_score, rows)
 
 
 def _on_backend(config: EvaluationRunConfig, num_devices: int) -> EvaluationRunConfig:
