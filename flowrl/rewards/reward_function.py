@@ -29,6 +29,12 @@ Failure = Literal["raised", "invalid", "memory", "timeout", "exited", "killed", 
 """
 
 
+FunctionKind = Literal["reward function", "answer function"]
+"""Kind of a user function, for messages. An answer function (`evaluation.extract_answer`) returns the final answer of a
+response.
+"""
+
+
 class RewardError(UserError):
     """Raised if a reward function cannot be loaded, raises an exception, or does not return a finite number."""
 
@@ -171,14 +177,16 @@ def score_batch(function: RewardFunction, name: str, rows: Sequence[Mapping[str,
     return scores
 
 
-def describe_exception(error: BaseException, name: str, row: Mapping[str, Any]) -> RewardError:
+def describe_exception(
+    error: BaseException, name: str, row: Mapping[str, Any], kind: FunctionKind = "reward function"
+) -> RewardError:
     """Returns a RewardError that names the function, the exception, its location and the row."""
     text = describe_safely(lambda: str(error))
     frames = traceback.extract_tb(_below_this_module(error.__traceback__))
     location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return _error(
         "memory" if isinstance(error, MemoryError) else "raised",
-        f"reward function {name} raised {type(error).__name__}: {text}{location}{_shown_inputs(row)}",
+        f"{kind} {name} raised {type(error).__name__}: {text}{location}{_shown_inputs(row)}",
     )
 
 
@@ -279,21 +287,19 @@ def load_answer_function(name: str) -> Callable[[str], object]:
     return function
 
 
-def extract_answers(name: str, responses: Iterable[str]) -> list[str | None]:
-    """Returns the final answer of each response. An answer without visible characters is None.
+def extract_answer(function: Callable[[str], object], name: str, response: str) -> str | None:
+    """Returns the final answer of a response. An answer without visible characters is None.
 
     Raises RewardError if the function raises an exception or returns a value that is neither text nor None.
     """
-    function, answers = load_answer_function(name), []
-    for response in responses:
-        try:
-            answer = function(response)
-        except Exception as error:
-            raise describe_exception(error, name, {"response": response}) from error
-        if answer is not None and not isinstance(answer, str):
-            raise _error(
-                "invalid",
-                f"{name} returned {_repr(answer)} for response {SHORT_REPR.repr(response)}: return text, or None",
-            )
-        answers.append((answer or "").strip() or None)
-    return answers
+    try:
+        answer = function(response)
+    except Exception as error:
+        raise describe_exception(error, name, {"response": response}, "answer function") from error
+    if answer is not None and not isinstance(answer, str):
+        raise _error(
+            "invalid",
+            f"answer function {name} returned {_repr(answer)} for response {SHORT_REPR.repr(response)}: return text, "
+            f"or None",
+        )
+    return (answer or "").strip() or None

@@ -13,6 +13,18 @@ from flowrl.rewards.row_scores import RewardCall, RowScores, weighted_sum
 from flowrl.rewards.service import RewardService
 
 
+def pool_limits(config: RewardConfig, workers: int) -> PoolLimits:
+    """Returns the limits of the functions of a reward, in `workers` processes."""
+    return PoolLimits(
+        workers=workers,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+        memory_mb=config.memory_mb,
+        allow_network=config.network,
+        max_concurrent=config.max_concurrent,
+    )
+
+
 class RowScorer:
     """Scores rows with the components of a reward that are functions or services."""
 
@@ -25,14 +37,6 @@ class RowScorer:
             True: components if config.evaluation is None else list(config.evaluation_components),
         }
         """Components of training (key False) and of evaluations (key True)."""
-        limits = PoolLimits(
-            workers=workers,
-            timeout_s=config.timeout_s,
-            retries=config.retries,
-            memory_mb=config.memory_mb,
-            allow_network=config.network,
-            max_concurrent=config.max_concurrent,
-        )
         functions = {_unique_name(part, kind): part for kind, parts in self._components.items() for part in parts}
         self._has_functions = any(part.function is not None for part in functions.values())
         self._pool = ScoringPool(
@@ -41,7 +45,7 @@ class RowScorer:
                 for name, part in functions.items()
                 if part.function is not None
             ],
-            limits,
+            pool_limits(config, workers),
         )
         self._services = {
             name: RewardService(part.service) for name, part in functions.items() if part.service is not None

@@ -21,7 +21,8 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.tensordicts import objects
 from flowrl.report.rollout_log import Row
-from flowrl.rewards.reward_function import extract_answers
+from flowrl.rewards.processes.answers import extract_answers
+from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.schedules.rewards import HeldOutResponses
 from flowrl.workers.dialogs import EPISODE
@@ -146,6 +147,9 @@ class PendingEvaluation(Evaluation):
 
 _GREEDY = EvaluationConfig()
 
+_DEFAULT_LIMITS = PoolLimits(workers=2, timeout_s=60.0)
+"""Limits of the function that extracts answers if the settings of the reward are unknown."""
+
 
 def evaluate(
     rollout: "RolloutGroup",
@@ -178,9 +182,10 @@ def evaluate(
         return batch.union(reward.score(batch, evaluation=True))
 
     scores: dict[str, PromptScores] = {}
+    limits = _DEFAULT_LIMITS if isinstance(reward, WorkerGroup) else reward.limits
 
     def measure(name: str, batch: Batch, own: EvaluationConfig) -> dict[str, float]:
-        scores[name] = _collect_scores(batch, own)
+        scores[name] = _collect_scores(batch, own, limits)
         metrics = measure_scores(scores[name], own)
         return metrics | (batch.reduce(measure_episodes, (EPISODE,)).get() if EPISODE in batch else {})
 
@@ -248,20 +253,23 @@ def measure_sets(
     return Evaluation(metrics, num_rows, saved)
 
 
-def _collect_scores(batch: Batch, config: EvaluationConfig) -> PromptScores:
-    """Returns the scores of a generated batch, whose rows of a prompt follow each other."""
+def _collect_scores(batch: Batch, config: EvaluationConfig, limits: PoolLimits) -> PromptScores:
+    """Returns the scores of a generated batch, whose rows of a prompt follow each other.
+
+    `limits` are those of the function that extracts answers.
+    """
     k = config.samples
     answers = None
     if config.extract_answer is not None and k > 1:
-        texts = batch.reduce(_extract, ("response",), function=config.extract_answer).get()
+        texts = batch.reduce(_extract, ("response",), function=config.extract_answer, limits=limits).get()
         answers = [texts[i : i + k] for i in range(0, len(texts), k)]
     sources = list(batch.get("data_source"))[::k] if "data_source" in batch else [None] * (len(batch) // k)
     return PromptScores(batch.get("scores").view(-1, k), batch.get("prompt_id")[::k].tolist(), sources, answers)
 
 
-def _extract(table: TensorDict, function: str) -> list[str | None]:
-    """Returns the final answers of responses. Runs on the task worker."""
-    return extract_answers(function, objects(table, "response"))
+def _extract(table: TensorDict, function: str, limits: PoolLimits) -> list[str | None]:
+    """Returns the final answers of responses. Runs on the task worker, which starts processes for the function."""
+    return extract_answers(function, objects(table, "response"), limits)
 
 
 def measure_scores(scores: PromptScores, config: EvaluationConfig) -> dict[str, float]:

@@ -18,7 +18,9 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.data.metric import Mean, Metric, Sum
+from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.rewards.reward_function import SHORT_REPR, RewardError
+from flowrl.rewards.row_scorer import pool_limits
 from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
 from flowrl.workers.channel import ServerAddress
 from flowrl.workers.dialogs import EPISODE, TURN_REWARDS, EnvironmentServers
@@ -80,6 +82,11 @@ class Scoring(Protocol):
     """Set by a schedule that can generate held-out responses alongside training."""
 
     @property
+    def limits(self) -> PoolLimits:
+        """Limits of the user's functions, which also apply to `evaluation.extract_answer`."""
+        ...
+
+    @property
     def generate_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, `add` and `poll` with which a rollout has its responses scored."""
         ...
@@ -113,6 +120,11 @@ class EnvironmentScoring:
     def __init__(self, config: EnvironmentConfig, group: WorkerGroup, max_prompt_tokens: int) -> None:
         self._config, self._group, self._max_prompt_tokens = config, group, max_prompt_tokens
         self._connected: WorkerGroup | None = None
+
+    @property
+    def limits(self) -> PoolLimits:
+        config = self._config
+        return PoolLimits(config.workers, config.timeout_s, memory_mb=config.memory_mb, allow_network=config.network)
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
@@ -180,6 +192,10 @@ class Rewards:
         models = [] if config.model is not None else [part for part in config.training_components if part.is_model]
         self._models = [(part, groups[name_role(part)]) for part in models]
         """Rewards with roles of their own. A reward model that is the only reward returns the final columns."""
+
+    @property
+    def limits(self) -> PoolLimits:
+        return pool_limits(self._config, self._config.workers)
 
     @property
     def sent_columns(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from rich.table import Table
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run
 from flowrl.schedules.rewards import GenerateAlongside, HeldOutResponses
@@ -39,6 +40,7 @@ class ConstantScores:
     has_models = False
     generate_arguments: dict[str, Any] = {}  # noqa: RUF012 (never changed)
     alongside: GenerateAlongside | None = None
+    limits = PoolLimits(workers=1, timeout_s=None)
 
     def connect(self, rollout: Any) -> None: ...
 

@@ -108,26 +108,20 @@ def test_the_interval_is_that_of_the_mean_scores_of_prompts(table: Any) -> None:
     assert result["evaluation/accuracy_low/hard"] == pytest.approx(0.25 / 3)
 
 
-def first_character(response: str) -> str | None:
-    return response[0] if response[0] != "2" else None
-
-
 def test_the_majority_is_the_score_of_the_most_frequent_answer(table: Any) -> None:
     """All responses to a prompt are equal, so their answer has the mean score. Prompt 1 has no answer."""
-    config = EvaluationConfig(samples=3, temperature=0.7, pass_score=0.25, extract_answer=f"{__file__}:first_character")
+    function = f"{Path(__file__).with_name('answer_functions.py')}:first_character"
+    config = EvaluationConfig(samples=3, temperature=0.7, pass_score=0.25, extract_answer=function)
     result = evaluate(table, table, prompts(0, 1, 2), config)
     assert result["accuracy_majority@3"] == pytest.approx((0.5 + 0.25 / 3 + 1) / 3)
     assert result["accuracy_pass@3"] == 1.0
     assert result.scores[""].answers == [["1"] * 3, [None] * 3, ["3"] * 3]
 
 
-def returns_number(response: str) -> Any:
-    return 4
-
-
-@pytest.mark.parametrize("function", ["returns_number", "nowhere"])
+@pytest.mark.parametrize("function", ["returns_number", "nowhere", "end_process"])
 def test_a_function_that_extracts_no_text_is_rejected_by_name(table: Any, function: str) -> None:
-    name = f"{__file__}:{function}"
+    """A function that ends its process does not end the run."""
+    name = f"tests.run.answer_functions:{function}"
     config = EvaluationConfig(samples=3, temperature=0.7, extract_answer=name)
     with rejects(function):
         evaluate(table, table, prompts(0), config)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from flowrl.rewards.processes.frames import FrameError, encode_frame
@@ -293,13 +294,13 @@ class ScoringPool:
 
     def _handle_result(self, process: ProcessState, message: Mapping[str, Any]) -> None:
         call = process.calls[message["id"]]
-        has_several = len(call.rows) > 1
+        has_several, kind = len(call.rows) > 1, call.rows[0].function.spec.kind
         if "outcomes" in message:
-            outcomes = [parse_outcome(outcome) for outcome in message["outcomes"]]
+            outcomes = [parse_outcome(outcome, kind) for outcome in message["outcomes"]]
             if len(outcomes) != len(call.rows):
                 raise ValueError("a wrong number of outcomes")
         else:
-            outcomes = [parse_outcome(message)] * len(call.rows)
+            outcomes = [parse_outcome(message, kind)] * len(call.rows)
             has_several = has_several or (bool(message.get("is_late")) and not process.is_exclusive)
         del process.calls[message["id"]]
         process.is_exclusive = process.is_exclusive and bool(process.calls)
@@ -307,27 +308,19 @@ class ScoringPool:
         if "outcomes" not in message and has_several:
             self._retry_alone(call.rows)
             return
-        for row, (score, failure, text) in zip(call.rows, outcomes, strict=True):
-            self._end_attempt(process, row, score, failure, text, seconds)
-            if failure == "memory":  # libraries may not work any more
+        for row, outcome in zip(call.rows, outcomes, strict=True):
+            self._end_attempt(process, row, replace(outcome, seconds=seconds))
+            if outcome.failure == "memory":  # libraries may not work any more
                 process.is_retiring = True
 
-    def _end_attempt(
-        self,
-        process: ProcessState,
-        row: QueuedRow,
-        score: float | None,
-        failure: Failure | None,
-        text: str,
-        seconds: float,
-    ) -> None:
+    def _end_attempt(self, process: ProcessState, row: QueuedRow, outcome: Outcome) -> None:
         """Sets the outcome of a row, or queues the row for another attempt."""
         row.num_attempts += 1
-        if failure is not None and row.num_attempts <= self._limits.retries:
+        if outcome.failure is not None and row.num_attempts <= self._limits.retries:
             row.failed_in = process.process.number
             row.function.queue.appendleft((next(self._front), row))
             return
-        self._finish(row, Outcome(score, failure, text, seconds, row.num_attempts))
+        self._finish(row, replace(outcome, num_attempts=row.num_attempts))
 
     def _finish(self, row: QueuedRow, outcome: Outcome) -> None:
         if row.is_running or row.future.set_running_or_notify_cancel():
@@ -369,7 +362,7 @@ class ScoringPool:
         rows = [row for call in calls for row in call.rows]
         if len(rows) == 1:
             seconds = time.monotonic() - calls[0].start_s
-            self._end_attempt(process, rows[0], None, kind, f"{text}{output}", seconds)
+            self._end_attempt(process, rows[0], Outcome(None, kind, f"{text}{output}", seconds))
         else:
             self._retry_alone(rows)
 
@@ -377,14 +370,14 @@ class ScoringPool:
         """Returns the kind and the description of the failure of the calls in flight, or of the import."""
         own = process.process
         functions = [call.rows[0].function for call in process.calls.values()]
-        name = next((function.spec.function for function in [process.loading, *functions] if function is not None), "")
+        title = next((function.spec.title for function in [process.loading, *functions] if function is not None), "")
         kind, text = process.ending or ("exited", "")
         if kind == "timeout":
             limit_s = self._limits.timeout_s if process.loading is None else self._limits.load_timeout_s
-            return kind, f"reward function {name} did not return within {limit_s:g} s{own.location()}"
+            return kind, f"{title} did not return within {limit_s:g} s{own.location()}"
         if kind == "exited":
-            return describe_end(f"reward function {name}", own.status())
-        return kind, f"reward function {name} {text}"
+            return describe_end(title, own.status())
+        return kind, f"{title} {text}"
 
     def _count_start_failure(self, output: str) -> None:
         self._num_start_failures += 1
@@ -510,7 +503,8 @@ class ScoringPool:
         if self._limits.load_timeout_s is not None:
             process.load_deadline_s = time.monotonic() + self._limits.load_timeout_s
         message = {"kind": "load", "name": spec.name, "function": spec.function, "options": dict(spec.options)}
-        self._send(process, encode_frame(message | {"is_batched": spec.batch_size is not None}))
+        message |= {"is_batched": spec.batch_size is not None, "function_kind": spec.kind}
+        self._send(process, encode_frame(message))
 
     def _call(self, process: ProcessState, function: LoadedFunction, rows: list[QueuedRow]) -> None:
         assert function.names is not None
@@ -544,7 +538,7 @@ class ScoringPool:
                 sendable.append(row)
                 values_of_rows.append(values)
             else:
-                text = f"reward function {function.spec.function} cannot receive {problem}"
+                text = f"{function.spec.title} cannot receive {problem}"
                 self._finish(row, Outcome(None, "invalid", text, num_attempts=0))
         return sendable, values_of_rows
 

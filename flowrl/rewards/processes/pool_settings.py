@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.rewards.reward_function import Failure
+from flowrl.rewards.reward_function import Failure, FunctionKind
 
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A reward function of a pool."""
+    """A function of a pool."""
 
     name: str
     """Name with which rows are submitted. Messages show `function` instead."""
@@ -22,6 +22,14 @@ class FunctionSpec:
 
     batch_size: int | None = None
     """Maximum number of rows of a call. The function then receives lists and returns a list. None: one row per call."""
+
+    kind: FunctionKind = "reward function"
+    """An answer function receives the column `response` only, and returns a text or None."""
+
+    @property
+    def title(self) -> str:
+        """Kind and import name, for messages."""
+        return f"{self.kind} {self.function}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class PoolLimits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The score of a row, or the reason why it has none."""
+    """The result of a row, or the reason why it has none."""
 
     score: float | None
     failure: Failure | None = None
@@ -63,3 +71,6 @@ class Outcome:
 
     num_attempts: int = 1
     """Number of calls for this row. Calls that failed because of another row are not counted."""
+
+    answer: str | None = None
+    """Result of an answer function, which gives no score."""

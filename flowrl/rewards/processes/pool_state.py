@@ -10,7 +10,7 @@ from typing import Any
 from flowrl.rewards.processes.frames import encode_frame
 from flowrl.rewards.processes.pool_settings import FunctionSpec, Outcome, PoolLimits
 from flowrl.rewards.processes.process import ScoringProcess
-from flowrl.rewards.reward_function import MAX_SCORE, Failure
+from flowrl.rewards.reward_function import MAX_SCORE, Failure, FunctionKind
 
 _FAILURES = ("raised", "invalid", "memory", "timeout")
 """Failures that a process reports itself."""
@@ -101,14 +101,19 @@ def find_problem(name: str, value: Any) -> str | None:  # Any: the value of a co
     return None
 
 
-def parse_outcome(outcome: Mapping[str, Any]) -> tuple[float | None, Failure | None, str]:  # Any: unchecked JSON
-    """Returns score, failure and message of a row. Raises LookupError, TypeError or ValueError if they are invalid."""
+def parse_outcome(outcome: Mapping[str, Any], kind: FunctionKind) -> Outcome:  # Any: unchecked JSON
+    """Returns the outcome of a row, without times. Raises LookupError, TypeError or ValueError if it is invalid."""
     if "failure" in outcome:
         failure = outcome["failure"]
         if failure not in _FAILURES:
             raise ValueError("unknown failure")
-        return None, failure, str(outcome["message"])
+        return Outcome(None, failure, str(outcome["message"]))
+    if kind == "answer function":
+        answer = outcome["answer"]
+        if answer is not None and not isinstance(answer, str):
+            raise ValueError("an invalid answer")
+        return Outcome(None, answer=answer)
     score = outcome["score"]
     if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= MAX_SCORE:
         raise ValueError("an invalid score")
-    return float(score), None, ""
+    return Outcome(float(score))

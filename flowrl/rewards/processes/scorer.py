@@ -13,11 +13,14 @@ from typing import Any, NoReturn
 
 from flowrl.rewards.processes.frames import FrameReader, encode_frame
 from flowrl.rewards.reward_function import (
+    FunctionKind,
     RewardError,
     RewardFunction,
     accepted_names,
     describe_exception,
+    extract_answer,
     is_async,
+    load_answer_function,
     load_reward_function,
     score_batch,
     score_row,
@@ -53,6 +56,8 @@ class Scorer:
         self._import_names: dict[str, str] = {}
         """Name of a function in the pool -> `module:function`, which messages show."""
         self._batched: set[str] = set()
+        self._answering: set[str] = set()
+        """Names of the functions that extract answers."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._deferred: deque[Mapping[str, Any]] = deque()
         """Messages that wait until all async calls have ended: the first that is not an async call, and later ones."""
@@ -74,7 +79,7 @@ class Scorer:
     def _handle(self, message: Mapping[str, Any]) -> None:
         name = message["name"]
         if message["kind"] == "load":
-            self._load(name, message["function"], message["options"], message["is_batched"])
+            self._load(message)
         elif self._is_async_call(message):
             self._loop = self._loop or asyncio.new_event_loop()
             self._loop.run_until_complete(self._serve(message))
@@ -85,9 +90,11 @@ class Scorer:
         name = message["name"]
         return message["kind"] == "call" and name not in self._batched and is_async(self._functions[name])
 
-    def _load(self, name: str, function: str, options: Mapping[str, Any], is_batched: bool) -> None:
+    def _load(self, message: Mapping[str, Any]) -> None:
+        name, function, is_batched = message["name"], message["function"], message["is_batched"]
+        is_answer = message["function_kind"] == "answer function"
         try:
-            loaded = load_reward_function(function, options)
+            loaded = load_answer_function(function) if is_answer else load_reward_function(function, message["options"])
         except RewardError as error:
             self._send({"kind": "not_loaded", "name": name, "message": str(error)[:_MAX_MESSAGE]})
         except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit during the import
@@ -97,7 +104,9 @@ class Scorer:
             self._functions[name], self._import_names[name] = loaded, function
             if is_batched:
                 self._batched.add(name)
-            names, accepts_all = accepted_names(loaded)
+            if is_answer:
+                self._answering.add(name)
+            names, accepts_all = (["response"], False) if is_answer else accepted_names(loaded)
             self._send({
                 "kind": "loaded", "name": name, "is_async": not is_batched and is_async(loaded),
                 "names": names, "accepts_all": accepts_all,
@@ -107,13 +116,10 @@ class Scorer:
         """Scores the rows by one call, and undoes changes of the process state that later calls would see."""
         function = self._functions[name]
         try:
-            if name in self._batched:
-                scores = score_batch(function, self._import_names[name], rows)
-            else:
-                scores = [score_row(function, self._import_names[name], rows[0])]
-            result: dict[str, Any] = {"outcomes": [_outcome(score) for score in scores]}
+            result: dict[str, Any] = {"outcomes": self._compute(function, name, rows)}
         except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit
-            result = _failure(error, self._import_names[name], rows)
+            kind: FunctionKind = "answer function" if name in self._answering else "reward function"
+            result = _failure(error, self._import_names[name], rows, kind)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setrecursionlimit(self._recursion_limit)
@@ -121,6 +127,14 @@ class Scorer:
             with contextlib.suppress(OSError):  # the folder was removed
                 os.chdir(self._folder)
         self._send({"kind": "result", "id": number, **result})
+
+    def _compute(self, function: RewardFunction, name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        shown = self._import_names[name]
+        if name in self._answering:
+            return [{"answer": extract_answer(function, shown, rows[0]["response"])}]
+        if name in self._batched:
+            return [_outcome(score) for score in score_batch(function, shown, rows)]
+        return [_outcome(score_row(function, shown, rows[0]))]
 
     async def _serve(self, first: Mapping[str, Any]) -> None:
         """Runs async calls concurrently, and reads further calls, until all calls have ended."""
@@ -201,8 +215,10 @@ def _outcome(score: float | RewardError) -> dict[str, Any]:
     return {"score": score}
 
 
-def _failure(error: BaseException, name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    described = error if isinstance(error, RewardError) else describe_exception(error, name, rows[0])
+def _failure(
+    error: BaseException, name: str, rows: Sequence[Row], kind: FunctionKind = "reward function"
+) -> dict[str, Any]:
+    described = error if isinstance(error, RewardError) else describe_exception(error, name, rows[0], kind)
     return _outcome(described)
 
 
