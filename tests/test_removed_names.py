@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[1]
 SCANNED = ("flowrl", "recipes", "tests", "docs", "placement", ".ci", "README.md", "pyproject.toml")
 
 REMOVED = """
-Attempts Attendants Carried ChoiceConfig FailedCheck FileSum Handover Kept Makers OtherChoice Pace Publisher Pulse
-RefusedError Residency Revival Revivals Room SharedPart SharesRows StepState Stretches SummedFile Turns Untrained
+Attempts Attendants Carried ChoiceConfig FailedCheck FileSum FoundStop Handover Kept Makers OtherChoice Pace Publisher
+Pulse RefusedError Residency Revival Revivals Room SharedPart SharesRows StepState Stretches SummedFile Turns Untrained
 WholeBatches WholeGradients _Asked _Kept _Lane _LinkedWay _Made _Maker _Order _Places _SharedWay _Summed _Wanted _Way
 _actor_beside _agree _answered _answers _ask _ask_driver _attend _attend_on_gpu _become _check_apart _check_beside
 _connection_lost _cut_layers _cuts _deliver _end_late _end_with _forget _free_places _give _gives _goes_on _happens

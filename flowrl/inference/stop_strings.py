@@ -16,7 +16,7 @@ _SPARE_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class FoundStop:
+class StopMatch:
     """The first stop string in a response."""
 
     num_tokens: int
@@ -37,7 +37,7 @@ class StopStrings:
         special = [token for token in map(str, chat.tokenizer.all_special_tokens) if token]
         self._has_special = any(token in text for text in self._texts for token in special)
 
-    def find(self, token_ids: Sequence[int]) -> FoundStop | None:
+    def find(self, token_ids: Sequence[int]) -> StopMatch | None:
         """Returns the first stop string in the text of the tokens, or None.
 
         If the same token completes several strings, returns the string that begins first.
@@ -50,7 +50,7 @@ class StopStrings:
             low, high = (low, middle) if self._contains(self._decode(token_ids[:middle])) else (middle + 1, high)
         text = self._decode(token_ids[:low])
         start = min(position for position in map(text.find, self._texts) if position >= 0)
-        return FoundStop(low, text[:start])
+        return StopMatch(low, text[:start])
 
     def can_contain(self, token_ids: Sequence[int], num_searched: int) -> bool:
         """Returns whether a stop string may end after the first `num_searched` tokens. False may be wrong if more than

@@ -15,28 +15,28 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 def test_a_stop_string_that_spans_tokens_is_found_at_its_last_token(chat: ChatTokenizer) -> None:
     ids = chat.encode("one two three two")
-    found = StopStrings(chat, ["three", "two"]).find(ids)
-    assert found is not None and (found.num_tokens, found.text) == (7, "one ")
+    match = StopStrings(chat, ["three", "two"]).find(ids)
+    assert match is not None and (match.num_tokens, match.text) == (7, "one ")
     assert StopStrings(chat, ["four"]).find(ids) is StopStrings(chat, []).find(ids) is None
 
 
 def test_a_stop_string_may_have_characters_of_several_tokens(chat: ChatTokenizer) -> None:
     ids = chat.encode("aé€b")
     assert len(ids) == 7
-    found = StopStrings(chat, ["€"]).find(ids)
-    assert found is not None and (found.num_tokens, found.text) == (6, "aé")
+    match = StopStrings(chat, ["€"]).find(ids)
+    assert match is not None and (match.num_tokens, match.text) == (6, "aé")
     assert StopStrings(chat, ["€"]).find(ids[:5]) is None
 
 
 def test_of_overlapping_strings_the_one_that_is_complete_first_ends_the_text(chat: ChatTokenizer) -> None:
-    found = StopStrings(chat, ["bcd", "c"]).find(chat.encode("abcd"))
-    assert found is not None and (found.num_tokens, found.text) == (3, "ab")
+    match = StopStrings(chat, ["bcd", "c"]).find(chat.encode("abcd"))
+    assert match is not None and (match.num_tokens, match.text) == (3, "ab")
 
 
 def test_special_tokens_can_be_stop_strings(chat: ChatTokenizer) -> None:
     ids = [*chat.encode("ab"), chat.eos_id, *chat.encode("c")]
-    found = StopStrings(chat, ["<end>"]).find(ids)
-    assert found is not None and (found.num_tokens, found.text) == (3, "ab")
+    match = StopStrings(chat, ["<end>"]).find(ids)
+    assert match is not None and (match.num_tokens, match.text) == (3, "ab")
     skipped = StopStrings(chat, ["bc"]).find(ids)
     assert skipped is not None and skipped.text == "a"
 
@@ -44,9 +44,9 @@ def test_special_tokens_can_be_stop_strings(chat: ChatTokenizer) -> None:
 @pytest.mark.parametrize("text", ["abcabd", "ab", "xaab", "aabc"])
 def test_settled_text_is_a_start_of_the_text_before_the_stop_string(chat: ChatTokenizer, text: str) -> None:
     stops, ids = StopStrings(chat, ["abd"]), chat.encode(text)
-    found = stops.find(ids)
-    end = text if found is None else found.text
-    settled = [stops.settled_text(ids[:n]) for n in range(len(ids) + (found is None))]
+    match = stops.find(ids)
+    end = text if match is None else match.text
+    settled = [stops.settled_text(ids[:n]) for n in range(len(ids) + (match is None))]
     assert all(end.startswith(part) for part in settled)
     assert settled == sorted(settled, key=len)
 
