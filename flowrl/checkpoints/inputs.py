@@ -153,6 +153,11 @@ def _source_files(name: str) -> list[Path]:
     return sorted(Path(file) for file in files if file is not None)
 
 
+def source_checksum(name: str) -> FileChecksum | None:
+    """Returns the checksum of the files that define a function, `module:function`, or None if a file is unreadable."""
+    return combined_checksum(_source_files(name))
+
+
 def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig) -> None:
     """Raises RunFolderError if an input differs from its checksum in `old`.
 

@@ -7,13 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flowrl.algorithms.best_of_n import best_of_n
-from flowrl.checkpoints.inputs import combined_checksum
+from flowrl.checkpoints.inputs import combined_checksum, source_checksum
 from flowrl.config import UserError
+from flowrl.data.checksums import FileChecksum
 from flowrl.data.messages import Conversation
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.prompt_file import PromptRow
@@ -147,19 +149,28 @@ def reward_columns(conversation: Conversation) -> Mapping[str, Any]:
     }
 
 
-def describe_inputs(source: ModelSource, prompts: Sequence[PromptRow]) -> Mapping[str, str]:
-    """Returns checksums of the model and of the prompts, by which a resumed program detects changed inputs."""
-    return {
-        "the checksum of the model": _model_checksum(source),
+def describe_inputs(source: ModelSource, prompts: Sequence[PromptRow], reward: str | None) -> Mapping[str, str]:
+    """Returns checksums of the model, the prompts and the reward, by which a resumed program detects changed inputs."""
+    inputs = {
+        "the checksum of the model": _model_checksum(source.path),
         "the checksum of the prompts": _prompt_checksum(prompts),
     }
+    return inputs if reward is None else {**inputs, "the checksum of the reward": _reward_checksum(reward)}
 
 
-def _model_checksum(source: ModelSource) -> str:
-    if not source.path.is_dir():
-        return str(source.path)  # a Hub name
-    files = sorted(file for pattern in _MODEL_FILES for file in source.path.glob(pattern))
-    checksum = combined_checksum(files, has_names=True)
+def _model_checksum(path: Path) -> str:
+    if not path.is_dir():
+        return str(path)  # a Hub name
+    files = sorted(file for pattern in _MODEL_FILES for file in path.glob(pattern))
+    return _format(combined_checksum(files, has_names=True))
+
+
+def _reward_checksum(reward: str) -> str:
+    folder = Path(reward)
+    return _model_checksum(folder) if folder.is_dir() else _format(source_checksum(reward))
+
+
+def _format(checksum: FileChecksum | None) -> str:
     return "unreadable" if checksum is None else f"{checksum.crc32:08x}"
 
 

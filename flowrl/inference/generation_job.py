@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from flowrl.inference.bulk_generation import (
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.prompt_file import PromptRow, read_prompt_rows, tokenize_rows
 from flowrl.inference.response_file import ResponseOutput, ResumableFile, StreamOutput
-from flowrl.inference.response_scorer import open_scorer
+from flowrl.inference.response_scorer import check_reward, open_scorer
 from flowrl.inference.text_generator import EngineSettings, SamplingSettings, TextGenerator, open_chat
 
 _UNLIMITED = 2**31
@@ -73,20 +73,19 @@ def run_job(job: GenerationJob, find_source: Callable[[], ModelSource]) -> None:
         )
 
     prompts = tokenize(chat.max_positions() or _UNLIMITED)
-    scorer = None if job.reward is None else open_scorer(job.reward, source)
     output = _open_output(job, source, prompts)
     is_complete = False
     try:
         if len(output.done) < len(prompts) * job.samples:
-            generator = TextGenerator(source, job.sampling, job.engine, chat=chat)
-            if generator.max_length < (chat.max_positions() or _UNLIMITED):
-                tokenize(generator.max_length)  # raises an error for a prompt that is too long for the engine
-            with _reporting(job, len(prompts) * job.samples, len(output.done)) as report:
-                if scorer is None:
-                    generate_rows(generator, prompts, output, samples=job.samples, report=report)
-                else:
-                    assert job.best_of is not None
-                    with closing(scorer):
+            with nullcontext() if job.reward is None else closing(open_scorer(job.reward, source)) as scorer:
+                generator = TextGenerator(source, job.sampling, job.engine, chat=chat)
+                if generator.max_length < (chat.max_positions() or _UNLIMITED):
+                    tokenize(generator.max_length)  # raises an error for a prompt that is too long for the engine
+                with _reporting(job, len(prompts) * job.samples, len(output.done)) as report:
+                    if scorer is None:
+                        generate_rows(generator, prompts, output, samples=job.samples, report=report)
+                    else:
+                        assert job.best_of is not None
                         generate_best(generator, prompts, output, scorer, candidates=job.best_of, report=report)
         is_complete = True
     except KeyboardInterrupt:
@@ -99,8 +98,8 @@ def run_job(job: GenerationJob, find_source: Callable[[], ModelSource]) -> None:
 
 def _check_job(job: GenerationJob) -> None:
     if (job.best_of is None) != (job.reward is None):
-        given, other = ("--reward", "--best-of N") if job.best_of is None else ("--best-of", "--reward FUNCTION")
-        raise UserError(f"{given} is set without {other}: set both, or neither")
+        present, missing = ("--reward", "--best-of N") if job.best_of is None else ("--best-of", "--reward FUNCTION")
+        raise UserError(f"{present} is set without {missing}: set both, or neither")
     if job.best_of is not None and job.samples > 1:
         raise UserError(
             f"--samples is {job.samples}, but --best-of writes one response per prompt: remove one of the two"
@@ -109,12 +108,14 @@ def _check_job(job: GenerationJob) -> None:
     if count > 1 and job.sampling.temperature == 0:
         option = "--samples" if job.best_of is None else "--best-of"
         raise UserError(f"{option} is {count}, but with --temperature 0 all responses are equal: raise the temperature")
+    if job.reward is not None:
+        check_reward(job.reward)
 
 
 def _open_output(job: GenerationJob, source: ModelSource, prompts: Sequence[PromptRow]) -> ResponseOutput:
     if job.output is None:
         return StreamOutput(sys.stdout, output_keys(len(prompts), job.samples))
-    return ResumableFile(job.output, {**_describe_settings(job), **describe_inputs(source, prompts)})
+    return ResumableFile(job.output, {**_describe_settings(job), **describe_inputs(source, prompts, job.reward)})
 
 
 def _describe_settings(job: GenerationJob) -> Mapping[str, Any]:  # Any: values of JSON

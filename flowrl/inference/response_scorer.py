@@ -1,14 +1,15 @@
 """Scores responses for best of N, with a reward function in separate processes or with a reward model."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from flowrl.config import ModelConfig, Placement, RewardConfig, UserError
-from flowrl.config.base import check_import_name
+from flowrl.config import ModelConfig, Placement, RewardConfig, UserError, import_function
 from flowrl.controller.cluster import Cluster
 from flowrl.data.batch.batch import Batch
 from flowrl.inference.model_source import ModelSource
@@ -36,20 +37,25 @@ class ResponseScorer(Protocol):
     def close(self) -> None: ...
 
 
-def open_scorer(reward: str, policy: ModelSource) -> ResponseScorer:
-    """Returns the scorer for `module:function`, `file.py:function`, or the folder of a reward model.
-
-    Raises UserError if `reward` is neither.
+def check_reward(reward: str) -> None:
+    """Raises UserError if a reward is neither a function that can be imported (`module:function` or
+    `file.py:function`) nor the folder of a reward model.
     """
-    folder = Path(reward)
-    if folder.is_dir():
-        return ModelScorer(folder, policy)
+    if Path(reward).is_dir():
+        return
     if ":" not in reward:
         raise UserError(
             f"--reward: {reward} is neither module:function nor the folder of a reward model: correct the name or the "
             f"path"
         )
-    return FunctionScorer(check_import_name(reward))
+    with redirect_stdout(sys.stderr):  # standard output may receive the rows
+        import_function(reward)
+
+
+def open_scorer(reward: str, policy: ModelSource) -> ResponseScorer:
+    """Returns the scorer of a valid reward (`check_reward`). Close it at the end."""
+    folder = Path(reward)
+    return ModelScorer(folder, policy) if folder.is_dir() else FunctionScorer(reward)
 
 
 class FunctionScorer:
@@ -91,8 +97,10 @@ class ModelScorer:
         config = RewardConfig(model=ModelConfig(path=folder, dropout=0))
         config = config.of_policy(policy.tokenizer_path, policy.template)
         placement = Placement(pools={"main": (1,)}, roles={"reward": "main"})
-        self._cluster = Cluster(placement, backend="inline")
-        self._group = self._cluster.group("reward", Reward, config)
+        with ExitStack() as resources:
+            cluster = resources.enter_context(Cluster(placement, backend="inline"))
+            self._group = cluster.group("reward", Reward, config)
+            self._resources = resources.pop_all()
         self._waiting: list[tuple[Columns, GeneratedText, Future[float]]] = []
 
     def submit(self, columns: Columns, response: GeneratedText) -> Future[float]:
@@ -112,7 +120,7 @@ class ModelScorer:
             future.set_result(score)
 
     def close(self) -> None:
-        self._cluster.close()
+        self._resources.close()
 
 
 def _make_batch(rows: Sequence[Columns], responses: Sequence[GeneratedText]) -> Batch:

@@ -1,5 +1,6 @@
 """`flowrl generate`: formats of prompts, resumed files, best of N, and wrong input."""
 
+import gc
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,56 @@ def test_a_changed_input_is_rejected_when_a_file_is_continued(
     assert (folder / "x.partial").read_text() == "notes of a user"
 
 
+def test_a_changed_reward_is_rejected_when_a_file_is_continued(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = folder / "own_reward.py"
+    reward.write_text("def score(response):\n    raise ValueError('of the test')\n")
+    options = ("--prompts", "prompts.txt", "--best-of", 2, "--reward", f"{reward}:score", "--output", "best.jsonl")
+    assert generate(run_folder, *options) == 2
+    partial = folder / "best.jsonl.partial"
+    with partial.open("a") as file:
+        file.write('{"prompt_index": 0, "sample": 0}\n')  # as if the first prompt had been scored
+    before = partial.read_bytes()
+    capsys.readouterr()
+    assert generate(run_folder, *options) == 2
+    assert "of the test" in capsys.readouterr().err  # the same reward is not rejected
+    reward.write_text("def score(response):\n    return 0.0\n")
+    assert generate(run_folder, *options) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("error: ") == 1 and "checksum of the reward" in printed and partial.name in printed
+    assert partial.read_bytes() == before
+
+
+def test_the_processes_of_the_reward_are_closed_if_the_engine_cannot_start(run_folder: Path, folder: Path) -> None:
+    options = ("--prompts", "prompts.txt", "--best-of", 2, "--reward", REWARD, "--quantization", "int4")
+    generate(run_folder, *options)  # imports
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_sockets()
+        assert generate(run_folder, *options) == 2
+        assert num_sockets() == before
+    finally:
+        gc.enable()
+
+
+def num_sockets() -> int:
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            links.append(descriptor.readlink().name)
+    return sum(link.startswith("socket:") for link in links)
+
+
+def test_the_output_of_an_imported_reward_is_not_among_the_rows(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "printing.py").write_text("print('imported')\ndef score(response):\n    return float(len(response))\n")
+    assert generate(run_folder, "--prompts", "prompts.txt", "--best-of", 2, "--reward", "printing.py:score") == 0
+    assert [json.loads(line)["prompt_index"] for line in capsys.readouterr().out.splitlines()] == [0, 1, 2]
+
+
 def test_raw_prompts_need_no_chat_template(run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = shutil.copytree(run_folder / "model", folder / "model")
     for name in ("chat_template.jinja", TEMPLATE_FILE):
@@ -160,6 +212,11 @@ WRONG: Sequence[tuple[Sequence[str], Sequence[str]]] = [
     (["--prompts", "prompts.txt", "--best-of", "4"], ["--best-of", "--reward"]),
     (["--prompts", "prompts.txt", "--best-of", "4", "--samples", "2", "--reward", "a:b"], ["--samples", "remove"]),
     (["--prompts", "prompts.txt", "--best-of", "2", "--reward", "nothing"], ["nothing", "module:function"]),
+    (["--prompts", "prompts.txt", "--best-of", "2", "--reward", "none.py:score"], ["none.py", "correct the path"]),
+    (
+        ["--prompts", "prompts.txt", "--best-of", "2", "--reward", "no_model", "--output", "prompts.txt"],
+        ["prompts.txt", "already exists"],
+    ),
     (["--prompts", "prompts.txt", "--samples", "2", "--temperature", "0"], ["--samples", "--temperature"]),
     (["--prompts", "prompts.txt", "--quantization", "int4"], ["int4", "hf", "vllm"]),
     (["--prompts", "prompts.txt", "--stop", ""], ["--stop", "empty"]),
@@ -177,6 +234,7 @@ def test_wrong_input_is_rejected_in_one_sentence(
     (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
     (folder / "column.jsonl").write_text('{"prompt": "1+1=", "score": 1}\n')
     (folder / "long.txt").write_text("1+1=\n" + "1+" * 500 + "1=\n")
+    (folder / "no_model").mkdir()
     before = set(folder.iterdir())
     assert generate(run_folder, *options) == 2
     printed = capsys.readouterr()
