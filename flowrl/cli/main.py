@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -43,7 +44,7 @@ from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.trace import loop_events
-from flowrl.run.interrupt import Interrupted, raise_on_sigterm
+from flowrl.run.interrupt import Interrupted, raise_on_ending_signals
 from flowrl.run.preflight import check_functions, check_positions, check_run, check_start, plan_run
 from flowrl.run.restarts import with_restarts
 from flowrl.run.updates import describe_batches, describe_planned_updates
@@ -91,12 +92,12 @@ def exit_code(program: Callable[[], object]) -> int:
         0: the program has succeeded, or its run is already complete.
         1: a worker or a check has failed.
         2: a `UserError` was raised, or the disk is full.
-        130 or 143: the program has received SIGINT or SIGTERM.
+        130, 143 or 129: the program has received SIGINT, SIGTERM or SIGHUP.
         141: the reader of the output, such as `head`, has ended.
     Other exceptions are bugs and propagate.
     """
     try:
-        with raise_on_sigterm():
+        with raise_on_ending_signals():
             program()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -107,7 +108,8 @@ def exit_code(program: Callable[[], object]) -> int:
     except RunComplete as complete:
         sys.stdout.write(f"{complete}\n")
     except Interrupted as ended:
-        sys.stderr.write(f"{ended}\n")
+        with suppress(OSError):  # the terminal was closed
+            sys.stderr.write(f"{ended}\n")
         return ended.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

@@ -17,6 +17,7 @@ from rich.text import Text
 from flowrl.config import UserError
 from flowrl.data.console import make_console, printable
 from flowrl.inference.chat_session import ChatSession
+from flowrl.run.interrupt import Interrupted
 
 HELP = """\
 /system TEXT        set the system message; without TEXT, remove it
@@ -74,6 +75,8 @@ class ChatTerminal:
         while True:
             try:
                 line = input("> " if self._is_terminal else "")
+            except Interrupted:  # SIGTERM or SIGHUP
+                raise
             except KeyboardInterrupt:
                 self._notify("\n/exit or Ctrl-D ends the chat")
                 continue

@@ -1,4 +1,6 @@
-"""Handles SIGINT (Ctrl-C) and SIGTERM. The first signal ends a run after its step, and the second aborts it."""
+"""Handles the signals that end a program. The first SIGINT (Ctrl-C) or SIGTERM ends a run after its step, and the
+second aborts it. SIGHUP, which arrives when the terminal is closed, aborts at once.
+"""
 
 import signal
 import threading
@@ -10,6 +12,10 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that `Interruption` handles."""
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that kill a program without handlers, and leave its files and processes."""
 
 _DUPLICATE_S = 0.3
 """Seconds in which a second signal is ignored, because timeout(1) signals both the program and its process group."""
@@ -27,26 +33,28 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise `Interrupted` in the block, so that the program cleans up. By default, it would be killed.
+def raise_on_ending_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP raise `Interrupted` in the block, so that the program cleans up. By default, it would be
+    killed.
 
-    Ignores further SIGTERMs, which would interrupt the clean-up. Does nothing outside of the main thread, or if the
-    program has a handler of its own.
+    Ignores further signals of these kinds, which would interrupt the clean-up. Does nothing outside of the main thread.
+    Keeps handlers of the program, and ignored signals, such as SIGHUP after nohup.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+    numbers = [number for number in _ENDING_SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
 
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise Interrupted(number, "ended by SIGTERM")
+    def end(received: int, frame: FrameType | None) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise Interrupted(received, f"ended by {signal.Signals(received).name}")
 
-    signal.signal(signal.SIGTERM, end)
+    for number in numbers:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Interruption:

@@ -162,9 +162,9 @@ def _keep_signal_handlers() -> Iterator[None]:
 
 @contextmanager
 def _delay_signals() -> Iterator[None]:
-    """Delays SIGINT and SIGTERM: their handlers run at the end of the block."""
+    """Delays SIGINT, SIGTERM and SIGHUP: their handlers run at the end of the block."""
     received: list[int] = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers = {number: handler for number, handler in previous.items() if callable(handler)}
     is_delayed = True
 
