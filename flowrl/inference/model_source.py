@@ -1,10 +1,8 @@
 """Finds the model that a command uses: a model, a run, a checkpoint or an adapter, as a folder for transformers."""
 
-import atexit
 import json
 import logging
 import re
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Literal
 from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, read_checkpoint
 from flowrl.config import ModelConfig, UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.controller.host.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
 from flowrl.data.input_paths import find_model_problem
 from flowrl.engines.models.loading import load_policy, save_model, stored_dtype
 from flowrl.engines.models.lora import merge_adapter
@@ -20,6 +19,9 @@ from flowrl.inference.checkpoint_export import export_checkpoint
 
 _ADAPTER_SETTINGS = "adapter_config.json"
 """File of peft in the folder of an adapter. It names the base model."""
+
+_KIND = "model"
+"""Part of the name of temporary folders."""
 
 _logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class ModelSource:
     name: str
     """Name in tables: the name of the folder, for a checkpoint with its step."""
     kind: Literal["model", "run", "checkpoint"]
+    folders: tuple[PrivateFolder, ...] = ()
+    """Temporary folders of the model and its tokenizer."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -57,8 +61,8 @@ class ModelSource:
 def resolve_model(source: str, *, step: int | None = None, adapter: str | None = None) -> ModelSource:
     """Returns the model of a model folder, a Hub name, a run folder, a checkpoint folder or an adapter folder.
 
-    A checkpoint is exported to a temporary folder, which is removed when the process exits. The same holds for a model
-    whose adapter is merged.
+    A checkpoint is exported to a temporary folder, which is deleted when the process exits. The same holds for a model
+    whose adapter is merged. Deletes the temporary folders of killed processes first.
 
     Args:
         source: a run folder stands for its `model/`, or for its newest checkpoint if the run has not saved a model.
@@ -70,6 +74,7 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
         ModelError: a model cannot be loaded to merge the adapter.
         LoraError: the adapter does not match the model.
     """
+    remove_abandoned_folders(Path(tempfile.gettempdir()))
     path = Path(source)
     is_run = path.is_dir() and (path / "config.yaml").is_file()
     if step is not None and not is_run:
@@ -78,14 +83,14 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
             f"the run folder"
         )
     if is_run:
-        found = _resolve_run(path, step)
+        model = _resolve_run(path, step)
     elif path.is_dir() and (path / MANIFEST).is_file() and not (path / "config.json").is_file():
-        found = _resolve_checkpoint(read_checkpoint(path), "checkpoint")
+        model = _resolve_checkpoint(read_checkpoint(path), "checkpoint")
     elif path.is_dir() and (path / _ADAPTER_SETTINGS).is_file() and not (path / "config.json").is_file():
-        found = _merge_adapter(_resolve_model(_read_base(path)), path)
+        model = _merge_adapter(_resolve_model(_read_base(path)), path)
     else:
-        found = _resolve_model(source)
-    return found if adapter is None else _merge_adapter(found, Path(adapter))
+        model = _resolve_model(source)
+    return model if adapter is None else _merge_adapter(model, Path(adapter))
 
 
 def _resolve_run(path: Path, step: int | None) -> ModelSource:
@@ -103,12 +108,13 @@ def _resolve_run(path: Path, step: int | None) -> ModelSource:
 
 
 def _resolve_checkpoint(checkpoint: Checkpoint, kind: Literal["run", "checkpoint"]) -> ModelSource:
-    path = _temporary_folder() / checkpoint.path.name
+    temporary = create_folder(_KIND)
+    path = temporary.path / checkpoint.path.name
     _logger.info("exporting checkpoint %s to %s", checkpoint.path, path)
     export_checkpoint(checkpoint, path)
     template, folder = path / TEMPLATE_FILE, checkpoint.path.resolve()
     name = f"{folder.parents[1].name}/{folder.name}"
-    return ModelSource(path, None, None, template if template.is_file() else None, name, kind)
+    return ModelSource(path, None, None, template if template.is_file() else None, name, kind, (temporary,))
 
 
 def _resolve_model(source: str) -> ModelSource:
@@ -148,15 +154,10 @@ def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
             f"adapter {adapter} has no {_ADAPTER_SETTINGS}: pass a folder in the format of peft, such as the output "
             f"of `flowrl export --adapter`"
         )
-    path = _temporary_folder() / adapter.resolve().name
+    temporary = create_folder(_KIND)
+    path = temporary.path / adapter.resolve().name
     model = merge_adapter(load_policy(source.model_config(stored_dtype(source.path))), adapter)
     save_model(model, source.tokenizer_path, path)
     name = f"{source.name}+{adapter.resolve().name}"
-    return ModelSource(path, source.tokenizer_path, adapter, source.template, name, source.kind)
-
-
-def _temporary_folder() -> Path:
-    """Creates a temporary folder, which is removed when the process exits."""
-    folder = tempfile.mkdtemp(prefix="flowrl-model-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    folders = (*source.folders, temporary)
+    return ModelSource(path, source.tokenizer_path, adapter, source.template, name, source.kind, folders)

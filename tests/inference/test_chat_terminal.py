@@ -77,3 +77,22 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
     os.write(master, b"/exit\n")
     assert process.wait(timeout=60) == 0
     os.close(master)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_the_chat_and_deletes_the_exported_model(
+    run_folder: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    command = [sys.executable, "-m", "flowrl.cli", "chat", str(run_folder), "--step", "1"]
+    environment = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"/help\n")
+        process.stdin.flush()
+        assert b"/system" in process.stdout.readline()
+        assert list(tmp_path.glob("flowrl-model-*")) != []
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code
+    assert list(tmp_path.glob("flowrl-*")) == []

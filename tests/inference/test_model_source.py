@@ -1,9 +1,13 @@
 """The model of a model folder, a run, a checkpoint or an adapter."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -116,8 +120,71 @@ def test_a_step_applies_to_runs_only(run_folder: Path) -> None:
         resolve_model(str(run_folder), step=7)
 
 
-def test_an_exported_checkpoint_is_removed_at_the_exit(run_folder: Path, tmp_path: Path) -> None:
-    code = "import sys; from flowrl.inference.model_source import resolve_model; r = resolve_model(sys.argv[1], step=1)"
-    command = [sys.executable, "-c", f"{code}; assert (r.path / 'model.safetensors').exists()", str(run_folder)]
-    subprocess.run(command, env={"TMPDIR": str(tmp_path), "PATH": ""}, check=True)
-    assert list(tmp_path.glob("flowrl-model-*")) == []
+RESOLVE = """
+import os, signal, sys, time
+from flowrl.cli import exit_code
+from flowrl.inference.model_source import resolve_model
+def program():
+    source = resolve_model(sys.argv[1], step=1)
+    assert (source.path / "model.safetensors").exists()
+    if len(sys.argv) > 2:
+        os.kill(os.getpid(), int(sys.argv[2]))
+        time.sleep(600)
+sys.exit(exit_code(program))
+"""
+
+
+def resolve(run_folder: Path, folder: Path, *signals: signal.Signals) -> int:
+    """Resolves a checkpoint in another process, which then receives a signal. Returns the exit code."""
+    command = [sys.executable, "-c", RESOLVE, str(run_folder), *(str(int(number)) for number in signals)]
+    return subprocess.run(command, env={"TMPDIR": str(folder), "PATH": ""}, timeout=300, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [((), 0), pytest.param((signal.SIGTERM,), 143, marks=pytest.mark.slow), ((signal.SIGHUP,), 129)]
+)
+def test_an_exported_checkpoint_is_deleted_at_the_end(
+    run_folder: Path, tmp_path: Path, ending: tuple[signal.Signals, ...], code: int
+) -> None:
+    assert resolve(run_folder, tmp_path, *ending) == code
+    assert list(tmp_path.glob("flowrl-*")) == []
+
+
+def test_the_next_program_deletes_the_exported_checkpoint_of_a_killed_one(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve(run_folder, tmp_path, signal.SIGKILL) == -signal.SIGKILL
+    (folder,) = tmp_path.glob("flowrl-model-*")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    resolve_model(str(run_folder / "model"))
+    assert not folder.exists()
+
+
+RESOLVE_FOR_CHILD = """
+import os, signal, subprocess, sys
+from flowrl.inference.model_source import resolve_model
+source = resolve_model(sys.argv[1], step=1)
+child = subprocess.Popen(["/bin/sleep", "600"], pass_fds=[folder.marker for folder in source.folders])
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_inherits_the_marker_protects_the_folder_of_a_killed_process(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", RESOLVE_FOR_CHILD, str(run_folder)]
+    with subprocess.Popen(command, env={"TMPDIR": str(tmp_path), "PATH": ""}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            process.wait(timeout=300)
+            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+            resolve_model(str(run_folder / "model"))
+            (folder,) = tmp_path.glob("flowrl-model-*")
+        finally:
+            os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while folder.exists():
+        assert time.monotonic() < deadline
+        resolve_model(str(run_folder / "model"))

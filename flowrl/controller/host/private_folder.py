@@ -1,10 +1,13 @@
 """The private folder of this process in the temporary folder, for sockets, Ray's files and the token of Ray.
 
 Only the owner can enter the folder (mode 0700), because Ray makes its own folders accessible to everyone. The folder is
-deleted at exit. A killed process leaves its folder, which the next process of the same user deletes. The marker in the
-folder contains the id and the start time of its process, and is locked (flock) while this process runs. The lock also
-protects the folder from processes in other containers, where process ids mean nothing. The lock may not reach other
-hosts that share the folder, so the marker also contains the host name and the boot id, which all containers share.
+deleted at exit. A killed process leaves its folder, which the next process of the same user deletes. `create_folder`
+creates further folders of this kind, such as those of exported models.
+
+The marker in a folder contains the id and the start time of its process, and is locked (flock) while this process runs.
+The lock also protects the folder from processes in other containers, where process ids mean nothing. The lock may not
+reach other hosts that share the folder, so the marker also contains the host name and the boot id, which all containers
+share.
 """
 
 import atexit
@@ -39,16 +42,20 @@ _REMOVAL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class _PrivateFolder:
+class PrivateFolder:
+    """A folder that is deleted at exit, or by another process after this process was killed."""
+
     path: Path
     process_id: int
     """The process that created the folder. Its forked children must not delete the folder."""
     marker: int
-    """File descriptor that holds the lock."""
+    """File descriptor that holds the lock. A child process that inherits it protects the folder after this process was
+    killed.
+    """
 
 
-_folder: _PrivateFolder | None = None
-_large_folder: _PrivateFolder | None = None
+_folder: PrivateFolder | None = None
+_large_folder: PrivateFolder | None = None
 
 
 def private_folder() -> Path:
@@ -76,13 +83,21 @@ def temporary_folder() -> Path:
     return path
 
 
-def _create_folder(parent: Path) -> _PrivateFolder:
+def create_folder(kind: str) -> PrivateFolder:
+    """Creates a folder for large temporary files of this process in the user's temporary folder. It is deleted at exit.
+
+    `kind` is a part of its name. Deletes abandoned folders first.
+    """
+    return _create_folder(Path(tempfile.gettempdir()).absolute(), f"{kind}-")
+
+
+def _create_folder(parent: Path, kind: str = "") -> PrivateFolder:
     remove_abandoned_folders(parent)
-    path = parent / f"{PREFIX}{secrets.token_hex(4)}"
+    path = parent / f"{PREFIX}{kind}{secrets.token_hex(4)}"
     # Registered before the folder exists, so that a signal in between leaves no folder.
     atexit.register(_remove_own, path, os.getpid())
     path.mkdir(mode=0o700)
-    return _PrivateFolder(path, os.getpid(), _write_marker(path))
+    return PrivateFolder(path, os.getpid(), _write_marker(path))
 
 
 def set_temporary_folder(folder: str) -> None:

@@ -223,6 +223,21 @@ def test_only_temporary_files_are_in_a_long_temporary_folder(tmp_path: Path, end
     assert not any(path.exists() for path in folders) and not list(long.iterdir()) and not sockets.exists()
 
 
+def test_further_folders_are_in_the_temporary_folder_and_also_deleted(tmp_path: Path) -> None:
+    code = f"from {MODULE} import create_folder; print(create_folder('model').path, flush=True); input()"
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with holder(tmp_path, code, environment) as (process, killed):
+        assert killed.parent == tmp_path and killed.name.startswith("flowrl-model-")
+        assert killed.stat().st_mode & 0o777 == 0o700
+        process.kill()
+        process.wait()
+    assert killed.exists()
+    with holder(tmp_path, code, environment) as (process, second):
+        assert list(tmp_path.iterdir()) == [second]
+        process.communicate("\n", timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_temporary_files_are_in_the_private_folder_by_default(parent: Path) -> None:
     code = f"from {MODULE} import *; print(private_folder(), temporary_folder(), flush=True); input()"
     with holder(parent, code, os.environ | {"TMPDIR": str(parent), "RAY_TMPDIR": str(parent)}) as (_, output):
