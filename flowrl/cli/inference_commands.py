@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -193,7 +192,13 @@ def _add_serve(commands: Commands) -> None:
     add_source_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, for this machine only")
     parser.add_argument("--port", type=_port, default=8000, help="default: 8000")
-    parser.add_argument("--api-key", metavar="KEY", help="key that clients send; also read from VLLM_API_KEY")
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that clients must send")
+    keys.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="the key itself, which other users of this machine can see; default: the variable VLLM_API_KEY",
+    )
     parser.add_argument("--name", help="name of the model for clients; default: the name of the folder")
     parser.add_argument(
         "--dtype",
@@ -207,8 +212,8 @@ def _add_serve(commands: Commands) -> None:
 
 def _serve(arguments: argparse.Namespace) -> None:
     # imported here, because only commands that run a model need torch
-    from flowrl.inference.model_server import (  # noqa: PLC0415
-        API_KEY,
+    from flowrl.inference.serving.api_key import read_api_key  # noqa: PLC0415
+    from flowrl.inference.serving.model_server import (  # noqa: PLC0415
         ServerSettings,
         check_server,
         serve,
@@ -219,7 +224,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     settings = ServerSettings(
         host=arguments.host,
         port=arguments.port,
-        api_key=arguments.api_key or os.environ.get(API_KEY) or None,
+        api_key=read_api_key(arguments.api_key, arguments.api_key_file),
         name=arguments.name,
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,

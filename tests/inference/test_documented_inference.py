@@ -31,4 +31,5 @@ def test_every_column_of_the_output_and_every_command_of_the_chat_is_documented(
     documented = set(re.findall(r"`(\w+)`", PAGE.partition("**Output.**")[2].partition("**Sampling.**")[0]))
     assert documented >= OUTPUT_COLUMNS
     commands = set(re.findall(r"^/(\w+)", HELP, re.MULTILINE))
-    assert set(re.findall(r"`/(\w+)", PAGE)) == commands
+    chat = PAGE.partition("## Chat")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`/(\w+)", chat)) == commands

@@ -7,22 +7,33 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
 from transformers import AutoTokenizer
 
 from flowrl.cli import main
+from flowrl.controller.host.private_folder import remove_abandoned_folders
 from flowrl.data.template import ConversationTemplate
-from flowrl.inference.model_server import API_KEY, ServerSettings, chat_template, check_server, end_ids, server_command
 from flowrl.inference.model_source import resolve_model
+from flowrl.inference.serving.api_key import API_KEY, LIVENESS_PATHS, KeyMiddleware
+from flowrl.inference.serving.model_server import (
+    ServerSettings,
+    chat_template,
+    check_server,
+    end_ids,
+    server_command,
+    server_environment,
+)
 from flowrl.inference.text_generator import open_chat
 from tests.errors import rejects
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
 
 
@@ -45,6 +56,20 @@ def test_the_server_gets_the_template_and_the_end_tokens_of_the_run(run_folder: 
     assert chat.eos_id in generation["eos_token_id"] == end_ids(source.path, chat)
 
 
+def test_the_server_requires_the_key_for_all_paths_and_reads_it_from_its_environment(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    source = resolve_model(str(run_folder))
+    chat, settings = open_chat(source), ServerSettings(api_key="secret")
+    command = server_command(source, chat, settings, tmp_path)
+    module, _, name = command[command.index("--middleware") + 1].rpartition(".")
+    assert getattr(importlib.import_module(module), name) is KeyMiddleware  # as vLLM imports it
+    assert server_environment(settings)[API_KEY] == "secret"
+    assert not any("secret" in text for text in (*command, repr(settings)))
+    assert "--middleware" not in server_command(source, chat, ServerSettings(), tmp_path)
+    assert API_KEY not in server_environment(ServerSettings())
+
+
 def test_the_template_of_the_server_adds_the_system_message(run_folder: Path) -> None:
     source = resolve_model(str(run_folder))
     own = ConversationTemplate(chat_template="chatml", system_message='Say "1\'" {{ x }}', end_of_assistant="=")
@@ -58,7 +83,7 @@ def test_the_template_of_the_server_adds_the_system_message(run_folder: Path) ->
 @needs_vllm
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com"])
 def test_other_machines_need_a_key(host: str) -> None:
-    with rejects("--host", "--api-key", API_KEY):
+    with rejects("--host", "--api-key-file", API_KEY):
         check_server(ServerSettings(host=host))
 
 
@@ -72,23 +97,38 @@ def test_a_port_in_use_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def request(port: int, path: str, body: object = None, key: str = "secret") -> dict:
+def request(port: int, path: str, body: object = None, key: str | None = "secret") -> dict:
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with urlopen(Request(f"http://127.0.0.1:{port}/v1/{path}", data, headers), timeout=120) as response:
-        return json.load(response)
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    with urlopen(Request(f"http://127.0.0.1:{port}/{path}", data, headers), timeout=120) as response:
+        return json.loads(response.read() or "{}")
+
+
+def status_without_key(port: int, path: str, method: str) -> int:
+    try:
+        with urlopen(Request(f"http://127.0.0.1:{port}{path}", method=method.upper()), timeout=120) as response:
+            return response.status
+    except HTTPError as error:
+        return error.code
 
 
 def processes_with(text: str) -> list[str]:
     """Returns the ids of the processes whose environment contains a text."""
-    found = []
+    ids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if text.encode() in (folder / "environ").read_bytes():
-                found.append(folder.name)
+                ids.append(folder.name)
         except OSError:
             continue
-    return found
+    return ids
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder with a path that is short enough for vLLM's sockets."""
+    with tempfile.TemporaryDirectory(prefix="fs", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.mark.slow
@@ -96,36 +136,35 @@ def processes_with(text: str) -> list[str]:
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
-def test_the_server_answers_and_leaves_no_process(run_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_the_server_answers_and_leaves_no_process(
+    run_folder: Path, tmp_path: Path, temporary: Path, number: signal.Signals
+) -> None:
     port, marker = free_port(), f"FLOWRL_TEST={tmp_path}"
-    command = [
-        sys.executable,
-        "-m",
-        "flowrl.cli",
-        "serve",
-        str(run_folder),
-        "--port",
-        str(port),
-        "--kv-cache-gb",
-        "0.1",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "FLOWRL_TEST": str(tmp_path), API_KEY: "secret"}
+    command = [sys.executable, "-m", "flowrl.cli", "serve", str(run_folder), "--step", "2", "--name", "full"]
+    command += ["--port", str(port), "--kv-cache-gb", "0.1"]
+    variables = {"PYTHONPATH": str(ROOT), "FLOWRL_TEST": str(tmp_path), "TMPDIR": str(temporary), API_KEY: "secret"}
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=log)
     deadline = time.monotonic() + 900
     while True:
         try:
-            models = request(port, "models")
+            models = request(port, "v1/models")
             break
         except URLError:
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(1)
     assert [model["id"] for model in models["data"]] == ["full"]
     with pytest.raises(URLError, match="401"):
-        request(port, "models", key="wrong")
+        request(port, "v1/models", key="wrong")
+    paths = request(port, "openapi.json")["paths"]
+    codes = {path: status_without_key(port, path, next(iter(methods))) for path, methods in paths.items()}
+    codes["/metrics"] = status_without_key(port, "/metrics", "get")
+    assert {"/tokenize", "/v1/models"} <= codes.keys()
+    assert {path for path, code in codes.items() if code != 401} == LIVENESS_PATHS and codes["/health"] == 200
+    assert not any(b"secret" in Path("/proc", name, "cmdline").read_bytes() for name in processes_with(marker))
     messages = [{"role": "user", "content": "12+34="}]
     body = {"model": "full", "messages": messages, "max_tokens": 6, "temperature": 0}
-    answer = request(port, "chat/completions", body)["choices"][0]
+    answer = request(port, "v1/chat/completions", body)["choices"][0]
     prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("12+34=\n")
     options = ["--prompts", str(prompts), "--output", str(output), "--temperature", "0", "--max-tokens", "6"]
@@ -138,3 +177,6 @@ def test_the_server_answers_and_leaves_no_process(run_folder: Path, tmp_path: Pa
     while processes_with(marker):
         assert time.monotonic() < deadline, processes_with(marker)
         time.sleep(0.5)
+    assert bool(list(temporary.glob("flowrl-*"))) == (number is signal.SIGKILL)
+    remove_abandoned_folders(temporary)
+    assert list(temporary.glob("flowrl-*")) == []

@@ -8,9 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +19,11 @@ import torch
 
 from flowrl.config import UserError
 from flowrl.config.rollout.engines import ENGINES
+from flowrl.controller.host.private_folder import create_folder
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.messages import DataError
 from flowrl.inference.model_source import ModelSource
-
-API_KEY = "VLLM_API_KEY"
-"""Environment variable of the key, which the command line of the server would show to other users."""
+from flowrl.inference.serving.api_key import API_KEY, KeyMiddleware
 
 _END_TIMEOUT_S = 30.0
 """Seconds within which the server must end. After them, it is killed."""
@@ -51,8 +49,10 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
-    """Key that clients must send. None allows all clients."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key that clients must send. None allows all clients. The server reads it from its environment, because other
+    users can see its command line.
+    """
     name: str | None = None
     """Name of the model for clients; None is the name of the source."""
     dtype: str | None = None
@@ -70,8 +70,8 @@ def check_server(settings: ServerSettings) -> None:
         raise UserError(f"flowrl serve needs the package {vllm.module}, which is not installed: {vllm.install}")
     if settings.api_key is None and not _is_loopback(settings.host):
         raise UserError(
-            f"--host {settings.host} accepts connections of other machines, which need a key: set --api-key KEY or the "
-            f"environment variable {API_KEY}, or use --host 127.0.0.1"
+            f"--host {settings.host} accepts connections of other machines, which need a key: set --api-key-file FILE "
+            f"or the environment variable {API_KEY}, or use --host 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -103,20 +103,21 @@ def _is_loopback(host: str) -> bool:
 def serve(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings) -> int:
     """Runs the server until it ends or a signal arrives. Returns its exit code.
 
-    After SIGINT or SIGTERM, ends the server with all of its processes.
+    After SIGINT, SIGTERM or SIGHUP, ends the server with all of its processes.
     """
-    with tempfile.TemporaryDirectory(prefix="flowrl-serve-") as name:
-        folder = Path(name)
-        command = server_command(source, chat, settings, folder)
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(os.getpid()), _distribution(), *command],
-            env=os.environ | server_environment(settings),
-            start_new_session=True,  # Ctrl-C reaches only this process, which ends the server
-        )
-        try:
-            return process.wait()
-        finally:
-            _end(process)
+    settings_folder = create_folder("serve")
+    command = server_command(source, chat, settings, settings_folder.path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(os.getpid()), _distribution(), *command],
+        env=os.environ | server_environment(settings),
+        # If this process is killed, the locks keep the folders until the server has ended, too.
+        pass_fds=[folder.marker for folder in (*source.folders, settings_folder)],
+        start_new_session=True,  # Ctrl-C reaches only this process, which ends the server
+    )
+    try:
+        return process.wait()
+    finally:
+        _end(process)
 
 
 def server_command(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings, folder: Path) -> list[str]:
@@ -131,6 +132,8 @@ def server_command(source: ModelSource, chat: ChatTokenizer, settings: ServerSet
         command += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 1e9))]
     if not on_gpu:
         command += ["--enforce-eager"]
+    if settings.api_key is not None:
+        command += ["--middleware", f"{KeyMiddleware.__module__}.{KeyMiddleware.__name__}"]
     try:
         template = chat_template(chat)
     except DataError:
@@ -146,7 +149,10 @@ def server_environment(settings: ServerSettings) -> Mapping[str, str]:
     values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if not torch.cuda.is_available():
         values["TORCHDYNAMO_DISABLE"] = "1"  # as in the rollout engine
-    return values if settings.api_key is None else {**values, API_KEY: settings.api_key}
+    if settings.api_key is not None:
+        # vLLM would ignore the middleware if a user had selected its server that is written in Rust.
+        values |= {API_KEY: settings.api_key, "VLLM_USE_RUST_FRONTEND": "0"}
+    return values
 
 
 def chat_template(chat: ChatTokenizer) -> str:
