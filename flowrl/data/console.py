@@ -3,8 +3,10 @@
 import os
 import re
 import sys
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _FILE_COLUMNS = 10_000
 
@@ -13,11 +15,13 @@ _UNPRINTABLE = re.compile(
 )
 
 
-def make_console() -> Console:
+def make_console() -> "Console":
     """Returns a console of standard output. It wraps lines on a terminal, but not in a file, where they are searched.
 
     The environment variable COLUMNS sets the width of both.
     """
+    from rich.console import Console  # noqa: PLC0415 (commands without tables start without it)
+
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return Console()
     return Console(width=_FILE_COLUMNS)

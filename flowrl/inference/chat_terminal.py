@@ -70,6 +70,10 @@ class ChatTerminal:
                 self._execute(line)
             except UserError as error:
                 self._notify(f"error: {error}")
+            except Interrupted:  # SIGTERM or SIGHUP
+                raise
+            except KeyboardInterrupt:  # before or after a response; during it, it only stops the response
+                self._notify("interrupted")
 
     def _lines(self) -> Iterator[str]:
         while True:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def read_until(terminal: int, text: str, timeout_s: float = 300) -> str:
     return output
 
 
+def interrupt_until(terminal: int, pid: int, text: str) -> None:
+    """Sends SIGINT until a text is written. readline shows its prompt before it can be interrupted."""
+    for _ in range(60):
+        os.kill(pid, signal.SIGINT)
+        with suppress(AssertionError):
+            read_until(terminal, text, timeout_s=5)
+            return
+    raise AssertionError(f"no {text!r} within 60 signals")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
@@ -68,8 +79,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
     )
     os.close(slave)
     read_until(master, "> ")
-    os.kill(process.pid, signal.SIGINT)
-    read_until(master, "ends the chat")
+    interrupt_until(master, process.pid, "ends the chat")
     os.write(master, b"1+1=\n")
     read_until(master, "1+1=\r\n")
     os.kill(process.pid, signal.SIGINT)
