@@ -94,9 +94,11 @@ def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs
     )
     train_grpo(config)
     records = [line for line in metrics_of(config) if line["step"]]
-    for line, rows in zip(records, saved_rows(config), strict=True):
-        num_groups = len({row["prompt_id"] for row in rows})
-        assert 0 < num_groups < config.prompts_per_step
+    counts = [len({row["prompt_id"] for row in rows}) for rows in saved_rows(config)]
+    # Under async, groups that are complete early may fill a later step.
+    assert 0 < min(counts) < config.prompts_per_step
+    assert max(counts) < config.prompts_per_step + (schedule == "async")
+    for line, num_groups in zip(records, counts, strict=True):
         if schedule == "async":  # groups that were dropped while another step was complete count for the next one
             assert line["dropped_equal_scores"] >= config.prompts_per_step - num_groups
         else:
