@@ -173,21 +173,28 @@ def _is_solved(window: StepWindow) -> bool:
 
 
 def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median entropy as a fraction of the entropy in the first steps. It is 1 if the task is solved."""
-    now, before = window.recent_median("actor/entropy"), window.first_median("actor/entropy")
+    """Returns the median entropy as a fraction of that in the first step. It is 1 if the task is solved.
+
+    The entropy may collapse within a few steps, so those after the first do not count.
+    """
+    now, before = window.recent_median("actor/entropy"), window.first[0].get("actor/entropy") if window.first else None
     if now is None or not before:
         return None
-    observation = f"actor/entropy is {now:.3g} nats per token, in the first steps {before:.3g}"
+    observation = f"actor/entropy is {now:.3g} nats per token, in the first step {before:.3g}"
     return Measurement(1.0 if _is_solved(window) else now / before, observation)
 
 
 def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median KL to the reference. It is 0 if the KL has not grown since the steps before."""
+    """Returns the median KL to the reference. It is 0 if the KL is not larger than in the first step.
+
+    The KL of a policy that breaks in a few steps is constant afterwards, so the steps just before do not count.
+    """
     for name in ("kl", "actor/kl"):
-        values = window.values(name)
-        if len(values) >= 2 * window.steps:
-            before, now = median(values[-2 * window.steps : -window.steps]), median(values[-window.steps :])
-            return Measurement(now if now > before else 0.0, f"{name} is {now:.3g} nats per token and grows")
+        now = window.recent_median(name)
+        if now is not None and name in window.first[0]:
+            before = window.first[0][name]
+            observation = f"{name} is {now:.3g} nats per token, in the first step {before:.3g}"
+            return Measurement(now if now > before else 0.0, observation)
     return None
 
 

@@ -147,7 +147,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
         divergence=divergence,
         num_steps=len(trained),
         num_equal_steps=len([step for step in trained if step not in differing]),
-        results=sorted(last, key=_relative_difference, reverse=True),
+        results=sorted(last, key=_size_of_difference, reverse=True),
         missing=missing,
     )
 
@@ -273,8 +273,11 @@ def _different_rows(
     return []
 
 
-def _relative_difference(entry: tuple[str, Any, Any]) -> float:
+def _size_of_difference(entry: tuple[str, Any, Any]) -> float:
+    """Returns the relative difference of two numbers. NaN differs most, and a metric that one run lacks least."""
     _, one, other = entry
+    if one is None or other is None:
+        return -1.0
     if not isinstance(one, int | float) or not isinstance(other, int | float) or math.isnan(one) or math.isnan(other):
         return math.inf
     return abs(one - other) / max(abs(one), abs(other), 1e-12)

@@ -58,8 +58,11 @@ CASES = {
     ),
     "truncation": Case("truncation", records(truncated_fraction=[0.5, 0.9, 0.7, 0.1]), 0.6),
     "repetition": Case("repetition", records(repetition=[0.5, 0.9, 0.7, 0.1]), 0.6),
-    # First median 2, last median 0.1.
-    "entropy_collapse": Case("entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0.0]), 0.1 / 2),
+    # First value 2.5, last median 0.1.
+    "entropy_collapse": Case("entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0]), 0.1 / 2.5),
+    # A policy that breaks in its first steps: medians 0.01 and 6.5.
+    "entropy_collapse at once": Case("entropy_collapse", records(actor__entropy=[1.0, 0.5, *[0.01] * 4]), 0.01),
+    "kl_growth at once": Case("kl_growth", records(kl=[0.0, 4.0, 6.6, 6.4, 6.5, 6.5]), 6.5),
     "kl_growth": Case("kl_growth", records(kl=[0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 1.5, 2.0]), 1.25),
     "kl_growth of the loss": Case("kl_growth", records(actor__kl=[0.1] * 4 + [0.5, 1.0, 1.5, 2.0]), 1.25),
     "ratio_range": Case("ratio_range", records(actor__ratio=[1.0, 1.4, 1.2, 9.0]), 0.3),
@@ -193,7 +196,7 @@ def test_a_constant_reward_solves_nothing() -> None:
     assert measurement is not None and measurement.value == 1.0
 
 
-def test_a_kl_that_no_longer_grows_is_no_finding() -> None:
+def test_a_kl_below_that_of_the_first_step_is_no_finding() -> None:
     measurement = measure("kl_growth", records(kl=[3.0] * 4 + [2.9] * 4))
     assert measurement is not None and measurement.value == 0
 

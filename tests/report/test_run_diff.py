@@ -136,6 +136,16 @@ def test_each_metric_belongs_to_one_call() -> None:
     assert all(sum(stage.determines(name) for stage in STAGES) == 1 for name in names)
 
 
+def test_results_with_a_missing_metric_are_last(pair: tuple[Path, Path]) -> None:
+    first, second = pair
+    lines = (second / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    (second / "metrics.jsonl").write_text(
+        "\n".join([*lines[:-1], json.dumps(last | {"reward": 9.0, "accuracy": 1.0})]) + "\n"
+    )
+    assert [name for name, *_ in compare_runs(first, second).results] == ["reward", "accuracy"]
+
+
 def test_what_cannot_be_compared_is_stated(pair: tuple[Path, Path]) -> None:
     first, second = pair
     (second / "system.json").unlink()

@@ -51,12 +51,12 @@ class HealthConfig(Config):
     """Share of responses that reached the length limit."""
 
     entropy_collapse: Share | None = 0.05
-    """Smallest entropy of the policy, as a fraction of its entropy in the first steps. It does not apply to a policy
+    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It does not apply to a policy
     whose reward has almost reached the largest reward so far.
     """
 
     kl_growth: PositiveFloat | None = 1.0
-    """KL of the policy to the reference in nats per token, while the KL grows."""
+    """KL of the policy to the reference in nats per token, if it is larger than in the first step."""
 
     ratio_range: PositiveFloat | None = 0.1
     """Distance from 1 of the mean ratio of new to old probabilities, or of the mean importance weight of stale
