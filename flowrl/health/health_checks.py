@@ -177,7 +177,7 @@ def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement
 
     The entropy may collapse within a few steps, so those after the first do not count.
     """
-    now, before = window.recent_median("actor/entropy"), window.first[0].get("actor/entropy") if window.first else None
+    now, before = window.recent_median("actor/entropy"), window.first_value("actor/entropy")
     if now is None or not before:
         return None
     observation = f"actor/entropy is {now:.3g} nats per token, in the first step {before:.3g}"
@@ -190,9 +190,8 @@ def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None
     The KL of a policy that breaks in a few steps is constant afterwards, so the steps just before do not count.
     """
     for name in ("kl", "actor/kl"):
-        now = window.recent_median(name)
-        if now is not None and name in window.first[0]:
-            before = window.first[0][name]
+        now, before = window.recent_median(name), window.first_value(name)
+        if now is not None and before is not None:
             observation = f"{name} is {now:.3g} nats per token, in the first step {before:.3g}"
             return Measurement(now if now > before else 0.0, observation)
     return None

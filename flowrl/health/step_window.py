@@ -92,6 +92,10 @@ class StepWindow:
         values = self.recent_values(name)
         return None if values is None else median(values)
 
+    def first_value(self, name: str) -> float | None:
+        """Returns the first value of a metric in the first `steps` steps, of which some may lack it, or None."""
+        return next((record[name] for record in self.first if name in record), None)
+
     def first_median(self, name: str) -> float | None:
         """Returns the median over the first `steps` steps. Returns None unless each of them has the metric."""
         if len(self.first) < self.steps or any(name not in record for record in self.first):

@@ -62,6 +62,8 @@ CASES = {
     "entropy_collapse": Case("entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0]), 0.1 / 2.5),
     # A policy that breaks in its first steps: medians 0.01 and 6.5.
     "entropy_collapse at once": Case("entropy_collapse", records(actor__entropy=[1.0, 0.5, *[0.01] * 4]), 0.01),
+    # The first step has no value, as after a skipped update.
+    "kl_growth after a skipped step": Case("kl_growth", records(kl=[None, 0.5, 6.6, 6.4, 6.5, 6.5]), 6.5),
     "kl_growth at once": Case("kl_growth", records(kl=[0.0, 4.0, 6.6, 6.4, 6.5, 6.5]), 6.5),
     "kl_growth": Case("kl_growth", records(kl=[0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 1.5, 2.0]), 1.25),
     "kl_growth of the loss": Case("kl_growth", records(actor__kl=[0.1] * 4 + [0.5, 1.0, 1.5, 2.0]), 1.25),
