@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -108,14 +107,17 @@ def exit_code(program: Callable[[], object]) -> int:
     except RunComplete as complete:
         sys.stdout.write(f"{complete}\n")
     except Interrupted as ended:
-        with suppress(OSError):  # the terminal was closed
+        try:
             sys.stderr.write(f"{ended}\n")
+            sys.stdout.flush()
+        except OSError:  # the terminal was closed
+            _discard_output()
         return ended.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
     except BrokenPipeError:  # the reader of the output has ended, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest of its buffer at exit
+        _discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
         if not is_disk_full(error):
@@ -127,6 +129,11 @@ def exit_code(program: Callable[[], object]) -> int:
         )
         return 2
     return 0
+
+
+def _discard_output() -> None:
+    """Discards the buffer of standard output, which Python writes at exit. A failure would change the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_recipe(

@@ -37,24 +37,34 @@ def raise_on_ending_signals() -> Iterator[None]:
     """Makes SIGTERM and SIGHUP raise `Interrupted` in the block, so that the program cleans up. By default, it would be
     killed.
 
-    Ignores further signals of these kinds, which would interrupt the clean-up. Does nothing outside of the main thread.
-    Keeps handlers of the program, and ignored signals, such as SIGHUP after nohup.
+    Whatever exception then leaves the block, `Interrupted` is raised instead: Ray turns exceptions of handlers into
+    KeyboardInterrupt, and every write to a closed terminal raises OSError. Further signals of these kinds are ignored
+    until the process ends, because they would interrupt the clean-up. Does nothing outside of the main thread. Keeps
+    handlers of the program, and ignored signals, such as SIGHUP after nohup.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [number for number in _ENDING_SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
 
-    def end(received: int, frame: FrameType | None) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        raise Interrupted(received, f"ended by {signal.Signals(received).name}")
+    interrupted: Interrupted | None = None
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted is None:
+            interrupted = Interrupted(number, f"ended by {signal.Signals(number).name}")
+            raise interrupted
 
     for number in numbers:
         signal.signal(number, end)
     try:
         yield
+    except BaseException as error:
+        if interrupted is None or isinstance(error, Interrupted):
+            raise
+        raise interrupted from error
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        if interrupted is None:
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
 
 
 class Interruption:

@@ -1,5 +1,8 @@
 """SIGINT, SIGTERM and SIGHUP before and after the part of a program that has handlers of its own."""
 
+import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -59,3 +62,53 @@ def test_a_program_that_nohup_started_ignores_sighup():
     program = "import signal; from flowrl.cli import exit_code; exit_code(lambda: signal.raise_signal(signal.SIGHUP))"
     ended = run(f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {program}; print('not ended')")
     assert (ended.returncode, ended.stdout) == (0, "not ended\n")
+
+
+WRITING = """
+import fcntl, sys, termios, time
+from flowrl.cli import exit_code
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal of this session
+def program():
+    try:
+        print("started", flush=True)
+        while True:
+            time.sleep(0.05)
+            print("working", flush=True)  # fails once the terminal is closed
+    finally:
+        open(sys.argv[1], "w").close()
+        print("ended", flush=True)
+sys.exit(exit_code(program))
+"""
+
+
+def test_a_program_whose_terminal_is_closed_cleans_up_and_has_the_code_of_sighup(tmp_path: Path):
+    """The kernel sends SIGHUP, and writes to the terminal fail from then on."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-c", WRITING, str(tmp_path / "cleaned")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    )
+    os.close(terminal)
+    assert select.select([controller], [], [], 60)[0]
+    os.close(controller)
+    assert process.wait(60) == 128 + signal.SIGHUP
+    assert (tmp_path / "cleaned").exists()
+
+
+CONVERTED = """
+import os, signal, sys
+from flowrl.cli import exit_code
+def program():
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGHUP)  # ignored, because the program is already ending
+        raise KeyboardInterrupt from None  # as Ray does
+sys.exit(exit_code(program))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_a_library_converts_has_its_own_exit_code(number: signal.Signals):
+    ended = run(CONVERTED, str(int(number)))
+    assert ended.returncode == 128 + number and number.name in ended.stderr
