@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -42,7 +43,7 @@ def describe_system() -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": sys.argv,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": installed_versions(PACKAGES),
         "machine": {
             "system": platform.platform(),
             "processor": _processor(),
@@ -53,9 +54,10 @@ def describe_system() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of Python and of those packages in `names` that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

@@ -1,10 +1,8 @@
 """Renders the results of `flowrl eval` as a table, and writes them as JSON."""
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from rich.text import Text
 
 from flowrl.algorithms.evaluation_estimates import LEVEL, NUM_RESAMPLES, Interval
 from flowrl.checkpoints.run_folder import replacing, write_json
+from flowrl.checkpoints.system_info import installed_versions
 from flowrl.config import UserError
 from flowrl.data.metric import finite
 from flowrl.inference.evaluation.model_comparison import TaskResult
@@ -81,11 +80,10 @@ class _Checked(Exception):
 
 
 def write_results(path: Path, results: Sequence[TaskResult], details: Mapping[str, Any]) -> None:
-    """Writes the results and `details` to a JSON file, with the versions of packages."""
-    names = [name for name in _PACKAGES if list(metadata.distributions(name=name))]
+    """Writes a JSON file with the results, `details`, the time, and the versions of the packages."""
     value = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in names},
+        "versions": installed_versions(_PACKAGES),
         "intervals": {"level": LEVEL, "resamples": NUM_RESAMPLES, "method": "percentile bootstrap over prompts"},
         "results": [result.to_json() for result in results],
     }
