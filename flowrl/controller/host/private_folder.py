@@ -204,8 +204,10 @@ def remove_folder(path: Path) -> None:
         # The marker last: if this process is killed, another process can finish the removal.
         with suppress(OSError):
             for entry in os.scandir(path):
-                if entry.name != MARKER and entry.is_dir(follow_symlinks=False):
+                if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path, ignore_errors=True)
+                elif entry.name != MARKER:
+                    os.unlink(entry.path)
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists() or time.monotonic() > deadline:
             return

@@ -56,8 +56,8 @@ class Scorer:
         self._import_names: dict[str, str] = {}
         """Name of a function in the pool -> `module:function`, which messages show."""
         self._batched: set[str] = set()
-        self._answering: set[str] = set()
-        """Names of the functions that extract answers."""
+        self._kinds: dict[str, FunctionKind] = {}
+        """Name of a function in the pool -> its kind."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._deferred: deque[Mapping[str, Any]] = deque()
         """Messages that wait until all async calls have ended: the first that is not an async call, and later ones."""
@@ -92,7 +92,8 @@ class Scorer:
 
     def _load(self, message: Mapping[str, Any]) -> None:
         name, function, is_batched = message["name"], message["function"], message["is_batched"]
-        is_answer = message["function_kind"] == "answer function"
+        kind = self._kinds[name] = message["function_kind"]
+        is_answer = kind == "answer function"
         try:
             loaded = load_answer_function(function) if is_answer else load_reward_function(function, message["options"])
         except RewardError as error:
@@ -104,8 +105,6 @@ class Scorer:
             self._functions[name], self._import_names[name] = loaded, function
             if is_batched:
                 self._batched.add(name)
-            if is_answer:
-                self._answering.add(name)
             names, accepts_all = (["response"], False) if is_answer else accepted_names(loaded)
             self._send({
                 "kind": "loaded", "name": name, "is_async": not is_batched and is_async(loaded),
@@ -118,8 +117,7 @@ class Scorer:
         try:
             result: dict[str, Any] = {"outcomes": self._compute(function, name, rows)}
         except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit
-            kind: FunctionKind = "answer function" if name in self._answering else "reward function"
-            result = _failure(error, self._import_names[name], rows, kind)
+            result = _failure(error, self._import_names[name], rows, self._kinds[name])
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setrecursionlimit(self._recursion_limit)
@@ -130,7 +128,7 @@ class Scorer:
 
     def _compute(self, function: RewardFunction, name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
         shown = self._import_names[name]
-        if name in self._answering:
+        if self._kinds[name] == "answer function":
             return [{"answer": extract_answer(function, shown, rows[0]["response"])}]
         if name in self._batched:
             return [_outcome(score) for score in score_batch(function, shown, rows)]
