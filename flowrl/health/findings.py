@@ -11,7 +11,7 @@ FILE = "health.jsonl"
 
 @dataclass(frozen=True)
 class Finding:
-    """A sequence of steps in which the value of a check is beyond its threshold."""
+    """A problem that a check has found: its steps, and how far the value is beyond the threshold."""
 
     check: str
     """Name of the check, which is the setting `health.<check>`."""

@@ -159,8 +159,8 @@ def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | Non
 # Policy.
 
 _SOLVED = 0.9
-"""Fraction of the distance from the first rewards to the largest reward at which a task counts as solved. The policy of
-a solved task may be deterministic.
+"""A task counts as solved when the reward has made this fraction of the way from its first values to its largest value.
+A low entropy is then no problem, because the policy may be deterministic.
 """
 
 

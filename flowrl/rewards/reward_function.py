@@ -30,8 +30,8 @@ Failure = Literal["raised", "invalid", "memory", "timeout", "exited", "killed", 
 
 
 FunctionKind = Literal["reward function", "answer function"]
-"""Kind of a user function, for messages. An answer function (`evaluation.extract_answer`) returns the final answer of a
-response.
+"""What a user function returns: the score of a response, or its final answer (`evaluation.extract_answer`). Messages
+show the kind.
 """
 
 

@@ -164,7 +164,8 @@ def evaluate(
 
     Args:
         rollout: generates with the newest weights that were sent.
-        reward: scores the responses.
+        reward: scores the responses. `run.rewards()` also has the limits of `config.extract_answer`. With a worker
+            group, its calls have 60 s, 2 processes and no network.
         prompts: prompts with the columns of `PromptStream`, or several named sets of prompts.
         config: number of samples, and temperature. A mapping has those of each set (`config.evaluation_by_set`).
 

@@ -24,7 +24,11 @@ Result = Mapping[str, Any]  # Any: the library's values
 
 
 def check_harness(tasks: Sequence[str], arguments: EvaluationArguments) -> None:
-    """Raises UserError if the library is missing, a task is unknown, or an option does not apply to its tasks."""
+    """Checks tasks of lm-eval before the evaluation.
+
+    Raises UserError if lm-eval is not installed or does not have a task, or if the number of samples or the temperature
+    is set.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"--task {HARNESS}{tasks[0]} needs the library lm-eval, which is not installed: pip install "

@@ -18,7 +18,7 @@ _CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def check_credentials(config: WandbConfig) -> None:
-    """Raises ConfigError if mode is online and there is no API key. Otherwise, wandb would prompt during the run."""
+    """Raises ConfigError if `mode` is `online` and no API key is configured, because wandb would ask for it later."""
     if config.mode == "offline" or any(os.environ.get(name) for name in _CREDENTIALS):
         return
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

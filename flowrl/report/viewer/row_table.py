@@ -37,7 +37,7 @@ class RowTable(ScrollView, can_focus=True):
     """Index of the selected row."""
 
     class Moved(Message):
-        """Posted when another row is selected, also by `show`."""
+        """Posted when the user or `show` selects a different row."""
 
         def __init__(self, table: "RowTable", row: Row | None) -> None:
             super().__init__()

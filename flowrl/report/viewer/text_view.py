@@ -79,7 +79,7 @@ class TextView(ScrollView, can_focus=True):
         self._wrapped_width = 0
 
     def show(self, row: Row | None) -> None:
-        """Shows another row and scrolls to its start."""
+        """Replaces the shown row, and scrolls to its start. None shows no row."""
         metrics = [] if row is None else available_metrics(row)
         self.row, self._pieces = row, [] if row is None else make_document(row)
         if self.metric not in metrics:

@@ -36,7 +36,7 @@ class LoggedCall:
     method: str
     world_size: int
     arguments: Mapping[str, Described]
-    """Plain arguments. Of a batch, only the number of rows and the names of the columns."""
+    """Value of each argument by name. A batch is described by its number of rows and the names of its columns."""
     result: Batch | Future
     table: Future | LocalRef | None = None
     """Future of the checksum of the file with the columns that the call returned."""

@@ -35,7 +35,7 @@ class Replay:
     folder: Path
     """Folder for the results: the columns that calls return, in `calls/`."""
     backend: str
-    """`inline`: one rank of each role, in this process. `ray`: the processes of the config's placement."""
+    """`inline` runs one rank of each role in this process. `ray` starts the processes of the config's placement."""
     notify: Callable[[str], None]
     before_step: Callable[[FrameType], None] = lambda frame: None
     """Called with the frame of the recipe at the start of the step."""
