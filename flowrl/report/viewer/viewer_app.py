@@ -83,7 +83,8 @@ class ViewerApp(App[None]):
     def on_mount(self) -> None:
         # An exception of another handler would be lost in a task of Textual, which would go on without a terminal.
         for number in (signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._end, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # such as SIGHUP after nohup
+                asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         self.push_screen(self._start)
 
     def _end(self, number: signal.Signals) -> None:

@@ -359,3 +359,31 @@ def test_the_command_opens_the_viewer_in_a_terminal(run_folder: Path, ending: si
         process.kill()
         process.wait()
         os.close(controller)
+
+
+CONTROLLED = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal of this session
+os.execv(sys.executable, [sys.executable, "-m", "flowrl.cli", "show", sys.argv[1]])
+"""
+
+
+def test_a_closed_terminal_ends_the_viewer(run_folder: Path) -> None:
+    """Otherwise, a viewer without a terminal would use a core until someone ends it."""
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, "-c", CONTROLLED, str(run_folder)]
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True
+    )
+    try:
+        os.close(terminal)
+        output = b""
+        while b"mean score" not in output:
+            assert select.select([controller], [], [], 60)[0], output
+            output += os.read(controller, 65536)
+        os.close(controller)
+        assert process.wait(60) in (-signal.SIGHUP, 128 + signal.SIGHUP)
+    finally:
+        process.kill()
+        process.wait()
