@@ -21,6 +21,7 @@ from flowrl.run.loop import Run
 from recipes.ppo.config import PPOConfig
 from tests.errors import missing_facts
 from tests.report.call_events import STEP
+from tests.slow_cases import slow
 
 ROOT = Path(__file__).parents[2]
 DEEPSEEK = str(ROOT / "recipes/ppo/deepseek7b.yaml")
@@ -375,8 +376,8 @@ except SystemExit as ended:
     ("recipe", "config"),
     [
         ("ppo", "recipes/quickstart/ppo.yaml"),
-        ("grpo", "recipes/grpo/arithmetic.yaml"),
-        ("sft", "recipes/quickstart/sft.yaml"),
+        slow("grpo", "recipes/grpo/arithmetic.yaml"),
+        slow("sft", "recipes/quickstart/sft.yaml"),
     ],
 )
 def test_a_wrong_config_is_reported_before_torch_is_imported(recipe: str, config: str, tmp_path: Path) -> None:

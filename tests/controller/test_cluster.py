@@ -46,6 +46,7 @@ def test_a_closed_cluster_releases_its_processes(backend: BackendName, open_clus
         cluster.close()
 
 
+@pytest.mark.slow
 def test_workers_have_the_priority_of_their_driver(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"main": [2]}, {"actor": "main"})
     assert cluster.group("actor", Arithmetic).niceness() == [os.nice(0)] * 2

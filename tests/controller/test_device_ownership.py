@@ -133,6 +133,7 @@ def test_without_offload_nothing_is_evicted(open_cluster: ClusterMaker, backend,
     assert sorted(two.lines()) == ["actor start", "actor work", "rollout start", "rollout work"]
 
 
+@pytest.mark.slow
 def test_a_failed_eviction_fails_the_waiting_call(ray_session, open_cluster, tmp_path: Path) -> None:
     two = Two(open_cluster, "ray", tmp_path, Stuck)
     with pytest.raises(FlowError, match=r"rollout\.evict .*rank 0\b.*MemoryError"):

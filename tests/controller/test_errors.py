@@ -67,6 +67,7 @@ def test_a_failing_function_of_the_task_worker_is_raised(ray_session: None, open
         tasks.reduce(raises, Batch.from_columns({"x": [1]}), {}).get()
 
 
+@pytest.mark.slow
 def test_a_failure_that_was_not_read_is_raised_by_the_next_call(ray_session: None, open_cluster: ClusterMaker):
     group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
     failed = group.fail_on(1)
@@ -76,6 +77,7 @@ def test_a_failure_that_was_not_read_is_raised_by_the_next_call(ray_session: Non
         group.add_one(1)
 
 
+@pytest.mark.slow
 def test_peers_blocked_on_a_failed_rank_are_ended(ray_session: None, open_cluster: ClusterMaker):
     group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
     group.add_one(1).get()
@@ -85,6 +87,7 @@ def test_peers_blocked_on_a_failed_rank_are_ended(ray_session: None, open_cluste
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.slow
 def test_a_call_on_a_failed_input_raises_its_cause_and_its_own_group_continues(
     ray_session: None, open_cluster: ClusterMaker
 ):

@@ -132,6 +132,7 @@ def train(config: PPOConfig, run: Run, batch: Batch) -> None:
 """
 
 
+@pytest.mark.slow
 def test_pyright_knows_the_methods_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The program also uses the worker class of docs/controller.md."""
     page = (ROOT / "docs/controller.md").read_text(encoding="utf-8")

@@ -42,6 +42,7 @@ def test_fewer_rows_than_ranks_are_supported(shared: Shared):
     assert shared.first.scaled(Batch.from_columns({"x": [3]})).get("y").tolist() == [6]
 
 
+@pytest.mark.slow
 def test_a_rank_receives_only_its_rows_and_columns(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"main": [2], "next": [2]}, {"writer": "main", "reader": "next"}, num_threads=1)
     writer, reader = cluster.group("writer", Arithmetic), cluster.group("reader", Arithmetic)
@@ -81,6 +82,7 @@ def test_methods_have_signatures(shared: Shared):
     assert list(inspect.signature(shared.first.scaled).parameters) == ["table", "shift"]
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_cluster_are_isolated(ray_session: None, open_cluster: ClusterMaker):
     """Names are unique per run, and ports are chosen by binding them."""
     clusters = [open_cluster("ray", {"main": [1]}, {"actor": "main"}, num_threads=1) for _ in range(2)]

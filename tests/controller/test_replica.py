@@ -48,6 +48,7 @@ def test_a_replica_of_several_ranks_calls_all_of_them(cluster: Cluster):
     assert pairs.replica(1).shifted(BATCH).num_rows == 3
 
 
+@pytest.mark.slow
 def test_an_error_names_the_rank_of_the_role(cluster: Cluster):
     group = cluster.group("rollout", Replica)
     with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("commit", 3)):

@@ -53,14 +53,14 @@ def first_output(model: nn.Module, name: str) -> Tensor:
         return model(IDS, LENGTHS) if name == "reward" else model(IDS)
 
 
-def main(rank: int, folder: Path) -> None:
-    """Joins three other ranks, loads models in shards, and writes their outputs and weights."""
+def main(rank: int, folder: Path, ranks: int, meshes: set[str]) -> None:
+    """Joins the other ranks, loads models in shards on the named meshes, and writes their outputs and weights."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    groups = {size: distributed.new_group(list(range(size))) for size in (4, 2)}
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    groups = {size: distributed.new_group(list(range(size))) for size in (4, 2) if size <= ranks}
     results = {}
     for mesh_name, (size, layout) in MESHES.items():
-        if rank >= size:
+        if rank >= size or mesh_name not in meshes:
             continue
         group = groups[size]
         assert isinstance(group, distributed.ProcessGroup)

@@ -55,7 +55,7 @@ CASES = {
     "ddp on 4": Case(4, {"strategy": "ddp"}, slow=True),
     "fsdp on 2": Case(2, {"strategy": "fsdp"}, slow=True),
     "fsdp on 4": Case(4, {"strategy": "fsdp"}, slow=True),
-    "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}),
+    "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}, slow=True),
     "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}, slow=True),
     "fsdp on 2, optimizer on the CPU": Case(2, {"strategy": "fsdp", "offload": "optimizer"}, slow=True),
     "fsdp on 4, padded": Case(4, {"strategy": "fsdp", "packing": "never"}, slow=True),
@@ -67,7 +67,7 @@ CASES = {
     "tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2),
     "tp x fsdp on 2 x 2, float32": Case(4, {"strategy": "fsdp"}, tp=2, dtype=torch.float32, slow=True),
     "tp x fsdp on 2 x 2, checkpointed": Case(4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, slow=True),
-    "tp on 2, norms split, padded": Case(2, {**SPLIT, "packing": "never"}, tp=2),
+    "tp on 2, norms split, padded": Case(2, {**SPLIT, "packing": "never"}, tp=2, slow=True),
     "tp x fsdp on 2 x 2, norms split, checkpointed": Case(
         4, {**SPLIT, "gradient_checkpointing": True}, tp=2, slow=True
     ),
@@ -88,7 +88,7 @@ CASES = {
     "lora, tp on 2": Case(2, {}, tp=2, lora=True, slow=True),
     "lora, tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2, lora=True, slow=True),
     "lora, tp x fsdp on 2 x 2, checkpointed": Case(
-        4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, lora=True
+        4, {"strategy": "fsdp", "gradient_checkpointing": True}, tp=2, lora=True, slow=True
     ),
     "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True, slow=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True, slow=True),

@@ -18,6 +18,7 @@ from flowrl.environments.requests import Close, EnvironmentLimits, EnvironmentSp
 from flowrl.rewards.processes.pool import ScoringPool
 from flowrl.rewards.processes.pool_settings import PoolLimits
 from tests.rewards.processes.test_pool import MARK, mark, marked_processes
+from tests.slow_cases import slow
 
 __all__ = ["mark"]
 
@@ -99,9 +100,7 @@ CASES = [
     (SYNC, "kill@reset", "killed"),
 ]
 FAST = {
-    (SYNC, "exception"), (SYNC, "system_exit"), (SYNC, "none"), (SYNC, "nan_reward"), (SYNC, "large_message"),
-    (SYNC, "segfault"), (SYNC, "kill@reset"), (ASYNC, "exit"), (ASYNC, "garbage"), (ASYNC, "print"),
-    (ASYNC, "cancelled"),
+    (SYNC, "exception"), (SYNC, "nan_reward"), (SYNC, "segfault"), (ASYNC, "exit"), (ASYNC, "garbage"),
 }  # fmt: skip
 """Cases that are no slow tests, because all cases take minutes together."""
 
@@ -120,6 +119,7 @@ def test_an_episode_that_misbehaves_fails_alone(name: str, kind: str, failure: s
     assert [other.reward for other in others] == [1.0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize("name", [SYNC, ASYNC], ids=["sync", "async"])
 def test_episodes_that_leave_processes_or_fail_at_their_end_are_played(name: str) -> None:
@@ -130,6 +130,7 @@ def test_episodes_that_leave_processes_or_fail_at_their_end_are_played(name: str
     assert failures == dict.fromkeys(kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_an_episode_that_exceeds_its_memory_fails_alone() -> None:
     with make_host(SYNC, memory_mb=3000.0, threads=4) as host:
@@ -140,7 +141,12 @@ def test_an_episode_that_exceeds_its_memory_fails_alone() -> None:
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(
     ("name", "kind", "failure"),
-    [(SYNC, "hang", "timeout"), (SYNC, "loop", "timeout"), (ASYNC, "not_cancelled", "timeout"), (SYNC, "slow", None)],
+    [
+        slow(SYNC, "hang", "timeout"),
+        slow(SYNC, "loop", "timeout"),
+        slow(ASYNC, "not_cancelled", "timeout"),
+        (SYNC, "slow", None),
+    ],
 )
 def test_a_late_step_is_observed_and_the_next_one_waits_for_it(name: str, kind: str, failure: str | None) -> None:
     with make_host(name, timeout_s=1.0) as host:
@@ -168,12 +174,14 @@ def test_the_message_about_a_timeout_has_the_first_role_of_the_observations() ->
     assert [message["role"] for message in reply.observation.messages] == ["tool"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_a_late_step_fails_if_the_limits_say_so() -> None:
     with make_host(ASYNC, timeout_s=0.5, on_timeout="fail") as host:
         assert play(host, 0, "async_hang").failure == "timeout"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize("kind", ["hang", "loop"])
 def test_an_episode_that_blocks_the_event_loop_is_named_and_others_are_lost(kind: str) -> None:
@@ -213,6 +221,7 @@ def test_killed_processes_are_replaced_and_their_episodes_are_lost(mark: str) ->
         assert [played.failure for played in play_all(host, [""] * 8)] == [None] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_many_hanging_threads_retire_their_process() -> None:
     with make_host(SYNC, timeout_s=0.3, threads=4, max_timeouts=0) as host:
@@ -261,13 +270,18 @@ def test_an_invalid_start_fails() -> None:
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(
     ("name", "failure"),
-    [("no_module:A", "not_loaded"), (f"{FOLDER}:Nothing", "not_loaded"), (f"{FOLDER}:bad_constructor", "raised")],
+    [
+        ("no_module:A", "not_loaded"),
+        slow(f"{FOLDER}:Nothing", "not_loaded"),
+        slow(f"{FOLDER}:bad_constructor", "raised"),
+    ],
 )
 def test_a_class_that_cannot_be_created_fails_the_episode(name: str, failure: str) -> None:
     with make_host(name) as host:
         assert ask(host, Reset(0, {})).failure == failure
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(
     ("code", "failure"), [("import os; os._exit(1)", "not_loaded"), ("import time; time.sleep(600)", "timeout")]
@@ -296,6 +310,7 @@ def test_a_closed_host_fails_its_episodes() -> None:
         host.submit(Close(0))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_a_host_that_is_killed_leaves_no_process(mark: str) -> None:
     program = (

@@ -89,6 +89,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
     os.close(master)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
 )

@@ -20,6 +20,7 @@ from flowrl.data.checksums import CheckpointError
 from flowrl.engines.models.lora import LoraError
 from flowrl.inference.model_source import ModelSourceError, resolve_model
 from tests.engines.tiny import llama, qwen2, save
+from tests.slow_cases import slow
 
 WEIGHTS = "model.safetensors"
 
@@ -140,9 +141,7 @@ def resolve(run_folder: Path, folder: Path, *signals: signal.Signals) -> int:
     return subprocess.run(command, env={"TMPDIR": str(folder), "PATH": ""}, timeout=300, check=False).returncode
 
 
-@pytest.mark.parametrize(
-    ("ending", "code"), [((), 0), pytest.param((signal.SIGTERM,), 143, marks=pytest.mark.slow), ((signal.SIGHUP,), 129)]
-)
+@pytest.mark.parametrize(("ending", "code"), [((), 0), slow((signal.SIGTERM,), 143), slow((signal.SIGHUP,), 129)])
 def test_an_exported_checkpoint_is_deleted_at_the_end(
     run_folder: Path, tmp_path: Path, ending: tuple[signal.Signals, ...], code: int
 ) -> None:
@@ -170,6 +169,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_inherits_the_marker_protects_the_folder_of_a_killed_process(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

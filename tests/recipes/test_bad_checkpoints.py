@@ -149,6 +149,7 @@ def test_other_format_is_rejected(
     assert not missing_facts(rejection(), manifest.parent, "format", version, *facts)
 
 
+@pytest.mark.slow
 def test_other_model_in_the_same_folder_is_rejected(checkpoints: Path, rejection: Rejection, workspace: Path) -> None:
     config = Qwen2Config.from_pretrained(workspace / "model")
     config.intermediate_size = 128
@@ -160,6 +161,7 @@ def test_other_model_in_the_same_folder_is_rejected(checkpoints: Path, rejection
     assert checksums(checkpoints) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_full_disk_leaves_earlier_checkpoints_unchanged(
     checkpoints: Path, rejection: Rejection, run: Callable[..., int], asynchronous: str

@@ -111,6 +111,7 @@ def test_the_record_of_a_step_has_the_values_of_a_blocking_evaluation_of_its_wei
     assert summary["accuracy/sampled_before"] == records[0]["accuracy/sampled"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_an_unfinished_evaluation(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     """The checkpoint of a step is complete only when its evaluation has finished."""
     config = with_sets(grpo_config, steps=6, checkpoint={"every": 2, "keep_last": None})

@@ -53,6 +53,7 @@ def test_a_run_trains_and_evaluates(grpo_config: GrpoConfigs) -> None:
     assert len(gaps) == config.steps and max(gaps) < 1e-5
 
 
+@pytest.mark.slow
 def test_one_step_off_resumes_with_the_segments_of_pending_responses(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     straight = grpo_config(rollout=ROLLOUT, checkpoint=EVERY_STEP | {"asynchronous": False}, **ONE_STEP_OFF)
     train(straight)

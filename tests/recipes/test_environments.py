@@ -26,6 +26,7 @@ from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_rewards import ALL_ROWS, FAST_SCHEDULES, SCHEDULES, saved_rows
 from tests.recipes.test_schedules import ALIKE, weights
 from tests.recipes.turns import Deadly
+from tests.slow_cases import one_of
 
 HERE = "tests.recipes.turns"
 GrpoConfigs = Callable[..., GRPOConfig]
@@ -47,7 +48,7 @@ def results(config: GRPOConfig) -> list[dict[str, float]]:
     return [{name: v for name, v in line.items() if not name.startswith(own)} for line in metrics_of(config)]
 
 
-@pytest.mark.parametrize("placement", [TOGETHER, APART], ids=["together", "apart"])
+@pytest.mark.parametrize("placement", one_of(APART, TOGETHER), ids=["apart", "together"])
 @pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_one_turn_is_bitwise_identical_to_a_reward_function(
     grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, placement: Placement
@@ -157,6 +158,7 @@ def test_a_failed_episode_is_named_or_counted(grpo_config: GrpoConfigs, tmp_path
     assert all(row["score"] == 1 for step in saved_rows(config) for row in step)
 
 
+@pytest.mark.slow
 def test_episodes_of_a_killed_process_start_again(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     """The environment kills its process once."""
     settings = environment("KilledOnce", options={"folder": str(tmp_path)})
@@ -167,6 +169,7 @@ def test_episodes_of_a_killed_process_start_again(grpo_config: GrpoConfigs, tmp_
     assert all(len(rows) == config.batch_size for rows in saved_rows(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["sync", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one_step_off", "async"))]
 )

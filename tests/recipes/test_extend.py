@@ -18,6 +18,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from tests.configs import quickstart_settings
 from tests.errors import missing_facts
+from tests.slow_cases import one_of
 
 PAGE = (Path(__file__).parents[2] / "docs/extend.md").read_text(encoding="utf-8")
 FLAGS = re.DOTALL | re.MULTILINE
@@ -62,7 +63,7 @@ def test_the_example_of_a_rollout_engine_trains_and_matches_the_trainer(
     assert sum("rollout_gap" in line for line in lines) == 2
 
 
-@pytest.mark.parametrize("has_own_engine", [False, True])
+@pytest.mark.parametrize("has_own_engine", one_of(False, True))
 def test_the_example_of_an_environment_trains(
     example: Callable[[str], str], grpo_config: Callable[..., GRPOConfig], has_own_engine: bool
 ) -> None:

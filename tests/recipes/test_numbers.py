@@ -95,7 +95,7 @@ def inline_ppo(results: dict[str, list[dict[str, float]]], name: str, config: PP
     return results[name]
 
 
-@pytest.mark.parametrize("name", as_parameters(PLACEMENTS, "colocated on 2", "overlapping"))
+@pytest.mark.parametrize("name", as_parameters(PLACEMENTS, "colocated on 2"))
 def test_ppo_gives_the_same_metrics_under_every_placement(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:

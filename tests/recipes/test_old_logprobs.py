@@ -86,6 +86,7 @@ def test_ppo_without_a_penalty_has_the_same_metrics_for_each_choice(ppo_config: 
     assert "actor/rollout_gap" in current[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "algorithm"),
     [

@@ -61,6 +61,7 @@ def test_a_minimum_score_may_leave_no_response(task_folder: Path, tmp_path: Path
     assert all(torch.equal(weights(config)[name], weight) for name, weight in initial.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sync"])
 def test_every_schedule_trains_on_complete_groups(task_folder: Path, tmp_path: Path, schedule: str) -> None:
     placement = detached("reward")

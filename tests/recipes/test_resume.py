@@ -96,6 +96,7 @@ def test_ppo_resumes_bitwise_identically(ppo_config: Configs, straight: PPOConfi
     assert summary["steps"] == 5 and summary["seconds"] > metrics_of_clock(again)[-1]["elapsed_s"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_only_at_the_end_does_not_rank_checkpoints(ppo_config: Configs) -> None:
     config = ppo_config(steps=3, checkpoint={"every": 1, "keep_last": 1, "keep_best": 1})
     train_ppo(config)
@@ -135,6 +136,7 @@ def test_a_crashed_run_resumes_from_its_newest_checkpoint(
     assert elapsed == sorted(elapsed)
 
 
+@pytest.mark.slow
 def test_a_run_that_crashed_before_its_first_checkpoint_starts_over(
     ppo_config: Configs, straight: PPOConfig, tmp_path: Path
 ) -> None:
@@ -220,6 +222,7 @@ def test_adapters_resume_bitwise_identically_from_adapter_checkpoints(
         shutil.rmtree(own.path, ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_export_of_a_sharded_checkpoint_equals_the_final_model(
     ray_session: None, ppo_config: Configs, tmp_path: Path, adapted: bool

@@ -131,6 +131,7 @@ def assert_one_step_off_resumes(straight: AnyConfig, train: Callable[[AnyConfig]
     assert [line["staleness"] for line in metrics_of(again)[1:]] == [0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_grpo_one_step_off_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     straight = grpo_config(steps=4, checkpoint=EVERY_STEP | {"asynchronous": False}, **ONE_STEP_OFF)
     assert_one_step_off_resumes(straight, train_grpo, tmp_path / "again")

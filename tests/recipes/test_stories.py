@@ -37,6 +37,7 @@ def test_a_pretrained_model_continues_a_story():
     assert text.strip().startswith(f"{PROMPT} girl named Lily")
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_takes_a_grpo_step_and_is_exported(tmp_path: Path):
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps({"messages": [{"from": "human", "content": PROMPT}]}) + "\n" for _ in range(4))

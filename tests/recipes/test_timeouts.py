@@ -81,6 +81,7 @@ def test_a_hung_tool_gives_an_observation_and_is_counted(grpo_config: GrpoConfig
     assert count_metric(config, "reward_failed_fraction") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "name"),
     [

@@ -166,6 +166,7 @@ RENDERS_TOOLS = (
 """The template of the recipe, with the schemas of the tools as in the templates of Hermes and Qwen."""
 
 
+@pytest.mark.slow
 def test_a_template_that_renders_tools_shows_their_schemas_to_the_policy(data: Path, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "model", BYTES, RENDERS_TOOLS, words=WORDS)
     save_model(tmp_path / "model", 0, num_characters=len(BYTES) + len(WORDS), num_layers=1, max_tokens=1024)

@@ -63,7 +63,7 @@ def assert_all_weights_were_compared(config: GRPOConfig) -> None:
 @pytest.mark.parametrize(
     ("schedule", "placement"),
     [
-        pytest.param({"kind": "sync"}, None, id="sync, in the actor's process"),
+        pytest.param({"kind": "sync"}, None, id="sync, in the actor's process", marks=pytest.mark.slow),
         pytest.param({"kind": "one_step_off"}, detached(), id="one_step_off", marks=pytest.mark.slow),
         pytest.param(ASYNC, detached(), id="async"),
     ],

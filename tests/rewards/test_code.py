@@ -121,6 +121,7 @@ def test_unknown_formats_are_rejected(tests: object) -> None:
         score(fenced(ADD), tests)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_all_tests_share_a_time_limit() -> None:
     code = fenced("import time\nseconds = int(input())\ntime.sleep(seconds)\nprint(seconds)")

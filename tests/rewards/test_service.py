@@ -180,6 +180,7 @@ def test_a_failed_attempt_is_repeated(name: str) -> None:
         assert (result.score, result.failure, result.num_attempts) == (0.0, None, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_service_that_always_fails_costs_its_retries(name: str) -> None:
     fail, failure = FAILURES[name]

@@ -26,6 +26,7 @@ from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
 from tests.configs import grpo_settings
 from tests.errors import rejects
+from tests.slow_cases import one_of
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_a_template_replaces_the_missing_chat_template_of_a_base_model(task: Pat
     assert (tmp_path / "run" / "model" / "chat_template.jinja").read_text() == jinja
 
 
-@pytest.mark.parametrize("has_file", [False, True])
+@pytest.mark.parametrize("has_file", one_of(True, False))
 def test_checkpoints_and_exports_contain_the_template(has_file: bool, task: Path, tmp_path: Path) -> None:
     template, run = tmp_path / "t.json", tmp_path / "run"
     template.write_text(json.dumps({"system_message": "1"}))

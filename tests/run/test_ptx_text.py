@@ -101,6 +101,7 @@ def test_a_run_lowers_the_loss_of_its_text_and_resumes_bitwise_identically(task:
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 
 
+@pytest.mark.slow
 def test_a_weight_of_zero_changes_no_weight_of_the_policy(task: Path, tmp_path: Path) -> None:
     without, zero = config(task, tmp_path / "a"), config(task, tmp_path / "b", {"coef": 0.0})
     for settings in (without, zero):

@@ -100,6 +100,7 @@ def without_checkpoint(config: RunConfig, every: int = 5) -> RunConfig:
     return config.model_copy(update=changes)
 
 
+@pytest.mark.slow
 def test_a_process_lost_before_the_first_checkpoint_restarts_from_step_0_with_new_processes(config: RunConfig):
     program = Program(lambda self, actor: actor.commit("kill" if len(self.replica_processes) < 2 else "nothing").get())
     with_restarts(program, without_checkpoint(config))
@@ -130,6 +131,7 @@ def test_a_hang_that_repeats_from_the_same_checkpoint_ends_the_program(config: R
     assert len(program.replica_processes) == 2
 
 
+@pytest.mark.slow
 def test_no_restart_if_an_error_repeats_from_the_same_checkpoint(config: RunConfig):
     program = Program(lambda self, actor: actor.commit("raise").get())
     with pytest.raises(WorkerError, match="KeyError"):
@@ -149,6 +151,7 @@ def test_restart_if_an_error_repeats_after_a_later_checkpoint(config: RunConfig,
     assert not missing_facts(program.messages[2], "step", 4, "rollout")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WorkerUserError, WorkerCheckError])
 def test_no_restart_after_a_rejection_or_a_failed_check(config: RunConfig, kind: type[WorkerError]):
     def body(self: Program, actor: WorkerGroup) -> None:
@@ -173,6 +176,7 @@ def test_no_restart_after_a_signal(config: RunConfig):
     assert len(program.replica_processes) == 1 and is_closed(program.clusters[0])
 
 
+@pytest.mark.slow
 def test_no_restart_after_an_error_of_the_driver(config: RunConfig):
     def body(self: Program, actor: WorkerGroup) -> None:
         raise ArithmeticError("a wrong number")

@@ -51,6 +51,7 @@ def can_unshare() -> bool:
     return subprocess.run([*WITHOUT_NAMESPACES, "true"], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_reports_missing_protections_once(recipe: Path, tmp_path: Path) -> None:
     with ScoringPool([], PoolLimits(workers=1, timeout_s=None)) as pool:
         missing = pool.find_missing_protections()

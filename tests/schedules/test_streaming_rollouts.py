@@ -34,6 +34,7 @@ from tests.schedules.simulated_workers import (
     WeightSync,
     moments,
 )
+from tests.slow_cases import one_of
 
 SAMPLES = 2
 
@@ -295,7 +296,7 @@ def test_before_an_evaluation_all_replicas_have_the_newest_weights(interrupt: bo
 
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("every", [1, 3, 4, 5])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", one_of(*range(3)))
 def test_an_evaluation_starts_after_dropped_groups(interrupt: bool, every: int, seed: int) -> None:
     seconds = lambda prompt: long_tailed(1000 * seed + prompt)  # noqa: E731 (same signature as the default)
     run = SimulatedRun(

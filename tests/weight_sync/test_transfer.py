@@ -124,6 +124,7 @@ def test_cuda_ipc_shares_a_bucket_after_the_previous_one_was_loaded(open_cluster
         assert arguments(lines, "release_weights", rank) == [{"after": loaded_buckets[-1]}]
 
 
+@pytest.mark.slow
 def test_no_rank_shares_a_bucket_while_another_loads_the_previous_one(
     ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
 ) -> None:

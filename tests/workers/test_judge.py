@@ -15,6 +15,7 @@ from flowrl.config import ConfigError, JudgeConfig, ModelConfig
 from flowrl.controller.errors import WorkerUserError
 from flowrl.workers import Judge
 from tests.conftest import BackendName, ClusterMaker
+from tests.slow_cases import one_of
 from tests.workers.judges import save_judge
 
 JUDGES = "tests.workers.judges"
@@ -147,6 +148,7 @@ def test_groups_stay_together_on_two_ranks(make_judge: MakeJudge, ray_session: N
 # A random model.
 
 
+@pytest.mark.parametrize("backend", one_of("inline", "ray"), indirect=True)
 def test_a_model_judges_the_same_on_both_backends(
     make_judge: MakeJudge, backend: BackendName, judge_model: ModelConfig
 ) -> None:

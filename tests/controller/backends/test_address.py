@@ -98,7 +98,7 @@ ANOTHER_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": WRONG_TOKEN}
         pytest.param(ENTER, OFF, marks=pytest.mark.slow, id="a driver-authentication off"),
         pytest.param(NODE, OFF, marks=pytest.mark.slow, id="a node-authentication off"),
         pytest.param(ENTER, ANOTHER_TOKEN, marks=pytest.mark.slow, id="a driver-wrong token"),
-        pytest.param(NODE, ANOTHER_TOKEN, id="a node-wrong token"),
+        pytest.param(NODE, ANOTHER_TOKEN, marks=pytest.mark.slow, id="a node-wrong token"),
     ],
 )
 def test_a_process_without_the_token_cannot_join_a_local_run(

@@ -26,6 +26,7 @@ SCORED = Request(5, "judge", 0, 0, "process_id", {}, Contract(Dispatch.ONE_TO_AL
 LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_TO_ALL, replay=True), False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["the call", pytest.param("the construction", marks=pytest.mark.slow)])
 def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: Path, first: str) -> None:
     lines = tmp_path / "lines"

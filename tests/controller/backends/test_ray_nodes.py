@@ -194,6 +194,7 @@ def test_devices_that_the_cluster_does_not_have_are_rejected(layouts: dict[str, 
     assert "[2, 4]" in planned
 
 
+@pytest.mark.slow
 def test_a_waiting_pool_reports_missing_devices_and_releases_its_reservation(run_driver: Callable[[str], Any]) -> None:
     waited = run_driver("waiting")
     shortage = ("3", "CPU", "node", "1", "127.0.0.3", "2", "4")

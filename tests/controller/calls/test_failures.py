@@ -27,6 +27,7 @@ from tests.controller.faulty_workers import (
 )
 from tests.controller.workers import Arithmetic
 from tests.errors import missing_facts, rejects
+from tests.slow_cases import slow
 
 ERRORS = {
     "raise": WorkerError,
@@ -37,11 +38,6 @@ ERRORS = {
 }
 DETECTION_S = 60.0
 """Upper bound on the time until a failure is raised; processes that hang would exceed it."""
-
-
-def slow(fault: str):
-    """A cell that combines two features which other cells test."""
-    return pytest.param(fault, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -85,11 +81,12 @@ def fail_call(cluster: Cluster, fault: str, method: str) -> FlowError:
     return caught.value
 
 
-@pytest.mark.parametrize("fault", ["raise", slow("kill"), slow("spin"), slow("spin_in_c"), "unpicklable"])
+@pytest.mark.parametrize("fault", ["raise", slow("kill"), slow("spin"), slow("spin_in_c"), slow("unpicklable")])
 def test_a_rank_that_fails_in_a_method(pair: Cluster, fault: str):
     fail_call(pair, fault, "compute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [slow("raise"), "kill", slow("spin"), slow("spin_in_c")])
 def test_a_rank_that_fails_while_its_peer_waits_in_a_collective(pair: Cluster, fault: str):
     error = fail_call(pair, fault, "gather")
@@ -98,6 +95,7 @@ def test_a_rank_that_fails_while_its_peer_waits_in_a_collective(pair: Cluster, f
         assert frames == ["gather", "commit"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raise", slow("kill"), slow("spin"), slow("spin_in_c")])
 def test_a_rank_that_fails_in_its_constructor(pair: Cluster, fault: str):
     ids = pair.group("first", Faulty).process_id()
@@ -110,6 +108,7 @@ def test_a_rank_that_fails_in_its_constructor(pair: Cluster, fault: str):
     check_ended(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("compute", marks=pytest.mark.slow), "gather"])
 def test_a_process_that_is_killed_between_calls(pair: Cluster, method: str):
     group = pair.group("first", Faulty)
@@ -122,6 +121,7 @@ def test_a_process_that_is_killed_between_calls(pair: Cluster, method: str):
     check_ended(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("misnamed", marks=pytest.mark.slow), "short"])
 def test_a_rank_whose_result_violates_its_contract(pair: Cluster, method: str):
     group = pair.group("first", Faulty)
@@ -209,6 +209,7 @@ def test_a_call_of_another_pool_that_reads_a_hanging_call_raises_its_deadline(
     assert caught.value.remote_traceback.rstrip().endswith("in commit")
 
 
+@pytest.mark.slow
 def test_a_call_without_its_state_raises_the_loss_that_caused_it(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"a": [2], "b": [1]}, {"first": "a", "chunked": "b"}, num_threads=1)
     first, chunked = cluster.group("first", Faulty), cluster.group("chunked", Chunked, 1)
@@ -242,6 +243,7 @@ def test_the_error_of_a_lost_process_has_its_exit_code_or_signal(
         cluster.group("scorer", StatefulScorer, 1).score(BATCH, fault).get("score")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "fact"), [("sys.exit", "sys.exit"), ("interrupt", "KeyboardInterrupt")])
 def test_a_method_that_exits_ends_no_process_and_is_named(recoverable: "Recoverable", fault: str, fact: str):
     with rejects("leave", fact, error=WorkerUserError) as caught:
@@ -290,7 +292,7 @@ def recoverable(shared_recoverable: Recoverable) -> Recoverable:
     return shared_recoverable
 
 
-@pytest.mark.parametrize("fault", ["kill", slow("spin"), "spin_in_c"])
+@pytest.mark.parametrize("fault", ["kill", slow("spin"), slow("spin_in_c")])
 def test_a_stateless_process_lost_in_a_call_is_replaced(recoverable: Recoverable, fault: str, tmp_path: Path):
     before = recoverable.scorer.process_id()
     assert recoverable.double_scores(fault, tmp_path / "once") == [22, 42, 62, 82]
@@ -316,6 +318,7 @@ def test_calls_to_a_replacement_see_the_state_at_their_submission(recoverable: R
     assert [result.get("score").tolist() for result in results] == [[1, 1], [10, 10], [20, 20], [30, 30]]
 
 
+@pytest.mark.slow
 def test_a_state_in_chunks_is_replayed_from_chunk_0(recoverable: Recoverable, tmp_path: Path):
     """The process is lost between two chunks, or while it loads one, and calls before and after wait."""
     chunked, batch = recoverable.chunked, Batch.from_columns({"x": [0, 0]})

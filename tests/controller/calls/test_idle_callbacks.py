@@ -141,6 +141,7 @@ def test_resolved_results_do_not_cause_a_busy_loop(cluster: Cluster):
     assert count <= num_polls + 4, "resolved results trigger only one run"
 
 
+@pytest.mark.slow
 def test_a_wait_for_a_condition_raises_a_failure(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"a": [1]}, {"first": "a"}, num_threads=1)
     cluster.group("first", RaisingWorker).fail_on(0)
@@ -187,6 +188,7 @@ def test_closing_a_cluster_ends_the_thread(remote: Cluster):
     assert pump_threads() == []
 
 
+@pytest.mark.slow
 def test_an_error_on_the_thread_is_raised_once_by_the_next_call(remote: Cluster):
     first = remote.group("first", RaisingWorker)
     first.add_one(1).get()
@@ -210,6 +212,7 @@ def test_an_error_on_the_thread_is_raised_once_by_the_next_call(remote: Cluster)
     stop()
 
 
+@pytest.mark.slow
 def test_a_failure_while_the_driver_computes_is_raised_by_the_next_call_of_any_group(remote: Cluster):
     first, second = remote.group("first", RaisingWorker), remote.group("second", RaisingWorker)
     second.add_one(1).get()
@@ -222,6 +225,7 @@ def test_a_failure_while_the_driver_computes_is_raised_by_the_next_call_of_any_g
         second.add_one.submit(1)
 
 
+@pytest.mark.slow
 def test_a_call_that_passes_its_deadline_while_the_driver_computes_is_raised_by_the_next_call(remote: Cluster):
     first, second = remote.group("first", RaisingWorker), remote.group("second", RaisingWorker)
     assert first.add_one(1).get() == second.add_one(1).get() == [2]

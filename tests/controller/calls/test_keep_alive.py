@@ -10,6 +10,7 @@ import pytest
 from flowrl import Batch, Cluster, Dispatch, Worker, register
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Scorer
+from tests.slow_cases import slow
 
 BATCH = Batch.from_columns({"x": [1, 2]})
 LIMIT_S, DEADLINE_S = 120.0, 6.0
@@ -65,7 +66,7 @@ def cluster(ray_session: None, open_cluster: ClusterMaker, messages: list[str]) 
     return open_cluster("ray", {"main": [1], "other": [1]}, roles, num_threads=1, restarts=3, notify=messages.append)
 
 
-@pytest.mark.parametrize(("number", "fact"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "SIGSTOP")])
+@pytest.mark.parametrize(("number", "fact"), [(signal.SIGKILL, "SIGKILL"), slow(signal.SIGSTOP, "SIGSTOP")])
 def test_a_server_without_calls_in_flight_is_replaced(
     cluster: Cluster, messages: list[str], tmp_path: Path, number: signal.Signals, fact: str
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_server_is_restored_although_a_call_to_it_waits_for_one_of_its_clients
     assert cluster.calls.get_num_replacements(server.slots[0]) == 1
 
 
+@pytest.mark.slow
 def test_the_deadline_of_a_client_does_not_count_the_restoration_of_its_server(
     cluster: Cluster, messages: list[str], tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ def test_the_deadline_of_a_client_does_not_count_the_restoration_of_its_server(
     assert not any("deadline" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_a_server_in_the_process_of_another_role_serves_before_the_call_of_this_role(
     cluster: Cluster, tmp_path: Path
 ) -> None:

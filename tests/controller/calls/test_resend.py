@@ -86,6 +86,7 @@ def test_calls_queued_behind_a_lost_call_are_lost_or_sent_again(cluster: Cluster
         check_lost(error, 0, "add_item")
 
 
+@pytest.mark.slow
 def test_a_lost_call_whose_result_is_not_read_is_ignored(cluster: Cluster):
     replica = cluster.group("rollout", Replica).replica(0)
     lost = replica.commit("kill")
@@ -132,6 +133,7 @@ def test_a_process_that_is_lost_again_and_again_ends_the_run(ray_session: None, 
         cluster.calls.wait_until(lambda: False)
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_method_fails_its_group(cluster: Cluster):
     replica = cluster.group("rollout", Replica)
     with pytest.raises(WorkerError, check=lambda error: error.cause.startswith("KeyError")):
@@ -140,6 +142,7 @@ def test_an_exception_of_a_method_fails_its_group(cluster: Cluster):
         replica.identify()
 
 
+@pytest.mark.slow
 def test_a_process_with_unrecoverable_state_is_not_replaced(cluster: Cluster):
     stateful = cluster.group("rollout", StatefulReplica)
     with pytest.raises(ProcessLost) as caught:

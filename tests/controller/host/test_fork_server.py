@@ -97,6 +97,7 @@ os._exit(5)
 """
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_newest_process_with_a_name_is_known(server: ForkServer, tmp_path: Path) -> None:
     program = tmp_path / "named.py"
     program.write_text(NAMED_PROGRAM)
@@ -199,6 +200,7 @@ def test_only_processes_with_a_host_outlive_a_killed_server(tmp_path: Path) -> N
     server.end()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_started_by_python_ends_with_its_parent(tmp_path: Path) -> None:
     """The parent is Ray, which does not end processes that are still starting."""
     program = tmp_path / "survives.py"

@@ -35,6 +35,7 @@ def test_roles_of_one_process_reach_each_other_with_different_ranks(backend: Bac
         assert back.process_id() == everywhere.process_id()[1:]
 
 
+@pytest.mark.slow
 def test_rows_are_sent_from_part_of_a_pool_to_several_pools(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, POOLS, ROLES, num_threads=1)
     front, everywhere = cluster.group("front", Arithmetic, 3), cluster.group("all", Arithmetic, 2)

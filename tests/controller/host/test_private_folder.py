@@ -199,6 +199,7 @@ def test_a_ray_folder_whose_path_is_too_long_for_sockets_is_rejected(
         private_folder()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", pytest.param("kill", marks=pytest.mark.slow)])
 def test_only_temporary_files_are_in_a_long_temporary_folder(tmp_path: Path, end: str) -> None:
     """Ray's sockets need a short path, but /tmp may be small."""
@@ -223,6 +224,7 @@ def test_only_temporary_files_are_in_a_long_temporary_folder(tmp_path: Path, end
     assert not any(path.exists() for path in folders) and not list(long.iterdir()) and not sockets.exists()
 
 
+@pytest.mark.slow
 def test_further_folders_are_in_the_temporary_folder_and_also_deleted(tmp_path: Path) -> None:
     code = f"from {MODULE} import create_folder; print(create_folder('model').path, flush=True); input()"
     environment = os.environ | {"TMPDIR": str(tmp_path)}

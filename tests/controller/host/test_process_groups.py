@@ -6,9 +6,10 @@ import torch
 from flowrl import Batch
 from tests.controller.conftest import Shared
 from tests.engines.closeness import assert_norm_close
+from tests.slow_cases import slow
 
 
-@pytest.mark.parametrize(("role", "total"), [("sum_a", 6), ("sum_b", 60), ("sum_two", 3)])
+@pytest.mark.parametrize(("role", "total"), [("sum_a", 6), ("sum_b", 60), slow("sum_two", 3)])
 def test_ranks_of_a_role_sum_over_each_other(shared: Shared, role: str, total: int):
     size = shared.sums[role].world_size
     expected = [total] * size if shared.backend == "ray" else [10 if role == "sum_b" else 1]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from flowrl import Batch, Cluster, Placement
 from flowrl.data.events import CallEvent
 from flowrl.report.trace import busy_fractions
@@ -36,6 +38,7 @@ def overlap_ns(events: list[CallEvent], method: str) -> float:
     return min(actor.ended_ns, critic.ended_ns) - max(actor.started_ns, critic.started_ns)
 
 
+@pytest.mark.slow
 def test_updates_and_evaluations_overlap_on_separate_pools(ray_session: None, tmp_path: Path) -> None:
     events = step(SPLIT, tmp_path, meets=True)
     assert overlap_ns(events, "values") > 0

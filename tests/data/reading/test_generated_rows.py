@@ -17,6 +17,7 @@ from flowrl.data.reading.generated_rows import generate_lines
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import count_rows, read_conversations
 from tests.errors import rejects
+from tests.slow_cases import slow
 
 TASKS = {"leg_counting": 3, "basic_arithmetic": 1}
 
@@ -65,6 +66,7 @@ def test_options_of_a_task_are_applied() -> None:
     assert all(row["metadata"]["num_animals"] == 1 for row in rows({"leg_counting": option}))
 
 
+@pytest.mark.slow
 def test_more_rows_have_the_same_start() -> None:
     assert rows(TASKS, rows=20)[:8] == rows(TASKS)
 
@@ -107,11 +109,13 @@ def test_rows_do_not_depend_on_the_hash_seed() -> None:
     assert len(output.splitlines()) == 8
 
 
+@pytest.mark.slow
 def test_chunks_have_the_number_of_their_first_row() -> None:
     chunks = list(read_chunks(source(TASKS), rows_per_chunk=3))
     assert [(chunk.first_line, len(chunk.rows)) for chunk in chunks] == [(1, 3), (4, 3), (7, 2)]
 
 
+@pytest.mark.slow
 def test_reading_may_stop_early() -> None:
     lines = generate_lines(source({"leg_counting": 1}, rows=1_000_000))
     assert json.loads(next(lines))["task"] == "leg_counting"
@@ -127,9 +131,9 @@ def test_rows_of_an_epoch_are_counted_without_generating_them() -> None:
     ("tasks", "facts"),
     [
         ({"leg_count": 1}, ["leg_count", "leg_counting"]),
-        ({"composite": 1}, ["composite"]),
-        ({"leg_counting": {"options": {"min_animal": 2}}}, ["reasoning_gym.leg_counting", "min_animal"]),
-        ({"leg_counting": {"options": {"min_animals": 5, "max_animals": 2}}}, ["reasoning_gym.leg_counting", 5, 2]),
+        slow({"composite": 1}, ["composite"]),
+        slow({"leg_counting": {"options": {"min_animal": 2}}}, ["reasoning_gym.leg_counting", "min_animal"]),
+        slow({"leg_counting": {"options": {"min_animals": 5, "max_animals": 2}}}, ["reasoning_gym.leg_counting", 5, 2]),
     ],
 )
 def test_invalid_tasks_are_rejected(tasks: dict[str, Any], facts: list[object]) -> None:

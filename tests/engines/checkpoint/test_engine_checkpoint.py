@@ -117,6 +117,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", STRATEGIES)
 def test_shards_resume_from_a_checkpoint_of_one_process(two_ranks: tuple[Path, list[dict]], how: str) -> None:
     straight = sharded(None)

@@ -20,6 +20,7 @@ from tests.engines.losses import policy_logits
 from tests.engines.tiny import SIZES, llama, qwen2, save
 from tests.errors import missing_facts
 from tests.processes import run_ranks
+from tests.slow_cases import slow
 
 KINDS = (
     "tied policy",
@@ -46,10 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict]:
-    """Returns the results of four processes."""
-    run_ranks(main, (folder,), 4)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
+    """Returns the results of one process per rank, for the meshes of the selected tests."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    meshes = {
+        test.callspec.params["mesh"] for test in tests if test.path == request.path and "mesh" in test.callspec.params
+    }
+    ranks = max(MESHES[mesh][0] for mesh in meshes)
+    run_ranks(main, (folder, ranks, meshes), ranks)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ def unsharded(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [name if ranks == 2 else slow(name) for name, (ranks, _) in MESHES.items()])
 def test_sharded_loading_equals_full_loading(results: list[dict], unsharded: dict, mesh: str, kind: str):
     expected, weights = unsharded[kind]
     for rank in range(MESHES[mesh][0]):

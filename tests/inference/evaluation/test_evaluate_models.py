@@ -15,6 +15,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from tests.configs import grpo_settings, quickstart_settings
 from tests.errors import rejects
+from tests.slow_cases import one_of
 
 TASK = "recipes.quickstart.task"
 
@@ -53,7 +54,7 @@ def recorded(run: Path, step: int) -> dict[str, float]:
     return next(line for line in lines if line["step"] == step)
 
 
-@pytest.mark.parametrize("step", [None, 1])
+@pytest.mark.parametrize("step", one_of(None, 1))
 def test_the_numbers_are_those_of_the_run(run: Path, step: int | None) -> None:
     plain, hard = evaluate(run, step=step)
     expected = recorded(run, step or 2)

@@ -122,6 +122,7 @@ def test_scores_and_text_are_those_of_transformers(source: ModelSource, tasks: d
     assert not rolling.scores.is_finite and rolling.metrics["accuracy"] > 1
 
 
+@pytest.mark.slow
 def test_two_models_are_compared_on_a_task(source: ModelSource, tasks: dict[str, str], tmp_path: Path) -> None:
     other = tmp_path / "other"
     save_tokenizer(other)

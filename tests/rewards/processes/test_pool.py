@@ -18,6 +18,7 @@ import pytest
 
 from flowrl.rewards.processes.pool import FunctionSpec, Outcome, PoolLimits, ScoringPool
 from tests.rewards.processes import misbehaving
+from tests.slow_cases import one_of
 
 ROOT = Path(__file__).parents[3]
 FOLDER = "tests.rewards.processes"
@@ -110,8 +111,7 @@ CASES = [
 
 
 FAST = {
-    ("sync", "hang"), ("sync", "exception"), ("sync", "none"), ("sync", "exit"), ("sync", "kill"), ("sync", "memory"),
-    ("sync", "print"), ("sync", "garbage"), ("sync", "fork_bomb"), ("sync", "daemon"), ("async", "async_hang"),
+    ("sync", "hang"), ("sync", "exception"), ("sync", "none"), ("sync", "exit"), ("sync", "kill"), ("sync", "garbage"),
     ("batched", "short"),
 }  # fmt: skip
 """Cases that are no slow tests, because all cases take minutes together."""
@@ -155,7 +155,7 @@ def test_missing_protections_are_known_before_the_first_row(mark: str, tmp_path:
         pool.find_missing_protections()
 
 
-@pytest.mark.parametrize("spec", [SYNC, ASYNC, BATCHED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", one_of(SYNC, ASYNC, BATCHED), ids=lambda spec: spec.name)
 def test_every_second_row_misbehaves(mark: str, spec: FunctionSpec) -> None:
     kinds = ["exit", "", "exception", "", "none", "", "kill", "", "segfault", "", "garbage", ""] * 2
     failures = ["exited", None, "raised", None, "invalid", None, "killed", None, "killed", None, "corrupt", None] * 2
@@ -164,7 +164,7 @@ def test_every_second_row_misbehaves(mark: str, spec: FunctionSpec) -> None:
     assert [o.score for o in outcomes] == [None if failures[i] else float(i) for i in range(len(kinds))]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", one_of(1, 2))
 def test_a_failed_row_is_retried_in_another_process(mark: str, tmp_path: Path, workers: int) -> None:
     source = (
         "import os, pathlib\n"
@@ -186,7 +186,10 @@ def test_a_failed_row_is_retried_in_another_process(mark: str, tmp_path: Path, w
     assert all(before != after for used in processes for before, after in itertools.pairwise(used))
 
 
-@pytest.mark.parametrize("statement", ["1 / 0", "import os; os._exit(4)", "raise SystemExit", "def g(): pass"])
+@pytest.mark.parametrize(
+    "statement",
+    one_of("1 / 0", "import os; os._exit(4)", "raise SystemExit", "def g(): pass"),
+)
 def test_a_function_that_cannot_be_loaded_fails_its_rows_with_one_message(
     mark: str, tmp_path: Path, statement: str
 ) -> None:
@@ -203,6 +206,7 @@ def test_a_function_that_cannot_be_loaded_fails_its_rows_with_one_message(
     assert str(tmp_path / "broken.py") in message or "broken" in message
 
 
+@pytest.mark.slow
 def test_an_import_that_hangs_fails_at_its_deadline(mark: str) -> None:
     spec = FunctionSpec("slow", f"{FOLDER}.slow_import:score")
     with make_pool(spec, load_timeout_s=1) as pool:
@@ -345,6 +349,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_processes_end_with_a_killed_parent(mark: str, number: int) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM.format(before="")], cwd=ROOT, stdout=subprocess.PIPE) as run:
@@ -379,6 +384,7 @@ def test_processes_end_without_namespaces(mark: str, is_closed: bool) -> None:
             os.kill(run.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_temporary_files_of_a_killed_process_are_removed(
     mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from tests.engines.closeness import assert_norm_close, reduction_rtol
 from tests.engines.losses import policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import END, llama, qwen2, to_float64, tokenizer
+from tests.slow_cases import one_of
 
 
 def rollout(model=None, device: str = "cpu", **settings) -> HfRollout:
@@ -104,7 +105,7 @@ def test_rows_that_outgrow_the_cache_stay_bitwise_identical():
     assert rows_of(generate(rollout(max_num_seqs=4, **settings), prompt_ids)) == expected_rows
 
 
-@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("num_heads", one_of(1, 2))
 def test_long_rows_are_bitwise_identical_in_any_batch(num_heads: int):
     """Matrix products choose their summation order by the number of attended positions."""
     model = qwen2(num_key_value_heads=num_heads, max_position_embeddings=512, tie_word_embeddings=False)
