@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from flowrl.checkpoints.run_folder import folder_lock
+from flowrl.health.findings import FILE, format_findings
 from flowrl.report.page.write_report import write_report
 from tests.report.page.chromium import missing_browser, open_browser, open_page
 from tests.report.page.generated_run import HOSTILE, write_run
@@ -74,6 +75,55 @@ def test_a_report_fits_the_width_without_errors(
         drawn = """nodes => nodes.map((node) =>
             node.getContext('2d').getImageData(0, 0, node.width, node.height).data.some((value) => value))"""
         assert all(page.eval_on_selector_all("canvas", drawn))
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("width", [390, 1200, 1440])
+def test_all_tabs_can_be_reached(name: str, width: int, browser: "Browser", request: pytest.FixtureRequest) -> None:
+    with open_page(browser, request.getfixturevalue(name), width=width) as page:
+        page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+        if width == 390:  # the tabs scroll, also with a mouse that has no horizontal wheel
+            assert page.eval_on_selector("nav", "nav => getComputedStyle(nav).scrollbarWidth") == "thin"
+            assert page.eval_on_selector("nav", "nav => nav.scrollWidth > nav.clientWidth")
+        for link in page.locator("nav a").all():
+            if width == 390:
+                link.scroll_into_view_if_needed()
+            box = link.bounding_box()
+            assert box is not None and box["x"] > -1 and box["x"] + box["width"] < width + 1
+            assert link.evaluate(
+                """link => {
+                    const box = link.getBoundingClientRect();
+                    return document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2) === link;
+                }"""
+            )
+
+
+def test_a_tab_scrolls_to_its_section_below_the_header(browser: "Browser", two: Path) -> None:
+    with open_page(browser, two, width=800) as page:
+        page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+        page.click("nav a:has-text('Timeline')")
+        await_drawing(page)
+        top = page.eval_on_selector("#timeline", "section => section.getBoundingClientRect().top")
+        bottom = page.eval_on_selector(".top", "header => header.getBoundingClientRect().bottom")
+        assert bottom <= top <= bottom + 60
+        assert page.inner_text("nav a[aria-current]") == "Timeline"
+
+
+def test_the_card_of_a_run_links_to_its_findings(browser: "Browser", one: Path, folder: Path) -> None:
+    quiet = write_run(folder / "quiet", num_steps=8)
+    (quiet / FILE).write_text(format_findings([]))
+    unchecked = write_run(folder / "unchecked", num_steps=8)
+    (unchecked / FILE).unlink()
+    path = write_report([one.parent, quiet, unchecked], folder / "findings.html")
+    with open_page(browser, path) as page:
+        links = page.locator("#summary .facts a")
+        assert links.all_inner_texts() == ["1 finding", "no findings", "not run"]
+        links.first.click()
+        target = page.locator(links.first.get_attribute("href") or "")
+        assert "gradient spike" in target.inner_text()
+        assert page.url.endswith("#findings-0")
+        await_drawing(page)
+        assert target.evaluate("node => node.getBoundingClientRect().top") < 900
 
 
 def test_the_theme_can_be_chosen(page: "Page") -> None:

@@ -42,8 +42,13 @@ function startNavigation() {
   const sections = [...document.querySelectorAll("main > section")];
   const links = sections.map((section) => el("a", { href: `#${section.id}` }, section.querySelector("h2").textContent));
   $("nav").replaceChildren(...links);
+  // The tabs have one or more rows, so the height of the header depends on the width of the window.
+  const header = $("nav").parentElement;
+  const place = () => { document.documentElement.style.scrollPaddingTop = `${header.offsetHeight + 22}px`; };
+  new ResizeObserver(place).observe(header);
+  place();
   const mark = () => {
-    const top = 140;
+    const top = header.offsetHeight + 58;
     let current = 0;
     sections.forEach((section, i) => { if (section.getBoundingClientRect().top < top) current = i; });
     if (innerHeight + scrollY >= document.body.scrollHeight - 4) current = sections.length - 1;

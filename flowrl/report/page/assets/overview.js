@@ -63,6 +63,7 @@ function runCard(run) {
       fact("Steps", run.steps_requested ? `${whole.format(run.steps)} of ${whole.format(run.steps_requested)}` : whole.format(run.steps)),
       fact("Time", run.seconds === null ? null : formatSeconds(run.seconds)),
       fact("Peak memory", run.peak_memory_mb ? `${Number((run.peak_memory_mb / 1000).toPrecision(3))} GB` : null),
+      fact("Health checks", findingsLink(run)),
       fact("Seed", run.seed === null ? null : String(run.seed)),
       fact("Schedule", schedule),
       fact("Model", policy?.model),
@@ -73,6 +74,15 @@ function runCard(run) {
       fact("Started", run.system?.started?.replace("T", " ").slice(0, 16)),
       fact("Folder", run.path)));
 }
+
+/** A link to the findings of the health checks. Its text is their number. */
+function findingsLink(run) {
+  const count = run.findings?.length;
+  const text = count === undefined ? "not run" : count ? plural(count, "finding") : "no findings";
+  return el("a", { href: `#${findingsId(run)}`, class: count ? "bad" : "" }, text);
+}
+
+const findingsId = (run) => `findings-${run.index}`;
 
 function evaluationTable(runs) {
   // The step is part of the heading if all values have the same step.
@@ -104,14 +114,14 @@ function evaluationTable(runs) {
 function healthCard() {
   const card = el("div", { class: "card pad stack" }, el("h3", {}, "Health checks"));
   for (const run of report.runs) {
-    if (run.findings === null) {
-      card.append(el("p", { class: "note" }, report.runs.length > 1 ? `${run.name}: ` : "", "This run has no health checks."));
-      continue;
-    }
-    if (!run.findings.length) card.append(el("p", { class: "note" }, report.runs.length > 1 ? `${run.name}: ` : "", "no findings."));
-    for (const finding of run.findings) {
+    const who = report.runs.length > 1 ? `${run.name}: ` : "";
+    const own = el("div", { class: "stack", id: findingsId(run) });
+    card.append(own);
+    if (run.findings === null) own.append(el("p", { class: "note" }, who, "This run has no health checks."));
+    else if (!run.findings.length) own.append(el("p", { class: "note" }, who, "no findings."));
+    for (const finding of run.findings ?? []) {
       const steps = finding.step === finding.last_step ? `step ${finding.step}` : `steps ${finding.step} to ${finding.last_step}`;
-      card.append(el("div", { class: "finding" }, el("div", {}, el("strong", {}, finding.check.replaceAll("_", " ")), el("span", { class: "muted" }, ` · ${report.runs.length > 1 ? `${run.name}, ` : ""}${steps}`)), el("div", {}, finding.message)));
+      own.append(el("div", { class: "finding" }, el("div", {}, el("strong", {}, finding.check.replaceAll("_", " ")), el("span", { class: "muted" }, ` · ${report.runs.length > 1 ? `${run.name}, ` : ""}${steps}`)), el("div", {}, finding.message)));
     }
   }
   return card;
