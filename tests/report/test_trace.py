@@ -172,6 +172,37 @@ def test_startup_calls_are_not_part_of_the_loop() -> None:
     assert loop_events([*starting, *STEP]) == STEP
 
 
+PIPELINED = [
+    timed(1, "reward.__init__", "cpu:0", (0, 300, 300, 310, 310)),
+    timed(2, "reward.find_missing_protections", "cpu:0", (1, 311, 311, 500, 500)),
+    timed(3, "rollout.__init__", "cpu:1", (2, 310, 310, 600, 600)),
+    timed(4, "reward.num_buckets", "cpu:0", (3, 501, 501, 502, 502)),
+    timed(5, "rollout.generate", "cpu:1", (4, 601, 602, 640, 641)),
+    timed(6, "reward.score", "cpu:0", (5, 642, 643, 650, 650), 5),
+]
+"""The driver submits all calls at the start. Startup ends at 600."""
+
+
+def test_calls_that_were_submitted_during_startup_are_measured_from_its_end() -> None:
+    loop = loop_events(PIPELINED)
+    assert [call_name(event) for event in loop] == ["rollout.generate", "reward.score"]
+    assert span(loop) == (600, 650)
+    parts = [(c.wait_ns, c.queue_ns, c.transfer_ns, c.compute_ns) for c in call_parts(loop)]
+    assert parts == [(0, 0, 2 + 1, 38), (41, 0, 2, 7)]
+    assert path_totals(critical_path(loop)) == {
+        ("rollout.generate", "compute"): 38,
+        ("reward.score", "compute"): 7,
+        ("rollout.generate", "transfer"): 3,
+        ("reward.score", "transfer"): 2,
+    }
+
+
+def test_a_call_of_the_loop_may_start_before_the_last_process_has_started() -> None:
+    early = replace(PIPELINED[4], arrived_ns=550, started_ns=551, device="cpu:2")
+    loop = loop_events([*PIPELINED[:4], early])
+    assert [event.number for event in loop] == [5] and span(loop) == (550, 641)
+
+
 def test_a_device_is_busy_while_any_call_runs_on_it() -> None:
     assert busy_fractions(EVENTS, 0, 100_000) == pytest.approx({"node0/cpu:0": 0.7, "node0/cpu:1": 0.6})
 
