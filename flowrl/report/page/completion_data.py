@@ -38,6 +38,9 @@ _NUMBERS = (
 _NAMES = ("kind", "set", "finish_reason")
 _NESTED_SCORES = ("rewards", "other_scores")
 
+Segments = Sequence[tuple[str, str]]
+"""Kind and text of each segment of a row."""
+
 
 def completion_data(
     folder: Path, *, row_limit: int = MAX_ROWS, max_characters: int = MAX_CHARACTERS, max_tokens: int = MAX_TOKENS
@@ -52,10 +55,11 @@ def completion_data(
     sizes = [count_rows(folder, kind, step) for step, kind in shards]
     kept = [shards[i] for i in evenly_kept(sizes, row_limit)]
     rows = [row for step, kind in kept for row in _read(folder, step, kind)][-row_limit:]
-    lengths = [len(text) for row in rows for text in _texts(row)]
+    segments = [_segments(row) for row in rows]
+    lengths = [len(text) for row, own in zip(rows, segments, strict=True) for text in _texts(row, own)]
     limit = longest_fitting(lengths, max_characters)
     tokens = _tokens(rows, max_tokens)
-    data = _columns(rows, limit) | {
+    data = _columns(rows, segments, limit) | {
         "num_saved": sum(sizes),
         "num_cut": sum(length > limit for length in lengths),
         "max_characters": limit,
@@ -75,7 +79,7 @@ def _read(folder: Path, step: int, kind: Kind) -> list[Row]:
         raise UserError(f"{str(error).split(': ')[0]}: remove this file of the run, or restore it") from error
 
 
-def _columns(rows: Sequence[Row], limit: int) -> dict[str, Any]:
+def _columns(rows: Sequence[Row], segments: Sequence[Segments], limit: int) -> dict[str, Any]:
     texts = _Numbered()
     data: dict[str, Any] = {"num_rows": len(rows)}
     data |= {name: [_short(row.get(name)) for row in rows] for name in _NUMBERS}
@@ -96,27 +100,21 @@ def _columns(rows: Sequence[Row], limit: int) -> dict[str, Any]:
         for i, row in enumerate(rows)
         if row["reward_failures"]
     }
-    data["segments"] = {
-        i: [[kind, text[:limit]] for kind, text in segments]
-        for i, row in enumerate(rows)
-        if (segments := _segments(row))
-    }
+    data["segments"] = {i: [[kind, text[:limit]] for kind, text in own] for i, own in enumerate(segments) if own}
     return data
 
 
-def _texts(row: Row) -> list[str]:
-    """Returns all texts of a row that the report contains, except those per token."""
+def _texts(row: Row, segments: Segments) -> list[str]:
+    """Returns all texts of a row with these segments that the report contains, except those per token."""
     texts = [str(row[name]) for name in ("prompt", "response", "answer") if row[name] is not None]
-    texts += [text for _, text in _segments(row) or ()]
+    texts += [text for _, text in segments]
     return [*texts, *(row["reward_failures"] or {}).values()]
 
 
-def _segments(row: Row) -> list[list[str]] | None:
-    """Returns the kind and the text of each segment of a row. None if the row has one segment or none."""
+def _segments(row: Row) -> Segments:
+    """Returns the segments of a row. Empty if the row has only one."""
     segments = row.get("segments") or []
-    if len(segments) < 2:
-        return None
-    return [[str(segment["kind"]), str(segment["text"])] for segment in segments]
+    return [(str(segment["kind"]), str(segment["text"])) for segment in segments] if len(segments) > 1 else []
 
 
 class _Numbered:
