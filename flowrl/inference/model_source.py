@@ -62,7 +62,7 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
     """Returns the model of a model folder, a Hub name, a run folder, a checkpoint folder or an adapter folder.
 
     A checkpoint is exported to a temporary folder, which is deleted when the process exits. The same holds for a model
-    whose adapter is merged. Deletes the temporary folders of killed processes first.
+    whose adapter is merged. Also deletes the temporary folders of killed processes.
 
     Args:
         source: a run folder stands for its `model/`, or for its newest checkpoint if the run has not saved a model.
@@ -74,7 +74,6 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
         ModelError: a model cannot be loaded to merge the adapter.
         LoraError: the adapter does not match the model.
     """
-    remove_abandoned_folders(Path(tempfile.gettempdir()))
     path = Path(source)
     is_run = path.is_dir() and (path / "config.yaml").is_file()
     if step is not None and not is_run:
@@ -90,7 +89,11 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
         model = _merge_adapter(_resolve_model(_read_base(path)), path)
     else:
         model = _resolve_model(source)
-    return model if adapter is None else _merge_adapter(model, Path(adapter))
+    if adapter is not None:
+        model = _merge_adapter(model, Path(adapter))
+    if not model.folders:  # otherwise, `create_folder` has deleted them
+        remove_abandoned_folders(Path(tempfile.gettempdir()))
+    return model
 
 
 def _resolve_run(path: Path, step: int | None) -> ModelSource:
