@@ -22,6 +22,23 @@ _CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for the Hub over all its addresses."""
 
 
+def is_hub_name(path: Path) -> bool:
+    """Returns whether a model path is not a local path, and is a possible name on the Hugging Face Hub."""
+    return not path.exists() and _HUB_NAME.fullmatch(str(path)) is not None
+
+
+def find_model_file(model: Path, name: str) -> Path | None:
+    """Returns a file of a model: in its local folder, or in the cache of the Hub. None if the file does not exist."""
+    folder = model
+    if is_hub_name(model):
+        cache = Path(constants.HF_HUB_CACHE) / "--".join(["models", *model.parts])
+        try:
+            folder = cache / "snapshots" / (cache / "refs" / "main").read_text().strip()
+        except OSError:
+            return None
+    return folder / name if (folder / name).is_file() else None
+
+
 def find_model_problem(path: Path) -> str | None:
     """Returns why no model can be loaded from `path`: a local directory, or a name on the Hugging Face Hub.
 

@@ -5,19 +5,24 @@ of the run in `training/`.
 """
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_metrics, read_system
+from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_metrics, read_summary, read_system
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.system_info import SYSTEM_FILE
+from flowrl.config.source import parse
+from flowrl.data.input_paths import find_model_file, is_hub_name
 from flowrl.data.metric import finite
 from flowrl.health import read_findings
 from flowrl.health.findings import FILE
 from flowrl.report.page.config_data import flatten_settings
 from flowrl.report.page.run_data import evaluations
 from flowrl.report.plots import draw_curves
+from flowrl.report.rollout_log import MissingStepError, read_rows, saved_steps
 
 TRAINING = "training"
 """Folder of the run's files in an exported model."""
@@ -26,6 +31,9 @@ _SETTINGS = ("steps", "batch_size", "samples_per_prompt", "epochs", "seed", "alg
              "actor.optimizer.lr", "actor.optimizer.schedule", "actor.kl_loss_coef", "algorithm.kl_coef",
              "rollout.max_response_tokens", "rollout.temperature", "schedule.kind", "actor.lora.rank")  # fmt: skip
 """Settings that the card shows. `training/config.yaml` has all."""
+
+_SET_METRICS = ("accuracy", "validation_loss", "agreement")
+"""Metrics that each evaluation set has. For the set NAME, they end with `/NAME`."""
 
 
 def write_model_card(folder: Path, run_folder: Path, *, step: int, role: str, is_adapter: bool) -> None:
@@ -72,23 +80,26 @@ def render_card(
 ) -> str:
     """Returns the text of a model card. `records` are the metrics up to the step of the weights."""
     base = (settings.get(role) or {}).get("model", {}).get("path")
+    license_of_base = {} if base is None else _read_license(Path(base))
     recipe = settings.get("recipe") or "a recipe of its own"
     content = "adapter" if is_adapter else "model"
     lines = [
         "---",
         f"library_name: {'peft' if is_adapter else 'transformers'}",
-        *([] if base is None or Path(base).exists() else [f"base_model: {json.dumps(base)}"]),
+        *([f"base_model: {json.dumps(base)}"] if base is not None and is_hub_name(Path(base)) else []),
+        *(f"{key}: {json.dumps(value)}" for key, value in license_of_base.items()),
         *(["pipeline_tag: text-generation"] if role == "actor" else []),
         "tags: [flowrl]",
         "---",
         "",
         f"# {run_folder.resolve().name}",
         "",
-        f"This {content} is the {role} of a flowrl run after step {step}. The recipe is `{recipe}`, and the initial "
-        f"model is `{base}`.",
+        f"This {content} is the {role} of a flowrl run after step {step}. The recipe is `{recipe}`."
+        + ("" if base is None else f" The base model, with which the training began, is `{base}`.")
+        + (f" Its license is {_quoted(license_of_base['license'])}." if license_of_base else ""),
         "",
     ]
-    lines += _evaluation_lines(records)
+    lines += _evaluation_lines(records, run_folder, step)
     if has_curves:
         lines += ["## Training", "", f"![Metrics of the run]({TRAINING}/curves.png)", ""]
     flat = flatten_settings(settings)
@@ -109,14 +120,59 @@ def render_card(
     return "\n".join(lines) + "\n"
 
 
+def _read_license(base: Path) -> dict[str, str | list[str]]:
+    """Returns the license in the metadata of a base model: `license`, and its name and URL if they are given.
+
+    Reads `README.md` and `config.json` of a local folder, or of the cache of the Hub. Returns an empty dict if neither
+    file states a license.
+    """
+    for name in ("README.md", "config.json"):
+        path = find_model_file(base, name)
+        if path is None:
+            continue
+        try:
+            metadata = _read_metadata(path)
+        except (OSError, ValueError):  # for example, metadata that the Hub rejects too
+            continue
+        if not isinstance(metadata, dict) or not (value := metadata.get("license")):
+            continue
+        if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
+            continue
+        found, link = {"license": value}, metadata.get("license_link")
+        if isinstance(own_name := metadata.get("license_name"), str):
+            found["license_name"] = own_name
+        # A relative link names a file of the base model, which the exported model does not have.
+        if isinstance(link, str) and link.startswith("http"):
+            found["license_link"] = link
+        return found
+    return {}
+
+
+def _read_metadata(path: Path) -> Any:  # Any: a value of YAML or JSON
+    """Returns the content of a JSON file, or the YAML at the start of a Markdown file. None if it has no YAML.
+
+    Raises OSError or ValueError.
+    """
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".json":
+        return json.loads(text)
+    header = re.match(r"---\s*\n(.*?)\n---\s*$", text, re.DOTALL | re.MULTILINE)
+    return None if header is None else parse(header[1], str(path), numbered=False)[0]
+
+
+def _quoted(value: str | Sequence[str]) -> str:
+    return f"`{value}`" if isinstance(value, str) else ", ".join(f"`{item}`" for item in value)
+
+
 def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [heading, ["---"] * len(heading), *([str(cell).replace("|", r"\|") for cell in row] for row in rows)]
     return [*(f"| {' | '.join(row)} |" for row in cells), ""] if rows else []
 
 
-def _evaluation_lines(records: Sequence[Record]) -> list[str]:
+def _evaluation_lines(records: Sequence[Record], run_folder: Path, step: int) -> list[str]:
+    results = evaluations(records)
     rows = []
-    for result in evaluations(records):
+    for result in results:
         values = [
             f"{result[when]:.4g}" + (f" ({interval[0]:.4g} to {interval[1]:.4g})" if interval else "")
             for when, interval in (("first", result["first_interval"]), ("last", result["last_interval"]))
@@ -127,7 +183,37 @@ def _evaluation_lines(records: Sequence[Record]) -> list[str]:
         rows.append((f"`{result['name']}`", *steps))
     table = _table(("metric", "first evaluation", "last evaluation"), rows)
     note = ["Intervals are 95 % bootstrap intervals over prompts.", ""] if any(" to " in row[2] for row in rows) else []
-    return ["## Evaluation on held-out data", "", *table, *note] if rows else []
+    sizes = _size_lines(run_folder, step, [result["name"] for result in results])
+    return ["## Evaluation on held-out data", "", *table, *note, *sizes] if rows else []
+
+
+def _size_lines(run_folder: Path, step: int, metrics: Sequence[str]) -> list[str]:
+    """Returns the sizes of the evaluation sets: those of the saved rows, or else the total in `summary.json`.
+
+    `metrics` are the names of the metrics of all evaluations. They contain the names of the sets.
+    """
+    folder = RunFolder(run_folder).rollouts
+    sets = {name.partition("/")[2] for name in metrics if name.partition("/")[0] in _SET_METRICS}
+    sizes: dict[str, tuple[int, int]] = {}
+    for saved in reversed([saved for saved in saved_steps(folder, "evaluation") if saved <= step]):
+        if sizes.keys() >= sets:  # sets may be evaluated in different steps
+            break
+        prompts: defaultdict[str, list[int]] = defaultdict(list)
+        try:
+            for row in read_rows(folder, "evaluation", saved):
+                prompts[row["set"] or ""].append(row["prompt_id"])
+        except MissingStepError:
+            continue
+        for name, ids in prompts.items():
+            sizes.setdefault(name, (len(set(ids)), len(ids)))
+    if sizes:
+        rows = [
+            (f"`data.tests.{name}`" if name else "`data.test`", f"{num_prompts:,}", f"{num_responses:,}")
+            for name, (num_prompts, num_responses) in sizes.items()
+        ]
+        return _table(("evaluation set", "prompts", "responses"), rows)
+    num_rows = (read_summary(run_folder) or {}).get("evaluation_rows")
+    return [f"The last evaluation of the run used {num_rows:,} rows.", ""] if num_rows else []
 
 
 def _data_lines(run_folder: Path, settings: Mapping[str, Any]) -> list[str]:

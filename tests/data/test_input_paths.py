@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from flowrl.data.input_paths import find_dataset_problem, find_model_problem
+from flowrl.data.input_paths import find_dataset_problem, find_model_file, find_model_problem
 from flowrl.data.prompts import DataError, read_conversations
 from tests.errors import rejects
 
@@ -67,6 +67,21 @@ def test_a_cached_model_needs_no_hub(no_hub: None) -> None:
     (Path(constants.HF_HUB_CACHE) / "models--owner--model" / "snapshots").mkdir(parents=True)
     assert find_model_problem(Path("owner/model")) is None
     assert find_model_problem(Path("owner/other")) is not None
+
+
+def test_a_file_of_a_model_is_in_its_folder_or_in_the_cache(no_hub: None, tmp_path: Path) -> None:
+    cache = Path(constants.HF_HUB_CACHE) / "models--owner--model"
+    for folder in (tmp_path / "model", cache / "snapshots" / "abc", cache / "snapshots" / "old"):
+        folder.mkdir(parents=True)
+        (folder / "README.md").write_text(folder.name)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    for model, text in ((tmp_path / "model", "model"), (Path("owner/model"), "abc")):
+        file = find_model_file(model, "README.md")
+        assert file is not None and file.read_text() == text
+        assert find_model_file(model, "config.json") is None
+    assert find_model_file(Path("owner/other"), "README.md") is None
+    assert find_model_file(tmp_path / "other", "README.md") is None
 
 
 def test_a_path_that_is_no_name_is_rejected_without_the_hub(hub: list[str], tmp_path: Path) -> None:

@@ -11,8 +11,12 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
+from flowrl.checkpoints.run_files import read_metrics
 from flowrl.cli import main
+from flowrl.config import RolloutLogConfig
 from flowrl.inference.model_card import TRAINING, render_card
+from flowrl.report.rollout_log import RolloutLog, read_rows
+from tests.report.page.generated_run import write_run
 
 
 def card_of(folder: Path) -> ModelCard:
@@ -94,3 +98,71 @@ def test_evaluations_have_their_intervals() -> None:
 @pytest.mark.parametrize("arguments", [["missing"], ["{run}", "--step", "9"], ["{run}", "--output", "/proc/x"]])
 def test_wrong_arguments_exit_with_2(arguments: list[str], run_folder: Path, tmp_path: Path) -> None:
     assert main(["export", *(argument.replace("{run}", str(run_folder)) for argument in arguments)]) == 2
+
+
+def card_text(base: Path | str, run: Path = Path("runs/x"), step: int = 5) -> str:
+    """Returns the card of a model whose training began with `base`."""
+    settings = {"recipe": "recipes.grpo.config:GRPOConfig", "actor": {"model": {"path": str(base)}}}
+    records = read_metrics(run / "metrics.jsonl")
+    return render_card(settings, records, run, step=step, role="actor", is_adapter=False, has_curves=False)
+
+
+@pytest.mark.parametrize(
+    ("base", "is_on_hub"),
+    [("org/model", True), ("gpt2", True), ("/models/removed", False), ("runs/quickstart/sft/model", False)],
+)
+def test_only_a_hub_name_is_the_base_model_of_the_metadata(base: str, is_on_hub: bool) -> None:
+    text = card_text(base)
+    assert metadata_of(ModelCard(text)).get("base_model") == (base if is_on_hub else None)
+    assert f"`{base}`" in text
+
+
+README = "---\nlicense: {}\ntags: [a]\n---\n# Model\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"README.md": README.format("apache-2.0")}, {"license": "apache-2.0"}),
+        ({"README.md": README.format("[mit, cc-by-4.0]")}, {"license": ["mit", "cc-by-4.0"]}),
+        (
+            {"README.md": README.format("other\nlicense_name: own\nlicense_link: https://a.org/l")},
+            {"license": "other", "license_name": "own", "license_link": "https://a.org/l"},
+        ),
+        ({"README.md": README.format("other\nlicense_link: LICENSE")}, {"license": "other"}),
+        ({"README.md": "# Model\n", "config.json": '{"license": "mit"}'}, {"license": "mit"}),
+        ({"README.md": "---\n[}\n---\n", "config.json": '{"model_type": "llama"}'}, {}),
+        ({"README.md": README.format("7"), "config.json": "[]"}, {}),
+        ({}, {}),
+    ],
+)
+def test_the_license_is_that_of_the_base_model(
+    files: dict[str, str], expected: dict[str, str | list[str]], tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    text = card_text(tmp_path)
+    metadata = metadata_of(ModelCard(text))
+    assert {key: value for key, value in metadata.items() if key.startswith("license")} == expected
+    assert ("Its license" in text) == bool(expected)
+
+
+def test_the_card_has_the_sizes_of_the_evaluation_sets(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=10)
+    assert "| `data.test` | 40 | 40 |" in card_text("org/model", run, step=10)
+    rows = read_rows(run / "rollouts", "evaluation", 0)
+    log = RolloutLog(run / "rollouts", RolloutLogConfig(), last_step=10)
+    log.write("evaluation", 4, [{**row, "set": "hard", "sample": i} for row in rows[:3] for i in (0, 1)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "accuracy/hard": 0.5}\n')
+    text = card_text("org/model", run, step=10)
+    assert "| `data.test` | 40 | 40 |" in text and "| `data.tests.hard` | 3 | 6 |" in text
+
+
+def test_without_saved_rows_the_size_is_that_of_the_summary(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=10)
+    shutil.rmtree(run / "rollouts")
+    assert "used 40 rows" in card_text("org/model", run, step=10)
+    (run / "summary.json").unlink()
+    text = card_text("org/model", run, step=10)
+    assert "Evaluation on held-out data" in text and "evaluation of the run used" not in text
