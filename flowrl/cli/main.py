@@ -15,6 +15,7 @@ from typing import TypeVar
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import is_disk_full
+from flowrl.cli.command_parser import CommandParser
 from flowrl.cli.data_commands import add_data
 from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.eval_commands import add_eval
@@ -54,9 +55,7 @@ RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: `sys.argv[1:]`) and returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="flowrl", description="Reinforcement learning of language models.", allow_abbrev=False
-    )
+    parser = CommandParser(prog="flowrl", description="Reinforcement learning of language models.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_config(commands)
     _add_check(commands)
@@ -77,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not accept key=value arguments after an option, so they are added to the overrides here.
     if rest and "overrides" not in arguments:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    _reject_options(parser, rest, argv)
+        commands.choices[argv[0]].error(f"unexpected argument {rest[0]!r}")
     if rest:
         arguments.overrides += rest
     return exit_code(lambda: arguments.run(arguments))
@@ -144,13 +142,12 @@ def run_recipe(
     Loads the config and calls `train`, again after process failures if `restarts` allows it. If `train` is a name,
     `module:function`, the module is imported after the config has been checked.
     """
-    parser = argparse.ArgumentParser(description=(schema.__doc__ or "").strip(), allow_abbrev=False)
+    parser = CommandParser(description=(schema.__doc__ or "").strip())
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("--address", metavar="HOST:PORT", help="the Ray cluster to join, as address=HOST:PORT")
     argv = sys.argv[1:] if argv is None else argv
-    arguments, rest = parser.parse_known_intermixed_args(argv)
-    _reject_options(parser, rest, argv)
+    arguments = parser.parse_intermixed_args(argv)
     address = [] if arguments.address is None else [f"address={arguments.address}"]
 
     def program() -> None:
@@ -165,20 +162,6 @@ def _import_train(name: str) -> Callable[[RunConfig], object]:
     # Unlike import_function, leaves an exception of the recipe's own imports as it is, with its traceback.
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
-
-
-def _reject_options(parser: argparse.ArgumentParser, words: Sequence[str], argv: Sequence[str]) -> None:
-    """Ends the program if `words` has an unknown option, and shows how to write it as a setting, such as `steps=3`."""
-    index = next((i for i, word in enumerate(words) if word.startswith("-")), None)
-    if index is None:
-        return
-    option, equals, value = words[index].partition("=")
-    if not equals:
-        # argparse may have parsed the value of an unknown option as another argument, such as CONFIG
-        following = argv[argv.index(words[index]) + 1 :][:1]
-        value = next((word for word in following if not word.startswith("-")), "VALUE")
-    key = option.lstrip("-").replace("-", "_")
-    parser.error(f"unknown option {option}; settings are written without dashes: {key}={value}")
 
 
 def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -477,3 +477,38 @@ def test_an_option_in_place_of_a_setting_is_explained(options: list[str], capsys
     with pytest.raises(SystemExit) as caught:
         run_recipe(RunConfig, print, [DEEPSEEK, *options])
     assert caught.value.code == 2 and "steps=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (["generate", "--temprature", "1"], ["--temprature", "--temperature", "flowrl generate --help"]),
+        (["generate", "model", "--prompts=-", "--engine", "tgi"], ["--engine", "tgi", "vllm"]),
+        (["generate", "model", "--prompts=-", "--samples", "-1"], ["--samples", "-1"]),
+        (["generate", "model", "--prompts=-", "other"], ["other", "flowrl generate --help"]),
+        (["eval", "model", "--k", "x"], ["--k", "k=x", "flowrl eval --help"]),
+        (["eval", "model", "--sample=3"], ["--sample", "--samples"]),
+        (["data", "checks"], ["checks", "check", "flowrl data --help"]),
+        (["plans"], ["plans", "flowrl --help"]),
+        (["--verison"], ["--verison", "flowrl --help"]),
+        ([], ["COMMAND", "flowrl --help"]),
+    ],
+    ids=" ".join,
+)
+def test_an_invalid_command_line_is_one_sentence(
+    argv: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    printed = capsys.readouterr()
+    assert caught.value.code == 2 and printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert [fact for fact in facts if fact not in printed.err] == []
+
+
+def test_an_invalid_command_line_of_a_recipe_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_recipe(RunConfig, print, [DEEPSEEK, "--adress", "host:1"])
+    message = capsys.readouterr().err
+    assert caught.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1
+    assert not missing_facts(message, "--adress", "--address")

@@ -1,0 +1,58 @@
+"""The parser of all command lines: an invalid command line is one sentence, like every other error."""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports an invalid command line as one line on stderr, without the usage, and exits with code 2.
+
+    Sub-commands have the same class. Unknown options are reported before missing arguments, because a misspelled option
+    is often the reason why an argument is missing.
+    """
+
+    def __init__(self, **settings: Any) -> None:  # Any: the arguments of argparse
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        # `args` is None only if a program relies on the default of argparse; main and run_recipe pass a list.
+        words = [] if args is None else list(args)
+        for index, word in enumerate(words):
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                break  # the words after it are arguments, or those of a sub-command
+            if self._is_unknown_option(word):
+                self._reject(word, words[index + 1 :])
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and the command that lists the options, and exits with code 2."""
+        self.exit(2, f"error: {message}; `{self.prog} --help` lists the options\n")
+
+    def _is_unknown_option(self, word: str) -> bool:
+        # argparse regards the same words as options: not a lone dash, negative numbers, and texts with a space
+        if not word.startswith("-") or word == "-" or " " in word or _is_number(word):
+            return False
+        return word not in self._option_string_actions and word.partition("=")[0] not in self._option_string_actions
+
+    def _reject(self, word: str, following: Sequence[str]) -> NoReturn:
+        option, equals, value = word.partition("=")
+        names = {name.lstrip("-"): name for name in self._option_string_actions if name.startswith("--")}
+        near = difflib.get_close_matches(option.lstrip("-"), names, n=1, cutoff=0.7)
+        message = f"unknown option {option}"
+        if near:
+            message += f" (did you mean {names[near[0]]}?)"
+        elif any(action.dest == "overrides" for action in self._actions):
+            if not equals:
+                value = next((text for text in following[:1] if not text.startswith("-")), "VALUE")
+            message += f"; settings are written without dashes: {option.lstrip('-').replace('-', '_')}={value}"
+        self.error(message)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
