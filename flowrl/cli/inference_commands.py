@@ -56,14 +56,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+def add_sampling_options(parser: argparse.ArgumentParser, default_max_tokens: str) -> None:
     """Adds the options that determine a response."""
     parser.add_argument(
         "--max-tokens",
         type=_positive_count,
-        default=max_tokens,
         metavar="N",
-        help=f"largest number of tokens of a response; default: {max_tokens}",
+        help=f"largest number of tokens of a response; default: {default_max_tokens}",
     )
     parser.add_argument(
         "--temperature",
@@ -87,6 +86,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampled tokens; default: 0")
     parser.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
+
+
+_MAX_TOKENS = 256
+"""Default of `flowrl generate --max-tokens` for a model without a run that generates."""
 
 
 def _add_generate(commands: Commands) -> None:
@@ -118,7 +121,9 @@ def _add_generate(commands: Commands) -> None:
         metavar="N",
         help="largest number of concurrent responses; default: 256",
     )
-    add_sampling_options(parser, 256)
+    add_sampling_options(
+        parser, f"that of the run's rollouts, otherwise {_MAX_TOKENS}; fewer if the model's context has no more"
+    )
     parser.set_defaults(run=_generate)
 
 
@@ -132,8 +137,9 @@ def _generate(arguments: argparse.Namespace) -> None:
         GenerationJob(
             prompts=arguments.prompts,
             output=arguments.output,
-            sampling=sampling_settings(arguments),
+            sampling=sampling_settings(arguments, _MAX_TOKENS),
             engine=engine_settings(arguments),
+            has_default_limit=arguments.max_tokens is None,
             template=read_template_option(arguments.template),
             samples=arguments.samples,
             best_of=arguments.best_of,
@@ -148,9 +154,11 @@ def _generate(arguments: argparse.Namespace) -> None:
 def _add_chat(commands: Commands) -> None:
     parser = commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False)
     add_model_options(parser)
-    add_sampling_options(parser, 512)
+    add_sampling_options(parser, f"{_CHAT_MAX_TOKENS}; fewer if the model's context has no more")
     parser.set_defaults(run=_chat, max_num_seqs=_CHAT_SEQS)
 
+
+_CHAT_MAX_TOKENS = 512
 
 _CHAT_SEQS = 16
 """Largest number of concurrent responses of a chat. A smaller number would not save memory."""
@@ -163,7 +171,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     from flowrl.inference.model_source import ModelSource, resolve_model  # noqa: PLC0415
     from flowrl.inference.text_generator import TextGenerator, open_chat  # noqa: PLC0415
 
-    sampling, settings = sampling_settings(arguments), engine_settings(arguments)
+    sampling, settings = sampling_settings(arguments, _CHAT_MAX_TOKENS), engine_settings(arguments)
     template = read_template_option(arguments.template)
 
     def open_session(source: ModelSource) -> ChatSession:
@@ -261,13 +269,14 @@ def read_template_option(value: str | None) -> "ConversationTemplate | None":
     return read_template(Path(value))
 
 
-def sampling_settings(arguments: argparse.Namespace) -> "SamplingSettings":
+def sampling_settings(arguments: argparse.Namespace, default_max_tokens: int) -> "SamplingSettings":
+    """Returns the settings of the options. `default_max_tokens` applies without `--max-tokens`."""
     from flowrl.inference.text_generator import SamplingSettings  # noqa: PLC0415 (torch)
 
     if "" in arguments.stop:
         raise UserError("--stop is an empty text, which would end every response immediately: remove it")
     return SamplingSettings(
-        max_tokens=arguments.max_tokens,
+        max_tokens=default_max_tokens if arguments.max_tokens is None else arguments.max_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,

@@ -66,7 +66,7 @@ def generate_rows(
 ) -> None:
     """Writes `samples` responses to each prompt, except those that the output already has."""
     requests = (
-        TextRequest(index, sample, prompts[index].token_ids)
+        TextRequest(index, sample, prompts[index].token_ids, prompts[index].max_tokens)
         for index, sample in output_keys(len(prompts), samples)
         if (index, sample) not in output.done
     )
@@ -90,7 +90,11 @@ def generate_best(
     Raises RewardError if a score cannot be computed.
     """
     missing = [index for index in range(len(prompts)) if (index, 0) not in output.done]
-    requests = (TextRequest(i, sample, prompts[i].token_ids) for i in missing for sample in range(candidates))
+    requests = (
+        TextRequest(i, sample, prompts[i].token_ids, prompts[i].max_tokens)
+        for i in missing
+        for sample in range(candidates)
+    )
     scored: dict[int, list[tuple[GeneratedText, Future[float]]]] = defaultdict(list)
 
     def write_complete() -> None:

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class GenerationJob:
     """New file; None is standard output."""
     sampling: SamplingSettings
     engine: EngineSettings
+    has_default_limit: bool = False
+    """Whether the run of the model, or else `sampling`, has the default of `max_tokens`. A prompt that leaves fewer
+    tokens has shorter responses."""
     template: ConversationTemplate | None = None
     """Replaces the conversation template of the model."""
     samples: int = 1
@@ -65,11 +68,18 @@ def run_job(job: GenerationJob, find_source: Callable[[], ModelSource]) -> None:
     _check_job(job)
     conversations = read_prompt_rows(job.prompts, sys.stdin.buffer, system=job.system, reserved=OUTPUT_COLUMNS)
     source = find_source()
+    if job.has_default_limit and source.max_response_tokens is not None:
+        job = replace(job, sampling=replace(job.sampling, max_tokens=source.max_response_tokens))
     chat = open_chat(source, job.template)
 
     def tokenize(max_length: int) -> list[PromptRow]:
         return tokenize_rows(
-            conversations, chat, max_length=max_length, max_tokens=job.sampling.max_tokens, is_raw=job.is_raw
+            conversations,
+            chat,
+            max_length=max_length,
+            max_tokens=job.sampling.max_tokens,
+            can_shorten=job.has_default_limit,
+            is_raw=job.is_raw,
         )
 
     prompts = tokenize(chat.max_positions() or _UNLIMITED)
@@ -80,7 +90,7 @@ def run_job(job: GenerationJob, find_source: Callable[[], ModelSource]) -> None:
             with nullcontext() if job.reward is None else closing(open_scorer(job.reward, source)) as scorer:
                 generator = TextGenerator(source, job.sampling, job.engine, chat=chat)
                 if generator.max_length < (chat.max_positions() or _UNLIMITED):
-                    tokenize(generator.max_length)  # raises an error for a prompt that is too long for the engine
+                    prompts = tokenize(generator.max_length)  # raises an error for a prompt that is too long
                 with _reporting(job, len(prompts) * job.samples, len(output.done)) as report:
                     if scorer is None:
                         generate_rows(generator, prompts, output, samples=job.samples, report=report)

@@ -11,6 +11,7 @@ from typing import Literal
 from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, read_checkpoint
 from flowrl.config import ModelConfig, UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.config.source import read
 from flowrl.controller.host.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
 from flowrl.data.input_paths import find_model_problem
 from flowrl.engines.models.loading import load_policy, save_model, stored_dtype
@@ -47,6 +48,8 @@ class ModelSource:
     kind: Literal["model", "run", "checkpoint"]
     folders: tuple[PrivateFolder, ...] = ()
     """Temporary folders of the model and its tokenizer."""
+    max_response_tokens: int | None = None
+    """`rollout.max_response_tokens` of the run; None if the model has no run, or a run without rollouts."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -96,11 +99,27 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
     return model
 
 
+def _response_limit(run: Path) -> int | None:
+    """Returns `rollout.max_response_tokens` of a run folder, or None if the run has no such setting."""
+    path = run / "config.yaml"
+    rollout = read(path).values.get("rollout") if path.is_file() else None
+    limit = rollout.get("max_response_tokens") if isinstance(rollout, dict) else None
+    return limit if isinstance(limit, int) else None
+
+
 def _resolve_run(path: Path, step: int | None) -> ModelSource:
     model = path / "model"
     if step is None and (model / "config.json").is_file():
         template = model / TEMPLATE_FILE
-        return ModelSource(model, None, None, template if template.is_file() else None, path.resolve().name, "run")
+        return ModelSource(
+            model,
+            None,
+            None,
+            template if template.is_file() else None,
+            path.resolve().name,
+            "run",
+            max_response_tokens=_response_limit(path),
+        )
     checkpoints = Checkpoints(path)
     if step is None and not (steps := checkpoints.steps()):
         raise ModelSourceError(
@@ -117,7 +136,8 @@ def _resolve_checkpoint(checkpoint: Checkpoint, kind: Literal["run", "checkpoint
     export_checkpoint(checkpoint, path)
     template, folder = path / TEMPLATE_FILE, checkpoint.path.resolve()
     name = f"{folder.parents[1].name}/{folder.name}"
-    return ModelSource(path, None, None, template if template.is_file() else None, name, kind, (temporary,))
+    limit = _response_limit(folder.parents[1])
+    return ModelSource(path, None, None, template if template.is_file() else None, name, kind, (temporary,), limit)
 
 
 def _resolve_model(source: str) -> ModelSource:
@@ -163,4 +183,5 @@ def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
     save_model(model, source.tokenizer_path, path)
     name = f"{source.name}+{adapter.resolve().name}"
     folders = (*source.folders, temporary)
-    return ModelSource(path, source.tokenizer_path, adapter, source.template, name, source.kind, folders)
+    limit = source.max_response_tokens
+    return ModelSource(path, source.tokenizer_path, adapter, source.template, name, source.kind, folders, limit)

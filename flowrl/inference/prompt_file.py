@@ -27,6 +27,8 @@ class PromptRow:
 
     conversation: Conversation
     token_ids: tuple[int, ...]
+    max_tokens: int
+    """Maximum number of tokens of a response."""
 
 
 def read_prompt_rows(
@@ -99,7 +101,13 @@ def _with_system(row: Conversation, system: str) -> Conversation:
 
 
 def tokenize_rows(
-    rows: Sequence[Conversation], chat: ChatTokenizer, *, max_length: int, max_tokens: int, is_raw: bool
+    rows: Sequence[Conversation],
+    chat: ChatTokenizer,
+    *,
+    max_length: int,
+    max_tokens: int,
+    can_shorten: bool = False,
+    is_raw: bool,
 ) -> list[PromptRow]:
     """Returns the prompts with their tokens.
 
@@ -108,6 +116,7 @@ def tokenize_rows(
         chat: tokenizer and chat template of the model.
         max_length: maximum number of tokens of prompt and response together.
         max_tokens: maximum number of tokens of a response.
+        can_shorten: allows fewer than `max_tokens` tokens, at least one, for a prompt that leaves no more.
         is_raw: uses the text of a prompt without the chat template. The model continues the text.
     Raises DataError if a prompt is too long, or if the chat template is missing or rejects a prompt.
     """
@@ -116,10 +125,13 @@ def tokenize_rows(
             chat.check_chat_template()
         except DataError as error:
             raise DataError(f"{error}; or continue the text of the prompts without a chat template (--raw)") from error
-    return [_tokenize(row, chat, max_length, max_tokens, is_raw=is_raw) for row in rows]
+    prompts = [(row, _encode(row, chat, is_raw=is_raw)) for row in rows]
+    return [
+        PromptRow(row, ids, _limit_response(row, len(ids), max_length, max_tokens, can_shorten)) for row, ids in prompts
+    ]
 
 
-def _tokenize(row: Conversation, chat: ChatTokenizer, max_length: int, max_tokens: int, *, is_raw: bool) -> PromptRow:
+def _encode(row: Conversation, chat: ChatTokenizer, *, is_raw: bool) -> tuple[int, ...]:
     if is_raw and len(row.messages) > 1:
         raise DataError(
             f"{row.location}: the prompt has {len(row.messages)} messages, which need a chat template: remove --raw, "
@@ -131,9 +143,21 @@ def _tokenize(row: Conversation, chat: ChatTokenizer, max_length: int, max_token
         raise DataError(f"{row.location}: {error}") from error
     if not ids:
         raise DataError(f"{row.location}: the tokenizer has no tokens for the prompt: write another text")
-    if len(ids) + max_tokens > max_length:
+    return tuple(ids)
+
+
+def _limit_response(row: Conversation, num_tokens: int, max_length: int, max_tokens: int, can_shorten: bool) -> int:
+    """Returns the maximum number of tokens of the response to a prompt of `num_tokens` tokens."""
+    if can_shorten:
+        if num_tokens >= max_length:
+            raise DataError(
+                f"{row.location}: the prompt has {num_tokens} tokens, which leaves none for a response (the model's "
+                f"limit is {max_length}): shorten the prompt"
+            )
+        return min(max_tokens, max_length - num_tokens)
+    if num_tokens + max_tokens > max_length:
         raise DataError(
-            f"{row.location}: the prompt has {len(ids)} tokens, {len(ids) + max_tokens} with --max-tokens {max_tokens} "
-            f"(above the model's limit of {max_length}): shorten the prompt, or lower --max-tokens"
+            f"{row.location}: the prompt has {num_tokens} tokens, {num_tokens + max_tokens} with --max-tokens "
+            f"{max_tokens} (above the model's limit of {max_length}): shorten the prompt, or lower --max-tokens"
         )
-    return PromptRow(row, tuple(ids))
+    return max_tokens

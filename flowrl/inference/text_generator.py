@@ -83,6 +83,8 @@ class TextRequest:
     """Index among the samples of the prompt."""
     token_ids: Sequence[int]
     """Tokens of the prompt."""
+    max_tokens: int | None = None
+    """Maximum number of tokens of the response. None is that of the settings, which it may not exceed."""
 
     @property
     def request_id(self) -> str:
@@ -251,7 +253,14 @@ class TextGenerator:
         keys = row_keys(self.sampling.seed, index_B, sample_B).tolist()
         temperature = 0.0 if self.sampling.temperature == 0 else None
         return [
-            Request(request.request_id, request.token_ids, key, temperature, is_streamed=bool(self.sampling.stop))
+            Request(
+                request.request_id,
+                request.token_ids,
+                key,
+                temperature,
+                max_tokens=request.max_tokens,
+                is_streamed=bool(self.sampling.stop),
+            )
             for request, key in zip(requests, keys, strict=True)
         ]
 

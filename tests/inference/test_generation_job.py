@@ -25,6 +25,7 @@ from flowrl.engines.models.loading import load_reward_model, save_model
 from flowrl.inference.model_source import resolve_model
 from flowrl.inference.response_file import ResumableFile
 from flowrl.inference.text_generator import open_chat
+from flowrl.memory.model_fit import read_max_positions
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{Path(__file__).parent}/length_reward.py:count_letters"
@@ -56,6 +57,39 @@ def test_rows_have_the_columns_of_the_input_in_its_order(run_folder: Path, folde
     assert all(row["response_tokens"] <= 6 and row["logprob"] < 0 for row in rows)
     assert [row["prompt"] for row in rows[::2]] == ["12+34=", "7-5="]
     assert not (folder / "out.jsonl.partial").exists()
+
+
+def test_the_default_length_of_a_response_fits_each_prompt(run_folder: Path, folder: Path) -> None:
+    limit = read_max_positions(run_folder / "model")
+    assert limit is not None and limit < 256
+    (folder / "prompts.txt").write_text("1+2=\n" + "1+" * (limit // 2 - 2) + "1=\n")
+    assert main(["generate", str(run_folder), "--prompts", "prompts.txt", "--samples", "8", "--output", "out"]) == 0
+    rows = read(folder / "out")
+    assert len(rows) == 16 and all(row["prompt_tokens"] + row["response_tokens"] <= limit for row in rows)
+    assert {row["prompt_tokens"] for row in rows[8:]} <= set(range(limit - 4, limit))
+    assert max(row["response_tokens"] for row in rows[:8]) > 4  # the long prompt does not shorten other responses
+
+
+def test_a_prompt_that_leaves_no_token_for_a_response_is_rejected(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "long.txt").write_text("1+1=\n" + "1+" * 500 + "1=\n")
+    assert main(["generate", str(run_folder), "--prompts", "long.txt"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("error: ") == 1 and "line 2" in message and "shorten" in message
+
+
+def test_the_default_length_of_a_response_is_that_of_the_run(run_folder: Path, folder: Path) -> None:
+    run = shutil.copytree(run_folder, folder / "run")
+    with (run / "config.yaml").open("a") as file:
+        file.write("\nrollout: {max_response_tokens: 3}\n")
+    assert resolve_model(str(run / "checkpoints" / "step-000002")).max_response_tokens == 3
+    assert resolve_model(str(run), step=1).max_response_tokens == 3
+    assert resolve_model(str(run / "model")).max_response_tokens is None
+    assert main(["generate", str(run), "--prompts", "prompts.txt", "--samples", "8", "--output", "out"]) == 0
+    assert max(row["response_tokens"] for row in read(folder / "out")) == 3
+    assert generate(run, "--prompts", "prompts.txt", "--samples", 8, "--output", "longer") == 0
+    assert max(row["response_tokens"] for row in read(folder / "longer")) > 3
 
 
 def test_text_and_standard_input_give_the_same_responses(
