@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flowrl.cli import main
 from flowrl.report.page.write_report import write_report
 
 pytestmark = pytest.mark.timeout(2000)  # a minute on an idle machine, several minutes on a busy one
@@ -56,6 +57,15 @@ def test_the_report_has_every_part(run: Path, tmp_path: Path) -> None:
     page = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
     parts = {"head", "curves-0", "timeline-0", "rows-0", "tokens-0"}
     assert set(re.findall(r'id="data-([\w-]+)"', page)) == parts
+
+
+def test_the_commands_for_checkpoints_work_without_another_setting(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(run)]) == 0
+    assert "20" in capsys.readouterr().out
+    assert main(["export", str(run), "--step", "20", "--output", str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 def test_transformers_generates_with_the_trained_model(run: Path) -> None:
