@@ -53,7 +53,12 @@ def _eval(arguments: argparse.Namespace) -> None:
         raise ConfigError("name at least one model: flowrl eval MODEL, where MODEL is a model, a run or a checkpoint")
     add_working_folder()
 
-    # imported here, because only commands that run a model need torch
+    from flowrl.inference.model_source import check_model  # noqa: PLC0415 (huggingface_hub)
+
+    for model in models:
+        check_model(model)
+
+    # imported here, because they import torch, which takes seconds: a wrong path is reported first
     from flowrl.data.console import make_console  # noqa: PLC0415
     from flowrl.inference.evaluation.evaluate_models import evaluate_models  # noqa: PLC0415
     from flowrl.inference.evaluation.planned_tasks import EvaluationArguments  # noqa: PLC0415

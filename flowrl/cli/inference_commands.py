@@ -14,8 +14,8 @@ from flowrl.data.messages import DataError
 
 if TYPE_CHECKING:
     from flowrl.data.template import ConversationTemplate
+    from flowrl.inference.generation_settings import EngineSettings, SamplingSettings
     from flowrl.inference.model_source import ModelSource
-    from flowrl.inference.text_generator import EngineSettings, SamplingSettings
 
 Commands = Any  # argparse's type of sub-commands is private
 
@@ -130,25 +130,26 @@ def _add_generate(commands: Commands) -> None:
 def _generate(arguments: argparse.Namespace) -> None:
     add_working_folder()
 
-    # imported here, because only commands that run a model need torch
-    from flowrl.inference.generation_job import GenerationJob, run_job  # noqa: PLC0415
+    from flowrl.inference.generation_settings import GenerationJob, read_job  # noqa: PLC0415 (jinja2)
 
-    run_job(
-        GenerationJob(
-            prompts=arguments.prompts,
-            output=arguments.output,
-            sampling=sampling_settings(arguments, _MAX_TOKENS),
-            engine=engine_settings(arguments),
-            has_default_limit=arguments.max_tokens is None,
-            template=read_template_option(arguments.template),
-            samples=arguments.samples,
-            best_of=arguments.best_of,
-            reward=arguments.reward,
-            system=arguments.system,
-            is_raw=arguments.raw,
-        ),
-        lambda: find_source(arguments),
+    job = GenerationJob(
+        prompts=arguments.prompts,
+        output=arguments.output,
+        sampling=sampling_settings(arguments, _MAX_TOKENS),
+        engine=engine_settings(arguments),
+        has_default_limit=arguments.max_tokens is None,
+        template=read_template_option(arguments.template),
+        samples=arguments.samples,
+        best_of=arguments.best_of,
+        reward=arguments.reward,
+        system=arguments.system,
+        is_raw=arguments.raw,
     )
+    conversations, source = read_job(job), find_source(arguments)
+
+    from flowrl.inference.generation_job import run_job  # noqa: PLC0415 (torch, after the arguments are valid)
+
+    run_job(job, conversations, source)
 
 
 def _add_chat(commands: Commands) -> None:
@@ -165,14 +166,14 @@ _CHAT_SEQS = 16
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    # imported here, because only commands that run a model need torch
+    sampling, settings = sampling_settings(arguments, _CHAT_MAX_TOKENS), engine_settings(arguments)
+    template, model = read_template_option(arguments.template), find_source(arguments)
+
+    # imported here, because they import torch, which takes seconds: errors of the arguments come first
     from flowrl.inference.chat_session import ChatSession  # noqa: PLC0415
     from flowrl.inference.chat_terminal import ChatTerminal  # noqa: PLC0415
     from flowrl.inference.model_source import ModelSource, resolve_model  # noqa: PLC0415
     from flowrl.inference.text_generator import TextGenerator, open_chat  # noqa: PLC0415
-
-    sampling, settings = sampling_settings(arguments, _CHAT_MAX_TOKENS), engine_settings(arguments)
-    template = read_template_option(arguments.template)
 
     def open_session(source: ModelSource) -> ChatSession:
         chat = open_chat(source, template)
@@ -185,14 +186,14 @@ def _chat(arguments: argparse.Namespace) -> None:
             generator, system=arguments.system, temperature=sampling.temperature, max_tokens=sampling.max_tokens
         )
 
-    def open_other(model: str) -> ChatSession:
+    def open_other(name: str) -> ChatSession:
         if settings.engine == "vllm":
             raise UserError(
                 "/compare needs a second engine in this process, but vllm allows one: chat with --engine hf"
             )
-        return open_session(resolve_model(model))
+        return open_session(resolve_model(name))
 
-    ChatTerminal(open_session(find_source(arguments)), open_other).run()
+    ChatTerminal(open_session(model), open_other).run()
 
 
 def _add_serve(commands: Commands) -> None:
@@ -227,7 +228,6 @@ def _serve(arguments: argparse.Namespace) -> None:
         serve,
         unsupported_stops,
     )
-    from flowrl.inference.text_generator import open_chat  # noqa: PLC0415
 
     settings = ServerSettings(
         host=arguments.host,
@@ -239,8 +239,11 @@ def _serve(arguments: argparse.Namespace) -> None:
         kv_cache_gb=arguments.kv_cache_gb,
     )
     check_server(settings)
-    source = find_source(arguments)
-    chat = open_chat(source, read_template_option(arguments.template))
+    template, source = read_template_option(arguments.template), find_source(arguments)
+
+    from flowrl.inference.text_generator import open_chat  # noqa: PLC0415 (torch, after the arguments are valid)
+
+    chat = open_chat(source, template)
     if stops := unsupported_stops(chat):
         sys.stderr.write(f"clients must send stop={list(stops)!r}, because vLLM ends responses at single tokens only\n")
     if (code := serve(source, chat, settings)) != 0:
@@ -249,7 +252,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def find_source(arguments: argparse.Namespace) -> "ModelSource":
     """Returns the model that the options select."""
-    from flowrl.inference.model_source import resolve_model  # noqa: PLC0415 (torch)
+    from flowrl.inference.model_source import resolve_model  # noqa: PLC0415 (huggingface_hub)
 
     return resolve_model(arguments.model, step=arguments.step, adapter=arguments.adapter)
 
@@ -271,7 +274,7 @@ def read_template_option(value: str | None) -> "ConversationTemplate | None":
 
 def sampling_settings(arguments: argparse.Namespace, default_max_tokens: int) -> "SamplingSettings":
     """Returns the settings of the options. `default_max_tokens` applies without `--max-tokens`."""
-    from flowrl.inference.text_generator import SamplingSettings  # noqa: PLC0415 (torch)
+    from flowrl.inference.generation_settings import SamplingSettings  # noqa: PLC0415 (jinja2)
 
     if "" in arguments.stop:
         raise UserError("--stop is an empty text, which would end every response immediately: remove it")
@@ -286,7 +289,7 @@ def sampling_settings(arguments: argparse.Namespace, default_max_tokens: int) ->
 
 
 def engine_settings(arguments: argparse.Namespace) -> "EngineSettings":
-    from flowrl.inference.text_generator import EngineSettings  # noqa: PLC0415 (torch)
+    from flowrl.inference.generation_settings import EngineSettings  # noqa: PLC0415 (jinja2)
 
     return EngineSettings(
         engine=arguments.engine,

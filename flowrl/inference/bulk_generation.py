@@ -23,23 +23,6 @@ from flowrl.inference.response_file import Key, ResponseOutput
 from flowrl.inference.response_scorer import ResponseScorer
 from flowrl.inference.text_generator import GeneratedText, TextGenerator, TextRequest
 
-OUTPUT_COLUMNS = frozenset(
-    {
-        "prompt_index",
-        "sample",
-        "candidate",
-        "prompt",
-        "messages",
-        "response",
-        "finish_reason",
-        "prompt_tokens",
-        "response_tokens",
-        "logprob",
-        "score",
-    }
-)
-"""Columns of the output, which the input may not have."""
-
 _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 

@@ -4,70 +4,38 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from flowrl.config import UserError
-from flowrl.data.template import ConversationTemplate
+from flowrl.data.messages import Conversation
 from flowrl.inference.bulk_generation import (
-    OUTPUT_COLUMNS,
     Progress,
     describe_inputs,
     generate_best,
     generate_rows,
     output_keys,
 )
+from flowrl.inference.generation_settings import GenerationJob
 from flowrl.inference.model_source import ModelSource
-from flowrl.inference.prompt_file import PromptRow, read_prompt_rows, tokenize_rows
+from flowrl.inference.prompt_file import PromptRow, tokenize_rows
 from flowrl.inference.response_file import ResponseOutput, ResumableFile, StreamOutput
-from flowrl.inference.response_scorer import check_reward, open_scorer
-from flowrl.inference.text_generator import EngineSettings, SamplingSettings, TextGenerator, open_chat
+from flowrl.inference.response_scorer import open_scorer
+from flowrl.inference.text_generator import TextGenerator, open_chat
 
 _UNLIMITED = 2**31
 
 
-@dataclass(frozen=True)
-class GenerationJob:
-    """Settings of `flowrl generate`."""
-
-    prompts: str
-    """Path of the prompts, or `-` for standard input."""
-    output: Path | None
-    """New file; None is standard output."""
-    sampling: SamplingSettings
-    engine: EngineSettings
-    has_default_limit: bool = False
-    """Whether the run of the model, or else `sampling`, has the default of `max_tokens`. A prompt that leaves fewer
-    tokens has shorter responses."""
-    template: ConversationTemplate | None = None
-    """Replaces the conversation template of the model."""
-    samples: int = 1
-    """Number of responses per prompt."""
-    best_of: int | None = None
-    """Number of responses per prompt from which the best is written."""
-    reward: str | None = None
-    """Reward function or folder of a reward model, for `best_of`."""
-    system: str | None = None
-    """System message of conversations that have none."""
-    is_raw: bool = False
-    """Whether the model continues the text of the prompts, without the chat template."""
-
-
-def run_job(job: GenerationJob, find_source: Callable[[], ModelSource]) -> None:
-    """Generates the responses of a job. `find_source` returns the model, after the prompts are read.
+def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: ModelSource) -> None:
+    """Generates the responses of a valid job to its prompts (`read_job`).
 
     Raises:
-        UserError: a setting, the prompts or the model are invalid.
+        UserError: a prompt, the model or the output does not suit the settings.
         RewardError: a reward function failed.
     """
-    _check_job(job)
-    conversations = read_prompt_rows(job.prompts, sys.stdin.buffer, system=job.system, reserved=OUTPUT_COLUMNS)
-    source = find_source()
     if job.has_default_limit and source.max_response_tokens is not None:
         job = replace(job, sampling=replace(job.sampling, max_tokens=source.max_response_tokens))
     chat = open_chat(source, job.template)
@@ -104,22 +72,6 @@ def run_job(job: GenerationJob, find_source: Callable[[], ModelSource]) -> None:
         raise
     finally:
         output.close(is_complete=is_complete)
-
-
-def _check_job(job: GenerationJob) -> None:
-    if (job.best_of is None) != (job.reward is None):
-        present, missing = ("--reward", "--best-of N") if job.best_of is None else ("--best-of", "--reward FUNCTION")
-        raise UserError(f"{present} is set without {missing}: set both, or neither")
-    if job.best_of is not None and job.samples > 1:
-        raise UserError(
-            f"--samples is {job.samples}, but --best-of writes one response per prompt: remove one of the two"
-        )
-    count = job.best_of or job.samples
-    if count > 1 and job.sampling.temperature == 0:
-        option = "--samples" if job.best_of is None else "--best-of"
-        raise UserError(f"{option} is {count}, but with --temperature 0 all responses are equal: raise the temperature")
-    if job.reward is not None:
-        check_reward(job.reward)
 
 
 def _open_output(job: GenerationJob, source: ModelSource, prompts: Sequence[PromptRow]) -> ResponseOutput:

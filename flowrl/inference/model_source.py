@@ -14,9 +14,6 @@ from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.config.source import read
 from flowrl.controller.host.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
 from flowrl.data.input_paths import find_model_problem
-from flowrl.engines.models.loading import load_policy, save_model, stored_dtype
-from flowrl.engines.models.lora import merge_adapter
-from flowrl.inference.checkpoint_export import export_checkpoint
 
 _ADAPTER_SETTINGS = "adapter_config.json"
 """File of peft in the folder of an adapter. It names the base model."""
@@ -99,6 +96,13 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
     return model
 
 
+def check_model(source: str) -> None:
+    """Raises ModelSourceError if `source` is not a model, a run, a checkpoint or an adapter. Loads nothing."""
+    path = Path(source)
+    if not any((path / name).is_file() for name in ("config.yaml", MANIFEST, _ADAPTER_SETTINGS)):
+        _resolve_model(source)
+
+
 def _response_limit(run: Path) -> int | None:
     """Returns `rollout.max_response_tokens` of a run folder, or None if the run has no such setting."""
     path = run / "config.yaml"
@@ -130,6 +134,8 @@ def _resolve_run(path: Path, step: int | None) -> ModelSource:
 
 
 def _resolve_checkpoint(checkpoint: Checkpoint, kind: Literal["run", "checkpoint"]) -> ModelSource:
+    from flowrl.inference.checkpoint_export import export_checkpoint  # noqa: PLC0415 (torch, only for a checkpoint)
+
     temporary = create_folder(_KIND)
     path = temporary.path / checkpoint.path.name
     _logger.info("exporting checkpoint %s to %s", checkpoint.path, path)
@@ -177,6 +183,10 @@ def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
             f"adapter {adapter} has no {_ADAPTER_SETTINGS}: pass a folder in the format of peft, such as the output "
             f"of `flowrl export --adapter`"
         )
+    # imported here, because models without an adapter do not need torch
+    from flowrl.engines.models.loading import load_policy, save_model, stored_dtype  # noqa: PLC0415
+    from flowrl.engines.models.lora import merge_adapter  # noqa: PLC0415
+
     temporary = create_folder(_KIND)
     path = temporary.path / adapter.resolve().name
     model = merge_adapter(load_policy(source.model_config(stored_dtype(source.path))), adapter)

@@ -5,14 +5,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from flowrl.data.chat import ChatTokenizer
 from flowrl.data.messages import Conversation, DataError, Message
 from flowrl.data.reading.kinds import select_turns
 from flowrl.data.reading.raw_rows import RawChunk
 from flowrl.data.reading.reader import parse_rows, read_conversations
 from flowrl.data.reading.row_problems import RowCounts
+
+if TYPE_CHECKING:
+    from flowrl.data.chat import ChatTokenizer  # imports transformers
 
 STDIN = "-"
 """Name of standard input."""
@@ -102,7 +104,7 @@ def _with_system(row: Conversation, system: str) -> Conversation:
 
 def tokenize_rows(
     rows: Sequence[Conversation],
-    chat: ChatTokenizer,
+    chat: "ChatTokenizer",
     *,
     max_length: int,
     max_tokens: int,
@@ -131,7 +133,7 @@ def tokenize_rows(
     ]
 
 
-def _encode(row: Conversation, chat: ChatTokenizer, *, is_raw: bool) -> tuple[int, ...]:
+def _encode(row: Conversation, chat: "ChatTokenizer", *, is_raw: bool) -> tuple[int, ...]:
     if is_raw and len(row.messages) > 1:
         raise DataError(
             f"{row.location}: the prompt has {len(row.messages)} messages, which need a chat template: remove --raw, "

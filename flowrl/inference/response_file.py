@@ -58,6 +58,12 @@ class StreamOutput:
         """Does nothing: incomplete rows are those that follow a missing row."""
 
 
+def check_is_new(path: Path) -> None:
+    """Raises UserError if the file of complete rows exists."""
+    if path.exists():
+        raise UserError(f"--output: {path} already exists: remove it, or choose another file")
+
+
 class ResumableFile:
     """Collects rows in `FILE.partial`, and sorts them into `FILE` when all are complete.
 
@@ -71,8 +77,7 @@ class ResumableFile:
         Raises UserError if the file exists, if it is in use by another program, or if its settings differ.
         """
         self._path, self._partial = path, path.with_name(path.name + ".partial")
-        if path.exists():
-            raise UserError(f"--output: {path} already exists: remove it, or choose another file")
+        check_is_new(path)
         self._offsets: dict[Key, int] = {}
         try:
             self._file: BinaryIO = self._partial.open("a+b")

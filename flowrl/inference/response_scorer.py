@@ -1,15 +1,14 @@
 """Scores responses for best of N, with a reward function in separate processes or with a reward model."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from flowrl.config import ModelConfig, Placement, RewardConfig, UserError, import_function
+from flowrl.config import ModelConfig, Placement, RewardConfig
 from flowrl.controller.cluster import Cluster
 from flowrl.data.batch.batch import Batch
 from flowrl.inference.model_source import ModelSource
@@ -35,21 +34,6 @@ class ResponseScorer(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def check_reward(reward: str) -> None:
-    """Raises UserError if a reward is neither a function that can be imported (`module:function` or
-    `file.py:function`) nor the folder of a reward model.
-    """
-    if Path(reward).is_dir():
-        return
-    if ":" not in reward:
-        raise UserError(
-            f"--reward: {reward} is neither module:function nor the folder of a reward model: correct the name or the "
-            f"path"
-        )
-    with redirect_stdout(sys.stderr):  # standard output may receive the rows
-        import_function(reward)
 
 
 def open_scorer(reward: str, policy: ModelSource) -> ResponseScorer:

@@ -30,47 +30,15 @@ from flowrl.engines.rollout.base import (
     load_engine_class,
 )
 from flowrl.engines.rollout.sampling import row_keys
+from flowrl.inference.generation_settings import EngineSettings, SamplingSettings
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.stop_strings import StopStrings
-
-Dtype = Literal["float32", "bfloat16", "float64"]
 
 _STOP_CHECK_S = 0.2
 """Interval in which unfinished responses are searched for stop strings. It changes only the time of the search."""
 
 _STREAM_S = 0.02
 """Interval between two states of a streamed response."""
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """Settings that determine the responses."""
-
-    max_tokens: int = 256
-    """Maximum number of tokens of a response."""
-    temperature: float = 1.0
-    """0 selects the most likely tokens."""
-    top_k: int = 0
-    """Number of most likely tokens from which to sample; 0 uses all tokens."""
-    top_p: float = 1.0
-    """Total probability of the most likely tokens from which to sample."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response. The response is cut before the text."""
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of the engine."""
-
-    engine: str = "hf"
-    quantization: Literal["int8", "int4", "fp8"] | None = None
-    dtype: Dtype | None = None
-    """Dtype of the weights. None: float32 on the CPU, and the dtype of the model's files on a GPU."""
-    max_num_seqs: int = 256
-    """Maximum number of responses that are generated at the same time."""
-    kv_cache_gb: float = 1.0
-    """Memory of vLLM's KV cache."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +95,7 @@ class TextGenerator:
         self,
         source: ModelSource,
         sampling: SamplingSettings,
-        settings: EngineSettings = EngineSettings(),
+        settings: EngineSettings | None = None,
         *,
         chat: ChatTokenizer | None = None,
         uses_full_context: bool = False,
@@ -137,12 +105,13 @@ class TextGenerator:
         Args:
             source: the model.
             sampling: settings of the responses.
-            settings: settings of the engine.
+            settings: settings of the engine; None is `EngineSettings()`.
             chat: tokenizer and template of the model; None opens them.
             uses_full_context: responses of `stream` may be longer than `sampling.max_tokens`.
         Raises:
             UserError: the model cannot be loaded, or the engine does not support a setting.
         """
+        settings = settings or EngineSettings()
         self.source, self.sampling, self.settings = source, sampling, settings
         self.chat = chat or open_chat(source)
         self._device = "cuda:0" if torch.cuda.is_available() else "cpu"

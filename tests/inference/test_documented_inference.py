@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import main
-from flowrl.inference.bulk_generation import OUTPUT_COLUMNS
 from flowrl.inference.chat_terminal import HELP
+from flowrl.inference.generation_settings import OUTPUT_COLUMNS
 
 PAGE = (Path(__file__).parents[2] / "docs/inference.md").read_text(encoding="utf-8")
 

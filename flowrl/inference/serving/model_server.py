@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from flowrl.config import UserError
 from flowrl.config.rollout.engines import ENGINES
 from flowrl.controller.host.private_folder import create_folder
-from flowrl.data.chat import ChatTokenizer
 from flowrl.data.messages import DataError
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.serving.api_key import API_KEY, KeyMiddleware
+
+if TYPE_CHECKING:
+    from flowrl.data.chat import ChatTokenizer  # imports transformers
 
 _END_TIMEOUT_S = 30.0
 """Seconds within which the server must end. After them, it is killed."""
@@ -100,7 +100,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def serve(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings) -> int:
+def serve(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings) -> int:
     """Runs the server until it ends or a signal arrives. Returns its exit code.
 
     After SIGINT, SIGTERM or SIGHUP, ends the server with all of its processes.
@@ -120,8 +120,10 @@ def serve(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings) ->
         _end(process)
 
 
-def server_command(source: ModelSource, chat: ChatTokenizer, settings: ServerSettings, folder: Path) -> list[str]:
+def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings, folder: Path) -> list[str]:
     """Returns the arguments of vLLM's command, and writes the files that they name to a folder."""
+    import torch  # noqa: PLC0415 (after check_server)
+
     on_gpu = torch.cuda.is_available()
     command = ["serve", str(source.path), "--tokenizer", str(source.tokenizer_path)]
     command += ["--served-model-name", settings.name or source.name, "--host", settings.host]
@@ -146,6 +148,8 @@ def server_command(source: ModelSource, chat: ChatTokenizer, settings: ServerSet
 
 def server_environment(settings: ServerSettings) -> Mapping[str, str]:
     """Returns the environment variables of the server that differ from those of this process."""
+    import torch  # noqa: PLC0415 (after check_server)
+
     values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if not torch.cuda.is_available():
         values["TORCHDYNAMO_DISABLE"] = "1"  # as in the rollout engine
@@ -155,7 +159,7 @@ def server_environment(settings: ServerSettings) -> Mapping[str, str]:
     return values
 
 
-def chat_template(chat: ChatTokenizer) -> str:
+def chat_template(chat: "ChatTokenizer") -> str:
     """Returns the Jinja text of the conversation template, which adds its system message. Raises DataError without a
     chat template.
     """
@@ -167,7 +171,7 @@ def chat_template(chat: ChatTokenizer) -> str:
     return f"{{% if messages[0].role != 'system' %}}{{% set messages = [{message}] + messages %}}{{% endif %}}{text}"
 
 
-def end_ids(model: Path, chat: ChatTokenizer) -> list[int]:
+def end_ids(model: Path, chat: "ChatTokenizer") -> list[int]:
     """Returns the tokens that end a response. vLLM's server does not support stop sequences of several tokens."""
     own = _generation_settings(model).get("eos_token_id")
     ids = own if isinstance(own, list) else [] if own is None else [own]
@@ -175,7 +179,7 @@ def end_ids(model: Path, chat: ChatTokenizer) -> list[int]:
     return sorted({chat.eos_id, *ids, *single})
 
 
-def unsupported_stops(chat: ChatTokenizer) -> Sequence[str]:
+def unsupported_stops(chat: "ChatTokenizer") -> Sequence[str]:
     """Returns the texts of the stop sequences that clients must send in the field `stop`."""
     try:
         return [chat.decode_all(ids) for ids in chat.stop_ids if len(ids) > 1]
