@@ -45,6 +45,11 @@ class Measurement:
 
 Measure = Callable[[StepWindow, RunFacts], Measurement | None]
 
+EXTREME = 5
+"""Multiple of a threshold beyond which the value of a single step is a finding (`Check.measure_at_once`). It is large,
+so that noise of single steps is not a finding.
+"""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -61,6 +66,24 @@ class Check:
     """Settings to change. A finding names the first setting that the run has. `ROLE` stands for the trained role."""
     is_lower_bound: bool = False
     """True: values below the threshold are findings. False: values above it are findings."""
+    measure_at_once: Measure | None = None
+    """Returns the value of the last step alone, for a check that compares a median. A value far beyond the threshold
+    (`EXTREME`) is a finding although the window is not full or its median is healthy, because the metric of a policy
+    that breaks may be extreme in its first step only.
+    """
+
+    def measure_step(self, threshold: float, window: StepWindow, facts: RunFacts) -> tuple[Measurement | None, float]:
+        """Returns the value of the last step, and the multiple of the threshold that limits it (usually 1)."""
+        if self.measure_at_once is not None:
+            multiple = 1 / EXTREME if self.is_lower_bound else EXTREME
+            measurement = self.measure_at_once(window, facts)
+            if measurement is not None and self.distance(measurement, multiple * threshold) > 0:
+                return measurement, multiple
+        return self.measure(window, facts), 1.0
+
+    def distance(self, measurement: Measurement, limit: float) -> float:
+        """Returns how far a value is beyond a limit. It is negative or 0 if the value is healthy."""
+        return limit - measurement.value if self.is_lower_bound else measurement.value - limit
 
     def setting(self, measurement: Measurement, facts: RunFacts) -> str:
         """Returns the setting to change first."""
@@ -177,7 +200,16 @@ def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement
 
     The entropy may collapse within a few steps, so those after the first do not count.
     """
-    now, before = window.recent_median("actor/entropy"), window.first_value("actor/entropy")
+    return _entropy_fraction(window, window.recent_median("actor/entropy"))
+
+
+def measure_entropy_collapse_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the entropy of the last step as a fraction of that in the first step. It is 1 if the task is solved."""
+    return _entropy_fraction(window, window.last.get("actor/entropy"))
+
+
+def _entropy_fraction(window: StepWindow, now: float | None) -> Measurement | None:
+    before = window.first_value("actor/entropy")
     if now is None or not before:
         return None
     observation = f"actor/entropy is {now:.3g} nats per token, in the first step {before:.3g}"
@@ -189,8 +221,25 @@ def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None
 
     The KL of a policy that breaks in a few steps is constant afterwards, so the steps just before do not count.
     """
+    return _kl_above_first(window, window.recent_median)
+
+
+def measure_kl_growth_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the smaller KL of the last two steps. It is 0 if the KL is not larger than in the first step.
+
+    A single step does not count, because a few tokens that the policy almost never samples can dominate its estimate.
+    """
+
+    def measure_now(name: str) -> float | None:
+        last = window.values(name)[-2:]
+        return min(last) if len(last) == 2 else None
+
+    return _kl_above_first(window, measure_now)
+
+
+def _kl_above_first(window: StepWindow, measure_now: Callable[[str], float | None]) -> Measurement | None:
     for name in ("kl", "actor/kl"):
-        now, before = window.recent_median(name), window.first_value(name)
+        now, before = measure_now(name), window.first_value(name)
         if now is not None and before is not None:
             observation = f"{name} is {now:.3g} nats per token, in the first step {before:.3g}"
             return Measurement(now if now > before else 0.0, observation)
@@ -198,13 +247,27 @@ def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None
 
 
 def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest median distance from 1 of a mean probability ratio."""
-    ratios = {name: window.recent_median(name) for name in ("actor/ratio", "correction/weight")}
+    """Returns the largest median distance from 1 of a mean probability ratio, or the median KL of a step's updates.
+
+    The KL counts because the mean ratio is close to 1 for any change of the policy: its expectation under the old
+    policy is 1.
+    """
+    return _largest_change(window.recent_median)
+
+
+def measure_ratio_range_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the largest distance from 1 of a mean probability ratio in the last step, or the KL of its updates."""
+    return _largest_change(window.last.get)
+
+
+def _largest_change(measure_now: Callable[[str], float | None]) -> Measurement | None:
     found = [
         Measurement(abs(ratio - 1), f"{name} is {ratio:.3g} on average")
-        for name, ratio in ratios.items()
-        if ratio is not None
+        for name in ("actor/ratio", "correction/weight")
+        if (ratio := measure_now(name)) is not None
     ]
+    if (kl := measure_now("actor/approx_kl")) is not None:
+        found.append(Measurement(kl, f"actor/approx_kl is {kl:.3g} nats per token"))
     return max(found, key=lambda measurement: measurement.value, default=None)
 
 
@@ -348,6 +411,7 @@ CHECKS: tuple[Check, ...] = (
         "lower the learning rate, or raise actor.entropy_coef",
         ("actor.entropy_coef", "actor.optimizer.lr"),
         is_lower_bound=True,
+        measure_at_once=measure_entropy_collapse_at_once,
     ),
     Check(
         "kl_growth",
@@ -355,6 +419,7 @@ CHECKS: tuple[Check, ...] = (
         "the policy drifts away from the reference",
         "strengthen the KL penalty, or lower the learning rate",
         ("algorithm.kl_coef", "actor.kl_loss_coef", "actor.optimizer.lr"),
+        measure_at_once=measure_kl_growth_at_once,
     ),
     Check(
         "ratio_range",
@@ -362,6 +427,7 @@ CHECKS: tuple[Check, ...] = (
         "the updates of a step change the policy too much, or responses are too stale",
         "lower the learning rate, the number of updates per step, or the staleness",
         ("actor.optimizer.lr",),
+        measure_at_once=measure_ratio_range_at_once,
     ),
     Check(
         "logprob_gap",

@@ -46,11 +46,11 @@ class HealthMonitor:
         return [finding for finding in changed if finding is not None]
 
     def _apply(self, check: Check, threshold: float, step: int) -> Finding | None:
-        measurement = check.measure(self._window, self._facts)
+        measurement, multiple = check.measure_step(threshold, self._window, self._facts)
         if measurement is None:
             return None
         state = self._states[check.name]
-        distance = threshold - measurement.value if check.is_lower_bound else measurement.value - threshold
+        distance = check.distance(measurement, threshold)
         if distance <= 0:
             state.num_healthy += 1
             # Each recurrence must follow a longer healthy period, which limits the number of messages of a long run.
@@ -61,7 +61,7 @@ class HealthMonitor:
         if state.finding is None:
             state.finding, state.reported = len(self.findings), distance
             state.num_findings += 1
-            self.findings.append(self._describe(check, measurement, threshold, step))
+            self.findings.append(self._describe(check, measurement, threshold, multiple, step))
             return self.findings[-1]
         earlier = self.findings[state.finding]
         worst = (min if check.is_lower_bound else max)(earlier.value, measurement.value)
@@ -69,12 +69,14 @@ class HealthMonitor:
         if distance < 2 * max(state.reported, abs(threshold) / 2, _MIN_DISTANCE):
             return None
         state.reported = distance
-        described = self._describe(check, measurement, threshold, step)
+        described = self._describe(check, measurement, threshold, multiple, step)
         self.findings[state.finding] = replace(described, step=earlier.step)
         return self.findings[state.finding]
 
-    def _describe(self, check: Check, measurement: Measurement, threshold: float, step: int) -> Finding:
-        bound = "below" if check.is_lower_bound else "above"
+    def _describe(
+        self, check: Check, measurement: Measurement, threshold: float, multiple: float, step: int
+    ) -> Finding:
+        bound = ("below" if check.is_lower_bound else "above") + f" {multiple:g} x" * (multiple != 1)
         limit = f"{measurement.value:.3g}, {bound} health.{check.name} {threshold:g}"
         message = f"{measurement.observation} ({limit}): {check.meaning}; {check.remedy or self._facts.gap_causes}"
         setting = check.setting(measurement, self._facts)

@@ -187,6 +187,10 @@ def test_a_run_with_a_problem_has_its_finding(
     assert check in train(recipe, num_steps, changes)
 
 
+def test_a_learning_rate_that_breaks_the_policy_is_found_before_medians_exist(train: Train) -> None:
+    assert "ratio_range" in train("ppo", STEPS - 2, {"actor": actor(1.0)})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_without_problems_has_no_finding(train: Train) -> None:

@@ -59,7 +59,7 @@ CASES = {
     "truncation": Case("truncation", records(truncated_fraction=[0.5, 0.9, 0.7, 0.1]), 0.6),
     "repetition": Case("repetition", records(repetition=[0.5, 0.9, 0.7, 0.1]), 0.6),
     # First value 2.5, last median 0.1.
-    "entropy_collapse": Case("entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0]), 0.1 / 2.5),
+    "entropy_collapse": Case("entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0.05]), 0.1 / 2.5),
     # A policy that breaks in its first steps: medians 0.01 and 6.5.
     "entropy_collapse at once": Case("entropy_collapse", records(actor__entropy=[1.0, 0.5, *[0.01] * 4]), 0.01),
     # The first step has no value, as after a skipped update.
@@ -67,7 +67,11 @@ CASES = {
     "kl_growth at once": Case("kl_growth", records(kl=[0.0, 4.0, 6.6, 6.4, 6.5, 6.5]), 6.5),
     "kl_growth": Case("kl_growth", records(kl=[0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 1.5, 2.0]), 1.25),
     "kl_growth of the loss": Case("kl_growth", records(actor__kl=[0.1] * 4 + [0.5, 1.0, 1.5, 2.0]), 1.25),
-    "ratio_range": Case("ratio_range", records(actor__ratio=[1.0, 1.4, 1.2, 9.0]), 0.3),
+    "ratio_range": Case("ratio_range", records(actor__ratio=[1.0, 1.4, 1.2, 1.9]), 0.3),
+    # Sampled ratios have the mean 1 although the policy changes.
+    "ratio_range of large updates": Case(
+        "ratio_range", records(actor__ratio=[1.01] * 4, actor__approx_kl=[0.1, 0.3, 0.2, 0.4]), 0.25
+    ),
     "ratio_range of stale responses": Case("ratio_range", repeated(actor__ratio=1.1, correction__weight=0.4), 0.6),
     # Only the last step counts: 0.15 nats with a limit of 0.05.
     "logprob_gap": Case("logprob_gap", records(rollout_gap=[0.0, 0.15]), 3.0),
@@ -153,6 +157,48 @@ SINGLE_STEPS = {"logprob_gap", "gradient_spike", "held_out_fall"}
 )
 def test_too_few_steps_measure_nothing(case: Case) -> None:
     assert measure(case.check, case.rows[: STEPS - 1], case.facts) is None
+
+
+# Values far beyond the threshold.
+
+
+@pytest.mark.parametrize(
+    ("check", "rows"),
+    [
+        ("ratio_range", records(actor__ratio=[1.0], actor__approx_kl=[0.51])),
+        ("ratio_range", records(actor__ratio=[0.49])),
+        ("kl_growth", records(kl=[0.0, 5.1, 6.0])),
+        ("kl_growth", records(actor__kl=[0.0, 5.1, 6.0])),
+        ("entropy_collapse", records(actor__entropy=[1.0, 0.009])),
+    ],
+)
+def test_a_value_beyond_five_times_the_threshold_is_a_finding_at_once(check: str, rows: list[dict[str, float]]) -> None:
+    (finding,) = find(HealthConfig(steps=STEPS), rows)
+    assert (finding.check, finding.step) == (check, len(rows)) and len(rows) < STEPS
+    assert finding.threshold == getattr(HealthConfig(), check)
+    assert ("0.2 x" if check == "entropy_collapse" else "5 x") in finding.message
+    disabled = HealthConfig.model_validate({"steps": STEPS, check: None})
+    assert find(disabled, rows) == []
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        records(actor__ratio=[0.51, 1.49], actor__approx_kl=[0.49, 0.49]),
+        records(kl=[0.0, 9.0, 0.0]),  # a single step, because the estimate has heavy tails
+        records(kl=[9.0, 9.0, 9.0]),
+        records(actor__entropy=[1.0, 0.011]),
+    ],
+)
+def test_smaller_values_of_single_steps_are_no_findings(rows: list[dict[str, float]]) -> None:
+    assert find(HealthConfig(steps=STEPS), rows) == []
+
+
+def test_a_policy_that_no_longer_changes_after_its_first_update_is_found() -> None:
+    """A huge learning rate saturates the policy, so that later ratios are 1 and their median is healthy."""
+    rows = records(actor__ratio=[0.5] + [1.0] * 11, actor__approx_kl=[9.5] + [0.0] * 11)
+    (finding,) = find(HealthConfig(steps=STEPS), rows)
+    assert (finding.check, finding.step, finding.last_step, finding.value) == ("ratio_range", 1, 1, 9.5)
 
 
 # Silence.

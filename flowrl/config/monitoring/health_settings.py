@@ -36,7 +36,8 @@ class HealthConfig(Config):
 
     steps: PositiveInt = 10
     """Number of steps whose median most checks compare with their threshold. These checks need the values of this many
-    steps, so that a single noisy step has no effect.
+    steps, so that a single noisy step has no effect. Three checks also find a value far beyond the threshold at once
+    (docs/observability.md).
     """
 
     held_out_fall: PositiveFloat | None = 0.2
@@ -60,7 +61,7 @@ class HealthConfig(Config):
 
     ratio_range: PositiveFloat | None = 0.1
     """Distance from 1 of the mean ratio of new to old probabilities, or of the mean importance weight of stale
-    responses.
+    responses. Also the estimated KL between the policies before and after an update, in nats per token.
     """
 
     logprob_gap: PositiveFloat | None = 1.0
