@@ -40,7 +40,10 @@ def format_findings(findings: Iterable[Finding]) -> str:
 
 
 def read_findings(run_folder: Path | str) -> list[Finding]:
-    """Returns the findings of a run, in the order in which they began. Returns an empty list without `health.jsonl`."""
+    """Returns the findings of a run, in the order in which they began, those of one step in the order of causes.
+
+    Returns an empty list without `health.jsonl`.
+    """
     path = Path(run_folder) / FILE
     names = [field.name for field in fields(Finding)]
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []

@@ -35,7 +35,7 @@ class HealthMonitor:
         self._checks = [(check, settings[check.name]) for check in CHECKS if settings[check.name] is not None]
         self._states = {check.name: _CheckState() for check, _ in self._checks}
         self.findings: list[Finding] = []
-        """All findings, in the order in which they began."""
+        """All findings, in the order in which they began, those of one step in the order of causes (`CHECKS`)."""
 
     def add(self, step: int, record: Mapping[str, float]) -> list[Finding]:
         """Checks the record of a step. Returns the findings that begin or have become clearly worse in this step."""

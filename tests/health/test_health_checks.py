@@ -201,6 +201,26 @@ def test_a_policy_that_no_longer_changes_after_its_first_update_is_found() -> No
     assert (finding.check, finding.step, finding.last_step, finding.value) == ("ratio_range", 1, 1, 9.5)
 
 
+# Order of findings.
+
+
+def test_the_findings_of_a_step_begin_with_the_probable_cause() -> None:
+    rows = records(
+        truncated_fraction=[0.9] * 5,
+        equal_scores_fraction=[1.0] * 5,
+        actor__entropy=[1.0, 0.02, 0.02, 0.02, 0.02],
+        kl=[0.0, 2.0, 2.0, 2.0, 2.0],
+        actor__ratio=[1.2] * 5,
+        rollout_gap=[0.0, 0.0, 0.0, 0.0, 1.0],
+    )
+    findings = find(HealthConfig(steps=STEPS), rows, ROLLOUT)
+    order = ["ratio_range", "kl_growth", "entropy_collapse", "truncation", "no_signal"]
+    assert [(finding.check, finding.step) for finding in findings] == [
+        *((check, STEPS) for check in order),
+        ("logprob_gap", 5),
+    ]
+
+
 # Silence.
 
 

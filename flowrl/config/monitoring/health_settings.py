@@ -8,22 +8,24 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from flowrl.config.base import Config
 
 HealthCheck = Literal[
-    "held_out_fall",
-    "length_limit",
-    "truncation",
-    "entropy_collapse",
-    "kl_growth",
-    "ratio_range",
+    "skipped_updates",
     "logprob_gap",
     "gradient_spike",
+    "ratio_range",
+    "value_function",
+    "kl_growth",
+    "entropy_collapse",
+    "repetition",
+    "length_limit",
+    "truncation",
     "no_signal",
+    "held_out_fall",
     "stale_share",
     "idle_devices",
-    "repetition",
-    "value_function",
-    "skipped_updates",
 ]
-"""Names of the health checks. Each name is also the setting of the check's threshold."""
+"""Names of the health checks, in the order of causes (`CHECKS`). Each name is also the setting of the check's
+threshold.
+"""
 
 HealthChecks = Annotated[tuple[HealthCheck, ...], Field(strict=False)]
 """A list of names of health checks."""
@@ -40,29 +42,8 @@ class HealthConfig(Config):
     (docs/observability.md).
     """
 
-    held_out_fall: PositiveFloat | None = 0.2
-    """Fall of the held-out `accuracy` below its best value, as a fraction of this value, while the training `reward`
-    rises. Also the rise of `validation_loss` above its best value, while the training loss falls.
-    """
-
-    length_limit: Share | None = 0.95
-    """Mean response length, as a fraction of `rollout.max_response_tokens`."""
-
-    truncation: Share | None = 0.5
-    """Share of responses that reached the length limit."""
-
-    entropy_collapse: Share | None = 0.05
-    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It does not apply to a policy
-    whose reward has almost reached the largest reward so far.
-    """
-
-    kl_growth: PositiveFloat | None = 1.0
-    """KL of the policy to the reference in nats per token, if it is larger than in the first step."""
-
-    ratio_range: PositiveFloat | None = 0.1
-    """Distance from 1 of the mean ratio of new to old probabilities, or of the mean importance weight of stale
-    responses. Also the estimated KL between the policies before and after an update, in nats per token.
-    """
+    skipped_updates: Share | None = 0.5
+    """Share of the last `steps` steps in which an update was skipped."""
 
     logprob_gap: PositiveFloat | None = 1.0
     """Mean gap between the log-probabilities of rollout and trainer, as a multiple of `rollout.gap_warning`."""
@@ -72,9 +53,41 @@ class HealthConfig(Config):
     first steps count as this median.
     """
 
+    ratio_range: PositiveFloat | None = 0.1
+    """Distance from 1 of the mean ratio of new to old probabilities, or of the mean importance weight of stale
+    responses. Also the estimated KL between the policies before and after an update, in nats per token.
+    """
+
+    value_function: float | None = 0.02
+    """Smallest explained variance of the critic, after the first 3 x `steps` steps. A critic that predicts a constant
+    has 0.
+    """
+
+    kl_growth: PositiveFloat | None = 1.0
+    """KL of the policy to the reference in nats per token, if it is larger than in the first step."""
+
+    entropy_collapse: Share | None = 0.05
+    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It does not apply to a policy
+    whose reward has almost reached the largest reward so far.
+    """
+
+    repetition: Share | None = 0.5
+    """Share of n-grams of the responses that occur earlier in the same response."""
+
+    length_limit: Share | None = 0.95
+    """Mean response length, as a fraction of `rollout.max_response_tokens`."""
+
+    truncation: Share | None = 0.5
+    """Share of responses that reached the length limit."""
+
     no_signal: Share | None = 0.9
     """Share of groups, trained or dropped, whose scores are all equal. It does not apply to a policy whose reward has
     almost reached the largest reward so far.
+    """
+
+    held_out_fall: PositiveFloat | None = 0.2
+    """Fall of the held-out `accuracy` below its best value, as a fraction of this value, while the training `reward`
+    rises. Also the rise of `validation_loss` above its best value, while the training loss falls.
     """
 
     stale_share: Share | None = 0.2
@@ -82,17 +95,6 @@ class HealthConfig(Config):
 
     idle_devices: Share | None = 0.8
     """Share of the time during which a device runs no call."""
-
-    repetition: Share | None = 0.5
-    """Share of n-grams of the responses that occur earlier in the same response."""
-
-    value_function: float | None = 0.02
-    """Smallest explained variance of the critic, after the first 3 x `steps` steps. A critic that predicts a constant
-    has 0.
-    """
-
-    skipped_updates: Share | None = 0.5
-    """Share of the last `steps` steps in which an update was skipped."""
 
     record_on: HealthChecks = ()
     """Names of checks. After the first finding of each of them, the next step is recorded for `flowrl replay`."""
