@@ -60,4 +60,12 @@ def _replay(arguments: argparse.Namespace) -> None:
     with loading(path, arguments.overrides, schema) as config:
         has_debugger = arguments.pdb or arguments.functions
         debugger = StepDebugger(arguments.functions, stops_at_start=arguments.pdb) if has_debugger else None
-        replay_step(recording, config, train, backend=arguments.backend, output=arguments.output, debugger=debugger)
+        replay_step(
+            recording,
+            config,
+            train,
+            overrides=arguments.overrides,
+            backend=arguments.backend,
+            output=arguments.output,
+            debugger=debugger,
+        )

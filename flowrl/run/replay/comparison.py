@@ -57,6 +57,17 @@ def compare_steps(recorded: StepResults, replayed: StepResults, *, is_exact: boo
     return compared
 
 
+def changed_metrics(
+    recorded: Mapping[str, float], replayed: Mapping[str, float], *, is_exact: bool
+) -> dict[str, tuple[float | None, float | None]]:
+    """Maps each metric that differs to its recorded and its replayed value. None: the step did not log the metric.
+
+    `is_exact` is that of `compare_steps`.
+    """
+    values = {name: (recorded.get(name), replayed.get(name)) for name in {**recorded, **replayed}}
+    return {name: pair for name, pair in values.items() if first_difference(*pair, is_exact)}
+
+
 def _by_tensor(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Maps the name of a tensor or counter, with the rank if there are several, to its value."""
     suffix = (lambda rank: "") if len(states) == 1 else (lambda rank: f" of rank {rank}")

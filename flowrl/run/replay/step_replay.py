@@ -16,7 +16,7 @@ from flowrl.checkpoints.saver import package_versions
 from flowrl.config import CheckFailed, RunConfig, UserError
 from flowrl.data.console import make_console
 from flowrl.run.preflight import find_path_problems
-from flowrl.run.replay.comparison import BOUND, Compared, StepResults, compare_steps
+from flowrl.run.replay.comparison import BOUND, Compared, StepResults, changed_metrics, compare_steps
 from flowrl.run.replay.recording import Recording, changed_sources, describe_machine
 from flowrl.run.replay.replayed_run import Replay, replaying
 from flowrl.run.replay.step_debugger import StepDebugger, is_quit
@@ -30,6 +30,7 @@ def replay_step(
     config: RunConfig,
     train: Callable[[Any], object],  # Any: the config class of the recipe
     *,
+    overrides: Sequence[str] = (),
     backend: str = "inline",
     output: Path | None = None,
     debugger: StepDebugger | None = None,
@@ -41,13 +42,15 @@ def replay_step(
         recording: the recorded step.
         config: its config, possibly with other settings.
         train: the training function of its recipe.
+        overrides: the settings that differ from the recording, as `KEY=VALUE`. With overrides, different results are
+            printed and are no error.
         backend: `inline` runs one rank of each role in this process, `ray` the processes of the placement.
         output: new folder for the columns that calls return and for `replay.json`. None: they are not kept.
         debugger: stops the step. After an exception, it opens in the frame that raised the exception.
         console: where to print. None: the standard output.
     Raises:
-        CheckFailed: the results differ, the step fails as in the run or succeeds unlike in the run, or the user has
-            quit the debugger.
+        CheckFailed: without overrides, the results differ, or the step succeeds unlike in the run. In any case, the
+            step fails as in the run, or the user has quit the debugger.
         UserError: an input is missing, the output folder exists, or the recipe does not run the step.
         Exception: any exception of the step that the run did not raise.
     """
@@ -74,9 +77,12 @@ def replay_step(
             raise UserError(
                 f"the recipe has not run step {recording.step}: its loop must iterate over run.rollouts or run.batches"
             )
-        if recording.values["error"] is not None:
-            raise CheckFailed(f"the step succeeds, but in the run it failed ({recording.values['error']})")
-        _report(recording, replay.results, backend, output, console)
+        if (failure := recording.values["error"]) is not None:
+            if not overrides:
+                raise CheckFailed(f"the step succeeds, but in the run it failed ({failure})")
+            notify(f"step {recording.step} succeeds with {' '.join(overrides)}; in the run it failed ({failure})")
+            return
+        _report(recording, replay.results, overrides, backend, output, console)
 
 
 def _check_inputs(recording: Recording, config: RunConfig) -> None:
@@ -100,8 +106,18 @@ def _open_output(output: Path | None, resources: ExitStack) -> Path:
     return output.absolute()
 
 
-def _report(recording: Recording, results: StepResults, backend: str, output: Path | None, console: Console) -> None:
-    """Prints the comparison, and writes it to the output folder. Raises CheckFailed if results differ."""
+def _report(
+    recording: Recording,
+    results: StepResults,
+    overrides: Sequence[str],
+    backend: str,
+    output: Path | None,
+    console: Console,
+) -> None:
+    """Prints the comparison, and writes it to the output folder.
+
+    Raises CheckFailed if results differ without overrides.
+    """
     inexactness = recording.describe_inexactness() if backend == "inline" else ""
     recorded = StepResults(recording.values, recording.path)
     compared = compare_steps(recorded, results, is_exact=not inexactness)
@@ -111,7 +127,8 @@ def _report(recording: Recording, results: StepResults, backend: str, output: Pa
     if output is not None:
         parts = [{"name": part.name, "count": part.count, "differences": part.differences} for part in compared]
         result = {"step": recording.step, "is_identical": first is None and not inexactness, "compared": parts}
-        write_json(output / RESULT, result | {"changes": notes, "metrics_not_replayed": not_replayed})
+        result |= {"overrides": list(overrides), "changes": notes, "metrics_not_replayed": not_replayed}
+        write_json(output / RESULT, result)
     console.print(_table(compared, "identical" if not inexactness else f"within {BOUND:g}"))
     for note in notes:
         console.print(note, markup=False, highlight=False)
@@ -124,6 +141,9 @@ def _report(recording: Recording, results: StepResults, backend: str, output: Pa
             markup=False,
             highlight=False,
         )
+    if first is not None and overrides:
+        _print_changes(recording, results, overrides, is_exact=not inexactness, console=console)
+        return
     if first is not None:
         raise CheckFailed(f"step {recording.step} differs from the run; first difference: {first}")
     verdict = f"equal up to rounding ({BOUND:g})" if inexactness else "bitwise identical to the run"
@@ -136,6 +156,29 @@ def _table(compared: Sequence[Compared], same: str) -> Table:
         first = part.differences[0] if part.differences else ""
         table.add_row(part.name, str(part.count), str(part.count - len(part.differences)), Text(first))
     return table
+
+
+def _print_changes(
+    recording: Recording, results: StepResults, overrides: Sequence[str], *, is_exact: bool, console: Console
+) -> None:
+    """Prints the recorded and the replayed value of each metric that differs."""
+    recorded = recording.values["metrics"]
+    changed = changed_metrics(recorded, results.values["metrics"], is_exact=is_exact)
+    if changed:
+        table = Table("metric", "recorded", "replayed")
+        for name, values in changed.items():
+            table.add_row(Text(name), *_format_pair(*values))
+        console.print(table)
+    verdict = "no metric differs from the run, but calls or states differ"
+    if changed:
+        verdict = f"{len(changed)} of {len(recorded)} metrics differ from the run"
+    console.print(f"step {recording.step} with {' '.join(overrides)}: {verdict}", markup=False, highlight=False)
+
+
+def _format_pair(first: float | None, second: float | None) -> list[str]:
+    """Returns two numbers with 6 digits, or with all digits if they are equal otherwise. Returns `-` for None."""
+    texts = ["-" if value is None else f"{value:.6g}" for value in (first, second)]
+    return [str(first), str(second)] if texts[0] == texts[1] else texts
 
 
 def _describe_changes(recording: Recording) -> list[str]:

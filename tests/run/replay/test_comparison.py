@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowrl.data.batch.tensordicts import make_tensordict
-from flowrl.run.replay.comparison import BOUND, compare_tables, first_difference
+from flowrl.run.replay.comparison import BOUND, changed_metrics, compare_tables, first_difference
 from flowrl.run.replay.table_files import write_table
 
 
@@ -33,6 +33,14 @@ def test_rounding_is_accepted_only_up_to_the_bound() -> None:
     assert first_difference(recorded, near, is_exact=False) == ""
     assert "norm" in first_difference(recorded, far, is_exact=False)
     assert first_difference(recorded, near) != ""
+
+
+def test_changed_metrics_have_both_values() -> None:
+    recorded = {"same": 1.0, "near": 1.0, "far": 1.0, "old": 2.0, "nan": float("nan")}
+    replayed = {"same": 1.0, "near": 1.0 + BOUND / 2, "far": 1.1, "new": 3.0, "nan": float("nan")}
+    inexact = {"far": (1.0, 1.1), "old": (2.0, None), "new": (None, 3.0)}
+    assert changed_metrics(recorded, replayed, is_exact=False) == inexact
+    assert changed_metrics(recorded, replayed, is_exact=True) == inexact | {"near": (1.0, 1.0 + BOUND / 2)}
 
 
 def test_columns_are_compared_bitwise_or_by_their_norm(tmp_path: Path) -> None:

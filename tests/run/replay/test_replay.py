@@ -4,6 +4,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flowrl.run.replay.replayed_run import ReplayedRun
 from flowrl.run.replay.step_replay import RESULT, replay_step
 from flowrl.workers import Actor, Rollout
 from recipes.ppo.train import train as train_ppo
-from tests.errors import rejects
+from tests.errors import missing_facts, rejects
 from tests.run.replay.replay_cases import CASES, PPO, RECORDED, Case, metrics_without_clock
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
@@ -185,6 +186,32 @@ def test_an_exception_in_the_recorded_step_is_replayed(task: Path, tmp_path: Pat
         train(config)
     with rejects("fails", "broken", error=CheckFailed):
         replay_step(read_recording(config.output, 2), config, train)
+
+
+@pytest.mark.parametrize("overrides", [(), ("actor.optimizer.lr=0.1",)])
+def test_a_step_that_failed_in_the_run_and_now_succeeds_is_an_error_only_without_overrides(
+    overrides: tuple[str, ...], task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: Any, is_broken: bool = True) -> None:
+        with Run(config) as run:
+            actor = run.group(Actor, config.actor)
+            run.add_checkpointable(actor)
+            rows = Batch.from_columns(tokens={"input_ids": [1, 2, 3, 4]}, lengths=[2, 2])
+            for batch in run.batches([rows, rows], policy=actor):
+                actor.logprobs(batch)
+                if run.step == 2 and is_broken:
+                    raise UserError("the step is broken")
+
+    config = CASES["sft"].build(task, tmp_path / "run", steps=2, epochs=None, record=(2,))
+    with rejects("broken"):
+        train(config)
+    replay = partial(replay_step, read_recording(config.output, 2), config, partial(train, is_broken=False))
+    if overrides:
+        replay(overrides=overrides)
+        assert not missing_facts(capsys.readouterr().out, "succeeds", "actor.optimizer.lr", 0.1, "broken")
+    else:
+        with rejects("succeeds", "broken", error=CheckFailed):
+            replay()
 
 
 def test_a_replayed_run_has_the_methods_of_a_run() -> None:

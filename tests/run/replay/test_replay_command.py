@@ -1,5 +1,6 @@
 """The command `flowrl replay`: its result, its errors, and the debugger."""
 
+import json
 import os
 import pty
 import select
@@ -11,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from flowrl.cli import main
 from flowrl.config import RunConfig
 from flowrl.run.replay.recording import BATCH, recordings
+from flowrl.run.replay.step_replay import RESULT
 from tests.errors import missing_facts
 
 Corruption = Callable[[Path], object]
@@ -32,9 +35,39 @@ def test_an_identical_step_ends_with_exit_code_0(recorded: RunConfig, capsys: py
     assert "bitwise identical" in out and "reward" in out.partition("not replayed")[2]
 
 
-def test_a_different_step_ends_with_exit_code_1(recorded: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run_command(capsys, recorded.output, "--step", 2, "actor.loss.clip_low=0.01")
-    assert code == 1 and not missing_facts(err, "actor.update")
+def test_a_different_step_ends_with_exit_code_1(
+    recorded: RunConfig, task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of the reference model have changed since the recording."""
+    path = task / "model" / "model.safetensors"
+    before = path.read_bytes()
+    weights = load_file(path)
+    save_file({name: 2 * weight for name, weight in weights.items()}, path, metadata={"format": "pt"})
+    try:
+        code, _, err = run_command(capsys, recorded.output, "--step", 2)
+    finally:
+        path.write_bytes(before)
+    assert code == 1 and not missing_facts(err, "error", "reference.logprobs")
+
+
+def test_overrides_print_the_metrics_that_they_change(
+    recorded: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = "actor.loss.clip_low=0.01"
+    code, out, err = run_command(capsys, recorded.output, "--step", 2, "--output", tmp_path / "out", override)
+    assert (code, err) == (0, "") and override in out and not missing_facts(out, "recorded", "replayed")
+    cells = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
+    changed = {row[1]: row[2:4] for row in cells if len(row) == 5 and row[1].startswith("actor/")}
+    assert changed and all(recorded_value != replayed_value for recorded_value, replayed_value in changed.values())
+    result = json.loads((tmp_path / "out" / RESULT).read_text())
+    assert result["overrides"] == [override] and not result["is_identical"]
+
+
+def test_an_override_without_effect_is_reported_as_identical(
+    recorded: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run_command(capsys, recorded.output, "--step", 2, "health.steps=7")
+    assert (code, err) == (0, "") and "bitwise identical" in out
 
 
 @pytest.mark.parametrize(
