@@ -41,6 +41,10 @@ class Measurement:
     """Start of the message: the measured quantity with its value."""
     role: str = "actor"
     """Trained role that the value belongs to."""
+    meaning: str = ""
+    """Likely cause, as a clause. Empty: that of the check. The same applies to `remedy` and `settings`."""
+    remedy: str = ""
+    settings: tuple[str, ...] = ()
 
 
 Measure = Callable[[StepWindow, RunFacts], Measurement | None]
@@ -87,7 +91,7 @@ class Check:
 
     def setting(self, measurement: Measurement, facts: RunFacts) -> str:
         """Returns the setting to change first."""
-        names = [name.replace("ROLE", measurement.role) for name in self.settings]
+        names = [name.replace("ROLE", measurement.role) for name in measurement.settings or self.settings]
         return next((name for name in names if name in facts.settings), names[-1])
 
 
@@ -98,13 +102,20 @@ HELD_OUT = {"accuracy": "reward", "validation_loss": "actor/loss"}
 
 _IMPROVES_BY_FALLING = {"validation_loss"}
 
+_COLLAPSE = 0.5
+"""Fall of a held-out metric and of its training metric, as a fraction of their earlier values, that counts although the
+training metric has not improved.
+"""
+
 
 def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest fall of a held-out metric below its best value, as a fraction of the best value.
 
-    The fall is 0 unless the training metric has improved since the best value. A single noisy evaluation has little
-    effect: the fall is the smaller one of the last two evaluations, and two adjacent evaluations must reach the best
-    value. With only two evaluations, half of the fall counts.
+    The fall is 0 unless the training metric has improved since the best value, or both metrics have collapsed: the
+    held-out metric has lost more than half of its best value, and the training metric more than half of its value in
+    the first step. A single noisy evaluation has little effect: the fall is the smaller one of the last two
+    evaluations, and two adjacent evaluations must reach the best value. With only two evaluations, half of the fall
+    counts.
     """
     if not window.is_evaluated:
         return None
@@ -127,14 +138,19 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
     fall = sign * (best.value - last.value) / scale
     fall = fall / 2 if previous is None else min(fall, sign * (best.value - previous.value) / scale)
     training = HELD_OUT[prefix]
-    if fall > 0 and not _has_improved(window, training, best, last, sign):
-        fall = 0.0
-    direction, change = ("below", "rises") if sign > 0 else ("above", "falls")
+    direction, better, worse = ("below", "rises", "falls") if sign > 0 else ("above", "falls", "rises")
     observation = (
         f"{name} is {last.value:.3g}, {abs(last.value - best.value) / scale:.0%} {direction} its best value "
-        f"{best.value:.3g}, while {training} {change}"
+        f"{best.value:.3g}"
     )
-    yield Measurement(max(fall, 0.0), observation)
+    if fall > 0 and _has_improved(window, training, best, last, sign):
+        yield Measurement(fall, f"{observation}, while {training} {better}")
+    elif fall > _COLLAPSE and _has_collapsed(window, training, last, sign):
+        meaning, remedy = "training makes the policy worse", "lower the learning rate, or check the reward"
+        observation = f"{observation}, and {training} {worse} as well"
+        yield Measurement(fall, observation, meaning=meaning, remedy=remedy, settings=("actor.optimizer.lr",))
+    else:
+        yield Measurement(0.0, observation)
 
 
 def _best(points: list[EvaluationPoint], sign: int) -> EvaluationPoint:
@@ -152,6 +168,12 @@ def _has_improved(window: StepWindow, name: str, best: EvaluationPoint, last: Ev
     if before is None or now is None or values is None:
         return False
     return sign * (now - before) > 2 * spread(values) / len(values) ** 0.5
+
+
+def _has_collapsed(window: StepWindow, name: str, last: EvaluationPoint, sign: int) -> bool:
+    """Returns whether the training metric has lost more than half of its value in the first step."""
+    before, now = window.first_value(name), last.training.get(name)
+    return before is not None and now is not None and sign * (before - now) > _COLLAPSE * (abs(before) or 1.0)
 
 
 # Responses.
@@ -488,7 +510,7 @@ CHECKS: tuple[Check, ...] = (
         ("placement",),
     ),
 )
-"""All checks, in the order of causes: the problem of an earlier check tends to cause those of later checks. For example,
-too large an update causes a large KL, a low entropy and a low reward. The last two checks concern speed only. The
-findings that begin in one step have this order.
+"""All checks, in the order of causes: the problem of an earlier check tends to cause those of later checks. For
+example, too large an update causes a large KL, a low entropy and a low reward. The last two checks concern speed only.
+The findings that begin in one step have this order.
 """

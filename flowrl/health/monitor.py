@@ -78,7 +78,9 @@ class HealthMonitor:
     ) -> Finding:
         bound = ("below" if check.is_lower_bound else "above") + f" {multiple:g} x" * (multiple != 1)
         limit = f"{measurement.value:.3g}, {bound} health.{check.name} {threshold:g}"
-        message = f"{measurement.observation} ({limit}): {check.meaning}; {check.remedy or self._facts.gap_causes}"
+        meaning = measurement.meaning or check.meaning
+        remedy = measurement.remedy or check.remedy or self._facts.gap_causes
+        message = f"{measurement.observation} ({limit}): {meaning}; {remedy}"
         setting = check.setting(measurement, self._facts)
         return Finding(check.name, step, step, measurement.value, threshold, message, setting)
 

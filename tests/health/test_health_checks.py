@@ -59,7 +59,9 @@ CASES = {
     "truncation": Case("truncation", records(truncated_fraction=[0.5, 0.9, 0.7, 0.1]), 0.6),
     "repetition": Case("repetition", records(repetition=[0.5, 0.9, 0.7, 0.1]), 0.6),
     # First value 2.5, last median 0.1.
-    "entropy_collapse": Case("entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0.05]), 0.1 / 2.5),
+    "entropy_collapse": Case(
+        "entropy_collapse", records(actor__entropy=[2.5, 2, 2, 1.5, 0.2, 0.1, 0.1, 0.05]), 0.1 / 2.5
+    ),
     # A policy that breaks in its first steps: medians 0.01 and 6.5.
     "entropy_collapse at once": Case("entropy_collapse", records(actor__entropy=[1.0, 0.5, *[0.01] * 4]), 0.01),
     # The first step has no value, as after a skipped update.
@@ -228,6 +230,28 @@ def test_a_fall_with_falling_rewards_is_no_finding() -> None:
     rows = records(reward=REWARDS[::-1], accuracy=[None, 0.6, None, 0.6, None, 0.5, None, 0.4, None, 0.3])
     measurement = measure("held_out_fall", rows)
     assert measurement is not None and measurement.value == 0
+
+
+COLLAPSED = [None, None, None, 0.1, None, None, None, 0.05]
+"""Held-out accuracies after an initial one of 0.5. They are 80 % and 90 % below it."""
+
+
+def test_a_collapse_on_held_out_and_training_prompts_is_a_finding() -> None:
+    rows = records(reward=[0.5, 0.1, *[0.0] * 6], accuracy=COLLAPSED)
+    (finding,) = find(HealthConfig(steps=STEPS), rows, initial={"accuracy": 0.5})
+    assert (finding.check, finding.step, finding.setting) == ("held_out_fall", 8, "actor.optimizer.lr")
+    assert finding.value == pytest.approx(0.8) and "learning rate" in finding.message
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        records(reward=[0.5, *[0.26] * 7], accuracy=COLLAPSED),
+        records(reward=[0.5, *[0.0] * 7], accuracy=[None, None, None, 0.1, None, None, None, 0.26]),
+    ],
+)
+def test_less_than_a_collapse_of_both_metrics_is_no_finding(rows: list[dict[str, float]]) -> None:
+    assert find(HealthConfig(steps=STEPS), rows, initial={"accuracy": 0.5}) == []
 
 
 def test_a_single_bad_evaluation_is_no_finding() -> None:

@@ -87,7 +87,8 @@ class HealthConfig(Config):
 
     held_out_fall: PositiveFloat | None = 0.2
     """Fall of the held-out `accuracy` below its best value, as a fraction of this value, while the training `reward`
-    rises. Also the rise of `validation_loss` above its best value, while the training loss falls.
+    rises. Also the rise of `validation_loss` above its best value, while the training loss falls. A fall of more than
+    half counts if the training metric has become worse by more than half as well.
     """
 
     stale_share: Share | None = 0.2
