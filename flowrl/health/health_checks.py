@@ -209,9 +209,8 @@ A low entropy is then no problem, because the policy may be deterministic.
 """
 
 
-def _is_solved(window: StepWindow) -> bool:
-    """Returns whether the reward has risen from its value in the first steps almost to the largest reward so far."""
-    now, before = window.recent_median("reward"), window.first_median("reward")
+def _is_solved(window: StepWindow, now: float | None, before: float | None) -> bool:
+    """Returns whether the reward has risen from an earlier value almost to the largest reward so far."""
     if now is None or before is None or window.largest_reward <= before:
         return False
     return (now - before) / (window.largest_reward - before) >= _SOLVED
@@ -222,20 +221,22 @@ def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement
 
     The entropy may collapse within a few steps, so those after the first do not count.
     """
-    return _entropy_fraction(window, window.recent_median("actor/entropy"))
+    is_solved = _is_solved(window, window.recent_median("reward"), window.first_median("reward"))
+    return _entropy_fraction(window, window.recent_median("actor/entropy"), is_solved)
 
 
 def measure_entropy_collapse_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the entropy of the last step as a fraction of that in the first step. It is 1 if the task is solved."""
-    return _entropy_fraction(window, window.last.get("actor/entropy"))
+    is_solved = _is_solved(window, window.last.get("reward"), window.first_value("reward"))
+    return _entropy_fraction(window, window.last.get("actor/entropy"), is_solved)
 
 
-def _entropy_fraction(window: StepWindow, now: float | None) -> Measurement | None:
+def _entropy_fraction(window: StepWindow, now: float | None, is_solved: bool) -> Measurement | None:
     before = window.first_value("actor/entropy")
     if now is None or not before:
         return None
     observation = f"actor/entropy is {now:.3g} nats per token, in the first step {before:.3g}"
-    return Measurement(1.0 if _is_solved(window) else now / before, observation)
+    return Measurement(1.0 if is_solved else now / before, observation)
 
 
 def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
@@ -361,7 +362,8 @@ def measure_no_signal(window: StepWindow, facts: RunFacts) -> Measurement | None
     shares = [share for record in records if (share := _share_without_signal(record, facts)) is not None]
     if len(shares) < window.steps:
         return None
-    share = 0.0 if _is_solved(window) else median(shares)
+    is_solved = _is_solved(window, window.recent_median("reward"), window.first_median("reward"))
+    share = 0.0 if is_solved else median(shares)
     return Measurement(share, f"{share:.0%} of the groups have equal scores")
 
 

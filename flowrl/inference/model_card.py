@@ -22,7 +22,7 @@ from flowrl.health.findings import FILE
 from flowrl.report.page.config_data import flatten_settings
 from flowrl.report.page.run_data import evaluations
 from flowrl.report.plots import draw_curves
-from flowrl.report.rollout_log import MissingStepError, read_rows, saved_steps
+from flowrl.report.rollout_log import RolloutLogError, read_rows, saved_steps
 
 TRAINING = "training"
 """Folder of the run's files in an exported model."""
@@ -202,7 +202,7 @@ def _size_lines(run_folder: Path, step: int, metrics: Sequence[str]) -> list[str
         try:
             for row in read_rows(folder, "evaluation", saved):
                 prompts[row["set"] or ""].append(row["prompt_id"])
-        except MissingStepError:
+        except RolloutLogError:  # a card needs no rows
             continue
         for name, ids in prompts.items():
             sizes.setdefault(name, (len(set(ids)), len(ids)))
