@@ -188,6 +188,7 @@ def test_a_value_beyond_five_times_the_threshold_is_a_finding_at_once(check: str
     [
         records(actor__ratio=[0.51, 1.49], actor__approx_kl=[0.49, 0.49]),
         records(kl=[0.0, 9.0, 0.0]),  # a single step, because the estimate has heavy tails
+        records(actor__entropy=[2.0, 1.0, 0.01], reward=[0.1, 0.5, 1.0], reward_max=[1.0] * 3),  # solved
         records(kl=[9.0, 9.0, 9.0]),
         records(actor__entropy=[1.0, 0.011]),
     ],
