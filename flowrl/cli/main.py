@@ -55,7 +55,9 @@ RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: `sys.argv[1:]`) and returns the exit code."""
-    parser = CommandParser(prog="flowrl", description="Reinforcement learning of language models.")
+    parser: argparse.ArgumentParser = CommandParser(
+        prog="flowrl", description="Reinforcement learning of language models."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_config(commands)
     _add_check(commands)
