@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
@@ -55,8 +55,10 @@ RecipeConfig = TypeVar("RecipeConfig", bound=RunConfig)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: `sys.argv[1:]`) and returns the exit code."""
-    parser: argparse.ArgumentParser = CommandParser(
-        prog="flowrl", description="Reinforcement learning of language models."
+    # The functions that add commands accept any parser of argparse.
+    parser = cast(
+        "argparse.ArgumentParser",
+        CommandParser(prog="flowrl", description="Reinforcement learning of language models."),
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_config(commands)

@@ -50,9 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     """Returns the results of one process per rank, for the meshes of the selected tests."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    meshes = {
-        test.callspec.params["mesh"] for test in tests if test.path == request.path and "mesh" in test.callspec.params
-    }
+    meshes = {str(test.callspec.params["mesh"]) for test in tests if "mesh" in test.callspec.params}
     ranks = max(MESHES[mesh][0] for mesh in meshes)
     run_ranks(main, (folder, ranks, meshes), ranks)
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
