@@ -1,4 +1,4 @@
-"""Marks single cases of a parametrized test as slow."""
+"""Marks single cases of a parametrized test as slow, and finds the cases that a test session runs."""
 
 from typing import Any
 
@@ -14,3 +14,13 @@ def one_of(*values: Any) -> list[Any]:
     """Returns the cases of a test with one argument; all but the first are slow."""
     first, *others = values
     return [first, *map(slow, others)]
+
+
+def selected_values(request: pytest.FixtureRequest, argument: str) -> set[Any]:
+    """Returns the values of a parametrized argument in the selected tests of the fixture's file.
+
+    A fixture that computes the results of all cases together needs only these, because slow cases are often left out.
+    """
+    tests = [test for test in request.session.items if test.path == request.path and isinstance(test, pytest.Function)]
+    parameters = [test.callspec.params for test in tests if hasattr(test, "callspec")]
+    return {values[argument] for values in parameters if argument in values}

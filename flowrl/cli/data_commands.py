@@ -17,7 +17,7 @@ _NUM_SHOWN_ROWS = 3
 
 def add_data(commands: Commands) -> None:
     """Adds `data` and its sub-commands to the parser of the `flowrl` command."""
-    parser = commands.add_parser("data", help="prepare, check or show datasets", allow_abbrev=False)
+    parser = commands.add_parser("data", help="prepare, check or show datasets")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, run, text in (
         ("prepare", _prepare, "filter and tokenize rows, and store them in a folder that runs memory-map"),
@@ -25,7 +25,7 @@ def add_data(commands: Commands) -> None:
         ("show", _show, "print rows as the template renders them, with trained tokens in color"),
         ("template", _template, "write the conversation template file of a tokenizer"),
     ):
-        action = actions.add_parser(name, help=text, allow_abbrev=False)
+        action = actions.add_parser(name, help=text)
         action.add_argument(
             "overrides",
             nargs="*",

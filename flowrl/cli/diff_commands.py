@@ -14,7 +14,6 @@ def add_diff(commands: Commands) -> None:
     parser = commands.add_parser(
         "diff",
         help="compare two runs: settings, inputs, versions, and the first step and call at which they diverge",
-        allow_abbrev=False,
     )
     parser.add_argument("first", type=Path, metavar="RUN_A", help="the output folder of a run")
     parser.add_argument("second", type=Path, metavar="RUN_B", help="the output folder of another run")

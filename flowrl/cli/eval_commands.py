@@ -13,9 +13,7 @@ Commands = Any  # argparse's type of sub-commands is private
 
 def add_eval(commands: Commands) -> None:
     """Adds `eval` to the parser of the `flowrl` command."""
-    parser = commands.add_parser(
-        "eval", help="evaluate models on tasks, and compare them in one table", allow_abbrev=False
-    )
+    parser = commands.add_parser("eval", help="evaluate models on tasks, and compare them in one table")
     parser.add_argument(
         "overrides",
         nargs="*",

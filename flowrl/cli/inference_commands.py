@@ -93,9 +93,7 @@ _MAX_TOKENS = 256
 
 
 def _add_generate(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "generate", help="generate responses to the prompts of a file, or the best of N", allow_abbrev=False
-    )
+    parser = commands.add_parser("generate", help="generate responses to the prompts of a file, or the best of N")
     add_model_options(parser)
     parser.add_argument(
         "--prompts",
@@ -153,7 +151,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _add_chat(commands: Commands) -> None:
-    parser = commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False)
+    parser = commands.add_parser("chat", help="chat with a model in the terminal")
     add_model_options(parser)
     add_sampling_options(parser, f"{_CHAT_MAX_TOKENS}; fewer if the model's context has no more")
     parser.set_defaults(run=_chat, max_num_seqs=_CHAT_SEQS)
@@ -197,7 +195,7 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 
 def _add_serve(commands: Commands) -> None:
-    parser = commands.add_parser("serve", help="serve a model with vLLM's OpenAI-compatible server", allow_abbrev=False)
+    parser = commands.add_parser("serve", help="serve a model with vLLM's OpenAI-compatible server")
     add_source_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, for this machine only")
     parser.add_argument("--port", type=_port, default=8000, help="default: 8000")

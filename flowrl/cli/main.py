@@ -169,9 +169,7 @@ def _import_train(name: str) -> Callable[[RunConfig], object]:
 
 
 def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "config", help="print a commented YAML file with all settings of a recipe", allow_abbrev=False
-    )
+    parser = commands.add_parser("config", help="print a commented YAML file with all settings of a recipe")
     printed = parser.add_mutually_exclusive_group(required=True)
     printed.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name, such as grpo, or module:Class")
     printed.add_argument(
@@ -196,9 +194,7 @@ REFERENCE_COMMAND = "flowrl config --reference > docs/config.md"
 
 
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "check", help="check everything that a run needs, without training", allow_abbrev=False
-    )
+    parser = commands.add_parser("check", help="check everything that a run needs, without training")
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.set_defaults(run=_check)
@@ -217,7 +213,6 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser = commands.add_parser(
         "plan",
         help="print the devices, data flow and memory of every role, without starting anything",
-        allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file, or one of placement/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
@@ -257,7 +252,7 @@ def _run_config(path: Path) -> type[RunConfig]:
 
 
 def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("trace", help="print how a run spent its time, and its bottleneck", allow_abbrev=False)
+    parser = commands.add_parser("trace", help="print how a run spent its time, and its bottleneck")
     parser.add_argument("trace", type=Path, metavar="RUN", help="the output folder of a run, or its trace.json")
     parser.add_argument("--last", type=_seconds, metavar="SECONDS", help="analyze only the end of the run")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline")
@@ -283,7 +278,7 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _add_checkpoints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("checkpoints", help="verify and list the checkpoints of a run", allow_abbrev=False)
+    parser = commands.add_parser("checkpoints", help="verify and list the checkpoints of a run")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.set_defaults(run=_checkpoints)
 
@@ -295,9 +290,7 @@ def _checkpoints(arguments: argparse.Namespace) -> None:
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "export", help="export a model of a run for transformers, with a model card", allow_abbrev=False
-    )
+    parser = commands.add_parser("export", help="export a model of a run for transformers, with a model card")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument(
         "--step",
@@ -350,7 +343,6 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "doctor",
         help="start a recipe's actor and rollout, and compare their weights and log-probabilities",
-        allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
@@ -393,7 +385,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _add_stubs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "stubs", help="write the types of a module's worker groups, for type checkers and editors", allow_abbrev=False
+        "stubs", help="write the types of a module's worker groups, for type checkers and editors"
     )
     parser.add_argument("module", metavar="MODULE", help="a module with worker classes, such as my_recipe.workers")
     parser.set_defaults(run=_stubs)

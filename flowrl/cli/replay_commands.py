@@ -12,9 +12,7 @@ Commands = Any  # argparse's type of sub-commands is private
 
 def add_replay(commands: Commands) -> None:
     """Adds `replay` to the parser of the `flowrl` command."""
-    parser = commands.add_parser(
-        "replay", help="run a recorded step again in this process, and compare its results", allow_abbrev=False
-    )
+    parser = commands.add_parser("replay", help="run a recorded step again in this process, and compare its results")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run with `record`")
     parser.add_argument("--step", type=int, metavar="K", help="the recorded step; default: the only one")
     parser.add_argument(

@@ -13,7 +13,6 @@ def add_report(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
         help="write one HTML file with curves, timeline, placement, completions and settings of runs",
-        allow_abbrev=False,
     )
     parser.add_argument("run_folders", nargs="+", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument(

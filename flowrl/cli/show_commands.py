@@ -17,7 +17,6 @@ def add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "show",
         help="show saved responses of a run, with their prompts and scores",
         description="In a terminal, opens a viewer (press ? for its keys). Otherwise, prints plain text.",
-        allow_abbrev=False,
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument("--step", type=int, metavar="N", help="training step; default: the latest saved step")

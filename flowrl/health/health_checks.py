@@ -209,8 +209,13 @@ A low entropy is then no problem, because the policy may be deterministic.
 """
 
 
-def _is_solved(window: StepWindow, now: float | None, before: float | None) -> bool:
-    """Returns whether the reward has risen from an earlier value almost to the largest reward so far."""
+def _is_solved(window: StepWindow) -> bool:
+    """Returns whether the reward has risen from its value in the first steps almost to the largest reward so far."""
+    return _is_near_largest(window, window.recent_median("reward"), window.first_median("reward"))
+
+
+def _is_near_largest(window: StepWindow, now: float | None, before: float | None) -> bool:
+    """Returns whether a reward has risen from an earlier reward almost to the largest reward so far."""
     if now is None or before is None or window.largest_reward <= before:
         return False
     return (now - before) / (window.largest_reward - before) >= _SOLVED
@@ -221,13 +226,12 @@ def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement
 
     The entropy may collapse within a few steps, so those after the first do not count.
     """
-    is_solved = _is_solved(window, window.recent_median("reward"), window.first_median("reward"))
-    return _entropy_fraction(window, window.recent_median("actor/entropy"), is_solved)
+    return _entropy_fraction(window, window.recent_median("actor/entropy"), _is_solved(window))
 
 
 def measure_entropy_collapse_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the entropy of the last step as a fraction of that in the first step. It is 1 if the task is solved."""
-    is_solved = _is_solved(window, window.last.get("reward"), window.first_value("reward"))
+    is_solved = _is_near_largest(window, window.last.get("reward"), window.first_value("reward"))
     return _entropy_fraction(window, window.last.get("actor/entropy"), is_solved)
 
 
@@ -362,8 +366,7 @@ def measure_no_signal(window: StepWindow, facts: RunFacts) -> Measurement | None
     shares = [share for record in records if (share := _share_without_signal(record, facts)) is not None]
     if len(shares) < window.steps:
         return None
-    is_solved = _is_solved(window, window.recent_median("reward"), window.first_median("reward"))
-    share = 0.0 if is_solved else median(shares)
+    share = 0.0 if _is_solved(window) else median(shares)
     return Measurement(share, f"{share:.0%} of the groups have equal scores")
 
 

@@ -30,13 +30,14 @@ from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
 from tests.configs import with_float64_models
 from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL
+from tests.slow_cases import slow
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 
 
 def as_parameters(cases: Collection[str], *fast: str) -> list[Any]:
     """Returns parameters by name; cases that are not named as fast are slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in cases]
+    return [name if name in fast else slow(name) for name in cases]
 
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "rollout_gap_max"}

@@ -23,6 +23,7 @@ from tests.recipes.test_numbers import assert_same, metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_schedules import ALIKE
 from tests.rewards.test_service import Handler, no_proxy, serve
+from tests.slow_cases import one_of
 
 __all__ = ["no_proxy"]
 
@@ -33,7 +34,7 @@ SCHEDULES = {
     "one_step_off": {"kind": "one_step_off"},
     "async": {"kind": "async", "max_staleness": 1},
 }
-FAST_SCHEDULES = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "one_step_off")), "async"]
+FAST_SCHEDULES = one_of("async", "sync", "one_step_off")
 """Schedules of tests for which `async` alone covers the most code. All schedules together take minutes."""
 APART: dict[str, Any] = {"placement": Placement.model_validate(ALIKE)}
 ALL_ROWS: dict[str, Any] = {"report": {"rollouts": {"every": 1, "rows": 100}}, "evaluate_every": 0}

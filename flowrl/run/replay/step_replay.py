@@ -14,7 +14,7 @@ from rich.text import Text
 from flowrl.checkpoints.run_folder import write_json
 from flowrl.checkpoints.saver import package_versions
 from flowrl.config import CheckFailed, RunConfig, UserError
-from flowrl.data.console import make_console
+from flowrl.data.console import make_console, round_pair
 from flowrl.run.preflight import find_path_problems
 from flowrl.run.replay.comparison import BOUND, Compared, StepResults, changed_metrics, compare_steps
 from flowrl.run.replay.recording import Recording, changed_sources, describe_machine
@@ -49,8 +49,8 @@ def replay_step(
         debugger: stops the step. After an exception, it opens in the frame that raised the exception.
         console: where to print. None: the standard output.
     Raises:
-        CheckFailed: without overrides, the results differ, or the step succeeds unlike in the run. In any case, the
-            step fails as in the run, or the user has quit the debugger.
+        CheckFailed: the step fails as in the run, or the user has quit the debugger. Without overrides, also if the
+            results differ, or if the step succeeds but failed in the run.
         UserError: an input is missing, the output folder exists, or the recipe does not run the step.
         Exception: any exception of the step that the run did not raise.
     """
@@ -161,24 +161,19 @@ def _table(compared: Sequence[Compared], same: str) -> Table:
 def _print_changes(
     recording: Recording, results: StepResults, overrides: Sequence[str], *, is_exact: bool, console: Console
 ) -> None:
-    """Prints the recorded and the replayed value of each metric that differs."""
+    """Prints a table of the metrics that differ, with their recorded and replayed values, and a summary."""
     recorded = recording.values["metrics"]
     changed = changed_metrics(recorded, results.values["metrics"], is_exact=is_exact)
     if changed:
         table = Table("metric", "recorded", "replayed")
         for name, values in changed.items():
-            table.add_row(Text(name), *_format_pair(*values))
+            rounded = round_pair(*values, min_digits=6)
+            table.add_row(Text(name), *("-" if value is None else str(value) for value in rounded))
         console.print(table)
     verdict = "no metric differs from the run, but calls or states differ"
     if changed:
         verdict = f"{len(changed)} of {len(recorded)} metrics differ from the run"
     console.print(f"step {recording.step} with {' '.join(overrides)}: {verdict}", markup=False, highlight=False)
-
-
-def _format_pair(first: float | None, second: float | None) -> list[str]:
-    """Returns two numbers with 6 digits, or with all digits if they are equal otherwise. Returns `-` for None."""
-    texts = ["-" if value is None else f"{value:.6g}" for value in (first, second)]
-    return [str(first), str(second)] if texts[0] == texts[1] else texts
 
 
 def _describe_changes(recording: Recording) -> list[str]:

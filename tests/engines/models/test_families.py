@@ -25,6 +25,7 @@ from tests.engines.losses import logprobs, policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import save, tokenizer
 from tests.processes import run_ranks
+from tests.slow_cases import selected_values
 
 IDS = torch.randint(2, VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(0))
 """Rows that are longer than every sliding window."""
@@ -45,8 +46,7 @@ SAME = {"split norms": "tp"}
 def two_rank_results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict]:
     """Runs two processes; returns one mapping from (family, kind) to results per process."""
     folder: Path = tmp_path_factory.mktemp("families")
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    requested = {test.callspec.params.get("split_adapter") for test in tests}
+    requested = selected_values(request, "split_adapter")
     run_ranks(main, (folder, [name for name in FAMILIES if name in requested]), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 

@@ -20,7 +20,7 @@ from tests.engines.losses import policy_logits
 from tests.engines.tiny import SIZES, llama, qwen2, save
 from tests.errors import missing_facts
 from tests.processes import run_ranks
-from tests.slow_cases import slow
+from tests.slow_cases import selected_values, slow
 
 KINDS = (
     "tied policy",
@@ -49,8 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     """Returns the results of one process per rank, for the meshes of the selected tests."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    meshes = {str(test.callspec.params["mesh"]) for test in tests if "mesh" in test.callspec.params}
+    meshes = selected_values(request, "mesh")
     ranks = max(MESHES[mesh][0] for mesh in meshes)
     run_ranks(main, (folder, ranks, meshes), ranks)
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]

@@ -27,12 +27,13 @@ from tests.engines.strategies import (
 )
 from tests.engines.tables import table
 from tests.processes import run_ranks
+from tests.slow_cases import selected_values, slow
 
 
 def cases(holds: Callable[[Case], object] = lambda case: True) -> list[Any]:
     """Returns the names of the cases that satisfy a predicate, with the marker of slow cases."""
     chosen = {name: case for name, case in CASES.items() if holds(case)}
-    return [pytest.param(name, marks=pytest.mark.slow) if case.slow else name for name, case in chosen.items()]
+    return [slow(name) if case.slow else name for name, case in chosen.items()]
 
 
 def shards(case: Case) -> bool:
@@ -52,9 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     """Runs the requested cases in four processes; returns one mapping from case to results per process."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    names = {test.callspec.params["name"] for test in tests if "name" in test.callspec.params}
-    run_ranks(main, (folder, names), 4)
+    run_ranks(main, (folder, selected_values(request, "name")), 4)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 

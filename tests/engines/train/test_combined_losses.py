@@ -14,6 +14,7 @@ from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
 from tests.engines.combined_losses import CASES, PAIRS, STEPS, TEMPERATURE, gradients, main, rows
 from tests.engines.tiny import qwen2, to_float64
 from tests.processes import run_ranks
+from tests.slow_cases import selected_values, slow
 
 RTOL = {torch.float64: FLOAT64_RTOL, torch.float32: 1e-5}
 
@@ -42,14 +43,12 @@ def test_the_gradient_does_not_depend_on_micro_batches_in_float32(step: str) -> 
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict]:
     """Runs the requested cases in four processes; returns one mapping from (case, step) to a gradient per process."""
     folder: Path = tmp_path_factory.mktemp("combined")
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    names = {test.callspec.params["name"] for test in tests if "name" in test.callspec.params}
-    run_ranks(main, (folder, names), 4)
+    run_ranks(main, (folder, selected_values(request, "name")), 4)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
 def cases() -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if case.slow else name for name, case in CASES.items()]
+    return [slow(name) if case.slow else name for name, case in CASES.items()]
 
 
 @pytest.mark.slow

@@ -170,42 +170,37 @@ def test_a_loop_body_that_generates_is_rejected(recorded: RunConfig) -> None:
         replay_step(read_recording(recorded.output, 2), recorded, train)
 
 
-def test_an_exception_in_the_recorded_step_is_replayed(task: Path, tmp_path: Path) -> None:
-    def train(config: Any) -> None:
-        with Run(config) as run:
-            actor = run.group(Actor, config.actor)
-            run.add_checkpointable(actor)
-            rows = Batch.from_columns(tokens={"input_ids": [1, 2, 3, 4]}, lengths=[2, 2])
-            for batch in run.batches([rows, rows], policy=actor):
-                actor.logprobs(batch)
-                if run.step == 2:
-                    raise UserError("the second step is broken")
+def train_two_steps(config: Any, fails: bool = True) -> None:
+    """A training function whose second step fails, or succeeds if `fails` is false."""
+    with Run(config) as run:
+        actor = run.group(Actor, config.actor)
+        run.add_checkpointable(actor)
+        rows = Batch.from_columns(tokens={"input_ids": [1, 2, 3, 4]}, lengths=[2, 2])
+        for batch in run.batches([rows, rows], policy=actor):
+            actor.logprobs(batch)
+            if run.step == 2 and fails:
+                raise UserError("the second step is broken")
 
+
+@pytest.fixture
+def failed(task: Path, tmp_path: Path) -> RunConfig:
+    """Returns the config of a run that has recorded its second step, which failed."""
     config = CASES["sft"].build(task, tmp_path / "run", steps=2, epochs=None, record=(2,))
     with rejects("broken"):
-        train(config)
+        train_two_steps(config)
+    return config
+
+
+def test_an_exception_in_the_recorded_step_is_replayed(failed: RunConfig) -> None:
     with rejects("fails", "broken", error=CheckFailed):
-        replay_step(read_recording(config.output, 2), config, train)
+        replay_step(read_recording(failed.output, 2), failed, train_two_steps)
 
 
 @pytest.mark.parametrize("overrides", [(), ("actor.optimizer.lr=0.1",)])
 def test_a_step_that_failed_in_the_run_and_now_succeeds_is_an_error_only_without_overrides(
-    overrides: tuple[str, ...], task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: tuple[str, ...], failed: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(config: Any, is_broken: bool = True) -> None:
-        with Run(config) as run:
-            actor = run.group(Actor, config.actor)
-            run.add_checkpointable(actor)
-            rows = Batch.from_columns(tokens={"input_ids": [1, 2, 3, 4]}, lengths=[2, 2])
-            for batch in run.batches([rows, rows], policy=actor):
-                actor.logprobs(batch)
-                if run.step == 2 and is_broken:
-                    raise UserError("the step is broken")
-
-    config = CASES["sft"].build(task, tmp_path / "run", steps=2, epochs=None, record=(2,))
-    with rejects("broken"):
-        train(config)
-    replay = partial(replay_step, read_recording(config.output, 2), config, partial(train, is_broken=False))
+    replay = partial(replay_step, read_recording(failed.output, 2), failed, partial(train_two_steps, fails=False))
     if overrides:
         replay(overrides=overrides)
         assert not missing_facts(capsys.readouterr().out, "succeeds", "actor.optimizer.lr", 0.1, "broken")
