@@ -17,29 +17,45 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings})
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._check_options(args)
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        self._check_options(args)  # newer releases of Python 3.12 and 3.13 do not call parse_known_args here
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and the command that lists the options, and exits with code 2."""
+        self.exit(2, f"error: {message}; `{self.prog} --help` lists the options\n")
+
+    def _check_options(self, args: Sequence[str] | None) -> None:
         # `args` is None only if a program relies on the default of argparse; main and run_recipe pass a list.
         words = [] if args is None else list(args)
         for index, word in enumerate(words):
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
                 break  # the words after it are arguments, or those of a sub-command
             if self._is_unknown_option(word):
+                previous = self._option_string_actions.get(words[index - 1]) if index else None
+                if previous is not None and previous.nargs != 0:
+                    option = words[index - 1]
+                    self.error(f"{option} has no value; write {option}={word} if {word} is its value")
                 self._reject(word, words[index + 1 :])
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and the command that lists the options, and exits with code 2."""
-        self.exit(2, f"error: {message}; `{self.prog} --help` lists the options\n")
 
     def _is_unknown_option(self, word: str) -> bool:
         # argparse regards the same words as options: not a lone dash, negative numbers, and texts with a space
-        if not word.startswith("-") or word == "-" or " " in word or _is_number(word):
+        name = word.partition("=")[0]
+        if not word.startswith("-") or word == "-" or " " in name or self._negative_number_matcher.match(word):
             return False
-        return word not in self._option_string_actions and word.partition("=")[0] not in self._option_string_actions
+        return word not in self._option_string_actions and name not in self._option_string_actions
 
     def _reject(self, word: str, following: Sequence[str]) -> NoReturn:
         option, equals, value = word.partition("=")
         names = {name.lstrip("-"): name for name in self._option_string_actions if name.startswith("--")}
-        near = difflib.get_close_matches(option.lstrip("-"), names, n=1, cutoff=0.7)
+        # An abbreviation is closer to the option that it begins than to a shorter one with similar letters.
+        near = [name for name in names if name.startswith(option.lstrip("-")) and option.startswith("--")]
+        near = near if len(near) == 1 else difflib.get_close_matches(option.lstrip("-"), names, n=1, cutoff=0.7)
         message = f"unknown option {option}"
         if near:
             message += f" (did you mean {names[near[0]]}?)"
@@ -48,11 +64,3 @@ class CommandParser(argparse.ArgumentParser):
                 value = next((text for text in following[:1] if not text.startswith("-")), "VALUE")
             message += f"; settings are written without dashes: {option.lstrip('-').replace('-', '_')}={value}"
         self.error(message)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

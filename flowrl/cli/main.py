@@ -146,7 +146,9 @@ def run_recipe(
     Loads the config and calls `train`, again after process failures if `restarts` allows it. If `train` is a name,
     `module:function`, the module is imported after the config has been checked.
     """
-    parser = CommandParser(description=(schema.__doc__ or "").strip())
+    specification = sys.modules["__main__"].__spec__  # None if the recipe was started as a file
+    prog = None if specification is None else f"python -m {specification.name}"  # the default of Python 3.14
+    parser = CommandParser(prog=prog, description=(schema.__doc__ or "").strip())
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("--address", metavar="HOST:PORT", help="the Ray cluster to join, as address=HOST:PORT")
