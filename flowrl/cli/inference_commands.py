@@ -135,7 +135,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         output=arguments.output,
         sampling=sampling_settings(arguments, _MAX_TOKENS),
         engine=engine_settings(arguments),
-        has_default_limit=arguments.max_tokens is None,
+        is_max_tokens_default=arguments.max_tokens is None,
         template=read_template_option(arguments.template),
         samples=arguments.samples,
         best_of=arguments.best_of,

@@ -28,7 +28,7 @@ def is_hub_name(path: Path) -> bool:
 
 
 def find_model_file(model: Path, name: str) -> Path | None:
-    """Returns a file of a model: in its local folder, or in the cache of the Hub. None if the file does not exist."""
+    """Returns the path of a file of a model, in its folder or in the cache of the Hub. None: it does not exist."""
     folder = model
     if is_hub_name(model):
         cache = Path(constants.HF_HUB_CACHE) / "--".join(["models", *model.parts])

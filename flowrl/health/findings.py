@@ -40,7 +40,7 @@ def format_findings(findings: Iterable[Finding]) -> str:
 
 
 def read_findings(run_folder: Path | str) -> list[Finding]:
-    """Returns the findings of a run, in the order in which they began, those of one step in the order of causes.
+    """Returns the findings of a run by their first step. Of those of one step, causes precede their effects.
 
     Returns an empty list without `health.jsonl`.
     """

@@ -50,7 +50,7 @@ class Measurement:
 Measure = Callable[[StepWindow, RunFacts], Measurement | None]
 
 EXTREME = 5
-"""Multiple of a threshold beyond which the value of a single step is a finding (`Check.measure_at_once`). It is large,
+"""Multiple of a threshold beyond which the value of a single step is a finding (`Check.measure_extreme`). It is large,
 so that noise of single steps is not a finding.
 """
 
@@ -70,17 +70,19 @@ class Check:
     """Settings to change. A finding names the first setting that the run has. `ROLE` stands for the trained role."""
     is_lower_bound: bool = False
     """True: values below the threshold are findings. False: values above it are findings."""
-    measure_at_once: Measure | None = None
+    measure_extreme: Measure | None = None
     """Returns the value of the last step alone, for a check that compares a median. A value far beyond the threshold
     (`EXTREME`) is a finding although the window is not full or its median is healthy, because the metric of a policy
     that breaks may be extreme in its first step only.
     """
 
-    def measure_step(self, threshold: float, window: StepWindow, facts: RunFacts) -> tuple[Measurement | None, float]:
+    def measure_or_extreme(
+        self, threshold: float, window: StepWindow, facts: RunFacts
+    ) -> tuple[Measurement | None, float]:
         """Returns the value of the last step, and the multiple of the threshold that limits it (usually 1)."""
-        if self.measure_at_once is not None:
+        if self.measure_extreme is not None:
             multiple = 1 / EXTREME if self.is_lower_bound else EXTREME
-            measurement = self.measure_at_once(window, facts)
+            measurement = self.measure_extreme(window, facts)
             if measurement is not None and self.distance(measurement, multiple * threshold) > 0:
                 return measurement, multiple
         return self.measure(window, facts), 1.0
@@ -229,7 +231,7 @@ def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement
     return _entropy_fraction(window, window.recent_median("actor/entropy"), _is_solved(window))
 
 
-def measure_entropy_collapse_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
+def measure_extreme_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the entropy of the last step as a fraction of that in the first step. It is 1 if the task is solved."""
     is_solved = _is_near_largest(window, window.last.get("reward"), window.first_value("reward"))
     return _entropy_fraction(window, window.last.get("actor/entropy"), is_solved)
@@ -251,7 +253,7 @@ def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None
     return _kl_above_first(window, window.recent_median)
 
 
-def measure_kl_growth_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
+def measure_extreme_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the smaller KL of the last two steps. It is 0 if the KL is not larger than in the first step.
 
     A single step does not count, because a few tokens that the policy almost never samples can dominate its estimate.
@@ -282,7 +284,7 @@ def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | No
     return _largest_change(window.recent_median)
 
 
-def measure_ratio_range_at_once(window: StepWindow, facts: RunFacts) -> Measurement | None:
+def measure_extreme_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest distance from 1 of a mean probability ratio in the last step, or the KL of its updates."""
     return _largest_change(window.last.get)
 
@@ -436,7 +438,7 @@ CHECKS: tuple[Check, ...] = (
         "the updates of a step change the policy too much, or responses are too stale",
         "lower the learning rate, the number of updates per step, or the staleness",
         ("actor.optimizer.lr",),
-        measure_at_once=measure_ratio_range_at_once,
+        measure_extreme=measure_extreme_ratio_range,
     ),
     Check(
         "value_function",
@@ -452,7 +454,7 @@ CHECKS: tuple[Check, ...] = (
         "the policy drifts away from the reference",
         "strengthen the KL penalty, or lower the learning rate",
         ("algorithm.kl_coef", "actor.kl_loss_coef", "actor.optimizer.lr"),
-        measure_at_once=measure_kl_growth_at_once,
+        measure_extreme=measure_extreme_kl_growth,
     ),
     Check(
         "entropy_collapse",
@@ -461,7 +463,7 @@ CHECKS: tuple[Check, ...] = (
         "lower the learning rate, or raise actor.entropy_coef",
         ("actor.entropy_coef", "actor.optimizer.lr"),
         is_lower_bound=True,
-        measure_at_once=measure_entropy_collapse_at_once,
+        measure_extreme=measure_extreme_entropy_collapse,
     ),
     Check(
         "repetition",
@@ -515,7 +517,7 @@ CHECKS: tuple[Check, ...] = (
         ("placement",),
     ),
 )
-"""All checks, in the order of causes: the problem of an earlier check tends to cause those of later checks. For
+"""All checks, causes before their effects: the problem of an earlier check tends to cause those of later checks. For
 example, too large an update causes a large KL, a low entropy and a low reward. The last two checks concern speed only.
 The findings that begin in one step have this order.
 """

@@ -35,7 +35,7 @@ class HealthMonitor:
         self._checks = [(check, settings[check.name]) for check in CHECKS if settings[check.name] is not None]
         self._states = {check.name: _CheckState() for check, _ in self._checks}
         self.findings: list[Finding] = []
-        """All findings, in the order in which they began, those of one step in the order of causes (`CHECKS`)."""
+        """All findings by their first step. Those of one step are in the order of `CHECKS`: causes before effects."""
 
     def add(self, step: int, record: Mapping[str, float]) -> list[Finding]:
         """Checks the record of a step. Returns the findings that begin or have become clearly worse in this step."""
@@ -46,7 +46,7 @@ class HealthMonitor:
         return [finding for finding in changed if finding is not None]
 
     def _apply(self, check: Check, threshold: float, step: int) -> Finding | None:
-        measurement, multiple = check.measure_step(threshold, self._window, self._facts)
+        measurement, multiple = check.measure_or_extreme(threshold, self._window, self._facts)
         if measurement is None:
             return None
         state = self._states[check.name]

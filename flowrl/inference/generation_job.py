@@ -36,7 +36,7 @@ def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: M
         UserError: a prompt, the model or the output does not suit the settings.
         RewardError: a reward function failed.
     """
-    if job.has_default_limit and source.max_response_tokens is not None:
+    if job.is_max_tokens_default and source.max_response_tokens is not None:
         job = replace(job, sampling=replace(job.sampling, max_tokens=source.max_response_tokens))
     chat = open_chat(source, job.template)
 
@@ -46,7 +46,7 @@ def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: M
             chat,
             max_length=max_length,
             max_tokens=job.sampling.max_tokens,
-            can_shorten=job.has_default_limit,
+            can_shorten=job.is_max_tokens_default,
             is_raw=job.is_raw,
         )
 

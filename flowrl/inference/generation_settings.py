@@ -73,9 +73,10 @@ class GenerationJob:
     """New file; None is standard output."""
     sampling: SamplingSettings
     engine: EngineSettings
-    has_default_limit: bool = False
-    """Whether the run of the model, or else `sampling`, has the default of `max_tokens`. A prompt that leaves fewer
-    tokens has shorter responses."""
+    is_max_tokens_default: bool = False
+    """True: the user has set no `max_tokens`. `rollout.max_response_tokens` of the model's run, if there is one, then
+    replaces `sampling.max_tokens`, and a prompt near the context limit gets a shorter response.
+    """
     template: ConversationTemplate | None = None
     """Replaces the conversation template of the model."""
     samples: int = 1
@@ -87,7 +88,7 @@ class GenerationJob:
     system: str | None = None
     """System message of conversations that have none."""
     is_raw: bool = False
-    """Whether the model continues the text of the prompts, without the chat template."""
+    """True: prompts are plain text, which the model continues. False: the chat template is applied to them."""
 
 
 def read_job(job: GenerationJob) -> list[Conversation]:

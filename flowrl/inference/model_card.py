@@ -95,7 +95,7 @@ def render_card(
         f"# {run_folder.resolve().name}",
         "",
         f"This {content} is the {role} of a flowrl run after step {step}. The recipe is `{recipe}`."
-        + ("" if base is None else f" The base model, with which the training began, is `{base}`.")
+        + ("" if base is None else f" Training started from the base model `{base}`.")
         + (f" Its license is {_quoted(license_of_base['license'])}." if license_of_base else ""),
         "",
     ]
@@ -136,15 +136,15 @@ def _read_license(base: Path) -> dict[str, str | list[str]]:
             continue
         if not isinstance(metadata, dict) or not (value := metadata.get("license")):
             continue
-        if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
+        if not all(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
             continue
-        found, link = {"license": value}, metadata.get("license_link")
-        if isinstance(own_name := metadata.get("license_name"), str):
-            found["license_name"] = own_name
+        license_of_base, link = {"license": value}, metadata.get("license_link")
+        if isinstance(license_name := metadata.get("license_name"), str):
+            license_of_base["license_name"] = license_name
         # A relative link names a file of the base model, which the exported model does not have.
         if isinstance(link, str) and link.startswith("http"):
-            found["license_link"] = link
-        return found
+            license_of_base["license_link"] = link
+        return license_of_base
     return {}
 
 

@@ -97,7 +97,7 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
 
 
 def check_model(source: str) -> None:
-    """Raises ModelSourceError if `source` is not a model, a run, a checkpoint or an adapter. Loads nothing."""
+    """Raises ModelSourceError unless `source` is a model, a run, a checkpoint or an adapter. Loads no weights."""
     path = Path(source)
     if not any((path / name).is_file() for name in ("config.yaml", MANIFEST, _ADAPTER_SETTINGS)):
         _resolve_model(source)

@@ -37,7 +37,7 @@ class ResponseScorer(Protocol):
 
 
 def open_scorer(reward: str, policy: ModelSource) -> ResponseScorer:
-    """Returns the scorer of a valid reward (`check_reward`). Close it at the end."""
+    """Returns the scorer of a reward that `read_job` has checked. Close it at the end."""
     folder = Path(reward)
     return ModelScorer(folder, policy) if folder.is_dir() else FunctionScorer(reward)
 

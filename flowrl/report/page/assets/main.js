@@ -44,9 +44,9 @@ function startNavigation() {
   $("nav").replaceChildren(...links);
   // The tabs have one or more rows, so the height of the header depends on the width of the window.
   const header = $("nav").parentElement;
-  const place = () => { document.documentElement.style.scrollPaddingTop = `${header.offsetHeight + 22}px`; };
-  new ResizeObserver(place).observe(header);
-  place();
+  const setScrollPadding = () => { document.documentElement.style.scrollPaddingTop = `${header.offsetHeight + 22}px`; };
+  new ResizeObserver(setScrollPadding).observe(header);
+  setScrollPadding();
   const mark = () => {
     const top = header.offsetHeight + 58;
     let current = 0;

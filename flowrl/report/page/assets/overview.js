@@ -114,14 +114,14 @@ function evaluationTable(runs) {
 function healthCard() {
   const card = el("div", { class: "card pad stack" }, el("h3", {}, "Health checks"));
   for (const run of report.runs) {
-    const who = report.runs.length > 1 ? `${run.name}: ` : "";
-    const own = el("div", { class: "stack", id: findingsId(run) });
-    card.append(own);
-    if (run.findings === null) own.append(el("p", { class: "note" }, who, "This run has no health checks."));
-    else if (!run.findings.length) own.append(el("p", { class: "note" }, who, "no findings."));
+    const runPrefix = report.runs.length > 1 ? `${run.name}: ` : "";
+    const runFindings = el("div", { class: "stack", id: findingsId(run) });
+    card.append(runFindings);
+    if (run.findings === null) runFindings.append(el("p", { class: "note" }, runPrefix, "This run has no health checks."));
+    else if (!run.findings.length) runFindings.append(el("p", { class: "note" }, runPrefix, "no findings."));
     for (const finding of run.findings ?? []) {
       const steps = finding.step === finding.last_step ? `step ${finding.step}` : `steps ${finding.step} to ${finding.last_step}`;
-      own.append(el("div", { class: "finding" }, el("div", {}, el("strong", {}, finding.check.replaceAll("_", " ")), el("span", { class: "muted" }, ` · ${report.runs.length > 1 ? `${run.name}, ` : ""}${steps}`)), el("div", {}, finding.message)));
+      runFindings.append(el("div", { class: "finding" }, el("div", {}, el("strong", {}, finding.check.replaceAll("_", " ")), el("span", { class: "muted" }, ` · ${report.runs.length > 1 ? `${run.name}, ` : ""}${steps}`)), el("div", {}, finding.message)));
     }
   }
   return card;
