@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TextIO, TypeVar, cast
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
@@ -113,13 +113,13 @@ def exit_code(program: Callable[[], object]) -> int:
             sys.stderr.write(f"{ended}\n")
             sys.stdout.flush()
         except OSError:  # the terminal was closed
-            _discard_output()
+            _discard_output(sys.stdout, sys.stderr)
         return ended.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
     except BrokenPipeError:  # the reader of the output has ended, such as `head`
-        _discard_output()
+        _discard_output(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:
         if not is_disk_full(error):
@@ -133,9 +133,10 @@ def exit_code(program: Callable[[], object]) -> int:
     return 0
 
 
-def _discard_output() -> None:
-    """Discards the buffer of standard output, which Python writes at exit. A failure would change the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard_output(*streams: TextIO) -> None:
+    """Discards the buffers of streams, which Python writes at exit. A failure would change the exit code to 120."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run_recipe(

@@ -135,10 +135,17 @@ def test_a_call_in_an_error_is_not_a_setting() -> None:
     assert str(caught.value).startswith("rollout.generate ")
 
 
-def test_an_error_of_a_path_names_its_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the working folder of the test, in which the files that the quickstart creates do not exist."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_an_error_of_a_path_names_its_file_and_line(capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
     recipe = str(ROOT / "recipes/quickstart/ppo.yaml")
-    model = [f"{role}.model.path={tmp_path}" for role in ("actor", "critic", "reference")]
-    assert run_recipe(PPOConfig, print, [recipe, f"output={tmp_path}/out", *model]) == 2
+    model = [f"{role}.model.path={empty_folder}" for role in ("actor", "critic", "reference")]
+    assert run_recipe(PPOConfig, print, [recipe, f"output={empty_folder}/out", *model]) == 2
     message = capsys.readouterr().err
     assert not missing_facts(message, "data.train", "runs/quickstart/seed0/data/train.jsonl")
     assert re.search(rf"{recipe}:\d+: data.train", message)
@@ -158,14 +165,14 @@ def test_a_plan_states_why_the_memory_is_unknown(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_plan_rejects_sequences_that_the_model_does_not_support(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, role: str
+    capsys: pytest.CaptureFixture[str], empty_folder: Path, role: str
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba", "max_position_embeddings": 1535}')
-    recipe = [str(ROOT / "recipes/quickstart/ppo.yaml"), f"{role}.model.path={tmp_path}"]
+    (empty_folder / "config.json").write_text('{"model_type": "mamba", "max_position_embeddings": 1535}')
+    recipe = [str(ROOT / "recipes/quickstart/ppo.yaml"), f"{role}.model.path={empty_folder}"]
     lengths = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=512"]
     message = error_of(capsys, "plan", *recipe, *lengths)
     assert message.startswith(f"error: {lengths[0]} and {lengths[1]}: ")
-    assert not missing_facts(message, "data.max_prompt_tokens", "rollout.max_response_tokens", 1536, 1535, tmp_path)
+    assert not missing_facts(message, "data.max_prompt_tokens", "rollout.max_response_tokens", 1536, 1535, empty_folder)
     assert main(["plan", *recipe, *lengths, "data.max_prompt_tokens=1023"]) == 0
 
 

@@ -81,12 +81,19 @@ sys.exit(exit_code(program))
 """
 
 
-def test_a_program_whose_terminal_is_closed_cleans_up_and_has_the_code_of_sighup(tmp_path: Path):
-    """The kernel sends SIGHUP, and writes to the terminal fail from then on."""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_program_whose_terminal_is_closed_cleans_up_and_has_the_code_of_sighup(tmp_path: Path, unbuffered: str):
+    """The kernel sends SIGHUP, and writes to the terminal fail from then on, also those of buffers at exit."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-c", WRITING, str(tmp_path / "cleaned")]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        start_new_session=True,
     )
     os.close(terminal)
     assert select.select([controller], [], [], 60)[0]
