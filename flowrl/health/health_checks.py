@@ -114,10 +114,10 @@ def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | 
     """Returns the largest fall of a held-out metric below its best value, as a fraction of the best value.
 
     The fall is 0 unless the training metric has improved since the best value, or both metrics have collapsed: the
-    held-out metric has lost more than half of its best value, and the training metric more than half of its value in
-    the first step. A single noisy evaluation has little effect: the fall is the smaller one of the last two
-    evaluations, and two adjacent evaluations must reach the best value. With only two evaluations, half of the fall
-    counts.
+    held-out metric has lost more than half of its best value, and the training metric more than half of the better one
+    of its values in the first step and at that evaluation. A single noisy evaluation has little effect: the fall is the
+    smaller one of the last two evaluations, and two adjacent evaluations must reach the best value. With only two
+    evaluations, half of the fall counts.
     """
     if not window.is_evaluated:
         return None
@@ -138,7 +138,9 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
     best = _best(earlier, sign)
     scale = abs(best.value) or 1.0
     fall = sign * (best.value - last.value) / scale
-    fall = fall / 2 if previous is None else min(fall, sign * (best.value - previous.value) / scale)
+    if previous is not None:
+        fall = min(fall, sign * (best.value - previous.value) / scale)
+    value = fall / 2 if previous is None else fall
     training = HELD_OUT[prefix]
     direction, better, worse = ("below", "rises", "falls") if sign > 0 else ("above", "falls", "rises")
     observation = (
@@ -146,11 +148,11 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
         f"{best.value:.3g}"
     )
     if fall > 0 and _has_improved(window, training, best, last, sign):
-        yield Measurement(fall, f"{observation}, while {training} {better}")
-    elif fall > _COLLAPSE and _has_collapsed(window, training, last, sign):
+        yield Measurement(value, f"{observation}, while {training} {better}")
+    elif fall > _COLLAPSE and _has_collapsed(window, training, best, last, sign):
         meaning, remedy = "training makes the policy worse", "lower the learning rate, or check the reward"
         observation = f"{observation}, and {training} {worse} as well"
-        yield Measurement(fall, observation, meaning=meaning, remedy=remedy, settings=("actor.optimizer.lr",))
+        yield Measurement(value, observation, meaning=meaning, remedy=remedy, settings=("actor.optimizer.lr",))
     else:
         yield Measurement(0.0, observation)
 
@@ -172,10 +174,16 @@ def _has_improved(window: StepWindow, name: str, best: EvaluationPoint, last: Ev
     return sign * (now - before) > 2 * spread(values) / len(values) ** 0.5
 
 
-def _has_collapsed(window: StepWindow, name: str, last: EvaluationPoint, sign: int) -> bool:
-    """Returns whether the training metric has lost more than half of its value in the first step."""
-    before, now = window.first_value(name), last.training.get(name)
-    return before is not None and now is not None and sign * (before - now) > _COLLAPSE * (abs(before) or 1.0)
+def _has_collapsed(window: StepWindow, name: str, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
+    """Returns whether the training metric has lost more than half of its earlier value: the better one of its values in
+    the first step and at the best evaluation.
+    """
+    candidates = [value for value in (window.first_value(name), best.training.get(name)) if value is not None]
+    now = last.training.get(name)
+    if not candidates or now is None:
+        return False
+    before = max(candidates, key=lambda value: sign * value)
+    return sign * (before - now) > _COLLAPSE * (abs(before) or 1.0)
 
 
 # Responses.
@@ -206,43 +214,44 @@ def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | Non
 # Policy.
 
 _SOLVED = 0.9
-"""A task counts as solved when the reward has made this fraction of the way from its first values to its largest value.
-A low entropy is then no problem, because the policy may be deterministic.
-"""
+"""A task counts as solved when its progress is at least this. Low entropy and equal scores are then no problem."""
 
 
-def _is_solved(window: StepWindow) -> bool:
-    """Returns whether the reward has risen from its value in the first steps almost to the largest reward so far."""
-    return _is_near_largest(window, window.recent_median("reward"), window.first_median("reward"))
-
-
-def _is_near_largest(window: StepWindow, now: float | None, before: float | None) -> bool:
-    """Returns whether a reward has risen from an earlier reward almost to the largest reward so far."""
+def _progress(window: StepWindow, now: float | None) -> float:
+    """Returns the rise of the reward since the first step as a fraction of the rise to the largest reward so far, in
+    [0, 1]. Returns 0 without rewards.
+    """
+    before = window.first_value("reward")
     if now is None or before is None or window.largest_reward <= before:
-        return False
-    return (now - before) / (window.largest_reward - before) >= _SOLVED
+        return 0.0
+    return min(1.0, max(0.0, (now - before) / (window.largest_reward - before)))
 
 
 def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median entropy as a fraction of that in the first step. It is 1 if the task is solved.
+    """Returns the median entropy as a fraction of the expected entropy, and 1 if the task is solved.
 
-    The entropy may collapse within a few steps, so those after the first do not count.
+    The expected entropy is that in the first step, times the unsolved share of the task (1 - progress), because a
+    policy may be deterministic on the prompts that it has learned. The entropy may collapse within a few steps, so
+    those after the first do not count.
     """
-    return _entropy_fraction(window, window.recent_median("actor/entropy"), _is_solved(window))
+    return _entropy_fraction(
+        window, window.recent_median("actor/entropy"), _progress(window, window.recent_median("reward"))
+    )
 
 
 def measure_extreme_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the entropy of the last step as a fraction of that in the first step. It is 1 if the task is solved."""
-    is_solved = _is_near_largest(window, window.last.get("reward"), window.first_value("reward"))
-    return _entropy_fraction(window, window.last.get("actor/entropy"), is_solved)
+    """Returns the entropy of the last step as a fraction of the expected entropy, and 1 if the task is solved."""
+    return _entropy_fraction(window, window.last.get("actor/entropy"), _progress(window, window.last.get("reward")))
 
 
-def _entropy_fraction(window: StepWindow, now: float | None, is_solved: bool) -> Measurement | None:
+def _entropy_fraction(window: StepWindow, now: float | None, progress: float) -> Measurement | None:
     before = window.first_value("actor/entropy")
     if now is None or not before:
         return None
     observation = f"actor/entropy is {now:.3g} nats per token, in the first step {before:.3g}"
-    return Measurement(1.0 if is_solved else now / before, observation)
+    if progress > 0:
+        observation += f", and the reward has made {progress:.0%} of its way to the largest reward"
+    return Measurement(1.0 if progress >= _SOLVED else now / before / (1 - progress), observation)
 
 
 def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
@@ -275,29 +284,40 @@ def _kl_above_first(window: StepWindow, measure_now: Callable[[str], float | Non
     return None
 
 
+_RATIOS = ("actor/ratio", "correction/weight")
+
+
 def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest median distance from 1 of a mean probability ratio, or the median KL of a step's updates.
 
     The KL counts because the mean ratio is close to 1 for any change of the policy: its expectation under the old
     policy is 1.
     """
-    return _largest_change(window.recent_median)
+    ratios = _mean_ratios(window.recent_median)
+    found = [Measurement(abs(ratio - 1), f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]
+    if (kl := window.recent_median("actor/approx_kl")) is not None:
+        found.append(Measurement(kl, f"actor/approx_kl is {kl:.3g} nats per token"))
+    return max(found, key=lambda measurement: measurement.value, default=None)
 
 
 def measure_extreme_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest distance from 1 of a mean probability ratio in the last step, or the KL of its updates."""
-    return _largest_change(window.last.get)
+    """Returns the largest distance of a mean probability ratio below 1 in the last step, or the mean decrease of the
+    log-probabilities in its updates, in nats.
 
-
-def _largest_change(measure_now: Callable[[str], float | None]) -> Measurement | None:
-    found = [
-        Measurement(abs(ratio - 1), f"{name} is {ratio:.3g} on average")
-        for name in ("actor/ratio", "correction/weight")
-        if (ratio := measure_now(name)) is not None
-    ]
-    if (kl := measure_now("actor/approx_kl")) is not None:
-        found.append(Measurement(kl, f"actor/approx_kl is {kl:.3g} nats per token"))
+    A single token can raise the mean of a ratio r, and with it the KL estimate, the mean of r - 1 - log r. It barely
+    affects the mean of -log r, which is their difference.
+    """
+    ratios = _mean_ratios(window.last.get)
+    found = [Measurement(1 - ratio, f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]
+    kl, ratio = window.last.get("actor/approx_kl"), ratios.get("actor/ratio")
+    if kl is not None and ratio is not None:
+        decrease = kl - ratio + 1
+        found.append(Measurement(decrease, f"updates lower log-probabilities by {decrease:.3g} nats on average"))
     return max(found, key=lambda measurement: measurement.value, default=None)
+
+
+def _mean_ratios(measure_now: Callable[[str], float | None]) -> dict[str, float]:
+    return {name: ratio for name in _RATIOS if (ratio := measure_now(name)) is not None}
 
 
 def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | None:
@@ -368,7 +388,7 @@ def measure_no_signal(window: StepWindow, facts: RunFacts) -> Measurement | None
     shares = [share for record in records if (share := _share_without_signal(record, facts)) is not None]
     if len(shares) < window.steps:
         return None
-    share = 0.0 if _is_solved(window) else median(shares)
+    share = 0.0 if _progress(window, window.recent_median("reward")) >= _SOLVED else median(shares)
     return Measurement(share, f"{share:.0%} of the groups have equal scores")
 
 

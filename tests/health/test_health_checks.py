@@ -97,7 +97,7 @@ CASES = {
         "no_signal", repeated(equal_scores_fraction=0.2, dropped_equal_scores=30), 32 / 40
     ),
     "no_signal with async": Case("no_signal", repeated(dropped_equal_scores=15, trained_groups=5), 15 / 20),
-    "no_signal without groups": Case("no_signal", records(reward=[0.5, 1, 1, 1], reward_max=[1] * 4), 1.0),
+    "no_signal without groups": Case("no_signal", records(reward=[1, 0.5, 1, 1], reward_max=[1] * 4), 1.0),
     # 6 stale and 14 trained groups.
     "stale_share": Case("stale_share", records(dropped_stale=[0, 1, 2, 3], trained_groups=[5, 4, 3, 2]), 0.3),
     # Pool a: actor and reward are busy in 60 % of the time. Pool b: the rollout in 20 %.
@@ -168,7 +168,8 @@ def test_too_few_steps_measure_nothing(case: Case) -> None:
     ("check", "rows"),
     [
         ("ratio_range", records(actor__ratio=[1.0], actor__approx_kl=[0.51])),
-        ("ratio_range", records(actor__ratio=[0.49])),
+        ("ratio_range", records(actor__ratio=[0.7], actor__approx_kl=[0.21])),
+        ("ratio_range", records(correction__weight=[0.49])),
         ("kl_growth", records(kl=[0.0, 5.1, 6.0])),
         ("kl_growth", records(actor__kl=[0.0, 5.1, 6.0])),
         ("entropy_collapse", records(actor__entropy=[1.0, 0.009])),
@@ -186,7 +187,9 @@ def test_a_value_beyond_five_times_the_threshold_is_a_finding_at_once(check: str
 @pytest.mark.parametrize(
     "rows",
     [
-        records(actor__ratio=[0.51, 1.49], actor__approx_kl=[0.49, 0.49]),
+        records(actor__ratio=[0.9, 1.49], actor__approx_kl=[0.39, 0.49]),
+        records(actor__ratio=[4.0, 4.0], actor__approx_kl=[3.01, 3.01]),  # one token of 100 with a ratio of 300
+        records(correction__weight=[0.51, 3.0]),
         records(kl=[0.0, 9.0, 0.0]),  # a single step, because the estimate has heavy tails
         records(actor__entropy=[2.0, 1.0, 0.01], reward=[0.1, 0.5, 1.0], reward_max=[1.0] * 3),  # solved
         records(kl=[9.0, 9.0, 9.0]),
@@ -201,7 +204,7 @@ def test_a_policy_that_no_longer_changes_after_its_first_update_is_found() -> No
     """A huge learning rate saturates the policy, so that later ratios are 1 and their median is healthy."""
     rows = records(actor__ratio=[0.5] + [1.0] * 11, actor__approx_kl=[9.5] + [0.0] * 11)
     (finding,) = find(HealthConfig(steps=STEPS), rows)
-    assert (finding.check, finding.step, finding.last_step, finding.value) == ("ratio_range", 1, 1, 9.5)
+    assert (finding.check, finding.step, finding.last_step, finding.value) == ("ratio_range", 1, 1, 10.0)
 
 
 # Order of findings.
@@ -237,10 +240,26 @@ COLLAPSED = [None, None, None, 0.1, None, None, None, 0.05]
 """Held-out accuracies after an initial one of 0.5. They are 80 % and 90 % below it."""
 
 
+def test_a_collapse_after_successful_training_is_a_finding() -> None:
+    """The reward rises from 0.1 to 0.9 and falls to 0.2, which is more than in the first step."""
+    rows = records(
+        reward=[0.1, *[0.9] * 5, *[0.2] * 6],
+        accuracy=[0.1, None, None, None, 0.8, 0.8, None, None, None, None, 0.2, 0.2],
+    )
+    (finding,) = find(HealthConfig(steps=STEPS), rows)
+    assert (finding.check, finding.step, finding.value) == ("held_out_fall", 12, pytest.approx(0.75))
+
+
+def test_half_of_a_collapse_counts_if_a_run_has_only_two_evaluations() -> None:
+    rows = records(reward=[0.5, *[0.0] * 7], accuracy=[*[None] * 7, 0.05])
+    (finding,) = find(HealthConfig(steps=STEPS), rows, initial={"accuracy": 0.5})
+    assert (finding.check, finding.step, finding.value) == ("held_out_fall", 8, pytest.approx(0.45))
+
+
 def test_a_collapse_on_held_out_and_training_prompts_is_a_finding() -> None:
     rows = records(reward=[0.5, 0.1, *[0.0] * 6], accuracy=COLLAPSED)
     (finding,) = find(HealthConfig(steps=STEPS), rows, initial={"accuracy": 0.5})
-    assert (finding.check, finding.step, finding.setting) == ("held_out_fall", 8, "actor.optimizer.lr")
+    assert (finding.check, finding.step, finding.setting) == ("held_out_fall", 4, "actor.optimizer.lr")
     assert finding.value == pytest.approx(0.8) and "learning rate" in finding.message
 
 
@@ -248,7 +267,7 @@ def test_a_collapse_on_held_out_and_training_prompts_is_a_finding() -> None:
     "rows",
     [
         records(reward=[0.5, *[0.26] * 7], accuracy=COLLAPSED),
-        records(reward=[0.5, *[0.0] * 7], accuracy=[None, None, None, 0.1, None, None, None, 0.26]),
+        records(reward=[0.5, *[0.0] * 7], accuracy=[None, None, None, 0.26, None, None, None, 0.1]),
     ],
 )
 def test_less_than_a_collapse_of_both_metrics_is_no_finding(rows: list[dict[str, float]]) -> None:
@@ -272,7 +291,9 @@ def test_the_held_out_fall_is_measured_only_in_steps_with_an_evaluation() -> Non
     [([0.92, 0.92, 0.92, 0.92], True), ([0.9, 0.9, 0.9, 0.9], False)],
 )
 def test_a_solved_task_needs_neither_entropy_nor_signal(last: list[float], is_solved: bool) -> None:
-    """The reward was 0.1 in the first steps, and its largest value is 1: 90 % of the gain is a reward of 0.91."""
+    """The reward was 0.1 in the first steps, and its largest value is 1: 90 % of the gain is a reward of 0.91. With a
+    reward of 0.9, the share 1/9 of the gain is left.
+    """
     rows = records(
         reward=[0.1] * 4 + last,
         reward_max=[0.5, 1.0] + [0.5] * 6,
@@ -281,7 +302,19 @@ def test_a_solved_task_needs_neither_entropy_nor_signal(last: list[float], is_so
     )
     collapse, signal = measure("entropy_collapse", rows, ROLLOUT), measure("no_signal", rows, ROLLOUT)
     assert collapse is not None and signal is not None
-    assert (collapse.value, signal.value) == ((1.0, 0.0) if is_solved else (pytest.approx(0.01), 1.0))
+    assert (collapse.value, signal.value) == ((1.0, 0.0) if is_solved else (pytest.approx(0.09), 1.0))
+
+
+def test_an_entropy_may_fall_in_proportion_to_the_unsolved_share() -> None:
+    """A reward that rises from 0.2 to 0.8 of at most 1 leaves a quarter: an entropy of 4 % is 16 % of the expected one.
+    A reward that falls makes no progress.
+    """
+    entropies, largest = [1.0] * 4 + [0.04] * 4, [1.0] * 8
+    for reward, expected in ((0.8, 0.16), (0.1, 0.04)):
+        rows = records(reward=[0.2] * 4 + [reward] * 4, reward_max=largest, actor__entropy=entropies)
+        measurement = measure("entropy_collapse", rows)
+        assert measurement is not None and measurement.value == pytest.approx(expected)
+        assert ("75% of its way" in measurement.observation) == (reward == 0.8)
 
 
 def test_a_constant_reward_solves_nothing() -> None:

@@ -69,8 +69,8 @@ class HealthConfig(Config):
     """Largest KL of the policy to the reference in nats per token. A KL below that of the first step is no finding."""
 
     entropy_collapse: Share | None = 0.05
-    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It does not apply to a policy
-    whose reward has almost reached the largest reward so far.
+    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It falls with the progress of the
+    reward to the largest reward so far, and does not apply to a policy that has almost reached it.
     """
 
     repetition: Share | None = 0.5
@@ -91,7 +91,8 @@ class HealthConfig(Config):
     """Largest fall of the held-out `accuracy` below its best value, as a fraction of this value, while the training
     `reward` rises. Also the largest rise of `validation_loss` above its best value, while the training loss falls. If
     the training metric does not improve, only a collapse is a finding: the held-out metric has lost more than half of
-    its best value, and the training metric more than half of its value in the first step.
+    its best value, and the training metric more than half of the better one of its values in the first step and at
+    the best evaluation.
     """
 
     stale_share: Share | None = 0.2

@@ -220,7 +220,6 @@ class RayBackend:
 
     def __init__(self, address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...] = ()) -> None:
         """`prepare` lists modules that the fork server imports."""
-        ray_worker.print_to_stdstream = _log_ray_message  # Ray has no setting for it
         self._prepare = prepare
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[
@@ -231,6 +230,7 @@ class RayBackend:
         """Names of all processes that this backend has started, including those that it has ended."""
         self._uses_fork_server = False
         self._nodes = RayNodes(address, notify=notify)
+        ray_worker.print_to_stdstream = _log_ray_message  # Ray has no setting for it
         self._liveness = Liveness()
         self._killed: set[int] = set()
         """Ids of the processes that this backend has killed."""

@@ -15,6 +15,7 @@ from ray._private import worker as ray_worker
 
 from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.backends.ray_backend import RayBackend, _RayHost
+from flowrl.controller.errors import BackendError
 from flowrl.controller.host.private_folder import private_folder, temporary_folder
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.wire import Construction, RecoveryPlan, Request, encode
@@ -47,14 +48,19 @@ def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: P
 def test_messages_of_ray_are_logged_and_not_printed(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = ray_worker.print_to_stdstream
     backend = RayBackend(None, print)
     with caplog.at_level(logging.INFO, RAY_LOGGER):
         ray_worker.print_to_stdstream({"lines": ["a worker died"], "pid": "raylet", "is_err": False}, False)
     assert caplog.messages == ["a worker died"] and capsys.readouterr() == ("", "")
     assert "print_to_stdstream" in ray_worker.listen_error_messages.__code__.co_names  # Ray calls the replaced function
     backend.close()
-    assert ray_worker.print_to_stdstream is original
+    assert ray_worker.print_to_stdstream.__module__ == ray_worker.__name__
+
+
+def test_a_failed_connection_does_not_change_how_ray_prints_messages() -> None:
+    with pytest.raises(BackendError):
+        RayBackend("127.0.0.1:1", print)
+    assert ray_worker.print_to_stdstream.__module__ == ray_worker.__name__
 
 
 def temporary_folders(worker: Any) -> tuple[str, str, str, str]:
