@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -31,8 +32,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; `{self.prog} --help` lists the options\n")
 
     def _check_options(self, args: Sequence[str] | None) -> None:
-        # `args` is None only if a program relies on the default of argparse; main and run_recipe pass a list.
-        words = [] if args is None else list(args)
+        words = sys.argv[1:] if args is None else list(args)
         for index, word in enumerate(words):
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
                 break  # the words after it are arguments, or those of a sub-command

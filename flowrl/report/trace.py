@@ -16,8 +16,15 @@ from typing import Literal, NamedTuple
 
 from flowrl.data.events import CallEvent
 
-STARTING = ("__init__", "join", "prepare", "find_missing_protections")
-"""Methods that are called during startup, before the training loop."""
+STARTING = (
+    "__init__",
+    "join",
+    "find_missing_protections",
+    "describe_weights",
+    "open_transfer_group",
+    "join_transfer_group",
+)
+"""Methods that are called during startup, before the training loop. The last three open the weight transfer."""
 
 Part = Literal["compute", "transfer", "driver"]
 

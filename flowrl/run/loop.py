@@ -570,19 +570,19 @@ class Run:
                 elif self._complete_step is not None and self._complete_step > self._saver.last_step:
                     self._save_step(self._complete_step)
             if error is not None:
-                self._write_partial_results()
+                self._write_partial_results(error)
         except OSError as lost:  # not raised, because the first error is reported
             if not isinstance(error, OSError):  # otherwise the cause is the same: a full disk or a lost folder
                 self._progress.notify(f"the results in {self.folder.path} are incomplete: {lost}")
         finally:
             self._resources.__exit__(kind, error, trace)
 
-    def _write_partial_results(self) -> None:
-        if self._resumed is not None or any(record["step"] for record in self._metrics.history):
+    def _write_partial_results(self, error: BaseException) -> None:
+        has_steps = self._resumed is not None or any(record["step"] for record in self._metrics.history)
+        if has_steps or self._recorder.keeps_failed_step(error):
             self._write_trace_and_plots()
         else:
-            # There is no result yet, so the next attempt may use the same folder.
-            self.folder.clear()
+            self.folder.clear()  # there is no result yet, so the next attempt may use the same folder
             self._interruption.progress = "before the first step was complete; nothing was saved"
 
     def _save_step(self, step: int) -> None:

@@ -3,7 +3,6 @@
 Usage: `python -m recipes.games.prepare --output DIR --seed 0`
 """
 
-import argparse
 import json
 import random
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.checkpoints.run_folder import replacing
+from flowrl.cli.command_parser import CommandParser
 from recipes.games.nim import Piles, moves, show, starts
 from recipes.quickstart.prepare import save_model, save_tokenizer
 from recipes.reasoning.prepare import BYTES, CHAT_TEMPLATE
@@ -63,7 +63,10 @@ def _random_game(start: Piles, generator: random.Random) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Creates starts of Nim, random games, a tokenizer and a small model.")
+    parser = CommandParser(
+        prog="python -m recipes.games.prepare",
+        description="Creates starts of Nim, random games, a tokenizer and a small model.",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of the starts, the games and the initial weights")
     options = parser.parse_args(arguments)

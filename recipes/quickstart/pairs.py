@@ -3,7 +3,6 @@
 Usage: `python -m recipes.quickstart.pairs --data DIR --seed 0`
 """
 
-import argparse
 import json
 import random
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.checkpoints.run_folder import replacing
+from flowrl.cli.command_parser import CommandParser
 from recipes.quickstart.task import Problem, deal
 
 NUM_PAIRS = 4_000
@@ -38,7 +38,10 @@ def make_pair(problem: Problem, generator: random.Random) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Writes pairs of answers to the problems of the quickstart.")
+    parser = CommandParser(
+        prog="python -m recipes.quickstart.pairs",
+        description="Writes pairs of answers to the problems of the quickstart.",
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder that recipes.quickstart.prepare created")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problem sets")
     options = parser.parse_args(arguments)

@@ -3,7 +3,6 @@
 Usage: `python -m recipes.quickstart.prepare --output DIR --seed 0`
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from flowrl.checkpoints.run_folder import replacing, write_json
+from flowrl.cli.command_parser import CommandParser
 from flowrl.config.user_errors import UserError
 from recipes.quickstart.task import Problem, deal
 
@@ -122,7 +122,10 @@ def save_model(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Creates the data, the tokenizer and the model of the quickstart.")
+    parser = CommandParser(
+        prog="python -m recipes.quickstart.prepare",
+        description="Creates the data, the tokenizer and the model of the quickstart.",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problem sets and the initial weights")
     options = parser.parse_args(arguments)

@@ -3,7 +3,6 @@
 Usage: `python -m recipes.reasoning.prepare --output DIR --seed 0`
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from tokenizers.pre_tokenizers import ByteLevel
 
 from flowrl.checkpoints.run_folder import replacing
+from flowrl.cli.command_parser import CommandParser
 from recipes.quickstart.prepare import save_model, save_tokenizer
 
 BYTES = tuple(sorted(ByteLevel.alphabet()))
@@ -39,7 +39,9 @@ def prepare(output: Path, seed: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Creates a byte tokenizer and a small untrained model.")
+    parser = CommandParser(
+        prog="python -m recipes.reasoning.prepare", description="Creates a byte tokenizer and a small untrained model."
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
     options = parser.parse_args(arguments)

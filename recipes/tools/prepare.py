@@ -3,7 +3,6 @@
 Usage: `python -m recipes.tools.prepare --output DIR --seed 0`
 """
 
-import argparse
 import json
 import random
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.checkpoints.run_folder import replacing
+from flowrl.cli.command_parser import CommandParser
 from recipes.quickstart.prepare import save_model, save_tokenizer
 from recipes.reasoning.prepare import BYTES
 from recipes.tools.task import Problem, deal
@@ -73,7 +73,9 @@ def _example(problem: Problem, generator: random.Random) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Creates problems, a tokenizer and a small untrained model.")
+    parser = CommandParser(
+        prog="python -m recipes.tools.prepare", description="Creates problems, a tokenizer and a small untrained model."
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problem sets and the initial weights")
     options = parser.parse_args(arguments)

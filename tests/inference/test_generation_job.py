@@ -26,6 +26,7 @@ from flowrl.inference.model_source import resolve_model
 from flowrl.inference.response_file import ResumableFile
 from flowrl.inference.text_generator import open_chat
 from flowrl.memory.model_fit import read_max_positions
+from tests.errors import missing_facts
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{Path(__file__).parent}/length_reward.py:count_letters"
@@ -59,12 +60,15 @@ def test_rows_have_the_columns_of_the_input_in_its_order(run_folder: Path, folde
     assert not (folder / "out.jsonl.partial").exists()
 
 
-def test_the_default_length_of_a_response_fits_each_prompt(run_folder: Path, folder: Path) -> None:
+def test_the_default_length_of_a_response_fits_each_prompt(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     limit = read_max_positions(run_folder / "model")
     assert limit is not None and limit < 256
     (folder / "prompts.txt").write_text("1+2=\n" + "1+" * (limit // 2 - 2) + "1=\n")
     assert main(["generate", str(run_folder), "--prompts", "prompts.txt", "--samples", "8", "--output", "out"]) == 0
     rows = read(folder / "out")
+    assert not missing_facts(capsys.readouterr().err, 2, 256)
     assert len(rows) == 16 and all(row["prompt_tokens"] + row["response_tokens"] <= limit for row in rows)
     assert {row["prompt_tokens"] for row in rows[8:]} <= set(range(limit - 4, limit))
     assert max(row["response_tokens"] for row in rows[:8]) > 4  # the long prompt does not shorten other responses
@@ -79,7 +83,9 @@ def test_a_prompt_that_leaves_no_token_for_a_response_is_rejected(
     assert message.count("error: ") == 1 and "line 2" in message and "shorten" in message
 
 
-def test_the_default_length_of_a_response_is_that_of_the_run(run_folder: Path, folder: Path) -> None:
+def test_the_default_length_of_a_response_is_that_of_the_run(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = shutil.copytree(run_folder, folder / "run")
     with (run / "config.yaml").open("a") as file:
         file.write("\nrollout: {max_response_tokens: 3}\n")
@@ -88,6 +94,7 @@ def test_the_default_length_of_a_response_is_that_of_the_run(run_folder: Path, f
     assert resolve_model(str(run / "model")).max_response_tokens is None
     assert main(["generate", str(run), "--prompts", "prompts.txt", "--samples", "8", "--output", "out"]) == 0
     assert max(row["response_tokens"] for row in read(folder / "out")) == 3
+    assert "limited" not in capsys.readouterr().err
     assert generate(run, "--prompts", "prompts.txt", "--samples", 8, "--output", "longer") == 0
     assert max(row["response_tokens"] for row in read(folder / "longer")) > 3
 

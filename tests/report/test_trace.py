@@ -168,7 +168,8 @@ def test_without_gaps_the_path_is_compute_only(calls: list[tuple[int, int, set[i
 
 
 def test_startup_calls_are_not_part_of_the_loop() -> None:
-    starting = [replace(STEP[0], method=method) for method in ("__init__", "join", "prepare")]
+    methods = ("__init__", "join", "open_transfer_group", "join_transfer_group", "describe_weights")
+    starting = [replace(STEP[0], method=method) for method in methods]
     assert loop_events([*starting, *STEP]) == STEP
 
 

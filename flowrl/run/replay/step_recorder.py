@@ -172,6 +172,10 @@ class StepRecorder:
         self._saver.add_files({STEP: write_json_with_checksum(self._path / STEP, self._values)})
         self._saver.advance([{"step": step}], wait=True)
 
+    def keeps_failed_step(self, error: BaseException) -> bool:
+        """Returns whether `error` ends a step that is being recorded. An interrupted step is not kept."""
+        return self._step is not None and isinstance(error, Exception)
+
     def __enter__(self) -> Self:
         return self
 
@@ -180,7 +184,8 @@ class StepRecorder:
     ) -> None:
         """Completes or removes recordings at the end of the run. After an error, a recording has no results."""
         self._log.stop()
-        if self._step is not None and isinstance(error, Exception):
+        if error is not None and self.keeps_failed_step(error):
+            assert self._step is not None
             calls = [{"role": call.role, "method": call.method} for call in self._log.entries]
             self._values |= {"error": f"{type(error).__name__}: {error}", "calls": calls, "metrics": {}, "logged": []}
             self._values = {"states": {}, "objects": {}} | self._values

@@ -80,6 +80,8 @@ def replay_step(
         if (failure := recording.values["error"]) is not None:
             if not overrides:
                 raise CheckFailed(f"the step succeeds, but in the run it failed ({failure})")
+            if output is not None:
+                _write_result(output, recording, overrides, [], is_identical=False)
             notify(f"step {recording.step} succeeds with {' '.join(overrides)}; in the run it failed ({failure})")
             return
         _report(recording, replay.results, overrides, backend, output, console)
@@ -122,13 +124,10 @@ def _report(
     recorded = StepResults(recording.values, recording.path)
     compared = compare_steps(recorded, results, is_exact=not inexactness)
     notes = _describe_changes(recording)
-    not_replayed = sorted(set(recording.values["logged"]) - set(recording.values["metrics"]))
+    not_replayed = _not_replayed(recording)
     first = next((part.differences[0] for part in compared if part.differences), None)
     if output is not None:
-        parts = [{"name": part.name, "count": part.count, "differences": part.differences} for part in compared]
-        result = {"step": recording.step, "is_identical": first is None and not inexactness, "compared": parts}
-        result |= {"overrides": list(overrides), "changes": notes, "metrics_not_replayed": not_replayed}
-        write_json(output / RESULT, result)
+        _write_result(output, recording, overrides, compared, is_identical=first is None and not inexactness)
     console.print(_table(compared, "identical" if not inexactness else f"within {BOUND:g}"))
     for note in notes:
         console.print(note, markup=False, highlight=False)
@@ -150,6 +149,27 @@ def _report(
     console.print(f"step {recording.step} is {verdict}", markup=False, highlight=False)
 
 
+def _write_result(
+    output: Path, recording: Recording, overrides: Sequence[str], compared: Sequence[Compared], *, is_identical: bool
+) -> None:
+    """Writes the comparison as JSON. It is empty for a step that failed in the run."""
+    result = {
+        "step": recording.step,
+        "error_in_run": recording.values["error"],
+        "is_identical": is_identical,
+        "compared": [{"name": part.name, "count": part.count, "differences": part.differences} for part in compared],
+        "overrides": list(overrides),
+        "changes": _describe_changes(recording),
+        "metrics_not_replayed": _not_replayed(recording),
+    }
+    write_json(output / RESULT, result)
+
+
+def _not_replayed(recording: Recording) -> list[str]:
+    """Returns the metrics of the step that only the run logs, such as its time."""
+    return sorted(set(recording.values["logged"]) - set(recording.values["metrics"]))
+
+
 def _table(compared: Sequence[Compared], same: str) -> Table:
     table = Table("results", "compared", same, "first difference")
     for part in compared:
@@ -162,8 +182,8 @@ def _print_changes(
     recording: Recording, results: StepResults, overrides: Sequence[str], *, is_exact: bool, console: Console
 ) -> None:
     """Prints a table of the metrics that differ, with their recorded and replayed values, and a summary."""
-    recorded = recording.values["metrics"]
-    changed = changed_metrics(recorded, results.values["metrics"], is_exact=is_exact)
+    recorded, replayed = recording.values["metrics"], results.values["metrics"]
+    changed = changed_metrics(recorded, replayed, is_exact=is_exact)
     if changed:
         table = Table("metric", "recorded", "replayed")
         for name, values in changed.items():
@@ -172,7 +192,7 @@ def _print_changes(
         console.print(table)
     verdict = "no metric differs from the run, but calls or states differ"
     if changed:
-        verdict = f"{len(changed)} of {len(recorded)} metrics differ from the run"
+        verdict = f"{len(changed)} of {len({**recorded, **replayed})} metrics differ from the run"
     console.print(f"step {recording.step} with {' '.join(overrides)}: {verdict}", markup=False, highlight=False)
 
 

@@ -170,16 +170,16 @@ def test_a_loop_body_that_generates_is_rejected(recorded: RunConfig) -> None:
         replay_step(read_recording(recorded.output, 2), recorded, train)
 
 
-def train_two_steps(config: Any, fails: bool = True) -> None:
-    """A training function whose second step fails, or succeeds if `fails` is false."""
+def train_two_steps(config: Any, failing: int = 2, error: BaseException | None = None) -> None:
+    """A training function with a step that fails. Both steps succeed if `failing` is 0."""
     with Run(config) as run:
         actor = run.group(Actor, config.actor)
         run.add_checkpointable(actor)
         rows = Batch.from_columns(tokens={"input_ids": [1, 2, 3, 4]}, lengths=[2, 2])
         for batch in run.batches([rows, rows], policy=actor):
             actor.logprobs(batch)
-            if run.step == 2 and fails:
-                raise UserError("the second step is broken")
+            if run.step == failing:
+                raise error or UserError("the step is broken")
 
 
 @pytest.fixture
@@ -196,13 +196,31 @@ def test_an_exception_in_the_recorded_step_is_replayed(failed: RunConfig) -> Non
         replay_step(read_recording(failed.output, 2), failed, train_two_steps)
 
 
+def test_a_failure_of_the_first_step_is_kept_if_the_step_is_recorded(task: Path, tmp_path: Path) -> None:
+    config = CASES["sft"].build(task, tmp_path / "run", steps=2, epochs=None, record=(1,))
+    with rejects("broken"):
+        train_two_steps(config, failing=1)
+    with rejects("fails", "broken", error=CheckFailed):
+        replay_step(read_recording(config.output, 1), config, partial(train_two_steps, failing=1))
+
+
+def test_an_interrupted_first_step_leaves_no_files(task: Path, tmp_path: Path) -> None:
+    config = CASES["sft"].build(task, tmp_path / "run", steps=2, epochs=None, record=(1,))
+    with pytest.raises(KeyboardInterrupt):
+        train_two_steps(config, failing=1, error=KeyboardInterrupt())
+    assert not (config.output / "recorded").exists() and not (config.output / "config.yaml").exists()
+
+
 @pytest.mark.parametrize("overrides", [(), ("actor.optimizer.lr=0.1",)])
 def test_a_step_that_failed_in_the_run_and_now_succeeds_is_an_error_only_without_overrides(
-    overrides: tuple[str, ...], failed: RunConfig, capsys: pytest.CaptureFixture[str]
+    overrides: tuple[str, ...], failed: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replay = partial(replay_step, read_recording(failed.output, 2), failed, partial(train_two_steps, fails=False))
+    replay = partial(replay_step, read_recording(failed.output, 2), failed, partial(train_two_steps, failing=0))
     if overrides:
-        replay(overrides=overrides)
+        replay(overrides=overrides, output=tmp_path / "out")
+        result = json.loads((tmp_path / "out" / RESULT).read_text())
+        assert (result["overrides"], result["is_identical"], result["compared"]) == (list(overrides), False, [])
+        assert "broken" in result["error_in_run"]
         assert not missing_facts(capsys.readouterr().out, "succeeds", "actor.optimizer.lr", 0.1, "broken")
     else:
         with rejects("succeeds", "broken", error=CheckFailed):
