@@ -133,9 +133,12 @@ def test_episodes_that_leave_processes_or_fail_at_their_end_are_played(name: str
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_an_episode_that_exceeds_its_memory_fails_alone() -> None:
+    """The other episode starts before and continues afterwards, because both share the memory of the process."""
     with make_host(SYNC, memory_mb=3000.0, threads=4) as host:
-        bad, other = play_all(host, ["memory", ""])
-    assert (bad.failure, other.failure) == ("memory", None)
+        started = ask(host, Reset(1, {"kind": ""}))
+        bad = play(host, 0, "memory")
+        continued = ask(host, Step(1, ModelResponse("text", [1], "stop")))
+    assert (started.failure, bad.failure, continued.failure) == (None, "memory", None)
 
 
 @pytest.mark.usefixtures("mark")
