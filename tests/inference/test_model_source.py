@@ -141,7 +141,7 @@ def resolve(run_folder: Path, folder: Path, *signals: signal.Signals) -> int:
     return subprocess.run(command, env={"TMPDIR": str(folder), "PATH": ""}, timeout=300, check=False).returncode
 
 
-@pytest.mark.parametrize(("ending", "code"), [((), 0), slow((signal.SIGTERM,), 143), slow((signal.SIGHUP,), 129)])
+@pytest.mark.parametrize(("ending", "code"), [slow((), 0), slow((signal.SIGTERM,), 143), slow((signal.SIGHUP,), 129)])
 def test_an_exported_checkpoint_is_deleted_at_the_end(
     run_folder: Path, tmp_path: Path, ending: tuple[signal.Signals, ...], code: int
 ) -> None:

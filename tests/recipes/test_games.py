@@ -118,6 +118,7 @@ def test_games_fit_into_the_limits_of_tokens(data: Path) -> None:
         assert num_tokens - asked <= config.rollout.max_response_tokens
 
 
+@pytest.mark.slow
 def test_a_short_run_plays_and_evaluates_games(data: Path, tmp_path: Path) -> None:
     settings = [
         f"output={tmp_path / 'run'}",

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from flowrl.config import DataFile
 from flowrl.data.reading.generated_rows import generate_lines
 from flowrl.rewards.processes.pool import FunctionSpec, PoolLimits, ScoringPool
@@ -16,6 +18,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_the_functions_score_rows_in_a_pool() -> None:
     (line,) = generate_lines(DataFile.model_validate({"reasoning_gym": {"leg_counting": 1}, "rows": 1}))
     task = json.loads(line)

@@ -93,7 +93,7 @@ ANOTHER_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": WRONG_TOKEN}
 @pytest.mark.parametrize(
     ("code", "variables"),
     [
-        pytest.param(ENTER, NO_TOKEN, id="a driver-no token"),
+        pytest.param(ENTER, NO_TOKEN, marks=pytest.mark.slow, id="a driver-no token"),
         pytest.param(NODE, NO_TOKEN, marks=pytest.mark.slow, id="a node-no token"),
         pytest.param(ENTER, OFF, marks=pytest.mark.slow, id="a driver-authentication off"),
         pytest.param(NODE, OFF, marks=pytest.mark.slow, id="a node-authentication off"),

@@ -110,6 +110,7 @@ def test_the_exit_code_of_the_newest_process_with_a_name_is_known(server: ForkSe
     assert server.find_exit("unknown") is None
 
 
+@pytest.mark.slow
 def test_forked_processes_have_different_random_numbers(server: ForkServer, program: Path, tmp_path: Path) -> None:
     drawn = [start(server.py_executable, program, tmp_path / f"facts{i}")[0]["drawn"] for i in range(2)]
     assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])

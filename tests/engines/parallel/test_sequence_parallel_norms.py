@@ -16,6 +16,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_sequence_parallel_peers_save_half_of_the_norm_and_residual_activations(results: list[dict]):
     """Checks the bytes that autograd saves for the two norms of each layer and for the final norm.
 
@@ -28,6 +29,7 @@ def test_sequence_parallel_peers_save_half_of_the_norm_and_residual_activations(
         assert saved_bytes[False, False] - saved_bytes[True, False] == halved / 2
 
 
+@pytest.mark.slow
 def test_sequence_parallel_peers_save_half_of_the_checkpointed_activations(results: list[dict]):
     """Saved are the input of each layer, and the input, normalized states, factors and output of the last norm."""
     halved = 4 * TOKENS * (LAYERS * WIDTH + 3 * WIDTH + 1)
