@@ -29,6 +29,8 @@ from tests.engines.tables import table
 from tests.processes import run_ranks
 from tests.slow_cases import selected_values, slow
 
+pytestmark = pytest.mark.timeout(1800)  # with the slow cases, the fixture `results` takes minutes
+
 
 def cases(holds: Callable[[Case], object] = lambda case: True) -> list[Any]:
     """Returns the names of the cases that satisfy a predicate, with the marker of slow cases."""
