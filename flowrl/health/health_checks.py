@@ -109,12 +109,18 @@ _COLLAPSE = 0.5
 training metric has not improved.
 """
 
+_SMALLEST_COLLAPSE = 0.1
+"""Smallest fall of a reward in a collapse, as a fraction of the largest reward of a response so far: the mean of rare
+rewards is noisy.
+"""
+
 
 def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest fall of a held-out metric below its best value, as a fraction of the best value.
 
     The fall is 0 unless the training metric has improved since the best value, or both metrics have collapsed: the
-    held-out metric has lost more than half of its best value, and the training metric more than half of the better one
+    held-out metric has lost more than half of its best value (a reward at least a tenth of the largest reward of a
+    response so far), and the training metric more than half of the better one
     of its values in the first step and at that evaluation. A single noisy evaluation has little effect: the fall is the
     smaller one of the last two evaluations, and two adjacent evaluations must reach the best value. With only two
     evaluations, half of the fall counts.
@@ -149,7 +155,11 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
     )
     if fall > 0 and _has_improved(window, training, best, last, sign):
         yield Measurement(value, f"{observation}, while {training} {better}")
-    elif fall > _COLLAPSE and _has_collapsed(window, training, best, last, sign):
+    elif (
+        fall > _COLLAPSE
+        and not _is_noise(window, best, last, sign)
+        and _has_collapsed(window, training, best, last, sign)
+    ):
         meaning, remedy = "training makes the policy worse", "lower the learning rate, or check the reward"
         observation = f"{observation}, and {training} {worse} as well"
         yield Measurement(value, observation, meaning=meaning, remedy=remedy, settings=("actor.optimizer.lr",))
@@ -186,6 +196,11 @@ def _has_collapsed(window: StepWindow, name: str, best: EvaluationPoint, last: E
     return sign * (before - now) > _COLLAPSE * (abs(before) or 1.0)
 
 
+def _is_noise(window: StepWindow, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
+    """Returns whether the fall of a held-out reward is too small for a collapse."""
+    return sign > 0 and best.value - last.value < _SMALLEST_COLLAPSE * max(0.0, window.largest_reward)
+
+
 # Responses.
 
 
@@ -218,12 +233,16 @@ _SOLVED = 0.9
 
 
 def _progress(window: StepWindow, now: float | None) -> float:
-    """Returns the rise of the reward since the first step as a fraction of the rise to the largest reward so far, in
+    """Returns the rise of the mean reward as a fraction of the rise to the largest reward of a response so far, in
     [0, 1]. Returns 0 without rewards.
+
+    The rise begins at the first value, because the reward may rise within a few steps. If the median of the first steps
+    is smaller, it begins there, because the first value may be large by chance.
     """
-    before = window.first_value("reward")
-    if now is None or before is None or window.largest_reward <= before:
+    earlier = [value for value in (window.first_value("reward"), window.first_median("reward")) if value is not None]
+    if now is None or not earlier or window.largest_reward <= min(earlier):
         return 0.0
+    before = min(earlier)
     return min(1.0, max(0.0, (now - before) / (window.largest_reward - before)))
 
 
@@ -301,18 +320,17 @@ def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | No
 
 
 def measure_extreme_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest distance of a mean probability ratio below 1 in the last step, or the mean decrease of the
-    log-probabilities in its updates, in nats.
+    """Returns the largest distance of a mean probability ratio below 1 in the last step, or m^2 / 2, where m is the
+    mean absolute change of log-probabilities by its updates.
 
-    A single token can raise the mean of a ratio r, and with it the KL estimate, the mean of r - 1 - log r. It barely
-    affects the mean of -log r, which is their difference.
+    m^2 / 2 is about the KL if all tokens change by m. A few tokens with a large change have little effect on m, while a
+    single one can dominate a KL estimate or raise a mean ratio.
     """
     ratios = _mean_ratios(window.last.get)
     found = [Measurement(1 - ratio, f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]
-    kl, ratio = window.last.get("actor/approx_kl"), ratios.get("actor/ratio")
-    if kl is not None and ratio is not None:
-        decrease = kl - ratio + 1
-        found.append(Measurement(decrease, f"updates lower log-probabilities by {decrease:.3g} nats on average"))
+    if (change := window.last.get("actor/logprob_change")) is not None:
+        observation = f"actor/logprob_change is {change:.3g} nats per token, as with a KL of {change**2 / 2:.3g}"
+        found.append(Measurement(change**2 / 2, observation))
     return max(found, key=lambda measurement: measurement.value, default=None)
 
 

@@ -59,7 +59,7 @@ def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: M
                 generator = TextGenerator(source, job.sampling, job.engine, chat=chat)
                 if generator.max_length < (chat.max_positions() or _UNLIMITED):
                     prompts = tokenize(generator.max_length)  # raises an error for a prompt that is too long
-                _report_limits(job, prompts)
+                _report_limits(job, prompts, generator.max_length)
                 with _reporting(job, len(prompts) * job.samples, len(output.done)) as report:
                     if scorer is None:
                         generate_rows(generator, prompts, output, samples=job.samples, report=report)
@@ -94,15 +94,15 @@ def _describe_settings(job: GenerationJob) -> Mapping[str, Any]:  # Any: values 
     return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 
-def _report_limits(job: GenerationJob, prompts: Sequence[PromptRow]) -> None:
+def _report_limits(job: GenerationJob, prompts: Sequence[PromptRow], max_length: int) -> None:
     """Reports on stderr how many prompts leave less than the default number of tokens for their responses."""
     limits = [row.max_tokens for row in prompts if row.max_tokens < job.sampling.max_tokens]
     if limits:
         least, most = min(limits), max(limits)
         span = str(least) if least == most else f"{least} to {most}"
         sys.stderr.write(
-            f"responses to {len(limits)} of {len(prompts)} prompts are limited to {span} tokens instead of "
-            f"{job.sampling.max_tokens}, because the model's context has no room for more\n"
+            f"responses to {len(limits)} of {len(prompts)} prompts have at most {span} instead of "
+            f"{job.sampling.max_tokens} tokens, because prompt and response together have at most {max_length}\n"
         )
 
 

@@ -16,15 +16,13 @@ from typing import Literal, NamedTuple
 
 from flowrl.data.events import CallEvent
 
-STARTING = (
-    "__init__",
-    "join",
-    "find_missing_protections",
-    "describe_weights",
-    "open_transfer_group",
-    "join_transfer_group",
-)
-"""Methods that are called during startup, before the training loop. The last three open the weight transfer."""
+STARTING = ("__init__", "join", "find_missing_protections")
+"""Methods that are called during startup, before the training loop."""
+
+CONNECTING = ("num_buckets", "open_transfer_group", "join_transfer_group", "describe_weights")
+"""Methods that connect roles for weight transfers: in startup if rollouts are streamed, otherwise in the first
+transfer.
+"""
 
 Part = Literal["compute", "transfer", "driver"]
 
@@ -32,12 +30,12 @@ Part = Literal["compute", "transfer", "driver"]
 def loop_events(events: Iterable[CallEvent]) -> list[CallEvent]:
     """Returns the events of the training loop, without startup.
 
-    Startup ends when the startup calls before the first other call are finished. Calls that were finished by then, such
-    as requests of sizes, are part of startup. The driver may submit the first calls of the loop before that time. Their
+    Startup ends when the calls before the first one that neither starts nor connects roles are finished. Calls that
+    were finished by then are part of startup. The driver may submit the first calls of the loop before that time. Their
     submission times become the end of startup, so that their wait and queue times do not contain startup.
     """
     events = list(events)
-    first = min((event.number for event in events if event.method not in STARTING), default=0)
+    first = min((event.number for event in events if event.method not in (*STARTING, *CONNECTING)), default=0)
     end_ns = max((event.finished_ns for event in events if event.number < first), default=0)
     loop = [event for event in events if event.method not in STARTING and event.finished_ns > end_ns]
     return [event if event.submitted_ns >= end_ns else replace(event, submitted_ns=end_ns) for event in loop]

@@ -579,7 +579,7 @@ class Run:
 
     def _write_partial_results(self, error: BaseException) -> None:
         has_steps = self._resumed is not None or any(record["step"] for record in self._metrics.history)
-        if has_steps or self._recorder.keeps_failed_step(error):
+        if has_steps or self._recorder.keeps_step(error):
             self._write_trace_and_plots()
         else:
             self.folder.clear()  # there is no result yet, so the next attempt may use the same folder

@@ -64,7 +64,7 @@ def draw_plots(
     draw_curves(history, folder.curves)
     # Calls of a full run would be thinner than a pixel. A few steps show which calls overlap.
     window_s = sum(line.get("seconds", 0.0) for line in history[-DRAWN_STEPS:])
-    draw_timeline(loop_events(events), folder.timeline, window_s=window_s, until_ns=until_ns)
+    draw_timeline(loop_events(events), folder.timeline, window_s=window_s or None, until_ns=until_ns)
 
 
 def save_last_weights(

@@ -167,8 +167,8 @@ def test_too_few_steps_measure_nothing(case: Case) -> None:
 @pytest.mark.parametrize(
     ("check", "rows"),
     [
-        ("ratio_range", records(actor__ratio=[1.0], actor__approx_kl=[0.51])),
-        ("ratio_range", records(actor__ratio=[0.7], actor__approx_kl=[0.21])),
+        ("ratio_range", records(actor__ratio=[1.0], actor__logprob_change=[1.01])),
+        ("ratio_range", records(actor__ratio=[0.49])),
         ("ratio_range", records(correction__weight=[0.49])),
         ("kl_growth", records(kl=[0.0, 5.1, 6.0])),
         ("kl_growth", records(actor__kl=[0.0, 5.1, 6.0])),
@@ -187,8 +187,9 @@ def test_a_value_beyond_five_times_the_threshold_is_a_finding_at_once(check: str
 @pytest.mark.parametrize(
     "rows",
     [
-        records(actor__ratio=[0.9, 1.49], actor__approx_kl=[0.39, 0.49]),
-        records(actor__ratio=[4.0, 4.0], actor__approx_kl=[3.01, 3.01]),  # one token of 100 with a ratio of 300
+        records(actor__ratio=[0.51, 1.49], actor__logprob_change=[0.99, 0.99]),
+        # One token of 100 has a ratio of 300, which is 5.7 nats.
+        records(actor__ratio=[3.99] * 2, actor__approx_kl=[2.93] * 2, actor__logprob_change=[0.057] * 2),
         records(correction__weight=[0.51, 3.0]),
         records(kl=[0.0, 9.0, 0.0]),  # a single step, because the estimate has heavy tails
         records(actor__entropy=[2.0, 1.0, 0.01], reward=[0.1, 0.5, 1.0], reward_max=[1.0] * 3),  # solved
@@ -202,9 +203,11 @@ def test_smaller_values_of_single_steps_are_no_findings(rows: list[dict[str, flo
 
 def test_a_policy_that_no_longer_changes_after_its_first_update_is_found() -> None:
     """A huge learning rate saturates the policy, so that later ratios are 1 and their median is healthy."""
-    rows = records(actor__ratio=[0.5] + [1.0] * 11, actor__approx_kl=[9.5] + [0.0] * 11)
+    rows = records(
+        actor__ratio=[0.5] + [1.0] * 11, actor__approx_kl=[9.5] + [0.0] * 11, actor__logprob_change=[10.0] + [0.0] * 11
+    )
     (finding,) = find(HealthConfig(steps=STEPS), rows)
-    assert (finding.check, finding.step, finding.last_step, finding.value) == ("ratio_range", 1, 1, 10.0)
+    assert (finding.check, finding.step, finding.last_step, finding.value) == ("ratio_range", 1, 1, 50.0)
 
 
 # Order of findings.
@@ -268,6 +271,7 @@ def test_a_collapse_on_held_out_and_training_prompts_is_a_finding() -> None:
     [
         records(reward=[0.5, *[0.26] * 7], accuracy=COLLAPSED),
         records(reward=[0.5, *[0.0] * 7], accuracy=[None, None, None, 0.26, None, None, None, 0.1]),
+        records(reward=[0.5, *[0.0] * 7], accuracy=COLLAPSED, reward_max=[5.0] * 8),  # 0.45 of at most 5
     ],
 )
 def test_less_than_a_collapse_of_both_metrics_is_no_finding(rows: list[dict[str, float]]) -> None:
@@ -303,6 +307,14 @@ def test_a_solved_task_needs_neither_entropy_nor_signal(last: list[float], is_so
     collapse, signal = measure("entropy_collapse", rows, ROLLOUT), measure("no_signal", rows, ROLLOUT)
     assert collapse is not None and signal is not None
     assert (collapse.value, signal.value) == ((1.0, 0.0) if is_solved else (pytest.approx(0.09), 1.0))
+
+
+def test_progress_begins_at_the_smaller_one_of_the_first_reward_and_the_first_median() -> None:
+    """Both are 0.5 and 1, in either order, so that 0.96 is 92 % of the way. A large first reward may be chance."""
+    for first in ([1.0, 0.5, 0.5, 0.5], [0.5, 1.0, 1.0, 1.0]):
+        rows = records(reward=[*first, *[0.96] * 4], reward_max=[1.0] * 8, actor__entropy=[1.0] * 4 + [0.01] * 4)
+        measurement = measure("entropy_collapse", rows)
+        assert measurement is not None and measurement.value == 1.0
 
 
 def test_an_entropy_may_fall_in_proportion_to_the_unsolved_share() -> None:

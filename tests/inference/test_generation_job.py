@@ -94,7 +94,7 @@ def test_the_default_length_of_a_response_is_that_of_the_run(
     assert resolve_model(str(run / "model")).max_response_tokens is None
     assert main(["generate", str(run), "--prompts", "prompts.txt", "--samples", "8", "--output", "out"]) == 0
     assert max(row["response_tokens"] for row in read(folder / "out")) == 3
-    assert "limited" not in capsys.readouterr().err
+    assert "together" not in capsys.readouterr().err
     assert generate(run, "--prompts", "prompts.txt", "--samples", 8, "--output", "longer") == 0
     assert max(row["response_tokens"] for row in read(folder / "longer")) > 3
 

@@ -168,9 +168,20 @@ def test_without_gaps_the_path_is_compute_only(calls: list[tuple[int, int, set[i
 
 
 def test_startup_calls_are_not_part_of_the_loop() -> None:
-    methods = ("__init__", "join", "open_transfer_group", "join_transfer_group", "describe_weights")
-    starting = [replace(STEP[0], method=method) for method in methods]
+    starting = [replace(STEP[0], method=method) for method in ("__init__", "join")]
     assert loop_events([*starting, *STEP]) == STEP
+
+
+def test_the_connection_of_a_weight_transfer_is_part_of_startup_only_before_the_loop() -> None:
+    methods = ("num_buckets", "open_transfer_group", "join_transfer_group", "describe_weights")
+    connecting = [timed(n, f"actor.{method}", "cpu:0", (n, n, n, n + 1, n + 1)) for n, method in enumerate(methods, 1)]
+    loop = [
+        timed(5, "rollout.generate", "cpu:1", (6, 6, 6, 9, 9)),
+        timed(6, "actor.update", "cpu:0", (9, 9, 9, 12, 12)),
+    ]
+    assert loop_events([*connecting, *loop]) == loop
+    later = [replace(event, number=event.number + 6, submitted_ns=20, finished_ns=30) for event in connecting]
+    assert loop_events([*loop, *later]) == [*loop, *later]
 
 
 PIPELINED = [

@@ -69,8 +69,9 @@ class HealthConfig(Config):
     """Largest KL of the policy to the reference in nats per token. A KL below that of the first step is no finding."""
 
     entropy_collapse: Share | None = 0.05
-    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It falls with the progress of the
-    reward to the largest reward so far, and does not apply to a policy that has almost reached it.
+    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It is multiplied by the share of
+    the task that is not solved yet, and does not apply to a policy whose mean reward has almost reached the largest
+    reward of a response so far.
     """
 
     repetition: Share | None = 0.5

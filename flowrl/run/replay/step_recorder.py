@@ -11,6 +11,7 @@ from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.saver import Saver, package_versions
 from flowrl.config import CheckpointConfig, RunConfig
 from flowrl.controller.cluster import TASKS, Cluster
+from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
@@ -172,8 +173,8 @@ class StepRecorder:
         self._saver.add_files({STEP: write_json_with_checksum(self._path / STEP, self._values)})
         self._saver.advance([{"step": step}], wait=True)
 
-    def keeps_failed_step(self, error: BaseException) -> bool:
-        """Returns whether `error` ends a step that is being recorded. An interrupted step is not kept."""
+    def keeps_step(self, error: BaseException) -> bool:
+        """Returns whether a step is being recorded and is kept after `error`. An interrupted step is not kept."""
         return self._step is not None and isinstance(error, Exception)
 
     def __enter__(self) -> Self:
@@ -184,15 +185,26 @@ class StepRecorder:
     ) -> None:
         """Completes or removes recordings at the end of the run. After an error, a recording has no results."""
         self._log.stop()
-        if error is not None and self.keeps_failed_step(error):
-            assert self._step is not None
+        if error is not None and self.keeps_step(error):
+            self._complete_after(error)
+        self._recordings.remove_unfinished()
+
+    def _complete_after(self, error: BaseException) -> None:
+        """Completes the recording of a step after an error in this step, or in a later step."""
+        assert self._step is not None
+        step = self._step
+        if "objects" in self._values:  # the step has ended, and only its record is not written yet
+            try:
+                self.commit(step, {})
+            except FlowError as lost:
+                self._cluster.notify(f"step {step} is not recorded: {lost}")
+        else:
             calls = [{"role": call.role, "method": call.method} for call in self._log.entries]
             self._values |= {"error": f"{type(error).__name__}: {error}", "calls": calls, "metrics": {}, "logged": []}
             self._values = {"states": {}, "objects": {}} | self._values
-            command = self._command(self._step)
-            self._cluster.notify(f"recorded step {self._step} without results, because the run failed: {command}")
-            self._finish(self._step)
-        self._recordings.remove_unfinished()
+            command = self._command(step)
+            self._cluster.notify(f"recorded step {step} without results, because the run failed: {command}")
+            self._finish(step)
 
     def _command(self, step: int) -> str:
         return f"flowrl replay {self._config.output} --step {step}"

@@ -78,10 +78,10 @@ def replay_step(
                 f"the recipe has not run step {recording.step}: its loop must iterate over run.rollouts or run.batches"
             )
         if (failure := recording.values["error"]) is not None:
-            if not overrides:
-                raise CheckFailed(f"the step succeeds, but in the run it failed ({failure})")
             if output is not None:
                 _write_result(output, recording, overrides, [], is_identical=False)
+            if not overrides:
+                raise CheckFailed(f"the step succeeds, but in the run it failed ({failure})")
             notify(f"step {recording.step} succeeds with {' '.join(overrides)}; in the run it failed ({failure})")
             return
         _report(recording, replay.results, overrides, backend, output, console)

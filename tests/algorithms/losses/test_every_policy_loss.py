@@ -136,6 +136,7 @@ def test_ratio_and_approximate_divergence_are_reported_by_all(case: Case):
     expected = np.where(table["mask"].numpy(), np.expm1(log_ratios) - log_ratios, 0)
     assert "ratio" in metrics
     assert_close(metrics["approx_kl"].numpy(), expected)
+    assert_close(metrics["logprob_change"].numpy(), np.where(table["mask"].numpy(), np.abs(log_ratios), 0))
 
 
 @every_loss

@@ -67,6 +67,7 @@ def test_ratio_and_approximate_divergence_by_hand():
     metrics = by_hand()[1]
     assert_close(metrics["ratio"], torch.tensor([RATIOS]))
     assert_close(metrics["approx_kl"], torch.tensor([[w - 1 - math.log(w) for w in RATIOS]]))
+    assert_close(metrics["logprob_change"], torch.tensor([[abs(math.log(w)) for w in RATIOS]]))
 
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])

@@ -204,6 +204,15 @@ def test_a_failure_of_the_first_step_is_kept_if_the_step_is_recorded(task: Path,
         replay_step(read_recording(config.output, 1), config, partial(train_two_steps, failing=1))
 
 
+def test_a_recorded_step_is_complete_although_the_next_step_fails(task: Path, tmp_path: Path) -> None:
+    config = CASES["sft"].build(task, tmp_path / "run", steps=2, epochs=None, record=(1,))
+    with rejects("broken"):
+        train_two_steps(config, failing=2)
+    recording = read_recording(config.output, 1)
+    assert recording.values["error"] is None and recording.values["calls"]
+    replay_step(recording, config, partial(train_two_steps, failing=0))  # raises an error if results differ
+
+
 def test_an_interrupted_first_step_leaves_no_files(task: Path, tmp_path: Path) -> None:
     config = CASES["sft"].build(task, tmp_path / "run", steps=2, epochs=None, record=(1,))
     with pytest.raises(KeyboardInterrupt):
