@@ -157,4 +157,4 @@ def test_the_model_wins_more_held_out_games(tmp_path: Path, seed: int) -> None:
     run_script(SCRIPT, tmp_path, seed=seed)
     summary = read_summary(tmp_path / f"seed{seed}/grpo")
     assert summary["accuracy_after"] > summary["accuracy_before"] + MIN_GAIN
-    assert summary["evaluation/environment/win_after"] == summary["accuracy_after"]
+    assert summary["evaluation/environment/win_after"] == pytest.approx(summary["accuracy_after"])  # of float32 values

@@ -18,7 +18,10 @@ from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.placement.plan import PlacementError, PoolPlan, Slot
 from tests.errors import missing_facts, rejects
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a machine has one loopback address elsewhere")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="a machine has one loopback address elsewhere"),
+    pytest.mark.timeout(900),  # a driver imports torch and starts Ray, which takes minutes on a busy machine
+]
 
 
 HEALTH = {
@@ -86,7 +89,7 @@ def run_driver(several: Several) -> Callable[[str], Any]:
 
     def run(name: str) -> Any:
         with several.driver(name) as process:
-            out, errors = process.communicate(timeout=120)
+            out, errors = process.communicate(timeout=400)
         assert process.returncode == 0, errors[-3000:]
         return result_in(out)
 
@@ -211,7 +214,7 @@ def test_a_node_that_dies_is_named(end: str, several: Several) -> None:
         assert read_line(process) == "ready"
         several.execute(end)
         write_line(process, "done")
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=400)
     if end == "freeze":
         several.execute("kill")
     assert process.returncode == 0, errors[-3000:]
@@ -245,7 +248,7 @@ def test_a_lost_node_is_reported_to_the_run(several: Several) -> None:
         assert read_line(process) == "ready"
         several.execute("kill")
         write_line(process, "done")
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors[-3000:]
     *call, cause = result_in(out)
     assert call == ["actor", 1, 3, "stay"]

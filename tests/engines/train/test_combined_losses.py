@@ -16,6 +16,8 @@ from tests.engines.tiny import qwen2, to_float64
 from tests.processes import run_ranks
 from tests.slow_cases import selected_values, slow
 
+pytestmark = pytest.mark.timeout(1800)  # with the slow cases, the fixture of all gradients takes minutes
+
 RTOL = {torch.float64: FLOAT64_RTOL, torch.float32: 1e-5}
 
 
