@@ -103,7 +103,9 @@ def test_shared_memory_of_the_workers_is_unlinked(tp_pair: Pair) -> None:
     leader = leader_of(tp_pair)
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in (leader, *workers_of(leader))]
     found = [line.split(maxsplit=5) for text in maps for line in text.splitlines() if "/dev/shm/" in line]
-    assert {"psm", "vllm"} <= {path.removeprefix("/dev/shm/").split("_")[0] for *_, path in found}
+    # Messages are in segments psm_*. Builds of vLLM for CPUs with AVX-512 also add tensors in segments vllm_*.
+    expected = {"psm", "vllm"} if torch.backends.cpu.get_cpu_capability() == "AVX512" else {"psm"}
+    assert expected <= {path.removeprefix("/dev/shm/").split("_")[0] for *_, path in found}
     assert not {int(inode) for *_, inode, _ in found} & {segment.inode() for segment in os.scandir("/dev/shm")}
 
 
