@@ -61,8 +61,26 @@ SLOWEST_FILES = (
     "recipes/test_rollout_checks.py",
     "checkpoints/test_saver.py",
     "run/test_loop_outputs.py",
+    # long only with slow tests
+    "recipes/test_programs.py",
+    "engines/models/test_families.py",
+    "recipes/test_endings.py",
+    "controller/backends/test_ray_nodes.py",
+    "engines/rollout/vllm/test_vllm_tp.py",
+    "run/test_doctor.py",
+    "controller/calls/test_resend.py",
+    "engines/rollout/vllm/test_quantization.py",
+    "controller/backends/test_address.py",
+    "engines/rollout/vllm/test_engine.py",
+    "recipes/test_multinode.py",
+    "test_run_gpu.py",
+    "controller/test_cluster_restart.py",
+    "controller/test_replica.py",
+    "engines/rollout/vllm/test_vllm_sources.py",
 )
-"""Test files that take longest, in descending order. They start first, so that the workers end together."""
+"""Test files that take longest, in descending order of the time of their default tests. They start first, so that the
+workers end together.
+"""
 
 
 def pytest_configure() -> None:

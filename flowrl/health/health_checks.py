@@ -110,8 +110,8 @@ training metric has not improved.
 """
 
 _SMALLEST_COLLAPSE = 0.1
-"""Smallest fall of a reward in a collapse, as a fraction of the largest reward of a response so far: the mean of rare
-rewards is noisy.
+"""Smallest fall of a held-out reward that counts as a collapse, as a fraction of the largest reward of any response so
+far. A smaller fall may be noise, because the mean reward is noisy if few responses have a reward.
 """
 
 
@@ -119,9 +119,9 @@ def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | 
     """Returns the largest fall of a held-out metric below its best value, as a fraction of the best value.
 
     The fall is 0 unless the training metric has improved since the best value, or both metrics have collapsed: the
-    held-out metric has lost more than half of its best value (a reward at least a tenth of the largest reward of a
-    response so far), and the training metric more than half of the better one
-    of its values in the first step and at that evaluation. A single noisy evaluation has little effect: the fall is the
+    held-out metric has lost more than half of its best value, and the training metric more than half of the better one
+    of its values in the first step and at that evaluation. A held-out reward must also have lost at least a tenth of
+    the largest reward of any response so far. A single noisy evaluation has little effect: the fall is the
     smaller one of the last two evaluations, and two adjacent evaluations must reach the best value. With only two
     evaluations, half of the fall counts.
     """
@@ -155,11 +155,7 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
     )
     if fall > 0 and _has_improved(window, training, best, last, sign):
         yield Measurement(value, f"{observation}, while {training} {better}")
-    elif (
-        fall > _COLLAPSE
-        and not _is_noise(window, best, last, sign)
-        and _has_collapsed(window, training, best, last, sign)
-    ):
+    elif fall > _COLLAPSE and _has_collapsed(window, training, best, last, sign):
         meaning, remedy = "training makes the policy worse", "lower the learning rate, or check the reward"
         observation = f"{observation}, and {training} {worse} as well"
         yield Measurement(value, observation, meaning=meaning, remedy=remedy, settings=("actor.optimizer.lr",))
@@ -185,20 +181,17 @@ def _has_improved(window: StepWindow, name: str, best: EvaluationPoint, last: Ev
 
 
 def _has_collapsed(window: StepWindow, name: str, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
-    """Returns whether the training metric has lost more than half of its earlier value: the better one of its values in
-    the first step and at the best evaluation.
+    """Returns whether the training metric has lost more than half of the better one of its values in the first step and
+    at the best evaluation. Returns False if a held-out reward has fallen by too little (`_SMALLEST_COLLAPSE`).
     """
+    if sign > 0 and best.value - last.value < _SMALLEST_COLLAPSE * max(0.0, window.largest_reward):
+        return False
     candidates = [value for value in (window.first_value(name), best.training.get(name)) if value is not None]
     now = last.training.get(name)
     if not candidates or now is None:
         return False
     before = max(candidates, key=lambda value: sign * value)
     return sign * (before - now) > _COLLAPSE * (abs(before) or 1.0)
-
-
-def _is_noise(window: StepWindow, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
-    """Returns whether the fall of a held-out reward is too small for a collapse."""
-    return sign > 0 and best.value - last.value < _SMALLEST_COLLAPSE * max(0.0, window.largest_reward)
 
 
 # Responses.
@@ -229,20 +222,22 @@ def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | Non
 # Policy.
 
 _SOLVED = 0.9
-"""A task counts as solved when its progress is at least this. Low entropy and equal scores are then no problem."""
+"""Smallest progress (`_progress`) of a solved task. A policy that has solved its task may have a low entropy, and equal
+scores in most groups, without a finding.
+"""
 
 
 def _progress(window: StepWindow, now: float | None) -> float:
-    """Returns the rise of the mean reward as a fraction of the rise to the largest reward of a response so far, in
-    [0, 1]. Returns 0 without rewards.
+    """Returns how far a mean reward is on the way from its initial value (0) to the largest reward of any response so
+    far (1). Returns 0 without rewards.
 
-    The rise begins at the first value, because the reward may rise within a few steps. If the median of the first steps
-    is smaller, it begins there, because the first value may be large by chance.
+    The initial value is that of the first step, because the reward may rise within a few steps, or the median of the
+    first steps if that is smaller, because the first step may be better by chance.
     """
-    earlier = [value for value in (window.first_value("reward"), window.first_median("reward")) if value is not None]
-    if now is None or not earlier or window.largest_reward <= min(earlier):
+    initial = [value for value in (window.first_value("reward"), window.first_median("reward")) if value is not None]
+    before = min(initial, default=None)
+    if now is None or before is None or window.largest_reward <= before:
         return 0.0
-    before = min(earlier)
     return min(1.0, max(0.0, (now - before) / (window.largest_reward - before)))
 
 
@@ -320,11 +315,11 @@ def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | No
 
 
 def measure_extreme_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest distance of a mean probability ratio below 1 in the last step, or m^2 / 2, where m is the
-    mean absolute change of log-probabilities by its updates.
+    """Measures the updates of the last step alone, with values that a few tokens barely affect.
 
-    m^2 / 2 is about the KL if all tokens change by m. A few tokens with a large change have little effect on m, while a
-    single one can dominate a KL estimate or raise a mean ratio.
+    Returns the largest of these values: 1 - r for each mean probability ratio r, and m^2 / 2 for the mean absolute
+    change m of log-probabilities. If all tokens change by m, their KL is about m^2 / 2. The estimate `approx_kl` and
+    ratios above 1 do not count, because a single token can dominate them.
     """
     ratios = _mean_ratios(window.last.get)
     found = [Measurement(1 - ratio, f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]

@@ -95,7 +95,7 @@ def _describe_settings(job: GenerationJob) -> Mapping[str, Any]:  # Any: values 
 
 
 def _report_limits(job: GenerationJob, prompts: Sequence[PromptRow], max_length: int) -> None:
-    """Reports on stderr how many prompts leave less than the default number of tokens for their responses."""
+    """Prints on stderr how many prompts are so long that their responses may have fewer tokens than the default."""
     limits = [row.max_tokens for row in prompts if row.max_tokens < job.sampling.max_tokens]
     if limits:
         least, most = min(limits), max(limits)

@@ -13,8 +13,13 @@ They return `(loss [B, T], metrics)` and raise ValueError for invalid settings, 
 bool. All log-ratios are clamped to [-20, 20] before exponentiation, which deviates from the papers.
 
 Metrics are tensors [B, T] without gradient, 0 where the mask is false. To get the mean of a step, sum a metric over all
-micro-batches and divide by the number of unmasked tokens. Every loss reports `ratio`, `approx_kl`, the k3 estimate
-of KL(old policy || policy), and `logprob_change`, |logprobs - old_logprobs|. Losses that clip also report
+micro-batches and divide by the number of unmasked tokens. Every loss reports
+
+    ratio                ratio of new to old probability
+    approx_kl            k3 estimate of KL(old policy || policy)
+    logprob_change       |logprobs - old_logprobs|
+
+Losses that clip also report
 
     clip_fraction        1 where a clip removes the gradient of a token or changes its weight
     clip_fraction_low    1 where the lower clip does so
@@ -74,7 +79,10 @@ def clip_metrics(low_binds_BT: Tensor, high_binds_BT: Tensor, *, dtype: torch.dt
 
 
 def ratio_metrics(ratio_BT: Tensor, logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Returns the metrics that all losses report (see the module docstring), masked and without gradient."""
+    """Returns the metrics `ratio`, `approx_kl` and `logprob_change` per token, which every policy loss reports.
+
+    They have no gradient and are 0 where the mask is false.
+    """
     logprobs_BT, old_logprobs_BT = logprobs_BT.detach(), old_logprobs_BT.detach()
     return {
         "ratio": ratio_BT.detach().masked_fill(~mask, 0),

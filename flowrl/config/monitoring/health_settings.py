@@ -71,7 +71,7 @@ class HealthConfig(Config):
     entropy_collapse: Share | None = 0.05
     """Smallest entropy of the policy, as a fraction of its entropy in the first step. It is multiplied by the share of
     the task that is not solved yet, and does not apply to a policy whose mean reward has almost reached the largest
-    reward of a response so far.
+    reward of any response so far.
     """
 
     repetition: Share | None = 0.5
@@ -85,7 +85,7 @@ class HealthConfig(Config):
 
     no_signal: Share | None = 0.9
     """Largest share of groups, trained or dropped, whose scores are all equal. It does not apply to a policy whose
-    reward has almost reached the largest reward so far.
+    mean reward has almost reached the largest reward of any response so far.
     """
 
     held_out_fall: PositiveFloat | None = 0.2
@@ -93,7 +93,7 @@ class HealthConfig(Config):
     `reward` rises. Also the largest rise of `validation_loss` above its best value, while the training loss falls. If
     the training metric does not improve, only a collapse is a finding: the held-out metric has lost more than half of
     its best value, and the training metric more than half of the better one of its values in the first step and at
-    the best evaluation.
+    the best evaluation. A held-out reward must also have lost at least a tenth of the largest reward of any response.
     """
 
     stale_share: Share | None = 0.2

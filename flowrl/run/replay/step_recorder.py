@@ -173,8 +173,10 @@ class StepRecorder:
         self._saver.add_files({STEP: write_json_with_checksum(self._path / STEP, self._values)})
         self._saver.advance([{"step": step}], wait=True)
 
-    def keeps_step(self, error: BaseException) -> bool:
-        """Returns whether a step is being recorded and is kept after `error`. An interrupted step is not kept."""
+    def keeps_step(self, error: BaseException | None) -> bool:
+        """Returns whether `error` ends the run while a recording is incomplete and is to be kept. A recording is not
+        kept after Ctrl-C or another signal.
+        """
         return self._step is not None and isinstance(error, Exception)
 
     def __enter__(self) -> Self:
@@ -183,14 +185,16 @@ class StepRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Completes or removes recordings at the end of the run. After an error, a recording has no results."""
+        """Completes or removes an incomplete recording at the end of the run."""
         self._log.stop()
-        if error is not None and self.keeps_step(error):
+        if self.keeps_step(error):
             self._complete_after(error)
         self._recordings.remove_unfinished()
 
-    def _complete_after(self, error: BaseException) -> None:
-        """Completes the recording of a step after an error in this step, or in a later step."""
+    def _complete_after(self, error: BaseException | None) -> None:
+        """Completes a recording after an exception. If the recorded step raised it, the recording has the exception
+        instead of results. If the next step raised it, the recording has results as usual.
+        """
         assert self._step is not None
         step = self._step
         if "objects" in self._values:  # the step has ended, and only its record is not written yet

@@ -79,7 +79,7 @@ def replay_step(
             )
         if (failure := recording.values["error"]) is not None:
             if output is not None:
-                _write_result(output, recording, overrides, [], is_identical=False)
+                _write_result(output, recording, overrides, [], _describe_changes(recording), is_identical=False)
             if not overrides:
                 raise CheckFailed(f"the step succeeds, but in the run it failed ({failure})")
             notify(f"step {recording.step} succeeds with {' '.join(overrides)}; in the run it failed ({failure})")
@@ -127,7 +127,8 @@ def _report(
     not_replayed = _not_replayed(recording)
     first = next((part.differences[0] for part in compared if part.differences), None)
     if output is not None:
-        _write_result(output, recording, overrides, compared, is_identical=first is None and not inexactness)
+        is_identical = first is None and not inexactness
+        _write_result(output, recording, overrides, compared, notes, is_identical=is_identical)
     console.print(_table(compared, "identical" if not inexactness else f"within {BOUND:g}"))
     for note in notes:
         console.print(note, markup=False, highlight=False)
@@ -150,23 +151,31 @@ def _report(
 
 
 def _write_result(
-    output: Path, recording: Recording, overrides: Sequence[str], compared: Sequence[Compared], *, is_identical: bool
+    output: Path,
+    recording: Recording,
+    overrides: Sequence[str],
+    compared: Sequence[Compared],
+    changes: Sequence[str],
+    *,
+    is_identical: bool,
 ) -> None:
-    """Writes the comparison as JSON. It is empty for a step that failed in the run."""
+    """Writes the comparison to `replay.json`. `compared` is empty for a step that failed in the run, and `changes` is
+    the result of `_describe_changes`.
+    """
     result = {
         "step": recording.step,
         "error_in_run": recording.values["error"],
         "is_identical": is_identical,
         "compared": [{"name": part.name, "count": part.count, "differences": part.differences} for part in compared],
         "overrides": list(overrides),
-        "changes": _describe_changes(recording),
+        "changes": list(changes),
         "metrics_not_replayed": _not_replayed(recording),
     }
     write_json(output / RESULT, result)
 
 
 def _not_replayed(recording: Recording) -> list[str]:
-    """Returns the metrics of the step that only the run logs, such as its time."""
+    """Returns the names of the metrics that the run logged, but that a replay does not compute, such as times."""
     return sorted(set(recording.values["logged"]) - set(recording.values["metrics"]))
 
 
