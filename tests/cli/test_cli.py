@@ -523,3 +523,12 @@ def test_an_invalid_command_line_of_a_recipe_is_one_sentence(capsys: pytest.Capt
     message = capsys.readouterr().err
     assert caught.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1
     assert not missing_facts(message, "--adress", "--address")
+
+
+@pytest.mark.parametrize("command", [["replay", "run", "--step"], ["data", "show", "data.yaml", "--rows"]])
+def test_an_option_that_needs_a_whole_number_says_so(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "two"])
+    message = capsys.readouterr().err
+    assert caught.value.code == 2 and message.count("\n") == 1
+    assert not missing_facts(message, command[-1], "two", "whole", "number")
