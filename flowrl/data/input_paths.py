@@ -39,6 +39,21 @@ def find_model_file(model: Path, name: str) -> Path | None:
     return folder / name if (folder / name).is_file() else None
 
 
+def download_model_file(model: Path, name: str) -> Path | None:
+    """Returns the path of a file of a model. Downloads it from the Hub unless it is in the cache. None: the model does
+    not have this file.
+    """
+    if not is_hub_name(model):
+        return find_model_file(model, name)
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 (takes 0.4 s, and only models of the Hub need it)
+    from huggingface_hub.errors import EntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(hf_hub_download(str(model), name))
+    except EntryNotFoundError:
+        return None
+
+
 def find_model_problem(path: Path) -> str | None:
     """Returns why no model can be loaded from `path`: a local directory, or a name on the Hugging Face Hub.
 

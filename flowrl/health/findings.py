@@ -40,9 +40,9 @@ def format_findings(findings: Iterable[Finding]) -> str:
 
 
 def read_findings(run_folder: Path | str) -> list[Finding]:
-    """Returns the findings of a run by their first step. Of those of one step, causes precede their effects.
+    """Returns the findings of a run by their first step. Returns an empty list without `health.jsonl`.
 
-    Returns an empty list without `health.jsonl`.
+    Findings that begin in the same step are ordered from cause to effect.
     """
     path = Path(run_folder) / FILE
     names = [field.name for field in fields(Finding)]

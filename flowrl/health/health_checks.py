@@ -61,7 +61,9 @@ class Check:
 
     name: HealthCheck
     measure: Measure
-    """Returns the value of the last step, or None if the window lacks the values that the check needs."""
+    """Returns the measurement at the last step, usually a median over the last `health.steps` steps. None: the window
+    lacks values.
+    """
     meaning: str
     """Likely cause, as a clause."""
     remedy: str
@@ -118,10 +120,10 @@ far. A smaller fall may be noise, because the mean reward is noisy if few respon
 def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest fall of a held-out metric below its best value, as a fraction of the best value.
 
-    The fall is 0 unless the training metric has improved since the best value, or both metrics have collapsed: the
-    held-out metric has lost more than half of its best value, and the training metric more than half of the better one
-    of its values in the first step and at that evaluation. A held-out reward must also have lost at least a tenth of
-    the largest reward of any response so far. A single noisy evaluation has little effect: the fall is the
+    The fall is 0 unless the training metric has improved since the best value, or both metrics have collapsed, that is,
+    have lost more than half. The held-out metric is compared with its best value, and the training metric with the
+    better one of its values in the first step and at that evaluation. A held-out reward must also have lost at least a
+    tenth of the largest reward of any response so far. A single noisy evaluation has little effect: the fall is the
     smaller one of the last two evaluations, and two adjacent evaluations must reach the best value. With only two
     evaluations, half of the fall counts.
     """
@@ -308,10 +310,10 @@ def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | No
     policy is 1.
     """
     ratios = _mean_ratios(window.recent_median)
-    found = [Measurement(abs(ratio - 1), f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]
+    measurements = [Measurement(abs(ratio - 1), f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]
     if (kl := window.recent_median("actor/approx_kl")) is not None:
-        found.append(Measurement(kl, f"actor/approx_kl is {kl:.3g} nats per token"))
-    return max(found, key=lambda measurement: measurement.value, default=None)
+        measurements.append(Measurement(kl, f"actor/approx_kl is {kl:.3g} nats per token"))
+    return max(measurements, key=lambda measurement: measurement.value, default=None)
 
 
 def measure_extreme_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
@@ -322,11 +324,11 @@ def measure_extreme_ratio_range(window: StepWindow, facts: RunFacts) -> Measurem
     ratios above 1 do not count, because a single token can dominate them.
     """
     ratios = _mean_ratios(window.last.get)
-    found = [Measurement(1 - ratio, f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]
+    measurements = [Measurement(1 - ratio, f"{name} is {ratio:.3g} on average") for name, ratio in ratios.items()]
     if (change := window.last.get("actor/logprob_change")) is not None:
         observation = f"actor/logprob_change is {change:.3g} nats per token, as with a KL of {change**2 / 2:.3g}"
-        found.append(Measurement(change**2 / 2, observation))
-    return max(found, key=lambda measurement: measurement.value, default=None)
+        measurements.append(Measurement(change**2 / 2, observation))
+    return max(measurements, key=lambda measurement: measurement.value, default=None)
 
 
 def _mean_ratios(measure_now: Callable[[str], float | None]) -> dict[str, float]:
@@ -354,7 +356,7 @@ def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement |
     The norm in the steps before is their 90 % quantile, and at least the median of the first steps. The quantile
     ignores earlier spikes. The median prevents findings after convergence, when gradients are rare.
     """
-    found = []
+    measurements = []
     for name, norm in window.last.items():
         role, _, metric = name.rpartition("/")
         if metric != "grad_norm" or "/" in role:
@@ -365,23 +367,23 @@ def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement |
         usual = max(sorted(before)[int(0.9 * (len(before) - 1))], window.first_median(name) or 0.0)
         if usual > 0:
             observation = f"{name} is {norm:.3g}, {norm / usual:.3g} times its value in the steps before"
-            found.append(Measurement(norm / usual, observation, role))
-    return max(found, key=lambda measurement: measurement.value, default=None)
+            measurements.append(Measurement(norm / usual, observation, role))
+    return max(measurements, key=lambda measurement: measurement.value, default=None)
 
 
 def measure_skipped_updates(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest share of the last steps in which a role skipped an update."""
-    found = []
+    measurements = []
     for name in window.last:
         role, _, metric = name.rpartition("/")
         if metric == "skipped_update" and (values := window.recent_values(name)) is not None:
             share = sum(values) / len(values)
-            found.append(Measurement(share, f"{name} is 1 in {share:.0%} of the steps", role))
-    return max(found, key=lambda measurement: measurement.value, default=None)
+            measurements.append(Measurement(share, f"{name} is 1 in {share:.0%} of the steps", role))
+    return max(measurements, key=lambda measurement: measurement.value, default=None)
 
 
 def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median explained variance of the critic, after 3 x `steps` steps."""
+    """Returns the median explained variance of the critic, after 3 x `health.steps` steps."""
     variance = window.recent_median("explained_variance")
     if variance is None or window.num_steps < 3 * window.steps:
         return None
@@ -429,7 +431,7 @@ def measure_idle_devices(window: StepWindow, facts: RunFacts) -> Measurement | N
 
     A device runs one call at a time, so the busy times of its roles are added.
     """
-    found = []
+    measurements = []
     records = [record for record in window.records if any(name.startswith("idle_") for name in record)]
     if len(records) < window.steps:
         return None
@@ -439,8 +441,8 @@ def measure_idle_devices(window: StepWindow, facts: RunFacts) -> Measurement | N
             for record in records[-window.steps :]
         )
         observation = f"a device of pool {pool} ({', '.join(roles)}) is idle for {idle:.0%} of the time"
-        found.append(Measurement(idle, observation))
-    return max(found, key=lambda measurement: measurement.value, default=None)
+        measurements.append(Measurement(idle, observation))
+    return max(measurements, key=lambda measurement: measurement.value, default=None)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -86,6 +86,6 @@ class HealthMonitor:
 
 
 _MIN_DISTANCE = 0.1
-"""Smallest distance from a threshold that is doubled to decide whether a finding is clearly worse. Matters for
-thresholds near 0.
+"""Lower limit of the earlier distance that must double until a finding is clearly worse. Half of the threshold is
+another lower limit, which a threshold near 0 does not provide.
 """

@@ -67,8 +67,8 @@ def generate_best(
     candidates: int,
     report: Callable[[Progress], None],
 ) -> None:
-    """Writes the response with the best score of `candidates` responses to each prompt. Of equal scores, the response
-    with the smaller sample index is the best.
+    """Writes the response with the best score of `candidates` responses to each prompt. If several
+    scores are equal, the response with the smallest sample index is written.
 
     Raises RewardError if a score cannot be computed.
     """

@@ -1,4 +1,4 @@
-"""A conversation with one model. Sampled tokens are kept, so that the model reads its answers as it generated them."""
+"""A conversation with one model. Sampled tokens are kept, so the model reads its responses as it generated them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from flowrl.inference.text_generator import GeneratedText, PartialText, TextGene
 
 
 class ContextFull(UserError):
-    """Raised if the conversation leaves no token for another answer."""
+    """Raised if the conversation leaves no token for another response."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of the user and the answer."""
+    """A message of the user and the response."""
 
     prompt: str
     context_ids: tuple[int, ...]
-    """All tokens before the answer."""
-    answer: GeneratedText
+    """All tokens before the response."""
+    response: GeneratedText
 
 
 class ChatSession:
-    """The turns of a conversation, and the settings of the next answer."""
+    """The turns of a conversation, and the settings of the next response."""
 
     def __init__(
         self, generator: TextGenerator, *, system: str | None = None, temperature: float = 1.0, max_tokens: int = 512
@@ -48,7 +48,7 @@ class ChatSession:
         """All messages of the conversation."""
         messages = [] if self._system is None else [Message("system", self._system)]
         for turn in self._turns:
-            messages += [Message("user", turn.prompt), Message("assistant", turn.answer.text)]
+            messages += [Message("user", turn.prompt), Message("assistant", turn.response.text)]
         return messages
 
     @property
@@ -78,15 +78,15 @@ class ChatSession:
         self._turns = list(other.turns)
         self._num_outdated = len(self._turns)
 
-    def answer(
+    def respond(
         self, prompt: str, *, sample: int = 0, is_interrupted: Callable[[], bool] = lambda: False
     ) -> Iterator[PartialText]:
-        """Adds a turn, and yields the state of the answer while it is generated.
+        """Adds a turn, and yields the state of the response while it is generated.
 
         Args:
             prompt: message of the user.
             sample: selects the random numbers, together with the number of turns.
-            is_interrupted: called between tokens; true ends the answer, which stays a part of the conversation.
+            is_interrupted: called between tokens; true ends the response, which stays a part of the conversation.
         Raises:
             ContextFull: the conversation has as many tokens as the model supports.
             DataError: the chat template rejects the conversation.
@@ -112,9 +112,9 @@ class ChatSession:
             yield state
 
     def is_full(self) -> bool:
-        """Returns whether the last answer ended at the limit of the model."""
+        """Returns whether the last response ended at the limit of the model."""
         turn = self._turns[-1]
-        return len(turn.context_ids) + len(turn.answer.token_ids) >= self.generator.max_length
+        return len(turn.context_ids) + len(turn.response.token_ids) >= self.generator.max_length
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
         chat, message = self.generator.chat, Message("user", prompt)
@@ -123,12 +123,12 @@ class ChatSession:
             turns = [{"role": turn.role, "content": turn.content} for turn in self.messages[:-1]]
             try:
                 delta = make_turn_delta(
-                    chat, turns, last.answer.token_ids, [{"role": message.role, "content": message.content}]
+                    chat, turns, last.response.token_ids, [{"role": message.role, "content": message.content}]
                 )
-            except DataError:  # also if the template omits the answer
+            except DataError:  # also if the template omits the response
                 self.rewrites_turns = True
             else:
-                return (*last.context_ids, *last.answer.token_ids, *delta.token_ids)
+                return (*last.context_ids, *last.response.token_ids, *delta.token_ids)
         ids = chat.encode_prompt([*self.messages, message])
         if not ids:
             raise DataError("the tokenizer has no tokens for the message: write another text")

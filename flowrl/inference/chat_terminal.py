@@ -1,4 +1,4 @@
-"""The terminal of `flowrl chat`: reads messages and commands, and shows answers while they are generated."""
+"""The terminal of `flowrl chat`: reads messages and commands, and shows responses while they are generated."""
 
 import json
 import math
@@ -22,14 +22,14 @@ from flowrl.run.interrupt import Interrupted
 HELP = """\
 /system TEXT        set the system message; without TEXT, remove it
 /temperature T      set the temperature; 0 is greedy
-/compare MODEL      also answer with another model, side by side; without MODEL, stop
-/retry              generate the last answer again, with other random numbers
-/undo               remove the last message and its answer
+/compare MODEL      also show the response of another model; without MODEL, stop
+/retry              generate the last response again, with other random numbers
+/undo               remove the last message and its response
 /reset              remove all messages
-/save FILE          write the conversation to a new file, as a line of JSON
+/save FILE          write the conversation to a new file, one JSON line per model
 /help               show this list
 /exit               end the chat, like Ctrl-D
-Ctrl-C stops an answer. A message that begins with / is written with //.
+Ctrl-C stops a response. A message that begins with / is written with //.
 """
 
 OpenSession = Callable[[str], ChatSession]
@@ -97,7 +97,7 @@ class ChatTerminal:
     def _execute(self, line: str) -> None:
         if not line.startswith("/") or line.startswith("//"):
             self._num_retries = 0
-            self._answer(line.removeprefix("/") if line.startswith("//") else line)
+            self._respond(line.removeprefix("/") if line.startswith("//") else line)
             return
         name, _, argument = line[1:].partition(" ")
         if name not in self._commands:
@@ -135,22 +135,22 @@ class ChatTerminal:
             if self._other is None:
                 raise UserError("/compare needs a model: write its folder, such as /compare runs/other")
             self._other = None
-            self._notify("answers of one model")
+            self._notify("responses of one model")
             return
         other = self._open_other(model)
         other.system, other.temperature = self._session.system, self._session.temperature
         other.copy_turns(self._session)
         self._other = other
-        self._notify(f"answers of {self._session.generator.source.name} and {other.generator.source.name}")
+        self._notify(f"responses of {self._session.generator.source.name} and {other.generator.source.name}")
 
     def _retry(self, _: str) -> None:
         if not self._session.turns:
-            raise UserError("/retry needs an answer: write a message first")
+            raise UserError("/retry needs a response: write a message first")
         prompts = [session.undo() for session in self._sessions]
         prompt = prompts[0]
         assert prompt is not None
         self._num_retries += 1
-        self._answer(prompt)
+        self._respond(prompt)
 
     def _undo(self, _: str) -> None:
         prompts = [session.undo() for session in self._sessions]
@@ -179,9 +179,9 @@ class ChatTerminal:
             raise UserError(f"/save: {name} cannot be written ({error.strerror}): choose another file") from error
         self._notify(f"saved {name}")
 
-    # Answers.
+    # Responses.
 
-    def _answer(self, prompt: str) -> None:
+    def _respond(self, prompt: str) -> None:
         num_turns = len(self._session.turns)
         try:
             with stop_on_interrupt() as is_interrupted:
@@ -198,7 +198,7 @@ class ChatTerminal:
 
     def _stream(self, session: ChatSession, prompt: str, is_interrupted: Callable[[], bool]) -> None:
         shown = ""
-        for state in session.answer(prompt, sample=self._num_retries, is_interrupted=is_interrupted):
+        for state in session.respond(prompt, sample=self._num_retries, is_interrupted=is_interrupted):
             self._write(state.text[len(shown) :])
             shown = state.text
         self._write("\n")
@@ -222,20 +222,20 @@ class ChatTerminal:
 
         if not self._is_terminal:
             for i, session in enumerate((first, second)):
-                for state in session.answer(prompt, sample=self._num_retries, is_interrupted=is_interrupted):
+                for state in session.respond(prompt, sample=self._num_retries, is_interrupted=is_interrupted):
                     texts[i] = state.text
                 self._write(f"{session.generator.source.name}: {texts[i]}\n")
             return
         with Live(columns(), console=self._console, refresh_per_second=10, vertical_overflow="visible") as live:
             for i, session in enumerate((first, second)):
-                for state in session.answer(prompt, sample=self._num_retries, is_interrupted=is_interrupted):
+                for state in session.respond(prompt, sample=self._num_retries, is_interrupted=is_interrupted):
                     texts[i] = state.text
                     live.update(columns())
 
     def _report_end(self, session: ChatSession) -> None:
-        """Explains an answer that did not end by itself, and a template that rewrites turns."""
+        """Explains a response that did not end by itself, and a template that rewrites turns."""
         name = f"{session.generator.source.name}: " if self._other is not None else ""
-        reason = session.turns[-1].answer.finish_reason
+        reason = session.turns[-1].response.finish_reason
         if reason == "interrupted":
             self._notify(f"{name}stopped")
         elif reason == "length" and session.is_full():
@@ -245,10 +245,10 @@ class ChatTerminal:
                 f"start again with /reset"
             )
         elif reason == "length":
-            self._notify(f"{name}the answer ended at --max-tokens")
+            self._notify(f"{name}the response ended at --max-tokens")
         if session.rewrites_turns and not self._has_reported_rewrites:
             self._has_reported_rewrites = True
-            self._notify("the chat template changes earlier answers, so each message tokenizes them again")
+            self._notify("the chat template changes earlier responses, so each message tokenizes them again")
 
 
 @contextmanager

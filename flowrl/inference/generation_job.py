@@ -51,7 +51,7 @@ def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: M
         )
 
     prompts = tokenize(chat.max_positions() or _UNLIMITED)
-    output = _open_output(job, source, prompts)
+    output = _open_output(job, source, prompts, chat.stop_ids)
     is_complete = False
     try:
         if len(output.done) < len(prompts) * job.samples:
@@ -75,10 +75,14 @@ def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: M
         output.close(is_complete=is_complete)
 
 
-def _open_output(job: GenerationJob, source: ModelSource, prompts: Sequence[PromptRow]) -> ResponseOutput:
+def _open_output(
+    job: GenerationJob, source: ModelSource, prompts: Sequence[PromptRow], stop_ids: Sequence[Sequence[int]]
+) -> ResponseOutput:
+    """`stop_ids` are the stop sequences of the conversation template."""
     if job.output is None:
         return StreamOutput(sys.stdout, output_keys(len(prompts), job.samples))
-    return ResumableFile(job.output, {**_describe_settings(job), **describe_inputs(source, prompts, job.reward)})
+    settings = {**_describe_settings(job), "the list of stop sequences": stop_ids}
+    return ResumableFile(job.output, {**settings, **describe_inputs(source, prompts, job.reward)})
 
 
 def _describe_settings(job: GenerationJob) -> Mapping[str, Any]:  # Any: values of JSON

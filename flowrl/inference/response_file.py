@@ -1,5 +1,6 @@
 """Writes rows as JSON lines in the order of the prompts: to a file that a killed program resumes, or to a stream."""
 
+import codecs
 import fcntl
 import json
 from collections.abc import Mapping
@@ -30,32 +31,36 @@ class ResponseOutput(Protocol):
         ...
 
     def close(self, *, is_complete: bool) -> None:
-        """Ends the output. A complete file gets its name."""
+        """Closes the output. If it is complete, writes the final file."""
         ...
 
 
-def encode_row(row: Row) -> str:
-    """Returns the line of a row."""
-    return json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+def encode_row(row: Row, *, ascii_only: bool = False) -> str:
+    """Returns the line of a row. `ascii_only`: other characters become escape sequences of JSON."""
+    return json.dumps(finite(row), ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
 class StreamOutput:
-    """Writes rows to a stream in the order of `keys`, each as soon as those before it are written."""
+    """Writes rows to a stream in the order of `keys`, each as soon as those before it are written.
+
+    A stream with another encoding than UTF-8 gets only ASCII characters.
+    """
 
     def __init__(self, stream: TextIO, keys: list[Key]) -> None:
         self.done: frozenset[Key] = frozenset()
         self._stream, self._keys, self._waiting = stream, iter(keys), dict[Key, str]()
         self._next = next(self._keys, None)
+        self._ascii_only = codecs.lookup(stream.encoding or "utf-8").name != "utf-8"
 
     def write(self, row: Row) -> None:
-        self._waiting[row[_PROMPT], row[_SAMPLE]] = encode_row(row)
+        self._waiting[row[_PROMPT], row[_SAMPLE]] = encode_row(row, ascii_only=self._ascii_only)
         while self._next in self._waiting:
             self._stream.write(self._waiting.pop(self._next))
             self._next = next(self._keys, None)
         self._stream.flush()
 
     def close(self, *, is_complete: bool) -> None:
-        """Does nothing: incomplete rows are those that follow a missing row."""
+        """Does nothing. Rows that wait for a missing earlier row are not written."""
 
 
 def check_is_new(path: Path) -> None:

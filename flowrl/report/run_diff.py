@@ -35,25 +35,51 @@ class CallStage:
     token_columns: tuple[str, ...] = ()
     """Lists of the column `tokens` of a row."""
     metrics: tuple[str, ...] = ()
-    """Names of metrics. A name with a trailing `/` is a prefix."""
+    """Names of metrics. A name with a trailing `/` or `_` is a prefix."""
 
     def determines(self, metric: str) -> bool:
-        return any(metric == name or (name.endswith("/") and metric.startswith(name)) for name in self.metrics)
+        return any(metric == name or (name.endswith(("/", "_")) and metric.startswith(name)) for name in self.metrics)
 
 
 STAGES = (
-    CallStage("the order of prompts", ("prompt_id", "sample", "prompt", "answer")),
+    CallStage(
+        "the order of prompts",
+        ("prompt_id", "sample", "prompt", "answer"),
+        (),
+        (
+            "staleness",
+            "staleness_",
+            "buffer_depth",
+            "running_groups",
+            "waiting_groups",
+            "admitted_groups",
+            "trained_groups",
+        ),
+    ),
+    CallStage("the weight transfer", metrics=("weights_",)),
     CallStage(
         "rollout.generate",
         ("response", "finish_reason", "response_length", "environment_length", "version", "newest_version"),
         ("ids", "mask", "rollout_logprobs", "versions"),
-        ("response_length", "response_tokens", "environment_length", "truncated_fraction", "turns", "environment/"),
+        (
+            "response_length",
+            "response_tokens",
+            "environment_length",
+            "truncated_fraction",
+            "repetition",
+            "turns",
+            "environment/",
+        ),
     ),
     CallStage(
         "reward.score",
         ("rewards", "score", "reward_failures"),
         (),
         ("reward", "reward_max", "reward_failed_fraction", "reward_truncated_fraction", "rewards/"),
+    ),
+    CallStage(
+        "the selection of groups",
+        metrics=("dropped_", "sampling_rounds", "reward_selected", "selected_fraction", "kl_bound"),
     ),
     CallStage(
         "actor.logprobs", (), ("logprobs", "ratios"), ("rollout_gap", "rollout_gap_max", "mismatch/", "correction/")
@@ -64,13 +90,23 @@ STAGES = (
         "advantages.compute",
         ("other_scores", "advantage"),
         ("advantages",),
-        ("reward_shaping", "kl_coef", "explained_variance"),
+        ("reward_shaping", "equal_scores_fraction", "kl_coef", "explained_variance"),
     ),
     CallStage("critic.update", metrics=("critic/",)),
     CallStage("actor.update", metrics=("actor/",)),
     CallStage("reward.update", metrics=("reward/",)),
     CallStage(
-        "the evaluation", metrics=("accuracy", "accuracy/", "validation_loss", "validation_loss/", "evaluation/")
+        "the evaluation",
+        metrics=(
+            "accuracy",
+            "accuracy/",
+            "accuracy_",
+            "agreement",
+            "agreement/",
+            "validation_loss",
+            "validation_loss/",
+            "evaluation/",
+        ),
     ),
 )
 """Calls of a step in their order. The first call with different values is reported."""
@@ -185,11 +221,12 @@ def _different_metrics(first: Record, second: Record, is_same: Same) -> list[tup
     return [
         (name, first.get(name), second.get(name))
         for name in dict.fromkeys((*first, *second))
-        if not _is_nondeterministic(name) and not is_same(first.get(name), second.get(name))
+        if not is_nondeterministic(name) and not is_same(first.get(name), second.get(name))
     ]
 
 
-def _is_nondeterministic(metric: str) -> bool:
+def is_nondeterministic(metric: str) -> bool:
+    """Returns whether a metric differs even between identical runs."""
     return metric in _NONDETERMINISTIC or metric.startswith("idle_") or metric.endswith("/seconds")
 
 

@@ -166,7 +166,7 @@ class Run:
         # Computed now, because a user may edit the files during the run.
         write_json(self.folder.inputs, {key: checksum._asdict() for key, checksum in self._input_checksums.items()})
         self._recorder = resources.enter_context(StepRecorder(config, self.cluster, self._saver, last_step))
-        self._checks.health.add_listener(self._recorder.add_finding)
+        self._recorder.request_after_findings(self._checks.health)
         if checkpoint is not None:
             self._restore(checkpoint.driver())
             with suppress(TraceError):  # a killed process has not written a trace

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from flowrl.data.input_paths import find_dataset_problem, find_model_file, find_model_problem
+from flowrl.data.input_paths import download_model_file, find_dataset_problem, find_model_file, find_model_problem
 from flowrl.data.prompts import DataError, read_conversations
 from tests.errors import rejects
 
@@ -82,6 +82,21 @@ def test_a_file_of_a_model_is_in_its_folder_or_in_the_cache(no_hub: None, tmp_pa
         assert find_model_file(model, "config.json") is None
     assert find_model_file(Path("owner/other"), "README.md") is None
     assert find_model_file(tmp_path / "other", "README.md") is None
+
+
+def test_an_optional_file_of_a_hub_model_is_read_from_the_cache(
+    hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert download_model_file(Path("owner/model"), "generation_config.json") is None
+    cache = Path(constants.HF_HUB_CACHE) / "models--owner--model"
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "snapshots" / "abc" / "generation_config.json").write_text("{}")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    file = download_model_file(Path("owner/model"), "generation_config.json")
+    assert file is not None and file.read_text() == "{}" and hub == []
+    assert download_model_file(tmp_path, "generation_config.json") is None
 
 
 def test_a_path_that_is_no_name_is_rejected_without_the_hub(hub: list[str], tmp_path: Path) -> None:

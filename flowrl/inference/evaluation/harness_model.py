@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from flowrl.config import ModelConfig, Placement, ReferenceConfig, RolloutConfig
@@ -99,19 +100,19 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the generated text of each request, without the stop string and the text after it."""
-        groups: defaultdict[_Sampling, list[int]] = defaultdict(list)
+        groups: defaultdict[TaskSampling, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
-            groups[self._sampling(request.arguments[1])].append(i)
+            groups[read_sampling(request.arguments[1], self._max_length // 2)].append(i)
         texts = [""] * len(requests)
         for sampling, indices in groups.items():
             prompts = [self.tok_encode(requests[i].arguments[0]) for i in indices]
             for i, text in zip(indices, self._generate(sampling, indices, prompts), strict=True):
                 stops = requests[i].arguments[1].get("until") or []
-                texts[i] = _cut(text, [stops] if isinstance(stops, str) else stops)
+                texts[i] = _truncate_at_stop(text, [stops] if isinstance(stops, str) else stops)
         return texts
 
     def _generate(
-        self, sampling: "_Sampling", prompt_ids: Sequence[int], prompts: Sequence[Sequence[int]]
+        self, sampling: "TaskSampling", prompt_ids: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> Sequence[str]:
         """Generates responses with the rollout engine. They end at the end of a turn or at the token limit."""
         limit = self._max_length - sampling.max_tokens
@@ -136,25 +137,34 @@ class HarnessModel(TemplateLM):
     def _model(self) -> ModelConfig:
         return self._source.model_config(stored_dtype(self._source.path))
 
-    def _sampling(self, settings: dict[str, Any]) -> "_Sampling":
-        """Converts the generation arguments of a task to sampling settings."""
-        temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
-        is_sampled = temperature > 0
-        return _Sampling(
-            max_tokens=min(int(settings.get("max_gen_toks", _MAX_GENERATED_TOKENS)), self._max_length // 2),
-            temperature=temperature,
-            top_k=int(settings.get("top_k", 0)) if is_sampled else 0,
-            top_p=float(settings.get("top_p", 1.0)) if is_sampled else 1.0,
-        )
-
 
 @dataclass(frozen=True)
-class _Sampling:
+class TaskSampling:
+    """Sampling settings of a request."""
+
     max_tokens: int
     temperature: float
     """0 is greedy."""
     top_k: int
     top_p: float
+
+
+def read_sampling(arguments: dict[str, Any], max_tokens: int) -> TaskSampling:
+    """Converts the generation arguments of a task as the library does. A response has at most `max_tokens` tokens.
+
+    Sampling without a temperature uses 1.
+    """
+    if arguments.get("do_sample"):
+        arguments = {"temperature": 1.0} | arguments
+    arguments = dict(normalize_gen_kwargs(arguments, _MAX_GENERATED_TOKENS))
+    temperature = float(arguments.get("temperature", 0.0)) if arguments["do_sample"] else 0.0
+    is_sampled = temperature > 0
+    return TaskSampling(
+        max_tokens=min(arguments["max_gen_toks"], max_tokens),
+        temperature=temperature,
+        top_k=int(arguments.get("top_k", 0)) if is_sampled else 0,
+        top_p=float(arguments.get("top_p", 1.0)) if is_sampled else 1.0,
+    )
 
 
 def _start_cluster(role: str, *, is_dedicated: bool = False) -> Cluster:
@@ -164,7 +174,7 @@ def _start_cluster(role: str, *, is_dedicated: bool = False) -> Cluster:
     return Cluster(placement, backend="ray" if is_dedicated else "inline", roles=(role,), dedicated=dedicated)
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
+def _truncate_at_stop(text: str, stops: Sequence[str]) -> str:
     """Returns the text before the first stop string."""
     ends = [text.find(stop) for stop in stops if stop and stop in text]
     return text[: min(ends)] if ends else text

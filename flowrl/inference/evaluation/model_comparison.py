@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from flowrl.algorithms.evaluation_estimates import (
     Difference,
     Interval,
@@ -15,6 +13,7 @@ from flowrl.algorithms.evaluation_estimates import (
     pass_at_k,
 )
 from flowrl.inference.evaluation.model_scores import TaskScores
+from flowrl.run.evaluation import PromptScores
 
 SCORE = "accuracy"
 """Name of the mean score, as in the metrics of a run."""
@@ -32,8 +31,8 @@ class TaskResult:
     """Mean score. The metrics of a run call it `accuracy`."""
     estimates: Mapping[str, Interval] = field(default_factory=dict)
     """Estimates `pass@k`, `best@k` and `majority@k` by name. Empty with one response per prompt."""
-    sources: Mapping[str, Interval] = field(default_factory=dict)
-    """Mean score of each data source. Empty without several sources."""
+    sources: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
+    """Mean score (`accuracy`) and estimates of each data source, by name. Empty without several sources."""
     difference: Difference | None = None
     """Mean score minus that of the first model. None for the first model, or if the prompts differ."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -75,23 +74,28 @@ def _summarize(model: str, task: str, own: TaskScores, baseline: TaskScores | No
         num_prompts,
         num_samples,
         Interval(value, interval.low, interval.high),
-        {name: bootstrap_interval(values_P, strata=scores.strata) for name, values_P in _estimate(own)},
-        {str(source): scores.of_source(source).interval() for source in sources},
+        _intervals(scores, own.pass_score),
+        {str(source): _source_intervals(scores.of_source(source), own.pass_score) for source in sources},
         None if baseline is None else _difference(own, baseline),
         metrics,
     )
 
 
-def _estimate(own: TaskScores) -> list[tuple[str, Tensor]]:
-    """Returns (name, values per prompt) of each estimate.
+def _source_intervals(scores: PromptScores, pass_score: float) -> dict[str, Interval]:
+    return {SCORE: scores.interval(), **_intervals(scores, pass_score)}
+
+
+def _intervals(scores: PromptScores, pass_score: float) -> dict[str, Interval]:
+    """Returns each estimate by name.
 
     `pass@k` is estimated for each k that is a power of 2 up to the number of samples, and for the number of samples.
     """
-    scores_PN, pass_score = own.scores.scores_PN, own.pass_score
+    scores_PN = scores.scores_PN
     num_samples = scores_PN.shape[1]
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
-    passed = [(f"pass@{k}", pass_at_k(scores_PN, k, min_score=pass_score)) for k in powers]
-    return [*passed, *own.scores.estimate(pass_score).items()]
+    estimates = {f"pass@{k}": pass_at_k(scores_PN, k, min_score=pass_score) for k in powers}
+    estimates |= scores.estimate(pass_score)
+    return {name: bootstrap_interval(values_P, strata=scores.strata) for name, values_P in estimates.items()}
 
 
 def _difference(own: TaskScores, baseline: TaskScores) -> Difference | None:

@@ -47,7 +47,8 @@ class KeyMiddleware:
     """ASGI middleware of vLLM's server (`--middleware`) that responds to requests without the key with status 401.
 
     vLLM requires the key for the paths of its OpenAI interface only, not for those of its tokenizer, its metrics and
-    others. The paths of liveness need no key, and neither do preflight requests of browsers, which vLLM answers itself.
+    others. The paths of liveness need no key, and neither do preflight requests of browsers, to which vLLM itself
+    responds.
     """
 
     def __init__(self, application: Application) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.config import UserError
 from flowrl.config.rollout.engines import ENGINES
 from flowrl.controller.host.private_folder import create_folder
+from flowrl.data.input_paths import download_model_file
 from flowrl.data.messages import DataError
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.serving.api_key import API_KEY, KeyMiddleware
@@ -188,8 +189,9 @@ def unsupported_stops(chat: "ChatTokenizer") -> Sequence[str]:
 
 
 def _generation_settings(model: Path) -> dict[str, Any]:  # Any: values of JSON
-    file = model / "generation_config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    """Returns the content of `generation_config.json` of a folder or a Hub model. Empty without this file."""
+    file = download_model_file(model, "generation_config.json")
+    return {} if file is None else json.loads(file.read_text(encoding="utf-8"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ MAX_ROWS = 20_000
 MAX_CHARACTERS = 30_000_000
 """Largest number of characters of a run's texts: prompts, responses, segments, answers and causes of failed rewards.
 
-Longer texts are cut.
+Longer texts are truncated.
 """
 
 MAX_TOKENS = 400_000

@@ -33,7 +33,7 @@ def envelope(values: np.ndarray, starts: np.ndarray) -> Envelope:
 
 
 def longest_fitting(lengths: Sequence[int], budget: int) -> int:
-    """Returns the largest limit such that texts of `lengths`, cut at the limit, have at most `budget` characters.
+    """Returns the largest limit such that texts of `lengths`, truncated to the limit, have at most `budget` characters.
 
     The result is at least 0, and at most the longest length.
     """

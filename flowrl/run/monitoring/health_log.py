@@ -1,6 +1,6 @@
 """Applies the health checks to a run: writes `health.jsonl`, and reports new findings."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ class HealthLog:
             self._monitor.add(int(record["step"]), record)
         self._written = ""
         self._write(is_required=True)
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """All findings by their first step. After a resume, those of the steps before it are included."""
+        return self._monitor.findings
 
     def add_listener(self, listener: Callable[[Finding], None]) -> None:
         """Adds a function that is called with each finding that begins or becomes clearly worse."""

@@ -41,8 +41,9 @@ class StepResults:
 def compare_steps(recorded: StepResults, replayed: StepResults, *, is_exact: bool) -> list[Compared]:
     """Compares calls, metrics, states of roles and states of driver objects, in this order.
 
-    With `is_exact`, all values must be bitwise identical. Otherwise numbers may differ by the relative bound `BOUND`,
-    columns and tensors in their L2 norm, and checksums are ignored.
+    With `is_exact`, all values must be bitwise identical. Otherwise numbers may differ by `BOUND`, relative to their
+    magnitude. For a float column, the bound applies to the L2 norm of its difference, and for a state tensor to the
+    difference of the L2 norms. Integer columns must be identical. Checksums are ignored.
     """
     first, second = recorded.values, replayed.values
     compared = [_compare_calls(recorded, replayed, is_exact)]

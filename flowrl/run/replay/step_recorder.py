@@ -19,6 +19,7 @@ from flowrl.data.checksums import FileChecksum, write_json_with_checksum
 from flowrl.data.metric import Logged
 from flowrl.engines.checkpoint.state_checksums import state_checksums
 from flowrl.health.findings import Finding
+from flowrl.run.monitoring.health_log import HealthLog
 from flowrl.run.replay.call_log import CallLog, Described, describe
 from flowrl.run.replay.recording import (
     BATCH,
@@ -86,11 +87,22 @@ class StepRecorder:
         """Requests a recording of the next step that begins."""
         self._is_requested = True
 
-    def add_finding(self, finding: Finding) -> None:
-        """Requests a recording of the next step if `health.record_on` lists the check and this is its first finding."""
+    def request_after_findings(self, health: HealthLog) -> None:
+        """Requests a recording of the next step after the first finding of each check in `health.record_on`.
+
+        On resume, a finding from before the checkpoint also requests a recording, unless a later step is already
+        recorded.
+        """
+        steps = self._recordings.steps()
+        for finding in health.findings:
+            self._add_finding(finding, is_recorded=any(step > finding.step for step in steps))
+        health.add_listener(self._add_finding)
+
+    def _add_finding(self, finding: Finding, *, is_recorded: bool = False) -> None:
         if finding.check in self._config.health.record_on and finding.check not in self._recorded_checks:
             self._recorded_checks.add(finding.check)
-            self.request_next()
+            if not is_recorded:
+                self.request_next()
 
     def is_due(self, step: int) -> bool:
         return self._is_requested or step in self._config.record

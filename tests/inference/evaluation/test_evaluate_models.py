@@ -1,6 +1,7 @@
 """`flowrl eval` of a run has the same numbers as the last evaluation of the run, bitwise."""
 
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from flowrl.controller.errors import FlowError
 from flowrl.inference.evaluation.evaluate_models import evaluate_models
 from flowrl.inference.evaluation.model_comparison import TaskResult
 from flowrl.inference.evaluation.planned_tasks import EvaluationArguments
@@ -90,6 +92,19 @@ def test_a_model_without_a_run_is_evaluated_on_a_data_file(task_folder: Path) ->
     task = [str(task_folder / "test.jsonl")]
     (result,) = evaluate(task_folder / "model", tasks=task, reward=f"{TASK}:score", limit=5)
     assert (result.task, result.num_prompts) == ("test", 5) and 0 <= result.score.value < 1
+
+
+def test_a_model_that_fails_does_not_lose_the_results_of_others(task_folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(task_folder / "model", tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    options = {"output": tmp_path / "results.json", "rows": tmp_path / "rows.jsonl", "limit": 3}
+    task = {"tasks": [str(task_folder / "test.jsonl")], "reward": f"{TASK}:score"}
+    with rejects(str(broken), error=FlowError):
+        evaluate(task_folder / "model", broken, **task, **options)
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert [own["model"] for own in saved["results"]] == ["model"] == [own["name"] for own in saved["models"]]
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
 
 
 def test_invalid_arguments_write_no_file(run: Path, task_folder: Path, tmp_path: Path) -> None:

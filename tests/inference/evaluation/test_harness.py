@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,26 @@ def continuation_logprob(source: ModelSource, prompt: str, text: str) -> float:
     start, ids = len(tokenizer.encode(prompt)), tokenizer.encode(prompt + text)
     logprobs = next_logprobs(source, ids)
     return sum(float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "max_tokens", "temperature"),
+    [
+        ({}, 256, 0.0),
+        ({"max_gen_toks": 2000}, 1000, 0.0),
+        ({"max_new_tokens": 5}, 5, 0.0),
+        ({"max_tokens": 6, "temperature": 0.7}, 6, 0.7),
+        ({"max_gen_toks": 7, "do_sample": False, "temperature": 0.7}, 7, 0.0),
+        ({"max_gen_toks": 8, "do_sample": True}, 8, 1.0),
+    ],
+)
+def test_generation_arguments_have_the_meaning_of_the_library(
+    arguments: dict[str, Any], max_tokens: int, temperature: float
+) -> None:
+    from flowrl.inference.evaluation.harness_model import read_sampling  # noqa: PLC0415 (requires lm_eval)
+
+    sampling = read_sampling(arguments, 1000)
+    assert (sampling.max_tokens, sampling.temperature) == (max_tokens, temperature)
 
 
 def test_scores_and_text_are_those_of_transformers(source: ModelSource, tasks: dict[str, str]) -> None:

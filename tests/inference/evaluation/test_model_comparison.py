@@ -52,10 +52,16 @@ def test_values_intervals_and_differences_are_those_of_the_estimates() -> None:
 
 def test_data_sources_have_their_own_intervals() -> None:
     sources = ["a", "b", "a", "b"]
-    rows = [[0.0], [1.0], [1.0], [1.0]]
-    (result,) = compare({"model": {"sums": scored(rows, sources=sources)}})
-    assert {name: own.value for name, own in result.sources.items()} == {"a": 0.5, "b": 1.0}
-    assert result.sources["b"].low == 1.0
+    rows = [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, 0.0]]
+    answers = [["1", "2"], ["3", "4"], ["5", "5"], ["6", "7"]]
+    (result,) = compare({"model": {"sums": scored(rows, sources=sources, answers=answers)}})
+    values = {name: {key: own.value for key, own in intervals.items()} for name, intervals in result.sources.items()}
+    assert values == {
+        "a": {"accuracy": 0.5, "pass@1": 0.5, "pass@2": 0.5, "best@2": 0.5, "majority@2": 0.5},
+        "b": {"accuracy": 0.5, "pass@1": 0.5, "pass@2": 1.0, "best@2": 1.0, "majority@2": 0.5},
+    }
+    assert result.sources["b"]["pass@2"].low == 1.0
+    assert result.sources["a"]["pass@2"] == bootstrap_interval(torch.tensor([0.0, 1.0]))
 
 
 def test_models_with_other_prompts_have_no_difference() -> None:

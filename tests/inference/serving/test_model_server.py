@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
+from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from flowrl.cli import main
@@ -54,6 +56,23 @@ def test_the_server_gets_the_template_and_the_end_tokens_of_the_run(run_folder: 
     assert (tmp_path / "chat_template.jinja").read_text() == chat.template.chat_template
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert chat.eos_id in generation["eos_token_id"] == end_ids(source.path, chat)
+
+
+def test_the_server_gets_the_generation_settings_of_a_hub_model(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "models--owner--model"
+    snapshot = shutil.copytree(run_folder / "model", cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    source = resolve_model("owner/model")
+    chat = open_chat(source)
+    server_command(source, chat, ServerSettings(), tmp_path)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": sorted({1, 2, *end_ids(snapshot, chat)}), "temperature": 0.6}
 
 
 def test_the_server_requires_the_key_for_all_paths_and_reads_it_from_its_environment(

@@ -72,6 +72,34 @@ def test_a_step_after_the_first_finding_is_recorded(config: Callable[..., EchoCo
     assert (read_recording(settings.output, step).path / "actor" / "count").read_text() == str(step - 1)
 
 
+def train_with_skipped_updates(settings: EchoConfig, *, until: int | None = None) -> None:
+    """Trains 8 steps with a checkpoint of each. All updates from step 2 on are skipped. Fails in step `until`."""
+    with Run(settings) as run:
+        actor: Any = run.group("actor", Counting)
+        run.add_checkpointable(actor)
+        for batch in run.batches([Batch.from_rows([{"scores": 1.0}])] * settings.steps, policy=actor):
+            if run.step == until:
+                raise UserError("stopped")
+            run.log(actor.update(batch), {"actor/skipped_update": Mean(float(run.step >= 2), 1)})
+            run.save_checkpoint()
+        run.finish()
+
+
+@pytest.mark.parametrize("until", [4, 6])
+def test_a_resumed_run_records_a_step_after_an_earlier_finding_once(
+    config: Callable[..., EchoConfig], until: int
+) -> None:
+    """The finding begins in step 3. A run that fails in step 4 continues after step 3, without the recorded step 4."""
+    health = {"steps": 2, "record_on": ["skipped_updates"]}
+    settings = config(report=QUIET, steps=8, health=health, checkpoint={"every": 1})
+    with rejects("stopped"):
+        train_with_skipped_updates(settings, until=until)
+    train_with_skipped_updates(settings.model_copy(update={"resume": "auto"}))
+    (finding,) = read_findings(settings.output)
+    (step,) = recordings(settings.output).steps()
+    assert finding.step < step <= 5
+
+
 def test_a_resumed_run_replaces_later_recordings(config: Callable[..., EchoConfig]) -> None:
     settings = config(report=QUIET, record=[1, 3, 4], checkpoint={"every": 2})
     train(settings)
