@@ -77,6 +77,7 @@ SLOWEST_FILES = (
     "controller/test_cluster_restart.py",
     "controller/test_replica.py",
     "engines/rollout/vllm/test_vllm_sources.py",
+    "inference/test_vllm_commands.py",
 )
 """Test files that take longest, in descending order of the time of their default tests. They start first, so that the
 workers end together.

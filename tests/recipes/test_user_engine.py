@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import Placement, to_yaml
+from flowrl.data.batch.batch import Batch
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
 from flowrl.workers import LANGUAGE_MODELING, Actor, Rollout
@@ -117,6 +118,8 @@ def test_a_killed_replica_of_a_users_engine_is_replaced(
                 os.kill(victim, signal.SIGKILL)
             run.log(actor.update(batch, LANGUAGE_MODELING))  # changes the weights that the engines receive
             run.sync_weights(actor, rollout)
+        # A replaced engine may still load weights. Generation for the recipe waits until all engines have the newest.
+        rollout.generate(Batch.from_rows(prompts.evaluation_rows(2)).with_samples(1), temperature=0.0)
         run.save_model(actor)
         summary = run.finish()
         assert rollout.run(engine_version) == [config.steps] * 2
