@@ -8,19 +8,24 @@ from flowrl.health import read_findings
 from tests.recipes.scripts import ROOT, read_summary, run_script
 
 SCRIPTS = {
-    "quickstart": "run_quickstart.sh",
-    "grpo": "run_grpo.sh",
-    "rejection_sampling": "run_rejection_sampling.sh",
-    "distillation": "run_distillation.sh",
-    "dpo": "run_dpo.sh",
-    "reward_model": "run_rm.sh",
-    "tools": "run_calculator.sh",
-    "games": "run_nim.sh",
-    "reasoning": "run_reasoning.sh",
+    "quickstart": "quickstart/run_quickstart.sh",
+    "grpo": "grpo/run_grpo.sh",
+    "rejection_sampling": "rejection_sampling/run_rejection_sampling.sh",
+    "distillation": "distillation/run_distillation.sh",
+    "dpo": "dpo/run_dpo.sh",
+    "reward_model": "reward_model/run_rm.sh",
+    "tools": "tools/run_calculator.sh",
+    "games": "games/run_nim.sh",
+    "reasoning": "reasoning/run_reasoning.sh",
+    "split": "ppo/run_split_placement.sh",
+    "async_2m1t": "detached/run_2m1t.sh",
+    "async_2m2t": "detached/run_2m2t.sh",
+    "async_int8": "detached/run_2m2t_int8.sh",
 }
+"""Scripts below `recipes/`. `ppo/run_ppo.sh` trains as the quickstart does."""
 
 OWN_TASK = ("tools", "games", "reasoning")
-"""Recipes that do not train on the quickstart's task."""
+"""Scripts that do not train on the quickstart's task."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("recipe", SCRIPTS)
 def test_a_shipped_recipe_has_no_findings(recipe: str, seed: int, models: Path, tmp_path: Path) -> None:
     folder = models / (recipe if recipe in OWN_TASK else "arithmetic")
-    run_script(ROOT / "recipes" / recipe / SCRIPTS[recipe], folder, f"output={tmp_path}/run", seed=seed)
+    run_script(ROOT / "recipes" / SCRIPTS[recipe], folder, f"output={tmp_path}/run", seed=seed)
     assert read_findings(tmp_path / "run") == [] == read_summary(tmp_path / "run")["health"]
     warm_starts = list(folder.glob("seed*/*/health.jsonl"))
     assert warm_starts and [finding for path in warm_starts for finding in read_findings(path.parent)] == []
