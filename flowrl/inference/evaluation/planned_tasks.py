@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import ConfigError, EvaluationRunConfig, RolloutRunConfig, UserError, load, recipe_class
+from flowrl.data.input_paths import download_model_file
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.inference.model_source import ModelSource
@@ -181,7 +182,9 @@ def _with_tests(base: Settings, tests: Mapping[str, Settings]) -> Settings:
 
 def _default_settings(source: ModelSource) -> Settings:
     """Returns the settings for a model without a run. The limits of lengths fit the model."""
-    limit = read_max_positions(source.path) or _MAX_PROMPT_TOKENS + _MAX_RESPONSE_TOKENS
+    settings = download_model_file(source.path, "config.json")
+    positions = None if settings is None else read_max_positions(settings.parent)
+    limit = positions or _MAX_PROMPT_TOKENS + _MAX_RESPONSE_TOKENS
     response = min(_MAX_RESPONSE_TOKENS, max(1, limit // 3))
     dtype = stored_dtype(source.path) if source.path.is_dir() else "float32"
     return {

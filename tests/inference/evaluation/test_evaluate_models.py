@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
 from flowrl.controller.errors import FlowError
@@ -105,6 +106,21 @@ def test_a_model_that_fails_does_not_lose_the_results_of_others(task_folder: Pat
     saved = json.loads((tmp_path / "results.json").read_text())
     assert [own["model"] for own in saved["results"]] == ["model"] == [own["name"] for own in saved["models"]]
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_file_has_the_checksum_of_the_weights_of_a_hub_model(
+    task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache/models--owner--model"
+    shutil.copytree(task_folder / "model", cache / "snapshots/abc")
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    output, task = tmp_path / "results.json", [str(task_folder / "test.jsonl")]
+    evaluate(Path("owner/model"), task_folder / "model", tasks=task, reward=f"{TASK}:score", limit=2, output=output)
+    hub, local = json.loads(output.read_text())["models"]
+    assert hub["path"] == "owner/model" and hub["weights"] == local["weights"] and hub["weights"]["bytes"] > 0
 
 
 def test_invalid_arguments_write_no_file(run: Path, task_folder: Path, tmp_path: Path) -> None:
