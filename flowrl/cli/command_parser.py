@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from flowrl.cli.number_types import whole_number
+
 
 class CommandParser(argparse.ArgumentParser):
     """Reports an invalid command line as one line on stderr, without the usage, and exits with code 2.
@@ -16,7 +18,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:  # Any: the arguments of argparse
         super().__init__(**{"allow_abbrev": False, **settings})
-        self.register("type", int, _whole_number)  # options with type=int
+        self.register("type", int, whole_number)  # options with type=int
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         self._check_options(args)
@@ -65,10 +67,3 @@ class CommandParser(argparse.ArgumentParser):
                 value = next((text for text in following[:1] if not text.startswith("-")), "VALUE")
             message += f"; settings are written without dashes: {option.lstrip('-').replace('-', '_')}={value}"
         self.error(message)
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, like 8") from None

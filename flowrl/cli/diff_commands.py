@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from flowrl.cli.number_types import tolerance
 from flowrl.config import CheckFailed
 
 Commands = Any  # argparse's type of sub-commands is private
@@ -19,23 +20,13 @@ def add_diff(commands: Commands) -> None:
     parser.add_argument("second", type=Path, metavar="RUN_B", help="the output folder of another run")
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=tolerance,
         default=0.0,
         metavar="X",
         help="largest difference of equal numbers, relative to the larger magnitude or 1; default: 0, bitwise equal",
     )
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 if the runs differ")
     parser.set_defaults(run=_diff)
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1, like 1e-6")
-    return value
 
 
 def _diff(arguments: argparse.Namespace) -> None:

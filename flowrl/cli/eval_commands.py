@@ -1,10 +1,10 @@
 """`flowrl eval`: evaluates models on tasks, and compares them."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
+from flowrl.cli.number_types import natural, positive_count, temperature
 from flowrl.cli.recipe_names import add_working_folder
 from flowrl.config import ConfigError
 
@@ -28,16 +28,16 @@ def add_eval(commands: Commands) -> None:
         help="a data file, a task of reasoning-gym, or lm-eval:NAME; can be repeated; default: the run's held-out data",
     )
     parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward of data files; default: that of the run")
-    parser.add_argument("--samples", type=_positive, metavar="K", help="number of responses per prompt")
-    parser.add_argument("--temperature", type=_temperature, metavar="T", help="sampling temperature; 0 is greedy")
-    parser.add_argument("--seed", type=_natural, metavar="N", help="seed of the sampled tokens")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="use only the first N prompts of each task")
+    parser.add_argument("--samples", type=positive_count, metavar="K", help="number of responses per prompt")
+    parser.add_argument("--temperature", type=temperature, metavar="T", help="sampling temperature; 0 is greedy")
+    parser.add_argument("--seed", type=natural, metavar="N", help="seed of the sampled tokens")
+    parser.add_argument("--limit", type=positive_count, metavar="N", help="use only the first N prompts of each task")
     parser.add_argument("--engine", metavar="NAME", help="rollout engine: hf, vllm or module:Class")
     parser.add_argument(
-        "--step", type=_natural, metavar="N", help="checkpoint of each run folder; default: the trained model"
+        "--step", type=natural, metavar="N", help="checkpoint of each run folder; default: the trained model"
     )
     parser.add_argument(
-        "--devices", type=_positive, default=1, metavar="N", help="number of devices that generate; default: 1"
+        "--devices", type=positive_count, default=1, metavar="N", help="number of devices that generate; default: 1"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers, settings and scores as JSON")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="write the responses as JSON lines")
@@ -80,25 +80,3 @@ def _eval(arguments: argparse.Namespace) -> None:
         output=arguments.output,
         rows=arguments.rows,
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, like 8")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0, like 20")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: write 0 for greedy, or a number like 0.8")
-    return value

@@ -1,12 +1,11 @@
 """`flowrl generate`, `flowrl chat` and `flowrl serve`: the use of trained models."""
 
 import argparse
-import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowrl.cli.number_types import natural, port, positive, positive_count, share, temperature
 from flowrl.cli.recipe_names import add_working_folder
 from flowrl.config import CheckFailed, UserError
 from flowrl.config.rollout.engines import ENGINES
@@ -34,7 +33,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL|RUN|CHECKPOINT", help="a model's folder or Hub name, a run folder, or a checkpoint"
     )
-    parser.add_argument("--step", type=_count, metavar="N", help="use the checkpoint of this step of a run")
+    parser.add_argument("--step", type=natural, metavar="N", help="use the checkpoint of this step of a run")
     parser.add_argument("--adapter", metavar="FOLDER", help="LoRA adapter in the format of peft, merged into the model")
     parser.add_argument(
         "--template", metavar="FILE|NAME", help="conversation template file, or an included template such as chatml"
@@ -52,7 +51,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="dtype of the weights; default: float32 on the CPU, that of the files on a GPU",
     )
     parser.add_argument(
-        "--kv-cache-gb", type=_positive, default=1.0, metavar="GB", help="memory of vLLM's KV cache; default: 1"
+        "--kv-cache-gb", type=positive, default=1.0, metavar="GB", help="memory of vLLM's KV cache; default: 1"
     )
 
 
@@ -60,23 +59,23 @@ def add_sampling_options(parser: argparse.ArgumentParser, default_max_tokens: st
     """Adds the options that determine a response."""
     parser.add_argument(
         "--max-tokens",
-        type=_positive_count,
+        type=positive_count,
         metavar="N",
         help=f"largest number of tokens of a response; default: {default_max_tokens}",
     )
     parser.add_argument(
         "--temperature",
-        type=_not_negative,
+        type=temperature,
         default=1.0,
         metavar="T",
         help="sampling temperature; 0 is greedy; default: 1",
     )
     parser.add_argument(
-        "--top-k", type=_count, default=0, metavar="K", help="sample from the K most likely tokens; default: 0, all"
+        "--top-k", type=natural, default=0, metavar="K", help="sample from the K most likely tokens; default: 0, all"
     )
     parser.add_argument(
         "--top-p",
-        type=_share,
+        type=share,
         default=1.0,
         metavar="P",
         help="sample from the most likely tokens whose probabilities sum to P; default: 1",
@@ -105,16 +104,16 @@ def _add_generate(commands: Commands) -> None:
         "--output", type=Path, metavar="FILE", help="new file of JSON lines; if killed, the same command resumes it"
     )
     parser.add_argument(
-        "--samples", type=_positive_count, default=1, metavar="N", help="number of responses per prompt; default: 1"
+        "--samples", type=positive_count, default=1, metavar="N", help="number of responses per prompt; default: 1"
     )
-    parser.add_argument("--best-of", type=_positive_count, metavar="N", help="write the best of N responses per prompt")
+    parser.add_argument("--best-of", type=positive_count, metavar="N", help="write the best of N responses per prompt")
     parser.add_argument(
         "--reward", metavar="FUNCTION|FOLDER", help="for --best-of: module:function, or the folder of a reward model"
     )
     parser.add_argument("--raw", action="store_true", help="continue the text of a prompt, without the chat template")
     parser.add_argument(
         "--max-num-seqs",
-        type=_positive_count,
+        type=positive_count,
         default=256,
         metavar="N",
         help="largest number of concurrent responses; default: 256",
@@ -198,7 +197,7 @@ def _add_serve(commands: Commands) -> None:
     parser = commands.add_parser("serve", help="serve a model with vLLM's OpenAI-compatible server")
     add_source_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, for this machine only")
-    parser.add_argument("--port", type=_port, default=8000, help="default: 8000")
+    parser.add_argument("--port", type=port, default=8000, help="default: 8000")
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that clients must send")
     keys.add_argument(
@@ -212,8 +211,8 @@ def _add_serve(commands: Commands) -> None:
         choices=["float32", "bfloat16", "float16"],
         help="default: float32 on the CPU, that of the files on a GPU",
     )
-    parser.add_argument("--max-model-len", type=_positive_count, metavar="N", help="tokens of prompt and response")
-    parser.add_argument("--kv-cache-gb", type=_positive, metavar="GB", help="memory of the KV cache")
+    parser.add_argument("--max-model-len", type=positive_count, metavar="N", help="tokens of prompt and response")
+    parser.add_argument("--kv-cache-gb", type=positive, metavar="GB", help="memory of the KV cache")
     parser.set_defaults(run=_serve)
 
 
@@ -296,37 +295,3 @@ def engine_settings(arguments: argparse.Namespace) -> "EngineSettings":
         max_num_seqs=arguments.max_num_seqs,
         kv_cache_gb=arguments.kv_cache_gb,
     )
-
-
-def _number(text: str, kind: type[int] | type[float], is_valid: Callable[[float], bool], allowed: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = kind(-1)
-    if not (math.isfinite(value) and is_valid(value)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-    return value
-
-
-def _count(text: str) -> int:
-    return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
-
-
-def _positive_count(text: str) -> int:
-    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
-
-
-def _positive(text: str) -> float:
-    return _number(text, float, lambda value: value > 0, "a number above 0")
-
-
-def _not_negative(text: str) -> float:
-    return _number(text, float, lambda value: value >= 0, "a number of at least 0")
-
-
-def _port(text: str) -> int:
-    return _number(text, int, lambda value: 0 < value < 65536, "a port from 1 to 65535")
-
-
-def _share(text: str) -> float:
-    return _number(text, float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import math
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from flowrl.cli.data_commands import add_data
 from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.eval_commands import add_eval
 from flowrl.cli.inference_commands import add_inference
+from flowrl.cli.number_types import natural, seconds
 from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
 from flowrl.cli.replay_commands import add_replay
 from flowrl.cli.report_commands import add_report
@@ -257,7 +257,7 @@ def _run_config(path: Path) -> type[RunConfig]:
 def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("trace", help="print how a run spent its time, and its bottleneck")
     parser.add_argument("trace", type=Path, metavar="RUN", help="the output folder of a run, or its trace.json")
-    parser.add_argument("--last", type=_seconds, metavar="SECONDS", help="analyze only the end of the run")
+    parser.add_argument("--last", type=seconds, metavar="SECONDS", help="analyze only the end of the run")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline")
     parser.set_defaults(run=_trace)
 
@@ -297,7 +297,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument(
         "--step",
-        type=int,
+        type=natural,
         metavar="N",
         help="step of the checkpoint; default: the newest, or model/ of a run without checkpoints",
     )
@@ -365,16 +365,6 @@ def _doctor(arguments: argparse.Namespace) -> None:
         from flowrl.workers import Actor, Rollout  # noqa: PLC0415
 
         examine(config, Actor, Rollout)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, like 30")
-    return seconds
 
 
 def _counts(text: str) -> tuple[int, ...]:

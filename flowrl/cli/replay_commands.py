@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from flowrl.cli.number_types import natural
 from flowrl.cli.recipe_names import add_working_folder, training_function
 from flowrl.config import ConfigError, RunConfig, UserError, loading, recipe_class
 
@@ -14,7 +15,7 @@ def add_replay(commands: Commands) -> None:
     """Adds `replay` to the parser of the `flowrl` command."""
     parser = commands.add_parser("replay", help="run a recorded step again in this process, and compare its results")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run with `record`")
-    parser.add_argument("--step", type=int, metavar="K", help="the recorded step; default: the only one")
+    parser.add_argument("--step", type=natural, metavar="K", help="the recorded step; default: the only one")
     parser.add_argument(
         "--pdb", action="store_true", help="stop in the debugger at the start of the step and at an exception"
     )

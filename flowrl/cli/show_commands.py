@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from flowrl.cli.number_types import natural, row_count
 from flowrl.report.rollout_text import show_rows
 
 _NUM_SHOWN_ROWS = 10
@@ -19,19 +20,13 @@ def add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         description="In a terminal, opens a viewer (press ? for its keys). Otherwise, prints plain text.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
-    parser.add_argument("--step", type=int, metavar="N", help="training step; default: the latest saved step")
+    parser.add_argument("--step", type=natural, metavar="N", help="training step; default: the latest saved step")
     parser.add_argument("--evaluation", action="store_true", help="show evaluation rows instead of training rows")
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", type=_row_count, metavar="N", help="print the N rows with the lowest scores")
-    order.add_argument("--best", type=_row_count, metavar="N", help="print the N rows with the highest scores")
+    order.add_argument("--worst", type=row_count, metavar="N", help="print the N rows with the lowest scores")
+    order.add_argument("--best", type=row_count, metavar="N", help="print the N rows with the highest scores")
     parser.add_argument("--plain", action="store_true", help="print plain text, even in a terminal")
     parser.set_defaults(run=_show)
-
-
-def _row_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows, like 10")
-    return int(text)
 
 
 def _show(arguments: argparse.Namespace) -> None:
