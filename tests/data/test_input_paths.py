@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from flowrl.data.input_paths import download_model_file, find_dataset_problem, find_model_file, find_model_problem
 from flowrl.data.prompts import DataError, read_conversations
 from tests.errors import rejects
+from tests.hub_cache import REVISION, make_snapshot
 
 
 @pytest.fixture
@@ -70,13 +71,11 @@ def test_a_cached_model_needs_no_hub(no_hub: None) -> None:
 
 
 def test_a_file_of_a_model_is_in_its_folder_or_in_the_cache(no_hub: None, tmp_path: Path) -> None:
-    cache = Path(constants.HF_HUB_CACHE) / "models--owner--model"
-    for folder in (tmp_path / "model", cache / "snapshots" / "abc", cache / "snapshots" / "old"):
-        folder.mkdir(parents=True)
+    snapshot = make_snapshot(Path(constants.HF_HUB_CACHE), "owner/model")
+    for folder in (tmp_path / "model", snapshot, snapshot.with_name("old")):
+        folder.mkdir(exist_ok=True)
         (folder / "README.md").write_text(folder.name)
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("abc")
-    for model, text in ((tmp_path / "model", "model"), (Path("owner/model"), "abc")):
+    for model, text in ((tmp_path / "model", "model"), (Path("owner/model"), REVISION)):
         file = find_model_file(model, "README.md")
         assert file is not None and file.read_text() == text
         assert find_model_file(model, "config.json") is None
@@ -89,11 +88,8 @@ def test_an_optional_file_of_a_hub_model_is_read_from_the_cache(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert download_model_file(Path("owner/model"), "generation_config.json") is None
-    cache = Path(constants.HF_HUB_CACHE) / "models--owner--model"
-    (cache / "snapshots" / "abc").mkdir(parents=True)
-    (cache / "snapshots" / "abc" / "generation_config.json").write_text("{}")
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("abc")
+    snapshot = make_snapshot(Path(constants.HF_HUB_CACHE), "owner/model")
+    (snapshot / "generation_config.json").write_text("{}")
     file = download_model_file(Path("owner/model"), "generation_config.json")
     assert file is not None and file.read_text() == "{}" and hub == []
     assert download_model_file(tmp_path, "generation_config.json") is None

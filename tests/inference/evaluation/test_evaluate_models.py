@@ -18,6 +18,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from tests.configs import grpo_settings, quickstart_settings
 from tests.errors import rejects
+from tests.hub_cache import make_snapshot
 from tests.slow_cases import one_of
 
 TASK = "recipes.quickstart.task"
@@ -111,10 +112,8 @@ def test_a_model_that_fails_does_not_lose_the_results_of_others(task_folder: Pat
 def test_the_file_has_the_checksum_of_the_weights_of_a_hub_model(
     task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "cache/models--owner--model"
-    shutil.copytree(task_folder / "model", cache / "snapshots/abc")
-    (cache / "refs").mkdir()
-    (cache / "refs/main").write_text("abc")
+    snapshot = make_snapshot(tmp_path / "cache", "owner/model")
+    shutil.copytree(task_folder / "model", snapshot, dirs_exist_ok=True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     output, task = tmp_path / "results.json", [str(task_folder / "test.jsonl")]

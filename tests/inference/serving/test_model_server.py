@@ -34,6 +34,7 @@ from flowrl.inference.serving.model_server import (
 )
 from flowrl.inference.text_generator import open_chat
 from tests.errors import rejects
+from tests.hub_cache import make_snapshot
 
 ROOT = Path(__file__).parents[3]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
@@ -61,10 +62,8 @@ def test_the_server_gets_the_template_and_the_end_tokens_of_the_run(run_folder: 
 def test_the_server_gets_the_generation_settings_of_a_hub_model(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "models--owner--model"
-    snapshot = shutil.copytree(run_folder / "model", cache / "snapshots" / "abc")
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("abc")
+    snapshot = make_snapshot(tmp_path, "owner/model")
+    shutil.copytree(run_folder / "model", snapshot, dirs_exist_ok=True)
     (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.6}))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -56,24 +56,8 @@ def test_a_requested_step_is_recorded_once(config: Callable[..., EchoConfig]) ->
     assert recordings(settings.output).steps() == [3]
 
 
-def test_a_step_after_the_first_finding_is_recorded(config: Callable[..., EchoConfig]) -> None:
-    """All updates from step 2 on are skipped, which the check finds once it has seen two such steps."""
-    settings = config(report=QUIET, steps=8, health={"steps": 2, "record_on": ["skipped_updates"]})
-    with Run(settings) as run:
-        actor: Any = run.group("actor", Counting)
-        run.add_checkpointable(actor)
-        for batch in run.batches([Batch.from_rows([{"scores": 1.0}])] * 8, policy=actor):
-            run.log(actor.update(batch), {"actor/skipped_update": Mean(float(run.step >= 2), 1)})
-        run.finish()
-    (finding,) = read_findings(settings.output)
-    assert finding.check == "skipped_updates"
-    (step,) = recordings(settings.output).steps()
-    assert step > finding.step  # the next step may have begun before the metrics of the finding are complete
-    assert (read_recording(settings.output, step).path / "actor" / "count").read_text() == str(step - 1)
-
-
 def train_with_skipped_updates(settings: EchoConfig, *, until: int | None = None) -> None:
-    """Trains 8 steps with a checkpoint of each. All updates from step 2 on are skipped. Fails in step `until`."""
+    """Saves a checkpoint of each step. All updates from step 2 on are skipped. Fails in step `until`."""
     with Run(settings) as run:
         actor: Any = run.group("actor", Counting)
         run.add_checkpointable(actor)
@@ -83,6 +67,17 @@ def train_with_skipped_updates(settings: EchoConfig, *, until: int | None = None
             run.log(actor.update(batch), {"actor/skipped_update": Mean(float(run.step >= 2), 1)})
             run.save_checkpoint()
         run.finish()
+
+
+def test_a_step_after_the_first_finding_is_recorded(config: Callable[..., EchoConfig]) -> None:
+    """All updates from step 2 on are skipped, which the check finds once it has seen two such steps."""
+    settings = config(report=QUIET, steps=8, health={"steps": 2, "record_on": ["skipped_updates"]})
+    train_with_skipped_updates(settings)
+    (finding,) = read_findings(settings.output)
+    assert finding.check == "skipped_updates"
+    (step,) = recordings(settings.output).steps()
+    assert step > finding.step  # the next step may have begun before the metrics of the finding are complete
+    assert (read_recording(settings.output, step).path / "actor" / "count").read_text() == str(step - 1)
 
 
 @pytest.mark.parametrize("until", [4, 6])
