@@ -40,11 +40,12 @@ def find_model_file(model: Path, name: str) -> Path | None:
 
 
 def download_model_file(model: Path, name: str) -> Path | None:
-    """Returns the path of a file of a model. Downloads it from the Hub unless it is in the cache. None: the model does
-    not have this file.
+    """Returns the path of a file of a model. A file of a Hub model is downloaded unless it is in the cache. None: the
+    model does not have this file.
     """
-    if not is_hub_name(model):
-        return find_model_file(model, name)
+    file = find_model_file(model, name)
+    if file is not None or not is_hub_name(model):
+        return file
     from huggingface_hub import hf_hub_download  # noqa: PLC0415 (takes 0.4 s, and only models of the Hub need it)
     from huggingface_hub.errors import EntryNotFoundError  # noqa: PLC0415
 

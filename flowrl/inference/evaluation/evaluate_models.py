@@ -81,8 +81,7 @@ def evaluate_models(
             results = compare(scores)
             console.print(render_results(results))
             if output is not None:
-                done = {name: source for name, source in sources.items() if name in scores}
-                write_results(output, results, _details(done, next(iter(planned.values())), arguments, scores))
+                write_results(output, results, _details(sources, next(iter(planned.values())), arguments, scores))
             if rows is not None:
                 write_rows(rows, list(_rows(scores)))
     return results
@@ -127,7 +126,7 @@ def _details(
     arguments: EvaluationArguments,
     scores: Mapping[str, Mapping[str, TaskScores]],
 ) -> dict[str, Any]:  # Any: values of JSON
-    """Returns the entries of the JSON file besides the results."""
+    """Returns the entries of the JSON file besides the results, for the models in `scores`."""
     included = {"data", "rollout", "evaluation", "environment", "reward", "seed"}
     return {
         "models": [
@@ -139,6 +138,7 @@ def _details(
                 "weights": _weights_checksum(source.path),
             }
             for name, source in sources.items()
+            if name in scores
         ],
         "tasks": list(arguments.tasks),
         "settings": [config.model_dump(mode="json", include=included) for config in configs],

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from flowrl.controller.cluster import Cluster
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.loading import stored_dtype
+from flowrl.inference.generation_settings import SamplingSettings
 from flowrl.inference.model_source import ModelSource
 from flowrl.workers import Reference, Rollout
 
@@ -100,7 +100,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the generated text of each request, without the stop string and the text after it."""
-        groups: defaultdict[TaskSampling, list[int]] = defaultdict(list)
+        groups: defaultdict[SamplingSettings, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
             groups[read_sampling(request.arguments[1], self._max_length // 2)].append(i)
         texts = [""] * len(requests)
@@ -112,7 +112,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _generate(
-        self, sampling: "TaskSampling", prompt_ids: Sequence[int], prompts: Sequence[Sequence[int]]
+        self, sampling: SamplingSettings, prompt_ids: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> Sequence[str]:
         """Generates responses with the rollout engine. They end at the end of a turn or at the token limit."""
         limit = self._max_length - sampling.max_tokens
@@ -138,28 +138,18 @@ class HarnessModel(TemplateLM):
         return self._source.model_config(stored_dtype(self._source.path))
 
 
-@dataclass(frozen=True)
-class TaskSampling:
-    """Sampling settings of a request."""
+def read_sampling(arguments: dict[str, Any], max_tokens: int) -> SamplingSettings:
+    """Returns the sampling settings of a task of lm-eval. `arguments` are its `generation_kwargs`.
 
-    max_tokens: int
-    temperature: float
-    """0 is greedy."""
-    top_k: int
-    top_p: float
-
-
-def read_sampling(arguments: dict[str, Any], max_tokens: int) -> TaskSampling:
-    """Converts the generation arguments of a task as the library does. A response has at most `max_tokens` tokens.
-
-    Sampling without a temperature uses 1.
+    Each argument has the meaning that the library gives it. A limit above `max_tokens` is lowered to `max_tokens`. With
+    `do_sample` and without a temperature, the temperature is 1.
     """
     if arguments.get("do_sample"):
         arguments = {"temperature": 1.0} | arguments
     arguments = dict(normalize_gen_kwargs(arguments, _MAX_GENERATED_TOKENS))
     temperature = float(arguments.get("temperature", 0.0)) if arguments["do_sample"] else 0.0
     is_sampled = temperature > 0
-    return TaskSampling(
+    return SamplingSettings(
         max_tokens=min(arguments["max_gen_toks"], max_tokens),
         temperature=temperature,
         top_k=int(arguments.get("top_k", 0)) if is_sampled else 0,

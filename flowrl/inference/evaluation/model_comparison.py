@@ -32,7 +32,9 @@ class TaskResult:
     estimates: Mapping[str, Interval] = field(default_factory=dict)
     """Estimates `pass@k`, `best@k` and `majority@k` by name. Empty with one response per prompt."""
     sources: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
-    """Mean score (`accuracy`) and estimates of each data source, by name. Empty without several sources."""
+    """Values of each data source by their name: its mean score (`accuracy`), and the estimates above. Empty if all
+    prompts have the same data source.
+    """
     difference: Difference | None = None
     """Mean score minus that of the first model. None for the first model, or if the prompts differ."""
     metrics: Mapping[str, float] = field(default_factory=dict)
