@@ -61,8 +61,8 @@ class Check:
 
     name: HealthCheck
     measure: Measure
-    """Returns the measurement at the last step, usually a median over the last `health.steps` steps. None: the window
-    lacks values.
+    """Returns the value that is compared with the threshold after each step. For most checks, it is the median of the
+    last `health.steps` steps. Returns None if the run has not logged enough values yet.
     """
     meaning: str
     """Likely cause, as a clause."""
@@ -383,7 +383,9 @@ def measure_skipped_updates(window: StepWindow, facts: RunFacts) -> Measurement 
 
 
 def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median explained variance of the critic, after 3 x `health.steps` steps."""
+    """Returns the median explained variance of the critic, or None in the first 3 x `health.steps` - 1 steps, in which
+    a new critic is still inaccurate.
+    """
     variance = window.recent_median("explained_variance")
     if variance is None or window.num_steps < 3 * window.steps:
         return None

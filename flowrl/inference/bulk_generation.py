@@ -67,8 +67,8 @@ def generate_best(
     candidates: int,
     report: Callable[[Progress], None],
 ) -> None:
-    """Writes the response with the best score of `candidates` responses to each prompt. If several
-    scores are equal, the response with the smallest sample index is written.
+    """Generates `candidates` responses to each prompt, and writes the one with the best score. If several scores are
+    equal, it writes the one with the smallest sample index.
 
     Raises RewardError if a score cannot be computed.
     """

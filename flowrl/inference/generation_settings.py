@@ -45,7 +45,7 @@ class SamplingSettings:
     top_p: float = 1.0
     """Total probability of the most likely tokens from which to sample."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response. The response is truncated before the text."""
+    """Stop strings. A response ends when it contains one of them. The stop string is removed from the response."""
     seed: int = 0
 
 

@@ -36,7 +36,9 @@ class ResponseOutput(Protocol):
 
 
 def encode_row(row: Row, *, ascii_only: bool = False) -> str:
-    """Returns the line of a row. `ascii_only`: other characters become escape sequences of JSON."""
+    """Converts a row to a line of JSON. With `ascii_only`, all characters except ASCII are written as escape sequences
+    such as `\\u00e9`.
+    """
     return json.dumps(finite(row), ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 

@@ -35,7 +35,7 @@ class CallStage:
     token_columns: tuple[str, ...] = ()
     """Lists of the column `tokens` of a row."""
     metrics: tuple[str, ...] = ()
-    """Names of metrics. A name with a trailing `/` or `_` is a prefix."""
+    """Names of metrics. A name that ends with `/` or `_` stands for all metrics whose names begin with it."""
 
     def determines(self, metric: str) -> bool:
         return any(metric == name or (name.endswith(("/", "_")) and metric.startswith(name)) for name in self.metrics)

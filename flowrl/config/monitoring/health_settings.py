@@ -61,8 +61,8 @@ class HealthConfig(Config):
     """
 
     value_function: float | None = 0.02
-    """Smallest explained variance of the critic. The check begins after 3 x `steps` steps. A critic that predicts the
-    same value for all tokens has an explained variance of 0.
+    """Smallest explained variance of the critic. The check begins after 3 x `health.steps` steps. A critic that
+    predicts the same value for all tokens has an explained variance of 0.
     """
 
     kl_growth: PositiveFloat | None = 1.0
@@ -81,7 +81,7 @@ class HealthConfig(Config):
     """Largest mean response length, relative to `rollout.max_response_tokens`."""
 
     truncation: Share | None = 0.5
-    """Largest share of responses that are cut at the length limit."""
+    """Largest share of responses that are truncated at the length limit."""
 
     no_signal: Share | None = 0.9
     """Largest share of groups, trained or dropped, whose scores are all equal. It does not apply to a policy whose

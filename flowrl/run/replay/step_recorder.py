@@ -186,8 +186,9 @@ class StepRecorder:
         self._saver.advance([{"step": step}], wait=True)
 
     def keeps_step(self, error: BaseException | None) -> bool:
-        """Returns whether `error` ends the run while a recording is incomplete and is to be kept. A recording is not
-        kept after Ctrl-C or another signal.
+        """Returns whether an incomplete recording must be completed when the run ends with `error`.
+
+        This is so if the run failed, but not if it ended without an error (None) or by Ctrl-C or another signal.
         """
         return self._step is not None and isinstance(error, Exception)
 
@@ -204,8 +205,10 @@ class StepRecorder:
         self._recordings.remove_unfinished()
 
     def _complete_after(self, error: BaseException | None) -> None:
-        """Completes a recording after an exception. If the recorded step raised it, the recording has the exception
-        instead of results. If the next step raised it, the recording has results as usual.
+        """Completes the recording of a step after the run has failed with `error`.
+
+        If the recorded step itself failed, the error takes the place of its results. If the next step failed, the
+        recording has the results of its step as usual.
         """
         assert self._step is not None
         step = self._step
