@@ -5,6 +5,7 @@ May import every package of flowrl, but only on first use.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from flowrl.data.batch.tensordicts import make_tensordict
 
 __version__ = "0.1.0"
+
+_WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+# Waiting OpenMP threads sleep. By default they spin, and take cores from other processes. OpenMP reads the environment
+# when torch is loaded, so the variable is set here: programs, workers on any node, and tests import this module first.
+if os.environ.keys().isdisjoint(_WAIT_SETTINGS):
+    os.environ["OMP_WAIT_POLICY"] = "passive"
 
 # Loaded on first use: a config check or `flowrl plan` needs neither torch nor ray.
 _HOMES = {

@@ -301,7 +301,7 @@ def test_every_public_name_is_exported_lazily():
 
 def test_type_checkers_see_all_public_names():
     tree = ast.parse((ROOT / "flowrl/__init__.py").read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert typed == flowrl._HOMES
 
