@@ -142,6 +142,8 @@ IMPORTERS = {
     "torchao": ("flowrl/engines/rollout/vllm/",),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
     "huggingface_hub": ("flowrl/data/input_paths.py",),
+    "httpx": ("flowrl/rewards/service.py",),
+    "tenacity": ("flowrl/rewards/service.py",),
     "tensordict": (
         "flowrl/data/",
         "flowrl/engines/",

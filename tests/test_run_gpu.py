@@ -10,7 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests/run_gpu.sh"
-MAYBE_MISSING = ("peft", "accelerate", "pytest", "hypothesis", "ray", "psutil", "rich", "matplotlib", "tensorboard")
+MAYBE_MISSING = (
+    "accelerate",
+    "httpx",
+    "hypothesis",
+    "matplotlib",
+    "peft",
+    "psutil",
+    "pytest",
+    "ray",
+    "rich",
+    "tenacity",
+    "tensorboard",
+)
 """Packages that a GPU host may lack."""
 
 

@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowrl.config import RewardComponent, RewardConfig
+from flowrl.config import RewardComponent, RewardConfig, ServiceConfig
 from flowrl.rewards.processes.pool import ScoringPool
 from flowrl.rewards.processes.pool_settings import FunctionSpec, Outcome, PoolLimits
 from flowrl.rewards.reward_function import SHORT_REPR, RewardError
 from flowrl.rewards.row_scores import RewardCall, RowScores, weighted_sum
-from flowrl.rewards.service import RewardService
+
+if TYPE_CHECKING:
+    from flowrl.rewards.service import RewardService
 
 
 def pool_limits(config: RewardConfig, workers: int) -> PoolLimits:
@@ -48,7 +50,7 @@ class RowScorer:
             pool_limits(config, workers),
         )
         self._services = {
-            name: RewardService(part.service) for name, part in functions.items() if part.service is not None
+            name: _connect_service(part.service) for name, part in functions.items() if part.service is not None
         }
 
     def submit(self, row: Mapping[str, Any], *, evaluation: bool = False) -> Future[RowScores]:
@@ -79,6 +81,13 @@ class RowScorer:
         self._pool.close()
         for service in self._services.values():
             service.close()
+
+
+def _connect_service(config: ServiceConfig) -> "RewardService":
+    """Starts the client of a reward service."""
+    from flowrl.rewards.service import RewardService  # noqa: PLC0415 (httpx and tenacity only for a service)
+
+    return RewardService(config)
 
 
 def _unique_name(part: RewardComponent, is_evaluation: bool) -> str:

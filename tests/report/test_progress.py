@@ -231,6 +231,7 @@ def test_tensorboard_is_optional(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_matplotlib_and_tensorboard_are_loaded_only_when_used() -> None:
-    code = "import sys, flowrl.run.loop; print({'matplotlib', 'tensorboard'} & set(sys.modules))"
+def test_matplotlib_tensorboard_and_tenacity_are_loaded_only_when_used() -> None:
+    libraries = {"matplotlib", "tensorboard", "tenacity"}
+    code = f"import sys, flowrl.run.loop, flowrl.workers; print({libraries} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

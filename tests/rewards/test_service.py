@@ -3,6 +3,7 @@
 import json
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -396,3 +398,24 @@ def test_an_invalid_proxy_is_reported(proxy: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(RewardError, match="ALL_PROXY"):
         connect("http://127.0.0.1:1/score")
+
+
+SCORE_A_ROW = """
+import sys
+sys.modules |= {"httpx": None, "tenacity": None}
+from flowrl.config import RewardConfig
+from flowrl.rewards.row_scorer import RowScorer
+
+if __name__ == "__main__":
+    scorer = RowScorer(RewardConfig(function="flowrl.rewards.gsm8k:score"), workers=1)
+    print(scorer.submit({"response": "#### 2", "answer": "2"}).result(60).values)
+    scorer.close()
+"""
+
+
+def test_a_reward_function_needs_no_package_of_the_client(tmp_path: Path) -> None:
+    """Also covers the workers: `flowrl.rewards.row_scorer` is the only module that imports the client."""
+    program = tmp_path / "program.py"
+    program.write_text(SCORE_A_ROW)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+    assert done.stdout == "{'scores': 1.0}\n", done.stderr
