@@ -55,6 +55,18 @@ def test_check_has_an_exit_code_and_verifies_a_prepared_folder(folder: Path) -> 
     assert main(["data", "check", "out"]) == 2
 
 
+def test_check_reports_a_turn_whose_tool_calls_the_model_would_not_receive(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "tool_calls": [{"name": "f"}]}]
+    rows = (folder / "rows.jsonl").read_text() + json.dumps({"messages": turns}) + "\n"
+    (folder / "rows.jsonl").write_text(rows)
+    assert main(["data", "check", "rows.jsonl", "kind=sft"]) == 1
+    printed = capsys.readouterr().out
+    assert "1 of 3" in printed
+    assert re.search(r"unknown_key \(first: rows.jsonl, line 3: .*'tool_calls'", printed)
+
+
 def test_settings_may_be_in_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "prepare.yaml").write_text("tokenizer: model\noutput: out\nfiles: [rows.jsonl]\nmin_tokens: 3\n")
     assert main(["data", "prepare", "prepare.yaml", "kind=prompts", "trailing_assistant=drop"]) == 0

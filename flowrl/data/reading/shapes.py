@@ -45,8 +45,10 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
             f'the keys ({names[:200]}) match no known shape: use {{"messages": [{{"from": "human", "content": '
             f'"..."}}]}}, or name the keys in `columns` (docs/data.md)',
         )
-    parts = shape.convert(values)
     used = {*shape.keys, *shape.optional}
+    parts = shape.convert(values)
+    if parts.text is None:
+        _check_prompt_keys(values, used)
     # Tables store keys that a row of another shape has as null.
     extra = {
         name: value for name, value in values.items() if name not in used and not (value is None and name in _KEYS)
@@ -61,6 +63,27 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
         label=parts.label,
         text=parts.text,
     )
+
+
+_PROMPT_KEYS = ("system", "history", "tools", "functions", "chat_template_kwargs", "images", "videos", "audios")
+"""Keys next to the turns that belong to the prompt in public formats."""
+
+
+def _check_prompt_keys(values: Values, used: set[str]) -> None:
+    """Raises RowProblem if a key belongs to the prompt, but the shape does not read it."""
+    name = next((name for name in _PROMPT_KEYS if name not in used and not _is_empty(values.get(name))), None)
+    if name is not None:
+        fix = "write it as the first turn" if name == "system" else "remove the key"
+        raise RowProblem(
+            "unknown_key",
+            f"the key {name!r} ({_show(values[name])}) belongs to the prompt, but the model would not receive it: "
+            f"{fix}, or set columns: {{row_{name}: {name}}} to keep it as a column",
+        )
+
+
+def _is_empty(value: Any) -> bool:  # Any: a value of the row
+    """Returns whether a value says nothing. Tables store keys that a row lacks as null."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def _rename(row: Values, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -114,9 +137,9 @@ def _read_turn(turn: Any, key: str) -> Message:
         raise RowProblem(
             "content_not_text", f'a turn in "{key}" is {{"from": ..., "content": "text"}}, not {_show(turn)}'
         )
-    # Tables store keys that a turn lacks as null.
-    role = next((turn[name] for name in ("from", "role") if turn.get(name) is not None), None)
-    content = next((turn[name] for name in ("content", "value") if turn.get(name) is not None), None)
+    role_key = "role" if turn.get("from") is None else "from"
+    content_key = "value" if turn.get("content") is None else "content"
+    role, content = turn.get(role_key), turn.get(content_key)
     if not isinstance(role, str) or role not in ROLE_NAMES:
         raise RowProblem("unknown_role", f"unknown message role {_show(role)}; allowed are {', '.join(ROLE_NAMES)}")
     if not isinstance(content, str):
@@ -125,7 +148,18 @@ def _read_turn(turn: Any, key: str) -> Message:
             f'a message is {{"from": ..., "content": "text"}}, but the content from the {ROLE_NAMES[role]} is '
             f"{_show(content)}",
         )
+    for name, value in turn.items():
+        if name not in (role_key, content_key) and not _is_empty(value) and (name, value) not in _DEFAULTS:
+            raise RowProblem(
+                "unknown_key",
+                f'a turn in "{key}" has the key {name!r} ({_show(value)}), which flowrl does not read: remove the key, '
+                f"and write all text that the model should read or generate in {content_key!r}",
+            )
     return _message(role, content, key)
+
+
+_DEFAULTS = (("weight", 1),)
+"""Values of other keys of a turn that change nothing: a response with the weight 1 is trained."""
 
 
 def _message(role: str, content: str, key: str) -> Message:

@@ -119,13 +119,51 @@ def test_a_column_mapping_renames_and_selects_nested_fields() -> None:
     assert mapped.columns == {"answer": "7", "kept": 1, "meta": {"gold": "7"}}
 
 
+def test_keys_without_a_meaning_are_not_refused() -> None:
+    silent = {"tool_calls": [], "reasoning_content": None, "name": "", "weight": 1, "function_call": {}}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", **silent}]
+    assert row({"messages": messages, "tools": None, "images": [], "system": ""}).messages == (USER, BOT)
+
+
+@pytest.mark.parametrize("name", ["tools", "system", "history"])
+def test_a_key_of_the_prompt_can_be_kept_as_a_column(name: str) -> None:
+    kept = row({"messages": turns("user:u"), name: ["x"]}, **{f"row_{name}": name})
+    assert kept.messages == (USER,) and kept.columns == {f"row_{name}": ["x"]}
+
+
+def test_plain_text_and_alpaca_rows_keep_their_own_keys() -> None:
+    assert row({"text": "t", "tools": ["x"]}).columns == {"tools": ["x"]}
+    assert row({"instruction": "u", "output": "a", "system": "s"}).messages[0] == Message("system", "s")
+
+
 def test_tool_turns_are_kept() -> None:
     messages = select_turns(row({"messages": turns("user:u", "assistant:a", "tool:t", "assistant:a")}), "sft").messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
 
 
 ONE = {"role": "user", "content": "u"}
+
+
+def answer(**keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "a", **keys}
+
+
+CALL = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
 PROBLEMS: list[tuple[Any, Kind, str]] = [
+    ({"messages": [ONE, answer(tool_calls=CALL), *turns("tool:t", "assistant:a")]}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer(reasoning_content="r")]}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer(weight=0)]}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer(value="b")]}, "sft", "unknown_key"),
+    ({"conversations": [{"from": "human", "value": "u", "images": ["i"]}]}, "prompts", "unknown_key"),
+    ([{**ONE, "name": "n"}], "prompts", "unknown_key"),
+    ({"context": [ONE], "chosen": [answer(tool_calls=CALL)], "rejected": [answer()]}, "preference", "unknown_key"),
+    ({"prompt": [ONE], "chosen": [answer()], "rejected": [answer(thought="r")]}, "preference", "unknown_key"),
+    ({"prompt": [ONE], "completion": [answer(weight=0.5)], "label": True}, "kto", "unknown_key"),
+    ({"messages": [ONE, answer()], "tools": CALL}, "sft", "unknown_key"),
+    ({"conversations": [ONE, answer()], "system": "s"}, "sft", "unknown_key"),
+    ({"prompt": "u", "chosen": "a", "rejected": "b", "tools": CALL}, "preference", "unknown_key"),
+    ({"instruction": "u", "output": "a", "history": [["v", "b"]]}, "sft", "unknown_key"),
+    ({"question": "u", "answer": "a", "functions": CALL}, "prompts", "unknown_key"),
     ({"messages": turns("user:u", "assistant: ")}, "sft", "empty_turn"),
     ({"messages": turns("user:", "assistant:a")}, "sft", "empty_turn"),
     ({"messages": []}, "sft", "empty_turn"),
