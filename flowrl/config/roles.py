@@ -84,10 +84,13 @@ class ActorConfig(TrainedConfig):
     """Weight of the KL to the reference in the loss; 0 omits the term."""
 
     kl_loss_kind: KlKind = "k3"
-    """Estimator of the KL in the loss: a name, or `module:function` for a user function."""
+    """Estimator of the KL in the loss: a name, or `module:function` for a user function. k1 requires kl_loss_gradient.
+    """
 
-    kl_loss_gradient: Literal["k1", "k2", "k3", "abs"] | None = None
-    """Estimator of the gradient of the KL in the loss (straight-through); null uses kl_loss_kind."""
+    kl_loss_gradient: Literal["k2", "k3", "abs"] | None = None
+    """Estimator of the gradient of the KL in the loss (straight-through); null uses kl_loss_kind. k2 has the gradient
+    of KL(policy, reference). The gradient of k1 is not available, because its expectation is 0.
+    """
 
     aggregation: Aggregation = "token_mean"
     """Reduction of per-token losses to one number: a mean over tokens, or a mean over sequences of token sums or
@@ -104,6 +107,11 @@ class ActorConfig(TrainedConfig):
             raise ValueError("aggregation seq_mean_token_sum_norm requires aggregation_scale: set it")
         if not needs_scale and self.aggregation_scale is not None:
             raise ValueError(f"aggregation {self.aggregation} does not use aggregation_scale: remove it")
+        if self.kl_loss_coef and self.kl_loss_kind == "k1" and self.kl_loss_gradient is None:
+            raise ValueError(
+                "kl_loss_kind is k1, whose gradient has the expectation 0 and would not keep the policy near the "
+                "reference: set kl_loss_gradient: k2"
+            )
         if self.kl_loss_gradient is not None and ":" in self.kl_loss_kind:
             raise ValueError(f"kl_loss_gradient has no effect for kl_loss_kind {self.kl_loss_kind}: remove it")
         return self

@@ -150,6 +150,17 @@ def test_a_kl_gradient_of_a_custom_kl_is_rejected() -> None:
         ActorConfig.model_validate(MODEL | {"kl_loss_kind": "m:f", "kl_loss_gradient": "k2"})
 
 
+@pytest.mark.parametrize("settings", [{"kl_loss_kind": "k1"}, {"kl_loss_gradient": "k1"}])
+def test_a_kl_loss_without_an_expected_gradient_is_rejected(settings: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match=r"(?s)kl_loss_gradient.*k2"):
+        ActorConfig.model_validate(MODEL | {"kl_loss_coef": 0.1} | settings)
+
+
+def test_the_kl_loss_may_have_the_value_of_k1_with_the_gradient_of_k2() -> None:
+    settings = MODEL | {"kl_loss_coef": 0.1, "kl_loss_kind": "k1", "kl_loss_gradient": "k2"}
+    assert ActorConfig.model_validate(settings).kl_loss_gradient == "k2"
+
+
 def test_unknown_names_are_rejected_without_torch() -> None:
     code = (
         "import sys\nfrom flowrl.config import AnyAdvantage, parse\n"
