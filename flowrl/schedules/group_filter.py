@@ -2,6 +2,8 @@
 
 Dynamic sampling is that of DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2): a group whose scores
 are all equal has no advantage, so it is dropped, and other prompts are generated in its place.
+
+Shape suffixes: G groups, S samples per group, B rows.
 """
 
 import math
@@ -68,7 +70,7 @@ class GroupFilter:
         self._reads_failed = can_fail and (drops_failed or needs_success)
         self.is_active = self._drops_equal or drops_failed or needs_success
         """Whether the driver needs the scores of a batch before it trains on it."""
-        self.columns = (self._column, *((FAILED,) if self._reads_failed else ()))
+        self.columns = tuple(dict.fromkeys(("scores", self._column, *((FAILED,) if self._reads_failed else ()))))
         """Columns that `select` reads."""
         self.max_rounds = 1 if sampling is None else sampling.max_rounds
         self.oversample = 1.0 if sampling is None else sampling.oversample
@@ -90,17 +92,19 @@ class GroupFilter:
         return self.select_values(batch.payload(*self.columns).rows)
 
     def select_values(self, values: Mapping[str, Any]) -> list[SelectedGroup]:
-        """Returns one result per group, given the values of `columns`."""
-        scores = np.asarray(values[self._column], dtype=np.float64)
-        failed = np.asarray(values[FAILED]) if self._reads_failed else np.zeros(len(scores), dtype=bool)
-        size = self._samples
-        return [
-            self.select_group(scores[first : first + size], failed[first : first + size])
-            for first in range(0, len(scores), size)
-        ]
+        """Returns one result per group, given the values of `columns`.
+
+        `scores` replaces the configured column in groups to which it does not apply, where all its values are NaN.
+        """
+        column_GS, scores_GS = (
+            np.asarray(values[name], dtype=np.float64).reshape(-1, self._samples) for name in (self._column, "scores")
+        )
+        judged_GS = np.where(np.isnan(column_GS).all(-1, keepdims=True), scores_GS, column_GS)
+        failed_B = np.asarray(values[FAILED]) if self._reads_failed else np.zeros(judged_GS.size, dtype=bool)
+        return list(map(self.select_group, judged_GS, failed_B.reshape(judged_GS.shape)))
 
     def select_group(self, scores: np.ndarray, failed: np.ndarray) -> SelectedGroup:
-        """Returns the result for the rows of one group."""
+        """Returns the result for the rows of one group. A NaN is not compared with the other scores."""
         rows = tuple(np.flatnonzero(~failed).tolist()) if self._drops_failed else tuple(range(len(scores)))
         valid = [float(scores[row]) for row in rows if not math.isnan(scores[row])]
         measured = scores[~failed & ~np.isnan(scores)].tolist()

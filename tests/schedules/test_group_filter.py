@@ -54,10 +54,20 @@ def test_a_batch_is_selected_by_the_configured_column() -> None:
     assert [group.reason for group in groups] == ["equal_scores", None]
 
 
-def test_rewards_that_do_not_apply_do_not_count() -> None:
-    scores = np.array([math.nan, math.nan, math.nan, math.nan])
+def test_groups_to_which_the_column_does_not_apply_are_judged_by_their_scores() -> None:
+    nan = math.nan
+    columns = {
+        "scores": np.array([0.0, 1, 1, 1, 0, 1, 2, 2]),
+        "task": np.array([nan, nan, nan, nan, 1, 1, 0, 1]),  # its data source has only the last two groups
+    }
+    groups = make_filter(drops_failed=False, samples=2, column="task").select(Batch.from_columns(rows=columns))
+    assert [group.reason for group in groups] == [None, "equal_scores", "equal_scores", None]
+    assert [group.success for group in groups] == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_rows_without_a_value_do_not_make_a_group_different() -> None:
+    scores = np.array([1.0, math.nan, 1.0, math.nan])
     assert make_filter(column="exact").select_group(scores, np.zeros(4, bool)).reason == "equal_scores"
-    assert not make_filter(column="exact").select_group(scores, np.zeros(4, bool)).has_success
 
 
 def test_failed_rows_have_no_success_although_they_are_trained() -> None:

@@ -36,7 +36,9 @@ class DynamicSampling(Config):
     """
 
     column: str = "scores"
-    """Column whose values must differ: `scores`, or the name of a reward."""
+    """Column whose values must differ: `scores`, or the name of a reward. `scores` replaces it for prompts of data
+    sources to which the reward does not apply.
+    """
 
 
 class RolloutRunConfig(DatasetConfig):
