@@ -7,7 +7,7 @@ import os
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, overload
@@ -42,6 +42,9 @@ _OPTIONAL_COLUMNS = ("before", "answer", "score")
 
 RECENT_STEPS = 20
 """Number of recent steps from which the ETA is estimated."""
+
+LINE_INTERVAL_S = 10.0
+"""Smallest time between two progress lines, except before the last line."""
 
 
 class History(Sequence[dict[str, float]]):
@@ -152,34 +155,40 @@ def _read(path: Path, last_step: int) -> Iterator[dict[str, float]]:
 
 
 class LiveProgress:
-    """Shows the progress of a run: a progress bar on a terminal, otherwise one line per `every` steps."""
+    """Shows the progress of a run: a progress bar on a terminal, otherwise lines.
+
+    A step that takes 10 seconds (`LINE_INTERVAL_S`) or more has its own line. Faster steps have a line per 10 seconds.
+    The first and the last step always have a line.
+    """
 
     def __init__(
         self,
         num_steps: int,
         *,
         title: str = "training",
-        every: int = 10,
         shown: Mapping[str, str] = SHOWN,
         console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Creates the display, which is shown after the first `update`.
 
         Args:
             num_steps: total number of steps of the run.
             title: label of the progress bar.
-            every: number of steps per line if the output is not a terminal. The last step is always shown.
             shown: format per metric. If a step lacks a metric, the metric's previous value and its step are shown.
             console: output console; None selects standard output.
+            clock: returns the current time in seconds.
         """
         self.console = console or make_console()
-        self._num_steps, self._title, self._every, self._shown = num_steps, title, every, shown
+        self._num_steps, self._title, self._shown, self._clock = num_steps, title, shown, clock
         self._latest: dict[str, tuple[int, float]] = {}
         """Metric -> (step, value) of its last value."""
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._updated_s = time.monotonic()
+        self._updated_s = clock()
         self._bar: Progress | None = None
         self._unshown: Text | None = None
+        self._shown_s = -math.inf
+        """Time of the last line."""
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"),
@@ -196,7 +205,7 @@ class LiveProgress:
         self._latest.update(shown)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         # The time before the first update includes startup, so the step's own duration is preferred.
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
@@ -208,7 +217,8 @@ class LiveProgress:
             self._bar.update(self._task, completed=step, line=line)
             return
         self._unshown = Text(f"{self._title} {step}/{self._num_steps}  {line}")
-        if step % self._every == 0 or step == self._num_steps:
+        if now_s - self._shown_s >= LINE_INTERVAL_S or step == self._num_steps:
+            self._shown_s = now_s
             self._show()
 
     def _part(self, name: str, step: int) -> str:

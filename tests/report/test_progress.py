@@ -38,27 +38,41 @@ def printed(table: Table) -> str:
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue] (a StringIO, above)
 
 
-def progress_output(num_steps: int, *, terminal: bool, every: int = 10, **values: float) -> str:
+def progress_output(num_steps: int, *, terminal: bool, **values: float) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    with LiveProgress(num_steps, every=every, console=console) as progress:
+    with LiveProgress(num_steps, console=console) as progress:
         for step in range(1, num_steps + 1):
             progress.update(step, values)
     return out.getvalue()
 
 
-def test_a_plain_output_has_one_line_per_n_steps_and_the_last() -> None:
-    lines = progress_output(25, terminal=False, reward=0.5).splitlines()
-    assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
+def lines_of(num_steps: int, step_s: float, *, last_step: int | None = None) -> list[str]:
+    """Returns the steps that have a line in a plain output, if each step takes `step_s` seconds."""
+    out, now_s = io.StringIO(), 0.0
+    with LiveProgress(num_steps, console=Console(file=out, width=200), clock=lambda: now_s) as progress:
+        for step in range(1, (last_step or num_steps) + 1):
+            now_s += step_s
+            progress.update(step, {"reward": 0.5})
+    progress.close()
+    return [line.split()[1] for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("step_s", [10.0, 300.0])
+def test_a_plain_output_has_a_line_per_slow_step(step_s: float) -> None:
+    assert lines_of(4, step_s) == ["1/4", "2/4", "3/4", "4/4"]
+
+
+def test_a_plain_output_has_a_line_every_ten_seconds_of_fast_steps() -> None:
+    assert lines_of(23, 2.0) == ["1/23", "6/23", "11/23", "16/23", "21/23", "23/23"]
+
+
+def test_a_plain_output_has_the_first_and_the_last_step_of_a_short_run() -> None:
+    assert lines_of(25, 0.1) == ["1/25", "25/25"]
 
 
 def test_a_run_that_ends_early_shows_its_last_step_once() -> None:
-    out = io.StringIO()
-    with LiveProgress(40, console=Console(file=out, width=200)) as progress:
-        for step in range(1, 13):
-            progress.update(step, {"reward": 0.5})
-        progress.close()
-    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["10/40", "12/40"]
+    assert lines_of(40, 0.1, last_step=12) == ["1/40", "12/40"]
 
 
 def test_a_line_shows_metrics_and_eta() -> None:
@@ -68,7 +82,7 @@ def test_a_line_shows_metrics_and_eta() -> None:
 
 def test_an_old_value_is_shown_with_its_step_and_nan_is_not_shown() -> None:
     out = io.StringIO()
-    with LiveProgress(2, every=1, console=Console(file=out, width=200)) as progress:
+    with LiveProgress(2, console=Console(file=out, width=200)) as progress:
         progress.update(1, {"accuracy": 0.25})
         progress.update(2, {"accuracy": float("nan"), "grad_norm": 1.0})
     assert out.getvalue().splitlines() == [
