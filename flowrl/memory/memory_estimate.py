@@ -179,7 +179,7 @@ class _Estimator:
         num_prompts = -(-rows // config.samples_per_prompt)
         load = RolloutLoad(
             size=actor.size,
-            param_bytes=actor.param_bytes,
+            param_bytes=actor.param_bytes if rollout.sent_dtype is None else ITEMSIZE[rollout.sent_dtype],
             config=rollout,
             batch=RolloutBatch(rows, num_prompts, config.data.max_prompt_tokens, has_environment),
             device_type=self._planned.kind,
@@ -204,7 +204,7 @@ class _Estimator:
         can_offload = judge.generation.can_sleep(on_gpus=True) and self._planned.kind == "cuda"
         load = RolloutLoad(
             size=size,
-            param_bytes=ITEMSIZE[judge.model.dtype],
+            param_bytes=ITEMSIZE[judge.generation.sent_dtype or judge.model.dtype],
             config=judge.generation,
             batch=RolloutBatch(rows, rows, prompt),
             device_type=self._planned.kind,

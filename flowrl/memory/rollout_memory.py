@@ -46,7 +46,7 @@ class RolloutLoad:
 
     size: ModelSize
     param_bytes: int
-    """Bytes per parameter of the actor's model."""
+    """Bytes per parameter in the engine, before quantization."""
     config: RolloutConfig
     batch: RolloutBatch
     device_type: DeviceType

@@ -30,6 +30,17 @@ SETTINGS = {
     "tie_word_embeddings": False,
 }
 """Configuration of deepseek-llm-7b-chat."""
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+"""Configuration of Qwen2.5-7B."""
 BFLOAT16 = (
     *(
         f"{role}.{name}"
@@ -194,6 +205,18 @@ def test_sleeping_vllm_rollout_is_offloaded_during_other_calls(model: Path) -> N
     alone = config_of(model, f"placement={ROOT / 'placement/standalone.yaml'}", "placement.device=cuda", *sleeping)
     devices = estimate_memory(alone, plan_run(alone, devices=[8]))
     assert not any(memory.offloads for device in devices if (memory := device.roles.get("rollout")))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("null", 4 * 7_615_616_512), ("float16", 2 * 7_615_616_512), ("bfloat16", 2 * 7_615_616_512)]
+)
+def test_a_rollout_has_the_dtype_of_its_engine(model: Path, dtype: str, weights: int) -> None:
+    """7,615,616,512 parameters: Qwen2.5-7B. The actor trains float32 weights."""
+    (model / "config.json").write_text(json.dumps(QWEN_7B))
+    vllm = ("actor.model.dtype=float32", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=60")
+    config = config_of(model, *vllm, f"rollout.vllm.dtype={dtype}", f"placement={ROOT / 'placement/standalone.yaml'}")
+    rollouts = [device.roles.get("rollout") for device in estimate_memory(config, plan_run(config, [8]))]
+    assert {memory.resident for memory in rollouts if memory is not None} == {weights + 60_000_000_000}
 
 
 def test_plan_that_does_not_fit_names_the_setting_to_change(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,19 @@ def test_the_memory_plan_counts_a_judge(folder: Path, engine: str) -> None:
         assert memory.calls[0].kv_cache > 8 * 512 * 2 * 128 * 4
 
 
+def test_the_memory_plan_counts_a_judge_in_the_dtype_of_its_engine(folder: Path) -> None:
+    weights = {}
+    for dtype in (None, "bfloat16"):
+        config = config_of(folder, engine="vllm", vllm={"dtype": dtype})
+        (memory,) = [
+            memory
+            for device in estimate_memory(config, plan_run(config, [2]))
+            if (memory := device.roles.get("judge")) is not None
+        ]
+        weights[dtype] = memory.weights
+    assert weights[None] == 2 * weights["bfloat16"] > 0
+
+
 def test_a_judge_of_unknown_size_is_explained(folder: Path) -> None:
     reasons = explain_unknown_sizes(config_of(folder, model={"path": "nowhere"}))
     assert any("judge.model.path" in reason for reason in reasons)
