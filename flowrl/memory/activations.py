@@ -14,6 +14,8 @@ Precision = Literal["float32", "half", "autocast"]
 """`float32`: all tensors are float32. `half`: weights have 16 bits in forward and backward passes. `autocast`:
 weights are float32, and matrix products have 16 bits."""
 
+DeviceType = Literal["cpu", "cuda"]
+
 Entropy = Literal["none", "value", "gradient"]
 
 TILED_FROM = 8192
@@ -74,7 +76,14 @@ _NO_SCALE = ("gpt2", "opt")
 
 
 def layer_bytes(
-    size: ModelSize, precision: Precision, *, max_length: int, tp: int = 1, sp: int = 1, adapter_rank: int = 0
+    size: ModelSize,
+    precision: Precision,
+    *,
+    max_length: int,
+    device_type: DeviceType = "cpu",
+    tp: int = 1,
+    sp: int = 1,
+    adapter_rank: int = 0,
 ) -> int:
     """Returns the bytes per token that autograd saves in one layer.
 
@@ -97,8 +106,9 @@ def layer_bytes(
     if sp > 1:
         # The attention output is saved before and after the all-to-all between heads and sequence shards.
         total += dtype_bytes * size.queries
-    if size.window is not None and max_length > size.window:
-        # Attention with a mask repeats keys and values for every query head.
+    has_mask = size.window is not None and max_length > size.window
+    if has_mask or (device_type == "cuda" and precision == "float32" and size.family != "gemma2"):
+        # Keys and values are repeated for every query head (flowrl/engines/models/attention.py).
         total += dtype_bytes * 2 * (size.queries - size.keys) // tp
     if size.family == "gemma2":
         # Soft-capped attention runs without a fused kernel: weights are saved after the cap and after the softmax.

@@ -5,11 +5,11 @@ gradient checkpointing has recomputed; and at the gradient of the embeddings.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from flowrl.config import EngineConfig, LoraConfig, shards_model
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.activations import (
+    DeviceType,
     Entropy,
     HeadMemory,
     Precision,
@@ -20,8 +20,6 @@ from flowrl.memory.activations import (
     scalar_head_memory,
 )
 from flowrl.memory.model_size import Linears, ModelSize
-
-DeviceType = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,15 @@ def inference_call(model: RoleModel, rows: int | None, name: str) -> CallMemory:
 def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy) -> CallMemory:
     size, precision, tp, sp = model.size, model.precision, model.mesh.tp, model.mesh.sp
     rank = 0 if model.lora is None else model.lora.rank
-    layer = num_tokens * layer_bytes(size, precision, max_length=model.max_length, tp=tp, sp=sp, adapter_rank=rank)
+    layer = num_tokens * layer_bytes(
+        size,
+        precision,
+        max_length=model.max_length,
+        device_type=model.device_type,
+        tp=tp,
+        sp=sp,
+        adapter_rank=rank,
+    )
     checkpointing = model.engine.gradient_checkpointing
     stream = num_tokens * size.hidden * (2 if precision == "half" else 4)
     saved = size.layers * (stream if checkpointing else layer)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from flowrl.config import RolloutConfig, VllmConfig
-from flowrl.memory.activations import inference_bytes
+from flowrl.memory.activations import DeviceType, inference_bytes
 from flowrl.memory.model_size import ModelSize
-from flowrl.memory.role_memory import CallMemory, DeviceType, RoleMemory, RoleModel
+from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel
 
 SLOT_MULTIPLE = 32
 """The number of KV slots per row is a multiple of this number (flowrl/engines/rollout/hf/kv_cache.py)."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from flowrl.algorithms import hidden_logprobs, logprobs
 from flowrl.config import LoraConfig
@@ -83,6 +83,13 @@ def test_layer_estimate_equals_saved_tensors(name: str, precision: Precision) ->
 def test_layer_estimate_with_adapter_equals_saved_tensors(name: str, precision: Precision) -> None:
     saved, estimated = per_layer_and_token(name, precision, adapter_rank=4)
     assert estimated == pytest.approx(saved, rel=0.06)
+
+
+@pytest.mark.parametrize(("precision", "added"), [("float32", 4 * 2 * (2048 - 512)), ("half", 0), ("autocast", 0)])
+def test_float32_attention_on_a_gpu_saves_repeated_keys_and_values(precision: Precision, added: int) -> None:
+    size = size_of(LlamaConfig(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8))
+    on_cpu, on_gpu = (layer_bytes(size, precision, max_length=64, device_type=kind) for kind in ("cpu", "cuda"))
+    assert on_gpu - on_cpu == added
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -27,6 +27,8 @@ ROWS = "flowrl_rows"
 
 FLASH = "flash_attention_2"
 
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
 """Argument of torch's kernel that enables grouped-query attention. It is None if this torch version lacks the
 argument.
@@ -161,9 +163,7 @@ def _attend_pack(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    dtype = query.dtype
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = _kernel_dtype(query)
     if softcap is None and _has_varlen_kernel(query, value, dtype):
         return _attend_varlen(query.to(dtype), key.to(dtype), value.to(dtype), pack, scaling, window)
     sizes = [num_rows * length for num_rows, length in pack.equal_length_runs]
@@ -176,12 +176,26 @@ def _attend_pack(
     return torch.cat(attended)[None]
 
 
+def _has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
+    """Returns whether torch's attention keeps its memory linear in the row length if query heads share keys and values.
+
+    In float32 on a GPU, torch falls back to separate operations, which save the attention weights [B, H, L, L].
+    """
+    return device_type != "cuda" or dtype in _HALF_PRECISION
+
+
+def _kernel_dtype(query: Tensor) -> torch.dtype:
+    """Returns the dtype in which torch computes attention, which autocast may lower."""
+    device_type = query.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+
+
 def _has_varlen_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether torch's variable-length attention (FlashAttention 2, arXiv 2307.08691) supports these inputs."""
     width = query.shape[-1]
     return (
         query.is_cuda
-        and dtype in (torch.bfloat16, torch.float16)
+        and dtype in _HALF_PRECISION
         and width == value.shape[-1]
         and width <= 256
         and width % 8 == 0
@@ -225,8 +239,8 @@ def _attend_rows(
             bias_LL = torch.zeros_like(mask_LL, dtype=query.dtype).masked_fill_(~mask_LL, -math.inf)[None, None]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return capped_attention(query * scale, key, value, bias_LL, softcap)
-    if mask_LL is not None:
-        # Kernels with a mask do not support grouped-query attention.
+    # Kernels with a mask do not support grouped-query attention.
+    if mask_LL is not None or not _has_grouped_kernel(query.device.type, _kernel_dtype(query)):
         key, value = _repeat_heads(query, key, value)
     attended = nn.functional.scaled_dot_product_attention(
         query,
@@ -275,6 +289,8 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     repeats = query.shape[1] // key.shape[1]
+    if repeats == 1:
+        return key, value
     return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 

@@ -1,10 +1,13 @@
 """Attention within rows, padded and packed, compared with an explicit mask and softmax."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from flowrl.engines.models.attention import Pack, attend, pack_rows, packing_obstacle
 from tests.engines.closeness import assert_norm_close
@@ -61,6 +64,50 @@ def test_padded_rows_have_the_same_results(variant: str):
     ]
     rows = attend(*(x.transpose(1, 2) for x in padded), pack=None, **options)
     assert_norm_close(rows[mask_BL][None], attend(*inputs, pack=pack, **options))
+
+
+class KeyHeads(TorchFunctionMode):
+    """Records the number of key heads of each attention call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.counts.append(args[1].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "num_heads"),
+    [
+        ("cpu", torch.float32, 2),
+        ("cpu", torch.bfloat16, 2),
+        ("cuda", torch.float32, 4),
+        ("cuda", torch.float64, 4),
+        ("cuda", torch.bfloat16, 2),
+        ("cuda", torch.float16, 2),
+    ],
+)
+def test_key_heads_are_repeated_where_no_kernel_groups_them(device: str, dtype: torch.dtype, num_heads: int) -> None:
+    """Fake tensors have the type of a GPU without one."""
+    with FakeTensorMode(), KeyHeads() as recorded:
+        query, key, value = (torch.empty(3, heads, 16, 8, device=device, dtype=dtype) for heads in (4, 2, 2))
+        attend(query, key, value, pack=None)
+    assert recorded.counts == [num_heads]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_on_a_gpu_saves_no_attention_weights(dtype: torch.dtype) -> None:
+    """The weights of four heads and 8192 tokens have 1 GB in float32, queries, keys, values and output 13 MB."""
+    inputs = [torch.randn(1, heads, 8192, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(*inputs, pack=None).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 100_000_000
 
 
 @pytest.mark.gpu
