@@ -67,7 +67,7 @@ def length(
 
     Args:
         response: the text.
-        token_ids: tokens of the response, which `unit: tokens` counts.
+        token_ids: tokens of the response, which `unit: tokens` counts. They include those of an environment.
         unit: what is counted. Words are separated by white space.
         minimum: smallest length.
         maximum: largest length. None: no limit.

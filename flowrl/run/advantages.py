@@ -274,13 +274,14 @@ def shape_scores(table: TensorDict, shaping: Sequence[ShapingConfig], previous: 
     """Applies the functions of `algorithm.shaping` in order to the scores of a full batch.
 
     The input `rewards` of a function is the result of the previous function. `scores` is the column `scores`, and
-    `lengths` is the number of policy tokens. `moments` are the moments of all rewards that this function has
-    received.
+    `lengths` counts all response tokens, as `rollout.max_response_tokens` does: those of the policy and of an
+    environment. `moments` are the moments of all rewards that this function has received.
     """
     scores_B = table["rows", "scores"]
     inputs = {"scores": scores_B, "groups": table["rows"].get("group", None)}
     if "tokens" in table.keys() and "response_mask" in table["tokens"].keys():  # noqa: SIM118 (a TensorDict)
-        inputs["lengths"] = pad_tokens(table["tokens", "response_mask"], lengths(table)).sum(-1)
+        mask_T, lengths_B = table["tokens", "response_mask"], lengths(table)
+        inputs["lengths"] = pad_tokens(mask_T, lengths_B).sum(-1) + environment_lengths(mask_T, lengths_B)
     rewards_B, updated = scores_B, []
     for entry, moments in zip(shaping, previous.moments, strict=True):
         function = reward_shaping.load(entry.kind)

@@ -354,6 +354,25 @@ def test_shapings_are_applied_in_order(shaping: list[dict[str, Any]], expected: 
     assert compute(shaping_batch(), rloo(*shaping)).get("shaped_scores").tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("shaping", "expected"),
+    [
+        # The first response ends at the limit: P is -1. The second has 90 tokens: P is (100 - 20 - 90) / 20 = -1/2.
+        ({"kind": "overlong_penalty", "max_length": 100, "buffer": 20}, [0.0, 0.5]),
+        # The first response is the longer of two correct responses: -1/2 and 1/2.
+        ({"kind": "length_penalty", "correct_from": 1.0, "coef": 1.0}, [0.5, 1.5]),
+    ],
+)
+def test_the_length_of_a_response_includes_the_tokens_of_its_environment(
+    shaping: dict[str, Any], expected: list[float]
+) -> None:
+    prompt, first = [False] * 3, [*[True] * 30, *[False] * 60, *[True] * 10]
+    tokens = {"response_mask": torch.tensor([*prompt, *first, *prompt, *[True] * 90])}
+    rows = {"scores": torch.ones(2), "group": [0, 0]}
+    batch = Batch.from_columns(rows=rows, tokens=tokens, lengths=[103, 93])
+    assert compute(batch, rloo(shaping)).get("shaped_scores").tolist() == expected
+
+
 def test_advantages_are_computed_from_shaped_scores_and_scores_stay() -> None:
     result = compute(shaping_batch(), rloo(CLIP))
     # 1, 1 and 0 against the mean of the others.

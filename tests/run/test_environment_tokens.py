@@ -45,7 +45,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "KL penalty": (GAE | {"kl_coef": 0.3, "kl_control": {"kind": "adaptive", "target": 0.1, "horizon": 100}}, "ppo"),
     "token correction": (GAE | {"correction": {"kind": "truncated", "level": "token", "max_weight": 1.1}}, "ppo"),
     "sequence correction": (GAE | {"correction": {"kind": "masked", "level": "sequence", "max_weight": 1.2}}, "ppo"),
-    "overlong": (GAE | {"shaping": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 3}]}, "ppo"),
     "covariances": (GAE, "kl_cov"),
     "decoupled": (GAE, "decoupled_ppo"),
 }
@@ -62,7 +61,7 @@ def test_environment_tokens_change_no_column_and_no_metric(name: str) -> None:
         advantages = Advantages(PPOConfig.model_validate(settings))
         computed, metrics = advantages.compute(given)
         mask = given.get("response_mask")
-        columns = [column for column in computed.columns if column not in given.columns and column != "shaped_scores"]
+        columns = [column for column in computed.columns if column not in given.columns]
         tokens = {column: computed.get(column) for column in columns if column != "behavior_logprobs"}
         assert all(not values[~mask].any() for key, values in tokens.items() if key != "loss_weights")
         values = {key: metric.result() for key, metric in metrics.get().items()}

@@ -17,11 +17,13 @@ class ShapingConfig(Member):
 
 
 class OverlongPenalty(ShapingConfig):
-    """Subtracts a penalty from responses close to the length limit (DAPO)."""
+    """Subtracts a penalty from responses close to the length limit (DAPO). The length includes the tokens of an
+    environment, as in `rollout.max_response_tokens`.
+    """
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
     max_length: PositiveInt
-    """Response length in tokens from which the full penalty applies."""
+    """Response length in tokens from which the full penalty applies, usually `rollout.max_response_tokens`."""
 
     buffer: PositiveInt
     """Number of tokens before max_length over which the penalty grows linearly from 0."""
@@ -37,7 +39,9 @@ class OverlongPenalty(ShapingConfig):
 
 
 class LengthPenalty(ShapingConfig):
-    """Adds a length reward within each group: short correct responses gain and long responses lose (Kimi k1.5)."""
+    """Adds a length reward within each group: short correct responses gain and long responses lose (Kimi k1.5). The
+    length includes the tokens of an environment.
+    """
 
     kind: Literal["length_penalty"] = "length_penalty"
     correct_from: float
