@@ -192,7 +192,7 @@ advantage_estimators = Registry(
         *("scores", "rewards", "groups", "values", "logprobs", "ref_logprobs"),
         *("greedy_scores", "sum_squared_probs"),
     ),
-    optional_keywords=("importance_weights",),
+    optional_keywords=("importance_weights", "trained_mask"),
 )
 """Advantage estimators: (inputs, mask) -> advantages [B, T], or (advantages, returns) if `values` is an input."""
 

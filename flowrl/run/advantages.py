@@ -72,8 +72,14 @@ ESTIMATOR_COLUMNS = {
     "greedy_scores": "greedy_scores",
     "sum_squared_probs": "sum_squared_probs",
     "importance_weights": "loss_weights",
+    "trained_mask": "loss_mask",
 }
 """Column that contains each estimator input, or from which the input is computed."""
+
+OPTIONAL_COLUMNS = ("loss_weights", "loss_mask")
+"""Columns that only a correction or `mask_truncated` adds. Without them, all weights are 1, and all response tokens are
+trained.
+"""
 
 SHAPING_COLUMNS = {"rewards": "scores", "scores": "scores", "lengths": "response_mask", "groups": "group"}
 """Column from which each shaping input is computed."""
@@ -194,7 +200,7 @@ def _value(result: Any) -> Any:  # Any: a value or a future
 def _columns(batch: Batch, config: AdvantageConfig, actor: ActorConfig) -> tuple[list[str], list[str]]:
     """Returns the columns that `compute_columns` reads and writes. Raises UserError if the batch lacks one of them."""
     inputs = advantage_estimators.inputs(advantage_estimators.load(config.estimator))
-    required = [ESTIMATOR_COLUMNS[name] for name in inputs if name != "importance_weights"]
+    required = [column for column in map(ESTIMATOR_COLUMNS.get, inputs) if column and column not in OPTIONAL_COLUMNS]
     if isinstance(config, GdpoAdvantage):
         required = [*(name for name in required if name != "scores"), *config.reward_columns]
     else:
@@ -247,19 +253,17 @@ def compute_columns(
     tokens = {name: pad_tokens(column_T, lengths_B) for name, column_T in table["tokens"].items()}
     rows = {name: column for name, column in table["rows"].items() if isinstance(column, torch.Tensor)}
     mask_BT = tokens["response_mask"]
-    result: dict[str, torch.Tensor] = {}
+    trained_BT = mask_BT & ~rows["truncated"][:, None] if config.mask_truncated else mask_BT
+    result: dict[str, torch.Tensor] = {"loss_mask": trained_BT} if config.mask_truncated else {}
     if config.applied_correction is not None:
-        result |= _correction_columns(tokens, config.applied_correction)
-    in_loss_BT = mask_BT
-    if config.mask_truncated:
-        in_loss_BT = mask_BT & ~rows["truncated"][:, None]
-        result["loss_mask"] = result.get("loss_mask", mask_BT) & in_loss_BT
+        result |= _correction_columns(tokens, trained_BT, config.applied_correction)
+        trained_BT = result["loss_mask"]
     if shaped is not None:
         rows |= {"scores": shaped.scores_B}
-    result |= _advantage_columns(tokens | rows | result, mask_BT, config, kl_control.coef)
+    result |= _advantage_columns(tokens | rows | result, mask_BT, trained_BT, config, kl_control.coef)
     if isinstance(actor.loss, ClipCovLoss | KlCovLoss):
         advantages_BT = result["advantages"]
-        result["selected"] = _selected_tokens(tokens["old_logprobs"], advantages_BT, in_loss_BT, actor.loss, seed)
+        result["selected"] = _selected_tokens(tokens["old_logprobs"], advantages_BT, trained_BT, actor.loss, seed)
     return make_tensordict(
         {} if shaped is None else {"shaped_scores": shaped.scores_B},
         {name: unpad_tokens(column_BT, lengths_B) for name, column_BT in result.items()},
@@ -303,9 +307,15 @@ def _shaping_columns(shaping: Sequence[ShapingConfig]) -> list[str]:
 
 
 def _advantage_columns(
-    columns: Mapping[str, torch.Tensor], mask_BT: torch.Tensor, config: AdvantageConfig, kl_coef: float
+    columns: Mapping[str, torch.Tensor],
+    mask_BT: torch.Tensor,
+    trained_BT: torch.Tensor,
+    config: AdvantageConfig,
+    kl_coef: float,
 ) -> dict[str, torch.Tensor]:
-    """Returns `token_rewards`, `advantages` (whitened over the batch if configured) and, with a critic, `returns`."""
+    """Returns `token_rewards`, `advantages` (whitened over the trained tokens of the batch if configured) and, with a
+    critic, `returns`.
+    """
     if not isinstance(config, GdpoAdvantage):
         scores = scores_B = columns["scores"]
     else:
@@ -331,14 +341,14 @@ def _advantage_columns(
     else:
         rewards_BT = torch.where(last_masked(mask_BT), scores_B[:, None], 0)
     available = {name: columns.get(column) for name, column in ESTIMATOR_COLUMNS.items()}
-    available |= {"mask": mask_BT, "scores": scores, "rewards": rewards_BT}
+    available |= {"mask": mask_BT, "trained_mask": trained_BT, "scores": scores, "rewards": rewards_BT}
     estimator = advantage_estimators.load(config.estimator)
     names = advantage_estimators.inputs(estimator)
     inputs = {name: available[name] for name in names if available[name] is not None}
     result = estimator(**inputs, **config.arguments())
     estimates = _check_estimates(result, "values" in names, mask_BT, config.estimator)
     if isinstance(config, GaeAdvantage) and config.whiten:
-        estimates["advantages"] = whiten(estimates["advantages"], mask_BT)
+        estimates["advantages"] = whiten(estimates["advantages"], trained_BT)
     return {"token_rewards": rewards_BT} | estimates
 
 
@@ -360,10 +370,13 @@ def _check_estimates(
 # Columns of corrections and losses.
 
 
-def _correction_columns(tokens: Mapping[str, torch.Tensor], config: CorrectionConfig) -> dict[str, torch.Tensor]:
+def _correction_columns(
+    tokens: Mapping[str, torch.Tensor], trained_BT: torch.Tensor, config: CorrectionConfig
+) -> dict[str, torch.Tensor]:
     """Returns `loss_weights`, which multiply the policy loss, and `loss_mask`, which selects the tokens of the loss.
 
-    A correction returns only weights or only a mask. The other column then has no effect.
+    A correction returns only weights or only a mask. The other column then has no effect. `trained_BT` are the tokens
+    that other settings keep in the loss.
     """
     mask_BT = tokens["response_mask"]
     result = rollout_corrections.load(config.kind)(
@@ -374,11 +387,11 @@ def _correction_columns(tokens: Mapping[str, torch.Tensor], config: CorrectionCo
     )
     corrected_BT = weights_or_mask(result, mask_BT, f"algorithm.correction.kind {config.kind}")
     if corrected_BT.dtype == torch.bool:
-        weights_BT, loss_mask_BT = corrected_BT.float(), corrected_BT & mask_BT
+        weights_BT, loss_mask_BT = corrected_BT.float(), corrected_BT & trained_BT
     else:
-        weights_BT, loss_mask_BT = corrected_BT, mask_BT
-    if isinstance(config, WeightCorrection) and config.normalize and bool(mask_BT.any()):
-        mean = weight_sums(weights_BT, mask_BT, level=config.level).mean()
+        weights_BT, loss_mask_BT = corrected_BT, trained_BT
+    if isinstance(config, WeightCorrection) and config.normalize and bool(trained_BT.any()):
+        mean = weight_sums(weights_BT, trained_BT, level=config.level).mean()
         weights_BT = normalized_weights(weights_BT, mask_BT, mean=mean)
     return {"loss_weights": weights_BT.float(), "loss_mask": loss_mask_BT}
 
@@ -386,17 +399,17 @@ def _correction_columns(tokens: Mapping[str, torch.Tensor], config: CorrectionCo
 def _selected_tokens(
     old_logprobs_BT: torch.Tensor,
     advantages_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    trained_BT: torch.Tensor,
     config: ClipCovLoss | KlCovLoss,
     seed: Sequence[int],
 ) -> torch.Tensor:
     """Returns a mask of the tokens that `clip_cov` or `kl_cov` selects over the full batch, not per minibatch."""
-    covariances_BT = token_covariances(old_logprobs_BT, advantages_BT, mask_BT)
+    covariances_BT = token_covariances(old_logprobs_BT, advantages_BT, trained_BT)
     if isinstance(config, KlCovLoss):
-        return select_kl_cov(covariances_BT, mask_BT, fraction=config.cov_fraction)
+        return select_kl_cov(covariances_BT, trained_BT, fraction=config.cov_fraction)
     return select_clip_cov(
         covariances_BT,
-        mask_BT,
+        trained_BT,
         fraction=config.cov_fraction,
         low=config.cov_low,
         high=config.cov_high,
@@ -518,19 +531,20 @@ def _diversity_metrics(rows: Mapping[str, torch.Tensor], tokens: Mapping[str, to
 def _correction_metrics(tokens: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
     """Returns the metrics of a correction, or of a loss that weights tokens by the rollout's probabilities."""
     mask_BT, weights_BT = tokens["response_mask"], tokens.get("loss_weights")
+    trained_BT = tokens.get("loss_mask", mask_BT)
     if "behavior_logprobs" in tokens:
         in_loss_BT = bounded_ratio(tokens["old_logprobs"] - tokens["behavior_logprobs"])
         weights_BT = in_loss_BT if weights_BT is None else in_loss_BT * weights_BT
     assert weights_BT is not None
-    num_rejected = float((mask_BT & ~tokens.get("loss_mask", mask_BT)).sum())
-    sums = weight_sums(weights_BT, mask_BT, level="token")
-    # Tokens of a row with the same weight count as one sample.
-    last_B1 = weights_BT.masked_fill(~last_masked(mask_BT), 0).sum(-1, keepdim=True)
-    level: RatioLevel = "token" if bool((mask_BT & (weights_BT != last_B1)).any()) else "sequence"
     metrics: dict[str, Metric] = {
-        "correction/weight": Mean(sums.total, sums.count),
-        "correction/effective_samples": weight_sums(weights_BT, mask_BT, level=level),
-        "correction/rejected_fraction": Mean(num_rejected, sums.count),
+        "correction/rejected_fraction": Mean(float((mask_BT & ~trained_BT).sum()), float(mask_BT.sum()))
     }
+    if bool(trained_BT.any()):
+        # Tokens of a row with the same weight count as one sample.
+        last_B1 = weights_BT.masked_fill(~last_masked(trained_BT), 0).sum(-1, keepdim=True)
+        level: RatioLevel = "token" if bool((trained_BT & (weights_BT != last_B1)).any()) else "sequence"
+        sums = weight_sums(weights_BT, trained_BT, level="token")
+        metrics["correction/weight"] = Mean(sums.total, sums.count)
+        metrics["correction/effective_samples"] = weight_sums(weights_BT, trained_BT, level=level)
     mismatch = mismatch_metrics(tokens["old_logprobs"], tokens["rollout_logprobs"], mask_BT)
     return metrics | {f"mismatch/{name}": metric for name, metric in mismatch.items()}

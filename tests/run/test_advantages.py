@@ -276,6 +276,64 @@ def test_masked_truncated_responses_and_rejected_tokens_both_leave_the_loss() ->
     assert response(compute(batch_with_ratios(), config), "loss_mask") == [0, 0, 0]
 
 
+HALF = 0.5**0.5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        # The trained advantages are 1, 1 and 4: mean 2, unbiased variance 3. Those of GAE are scores, because the
+        # values are 0.
+        ({"estimator": "gae", "whiten": True}, [-1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5]),
+        ({"estimator": "reinforce_plus_plus"}, [-1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5]),
+        # The mean of the group includes the truncated row: 1 - 5, 1 - 5 and 4 - 5 have the mean -3 and variance 3.
+        ({"estimator": "reinforce_plus_plus_baseline"}, [-1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5]),
+    ],
+)
+def test_truncated_responses_do_not_enter_the_normalization_of_trained_tokens(
+    algorithm: dict[str, Any], expected: list[float]
+) -> None:
+    rows = {"scores": torch.tensor([1.0, 4.0, 10.0]), "group": [7, 7, 7], "truncated": [False, False, True]}
+    mask = [False, True, True, False, True, False, True, True]
+    tokens = {"response_mask": torch.tensor(mask), "values": torch.zeros(8)}
+    batch = Batch.from_columns(rows=rows, tokens=tokens, lengths=[3, 2, 3])
+    result = compute(batch, parse(AnyAdvantage, algorithm | {"mask_truncated": True}))
+    trained = result.get("loss_mask")
+    assert trained.tolist() == [False, True, True, False, True, False, False, False]
+    assert result.get("advantages")[trained].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_rejected_token_gives_its_reward_to_earlier_tokens_but_does_not_enter_their_normalization() -> None:
+    # Only the second token of row 0 is rejected: k1 is -3 log 2. Its score is also the return of the first token.
+    correction = RejectionCorrection(rejection_level="token", low=-2 * LOG2, high=9.0)
+    result = compute(
+        batch_with_ratios(), parse(AnyAdvantage, {"estimator": "reinforce_plus_plus", "correction": correction})
+    )
+    assert response(result, "loss_mask") == [True, False, True]
+    # The trained returns are 1 and 3.
+    assert response(result, "advantages") == pytest.approx([-HALF, 0, HALF], rel=1e-6)
+
+
+def test_normalized_weights_have_the_mean_one_over_trained_tokens() -> None:
+    correction = WeightCorrection(kind="truncated", max_weight=9.0, normalize=True)
+    rows = batch_with_ratios()
+    rows["truncated"] = Batch.from_rows([{"t": False}, {"t": True}])
+    config = GrpoAdvantage(correction=correction, mask_truncated=True)
+    # The weights are 2 and 8 in row 0, and 1/2 in the truncated row 1.
+    assert response(compute(rows, config), "loss_weights") == pytest.approx([0.4, 1.6, 0.1])
+    values = metrics_of(rows, config)
+    assert values["correction/weight"] == pytest.approx(1)
+    # 100 / (4 + 64) of 2 trained tokens.
+    assert values["correction/effective_samples"] == pytest.approx(100 / 68 / 2)
+    assert values["correction/rejected_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_step_without_trained_tokens_has_no_mean_weight() -> None:
+    correction = RejectionCorrection(rejection_level="token", high=0.5)
+    values = metrics_of(batch_with_ratios(), GrpoAdvantage(correction=correction, mask_truncated=True))
+    assert values["correction/rejected_fraction"] == 1 and "correction/weight" not in values
+
+
 def test_losses_select_no_tokens_of_masked_truncated_responses() -> None:
     rows = batch(old_logprobs=[0.0, -1.0, -3.0, 0.0, 0.0, -2.0])
     config = GrpoAdvantage(normalize_std=False, mask_truncated=True)

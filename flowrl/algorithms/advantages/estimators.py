@@ -52,14 +52,18 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 @torch.no_grad()
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, eps: float = 1e-8) -> Tensor:
-    """Returns REINFORCE++ advantages: discounted future rewards, whitened over all tokens of the batch.
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, *, trained_mask: Tensor | None = None, gamma: float = 1.0, eps: float = 1e-8
+) -> Tensor:
+    """Returns REINFORCE++ advantages: discounted future rewards, whitened over the trained tokens of the batch.
 
         A_t = whiten(G_t)      G_t = r_t + gamma * G_s(t)      s(t): next position of the row where the mask is true
 
     Args:
         rewards: [B, T], reward for token t, of the whole batch. The paper includes the penalty of `kl_shaped_rewards`.
         mask: bool [B, T], as in `gae`.
+        trained_mask: bool [B, T], the tokens of the mask that the loss trains on. The others have rewards, but do not
+            enter the whitening, and their advantages are 0. None: all tokens of the mask.
         gamma: discount per sampled token, in [0, 1] (paper: 1).
         eps: small number that `whiten` adds to the variance.
     Returns: [B, T]. All advantages are 0 if all G are equal.
@@ -68,7 +72,8 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, ep
     """
     # With values of 0 and lam 1, returns are discounted sums of future rewards.
     returns_BT, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
-    return whiten(returns_BT, mask, eps=eps)
+    trained_BT = mask if trained_mask is None else masked_tokens(mask, trained_mask=trained_mask)[0].bool()
+    return whiten(returns_BT, trained_BT, eps=eps)
 
 
 @torch.no_grad()

@@ -119,12 +119,16 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Returns REINFORCE++ advantages with a group baseline: score minus group mean, whitened over all tokens.
+def reinforce_plus_plus_baseline(
+    scores: Tensor, groups: Tensor, mask: Tensor, *, trained_mask: Tensor | None = None, eps: float = 1e-8
+) -> Tensor:
+    """Returns REINFORCE++ advantages with a group baseline: score minus group mean, whitened over trained tokens.
 
-        A = whiten(r_i - mean(r))      mean over the group, whitening over all tokens where the mask is true
+        A = whiten(r_i - mean(r))      mean over the group, whitening over the trained tokens of all groups
 
     Args (the module docstring describes the others):
+        trained_mask: bool [B, T], the tokens of the mask that the loss trains on. The scores of all rows count in the
+            mean of their group. The advantages of other tokens are 0. None: all tokens of the mask.
         eps: small number that `whiten` adds to the variance.
     Returns: [B, T]. A group of equal scores contributes 0 to the whitening, but its advantage may differ from 0
         afterwards.
@@ -134,9 +138,10 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, *
     """
     scores_B, group_of_B = _scores_and_groups(scores, groups, mask)
     deviations_B, _ = group_deviations(scores_B, group_of_B)
-    is_finite_BT = mask & ~scores_B.isnan()[:, None]
+    trained_BT = mask if trained_mask is None else masked_tokens(mask, trained_mask=trained_mask)[0].bool()
+    is_finite_BT = trained_BT & ~scores_B.isnan()[:, None]
     whitened_BT = whiten(_on_tokens(deviations_B, scores, mask), is_finite_BT, eps=eps)
-    return whitened_BT.masked_fill(mask & ~is_finite_BT, torch.nan)
+    return whitened_BT.masked_fill(trained_BT & ~is_finite_BT, torch.nan)
 
 
 @torch.no_grad()

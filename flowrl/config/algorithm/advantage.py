@@ -45,7 +45,7 @@ class AdvantageConfig(Member):
 
     mask_truncated: bool = False
     """Exclude truncated responses from the policy loss and its denominators (DAPO's overlong filtering). Their scores
-    still count in the baseline of their group. A critic still trains on them.
+    still count in the baseline of their group. Statistics over tokens exclude them. A critic still trains on them.
     """
 
     @property
@@ -95,7 +95,7 @@ class GaeAdvantage(PenalizedAdvantageConfig):
     """GAE lambda. 0 gives one-step TD errors; 1 gives the full return minus the value."""
 
     whiten: bool = False
-    """Normalize the advantages of a step to mean 0 and variance 1 over its tokens."""
+    """Normalize the advantages of a step to mean 0 and variance 1 over its trained tokens."""
 
 
 class GrpoAdvantage(AdvantageConfig):
@@ -115,7 +115,7 @@ class RlooAdvantage(PenalizedAdvantageConfig):
 
 
 class ReinforcePlusPlusAdvantage(PenalizedAdvantageConfig):
-    """REINFORCE++: discounted returns, normalized over the batch."""
+    """REINFORCE++: discounted returns, normalized over the trained tokens of the batch."""
 
     estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: Discount = 1.0

@@ -37,7 +37,9 @@ class WeightCorrection(CorrectionConfig):
     """Lower bound of the ratio."""
 
     normalize: bool = False
-    """Divide the weights by their mean over the step, so that the weights do not change the scale of the gradient."""
+    """Divide the weights by their mean over the trained tokens of the step, so that the weights do not change the scale
+    of the gradient.
+    """
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "WeightCorrection":
