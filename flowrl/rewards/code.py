@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import socket
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from flowrl.rewards.sandbox.launch import Sandbox, SandboxLimits, find_missing_p
 
 _logger = logging.getLogger(__name__)
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-_LANGUAGES = ("", "python", "python3", "py")
+_FENCE = re.compile(
+    r"^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+)
+_PYTHON = ("python", "python3", "py")
 _MAX_CODE = 200_000
 """Largest response, in characters, that is searched for code."""
 
@@ -53,7 +56,7 @@ def score(
     """Returns the share of tests that the code of a response passes.
 
     Args:
-        response: the text. The code is the last fenced block without a language or with the language python.
+        response: the text. `find_code` describes which of its blocks is the code.
         tests: the tests, or their JSON text. docs/rewards.md describes the formats.
         entry_point: name of the tested function. None: tests may use all functions of the code.
         all_or_nothing: returns 1 if the code passes all tests, otherwise 0.
@@ -86,9 +89,15 @@ def score(
 
 
 def find_code(response: str) -> str | None:
-    """Returns the content of the last fenced block without a language or with the language python, or None."""
+    """Returns the content of the last fenced block with the language python, otherwise of the last block without a
+    language, or None. A block in a list, whose fence is indented, loses the common indentation of its lines.
+    """
     blocks = _FENCE.findall(response[-_MAX_CODE:])
-    return next((code for language, code in reversed(blocks) if language.lower() in _LANGUAGES), None)
+    for languages in (_PYTHON, ("",)):
+        for prefix, language, code in reversed(blocks):
+            if language.lower() in languages:
+                return textwrap.dedent(code) if prefix else code
+    return None
 
 
 def _is_valid(code: str) -> bool:

@@ -1,28 +1,28 @@
 """Reward for math word problems: compares the last number of the response with the ground truth."""
 
-import re
-
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+from flowrl.rewards.numbers import canonical_text, last_number, read_reference
 
 
-def score(prompt: str, response: str, answer: str, **columns: object) -> float:
-    """Returns 1 if the last number in `response` equals the last number in `answer`, otherwise 0. Ignores commas in
-    numbers.
+def score(prompt: str, response: str, answer: object, **columns: object) -> float:
+    """Returns 1 if the last number in `response` equals the number in `answer`, otherwise 0.
 
-    Raises `ValueError` if `answer` contains no number.
+    The comparison is exact. docs/rewards.md describes the forms of numbers.
+
+    Args:
+        prompt: ignored.
+        response: the text.
+        answer: a number, text with one number, or a solution that ends with `####` and one number.
+        columns: ignored.
+    Raises:
+        ValueError: `answer` contains no number or several.
     """
-    expected = _last_number(answer)
-    if expected is None:
-        raise ValueError(f"answer {answer!r} contains no number: correct the data, or use a different reward")
-    return float(_last_number(response) == expected)
+    return float(last_number(response) == read_reference(answer))
 
 
 def extract_answer(response: str) -> str | None:
-    """Returns the last number of a response, or None, for `evaluation.extract_answer`."""
-    number = _last_number(response)
-    return None if number is None else repr(number)
+    """Returns the last number of a response, or None, for `evaluation.extract_answer`.
 
-
-def _last_number(text: str) -> float | None:
-    numbers = _NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    Equal numbers have equal texts: `1e3`, `1,000` and `1000.0` all become `1000`.
+    """
+    number = last_number(response)
+    return None if number is None else canonical_text(number)

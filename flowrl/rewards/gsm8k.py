@@ -1,52 +1,30 @@
 """Reward for GSM8K: compares the number after `####` with that of the solution."""
 
-import re
-from decimal import Decimal
-
-_NUMBER = re.compile(r"[-+]?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
-_MARKER = "####"
-_MAX_DIGITS = 1000
+from flowrl.rewards.numbers import canonical_text, last_number, marked_number, read_reference
 
 
 def score(response: str, answer: object, *, flexible: bool = False, **columns: object) -> float:
-    """Returns 1 if the number after the last `####` of `response` equals that of `answer`, otherwise 0.
+    """Returns 1 if the first number after the last `####` of `response` equals that of `answer`, otherwise 0.
+
+    The comparison is exact. docs/rewards.md describes the forms of numbers.
 
     Args:
         response: the text.
-        answer: a number, or a solution that ends with `#### NUMBER`.
+        answer: a number, text with one number, or a solution that ends with `####` and one number.
         flexible: without `####` in the response, compares its last number.
         columns: ignored.
     Raises:
-        ValueError: `answer` contains no number.
+        ValueError: `answer` contains no number or several.
     """
-    expected = _last_number(str(answer).rpartition(_MARKER)[2])
-    if expected is None:
-        raise ValueError(f"answer {answer!r} contains no number: correct the data, or use another reward")
-    _, marker, text = response.rpartition(_MARKER)
-    if marker:
-        return float(_first_number(text) == expected)
-    return float(flexible and _last_number(text) == expected)
+    expected = read_reference(answer)
+    is_marked = not flexible or "####" in response
+    return float((marked_number if is_marked else last_number)(response) == expected)
 
 
 def extract_answer(response: str) -> str | None:
-    """Returns the number after the last `####` of a response, or None, for `evaluation.extract_answer`."""
-    _, marker, text = response.rpartition(_MARKER)
-    number = _first_number(text) if marker else None
-    return None if number is None else f"{number.normalize():f}"
+    """Returns the first number after the last `####` of a response, or None, for `evaluation.extract_answer`.
 
-
-def _first_number(text: str) -> Decimal | None:
-    return _to_number(_NUMBER.search(text))
-
-
-def _last_number(text: str) -> Decimal | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    return _to_number(last)
-
-
-def _to_number(match: re.Match[str] | None) -> Decimal | None:
-    if match is None or len(match[0]) > _MAX_DIGITS:
-        return None
-    return Decimal(match[0].replace(",", "").replace("$", ""))
+    Equal numbers have equal texts: `1e3`, `1,000` and `1000.0` all become `1000`.
+    """
+    number = marked_number(response)
+    return None if number is None else canonical_text(number)

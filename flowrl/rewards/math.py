@@ -4,7 +4,6 @@ Needs the extra `rewards`.
 """
 
 import logging
-import math
 import re
 from decimal import Decimal
 from functools import lru_cache
@@ -24,6 +23,8 @@ _MAX_CHARACTERS = 20_000
 
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3})")
 """Separators of thousands in LaTeX."""
+_EXPONENT = re.compile(r"(?<![\w.])(?<!\d,)(?:\d+(?:\.\d+)?|\.\d+)[eE][-+]?[0-3]?\d{1,2}(?!\w)")
+"""A number with an exponent below 400, which math-verify reads as a product with e."""
 _HAS_LATEX = re.compile(r"\\boxed|\\fbox|\\\(|\\\[|\$[^$]+\$")
 _BOX = "\\boxed{"
 _BRACE = re.compile(r"(?<!\\)[{}]")
@@ -96,6 +97,7 @@ def _answer_of(response: str) -> str:
 
 def _parse(text: str) -> Expressions:
     text = _THOUSANDS.sub("", text.replace("\u2212", "-").replace(r"\$", ""))
+    text = _EXPONENT.sub(lambda match: f"{Decimal(match[0]):f}", text)
     extraction = [
         math_verify.LatexExtractionConfig(boxed_match_priority=0),
         math_verify.ExprExtractionConfig(),
@@ -106,7 +108,7 @@ def _parse(text: str) -> Expressions:
 def _answer_text(answer: object) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"answer is {answer!r}, but must be text or a number: correct the data")
-    return f"{Decimal(str(answer)):f}" if isinstance(answer, float) and math.isfinite(answer) else str(answer)
+    return str(answer)
 
 
 @lru_cache(maxsize=4096)

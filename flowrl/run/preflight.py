@@ -42,6 +42,7 @@ from flowrl.data.input_paths import find_dataset_problem, find_model_problem
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.environments.base import EnvironmentLoadError, create_environment
+from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.memory.memory_estimate import estimate_memory
 from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import (
@@ -53,7 +54,6 @@ from flowrl.memory.model_fit import (
     read_weight_names,
 )
 from flowrl.report.trackers.open_trackers import check_trackers
-from flowrl.rewards.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
 from flowrl.schedules.schedule_plan import check_schedule

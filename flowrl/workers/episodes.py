@@ -22,7 +22,7 @@ from flowrl.engines.rollout.base import (
     Segment,
 )
 from flowrl.engines.rollout.request_batch import open_batch
-from flowrl.rewards.environment_function import (
+from flowrl.environments.environment_function import (
     ENVIRONMENT_COLUMNS,
     RESPONSE_PARAMETERS,
     call_environment,

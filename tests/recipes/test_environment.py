@@ -23,7 +23,7 @@ from tests.recipes.test_resume import assert_bitwise_identical, without_evaluati
 from tests.recipes.test_schedules import ALIKE, ASYNC, EVERY_STEP, ONE_STEP_OFF, detached, from_step
 
 GrpoConfigs = Callable[..., GRPOConfig]
-ENVIRONMENTS = "tests.rewards.environments"
+ENVIRONMENTS = "tests.environments.environment_functions"
 ROLLOUT = {"max_response_tokens": 12, "environment": f"{ENVIRONMENTS}:ask_again"}
 
 

@@ -105,8 +105,27 @@ def test_the_last_python_block_is_the_code() -> None:
     assert find_code("```py\na\n``` and `b`") is None
     assert find_code("no code") is None
     assert find_code("```python\nunclosed") is None
-    assert find_code("  ```Python\n  a\n  ```") == "  a\n"
     assert find_code("```\n" * 100_000) is not None
+
+
+def test_a_python_block_counts_before_a_block_without_a_language() -> None:
+    assert find_code("```python\nprint(3)\n```\nOutput:\n```\n3\n```") == "print(3)\n"
+    assert find_code("```\na\n```\n```\nb\n```") == "b\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  ```Python\n  if a:\n      b\n  ```",
+        "1. Code:\n   ```python\n   if a:\n       b\n   ```",
+        "1. ```python\n   if a:\n       b\n   ```",
+        "- ```python\n  if a:\n      b\n  ```",
+        "\t```python\n\tif a:\n\t    b\n\t```",
+        "  ```python\nif a:\n    b\n  ```",
+    ],
+)
+def test_a_block_in_a_list_loses_its_common_indentation(text: str) -> None:
+    assert find_code(text) == "if a:\n    b\n"
 
 
 INVALID = (

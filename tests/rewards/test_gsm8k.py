@@ -21,6 +21,19 @@ from tests.rewards.test_math import rows
         ("The answer is 18.", "18", 0.0),
         ("", "18", 0.0),
         ("#### " + "1" * 100_000, "18", 0.0),
+        ("#### \u22123", "3", 0.0),
+        ("#### \u22123", "-3", 1.0),
+        ("#### 3", "\u22123", 0.0),
+        ("#### -5", 0.00001, 0.0),
+        ("#### 0.00001", 0.00001, 1.0),
+        ("#### 16", 2e16, 0.0),
+        ("#### 20000000000000000", 2e16, 1.0),
+        ("#### 4", "3/4", 0.0),
+        ("#### 3/4", "3/4", 1.0),
+        ("#### 0.75", "3/4", 1.0),
+        ("#### 3", "1e3", 0.0),
+        ("#### 1000", "1e3", 1.0),
+        ("#### 1234567890123456789013", "1234567890123456789012", 0.0),
     ],
 )
 def test_the_number_after_the_marker_is_compared(response: str, answer: object, expected: float) -> None:
@@ -34,8 +47,8 @@ def test_flexible_reads_the_last_number_of_a_response_without_a_marker() -> None
     assert score("1 " * 50_000, "#### 18", flexible=True) == 0.0
 
 
-@pytest.mark.parametrize("answer", ["", "#### none", None])
-def test_an_answer_without_a_number_is_rejected(answer: object) -> None:
+@pytest.mark.parametrize("answer", ["", "#### none", None, "17 or 18", "#### 17 or 18"])
+def test_an_answer_that_is_not_one_number_is_rejected(answer: object) -> None:
     with pytest.raises(ValueError, match="answer"):
         score("#### 3", answer)
 
@@ -52,6 +65,8 @@ def test_all_solutions_of_gsm8k_are_correct(split: str) -> None:
         ("#### $1,200.50 in total", "1200.5"),
         ("#### 1200.500", "1200.5"),
         ("#### -3", "-3"),
+        ("#### \u22123", "-3"),
+        ("#### 1e3", "1000"),
         ("It is 2.", None),
         ("#### none", None),
     ],

@@ -38,7 +38,7 @@ from tests.errors import rejects
 from tests.workers.test_streaming import by_row
 
 LIMIT, SAMPLES, NUM_PROMPTS = 24, 2, 12
-ENVIRONMENTS = "tests.rewards.environments"
+ENVIRONMENTS = "tests.environments.environment_functions"
 OpenGroup = Callable[..., WorkerGroup]
 
 

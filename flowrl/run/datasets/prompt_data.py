@@ -13,7 +13,7 @@ from flowrl.data.prompts import RESERVED_COLUMNS, PromptSet, PromptStream, Token
 from flowrl.data.reading import reader
 from flowrl.data.turn_delta import check_turn_template
 from flowrl.environments.base import EnvironmentLoadError, create_environment
-from flowrl.rewards.environment_function import (
+from flowrl.environments.environment_function import (
     ENVIRONMENT_COLUMNS,
     RESPONSE_PARAMETERS,
     EnvironmentFunctionError,

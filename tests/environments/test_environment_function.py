@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from flowrl.rewards.environment_function import (
+from flowrl.environments.environment_function import (
     EnvironmentFunctionError,
     call_environment,
     load_environment_function,
 )
+from tests.environments import environment_functions
 from tests.errors import rejects
-from tests.rewards import environments
 
-MODULE = "tests.rewards.environments"
+MODULE = "tests.environments.environment_functions"
 SEGMENTS = (object(),)
 
 
@@ -43,7 +43,9 @@ def test_a_wrong_value_names_function_prompt_and_what_is_allowed(name: str, fact
 
 
 def test_an_exception_names_its_line_and_prompt() -> None:
-    with rejects(MODULE, "failing", "KeyError", "12", environments.__file__, error=EnvironmentFunctionError) as error:
+    with rejects(
+        MODULE, "failing", "KeyError", "12", environment_functions.__file__, error=EnvironmentFunctionError
+    ) as error:
         call("failing", prompt="12")
     assert isinstance(error.value.__cause__, KeyError)
 
