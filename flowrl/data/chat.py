@@ -32,6 +32,9 @@ __all__ = [
     "has_same_rendering",
 ]
 
+_TEXT_PROBES = ("a", "0", "+")
+"""Texts, of which each tokenizer should know one."""
+
 _MAX_LAYOUTS = 1000
 """Maximum number of cached layouts."""
 
@@ -191,6 +194,28 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without special tokens that the text does not contain."""
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_text(self, text: str, spans: Sequence[Span] = ()) -> tuple[list[int], list[bool]]:
+        """Returns the token ids of plain text, which has no chat template, and a mask of the tokens in the spans.
+
+        The ids begin with the tokens that the tokenizer puts before a text, such as BOS, unless the text already begins
+        with them. No end token is appended, because the text may continue.
+        """
+        ids, mask = self.encode_spans(text, spans)
+        before = list(self.text_prefix)
+        if ids[: len(before)] == before:
+            return ids, mask
+        return [*before, *ids], [*(False for _ in before), *mask]
+
+    @cached_property
+    def text_prefix(self) -> tuple[int, ...]:
+        """Token ids that the tokenizer puts before plain text, such as BOS. Most tokenizers have one or none."""
+        for probe in (*_TEXT_PROBES, str(self._tokenizer.eos_token)):
+            own, ids = self.encode(probe), self._tokenizer.encode(probe)
+            starts = range(len(ids) - len(own) + 1) if own else ()
+            if (start := next((start for start in starts if ids[start : start + len(own)] == own), None)) is not None:
+                return tuple(ids[:start])
+        return ()
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the token ids of a conversation, followed by the chat template's generation prompt."""

@@ -140,7 +140,7 @@ def _encode(row: Conversation, chat: "ChatTokenizer", *, is_raw: bool) -> tuple[
             f"or use one message per prompt"
         )
     try:
-        ids = chat.tokenizer.encode(row.messages[0].content) if is_raw else chat.encode_prompt(row.messages)  # pyright: ignore[reportGeneralTypeIssues] (a prompt has a message)
+        ids = chat.encode_text(row.messages[0].content)[0] if is_raw else chat.encode_prompt(row.messages)  # pyright: ignore[reportGeneralTypeIssues] (a prompt has a message)
     except DataError as error:
         raise DataError(f"{row.location}: {error}") from error
     if not ids:

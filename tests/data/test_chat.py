@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from flowrl.data.chat import ChatTokenizer, DataError, Message
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
+from tests.inference.byte_tokenizer import BEGIN, END, save_byte_tokenizer
 
 MARKED = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
@@ -45,6 +46,27 @@ def test_the_number_of_ids_includes_gaps(tmp_path: Path) -> None:
 def test_a_prompt_ends_where_the_assistant_begins(tmp_path: Path) -> None:
     chat = make(tmp_path)
     assert text(chat, chat.encode_prompt(ASKED)) == "<u>ab|<a>"
+
+
+@pytest.mark.parametrize("template", ["<begin> $A", "<begin> $A <end>"])
+def test_plain_text_begins_with_the_token_that_the_tokenizer_adds_once(tmp_path: Path, template: str) -> None:
+    chat = ChatTokenizer(save_byte_tokenizer(tmp_path, text_template=template))
+    (a,) = chat.encode("a")
+    assert chat.encode_text("a") == ([BEGIN, a], [False, False])
+    assert chat.encode_text("<begin>a", [(7, 8)]) == ([BEGIN, a], [False, True])
+    assert chat.encode_text("aa<end>", [(1, 2)]) == ([BEGIN, a, a, END], [False, False, True, False])
+    assert chat.encode_text("")[0] == [BEGIN]
+
+
+@pytest.mark.parametrize("template", [None, "$A", "$A <end>"])
+def test_plain_text_has_no_begin_token_that_the_tokenizer_does_not_add(tmp_path: Path, template: str | None) -> None:
+    chat = ChatTokenizer(save_byte_tokenizer(tmp_path, text_template=template))
+    assert chat.encode_text("ab")[0] == chat.encode("ab")
+
+
+def test_an_end_token_before_a_text_counts_as_its_begin_token(tmp_path: Path) -> None:
+    chat = ChatTokenizer(save_byte_tokenizer(tmp_path, text_template="<end> $A"))
+    assert chat.encode_text("a")[0] == [END, *chat.encode("a")]
 
 
 def test_an_example_trains_the_response_and_its_end_token(tmp_path: Path) -> None:

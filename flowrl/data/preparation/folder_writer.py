@@ -12,7 +12,7 @@ from flowrl.data.reading.raw_rows import MANIFEST, import_library
 from flowrl.data.reading.row_problems import RowCounts
 
 _PERCENTILES = (50, 95, 99)
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the folder's contents. Raise it if equal rows and tokenizers give other files, tokens, masks or hashes."""
 
 

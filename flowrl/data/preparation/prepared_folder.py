@@ -67,7 +67,8 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
 
 
 def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
-    """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, and begin and end tokens.
+    """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, end token, and the tokens
+    before plain text.
 
     Excludes truncation and padding settings: they do not affect token ids, and tokenizer calls modify them.
     """
@@ -78,7 +79,7 @@ def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
             rules.pop(name, None)
     else:
         rules = {"vocabulary": known.get_vocab()}
-    tokens = [str(known.bos_token), str(known.eos_token)]
+    tokens = [str(known.bos_token), str(known.eos_token), *tokenizer.text_prefix]
     return _hash(json.dumps([type(known).__name__ if not known.is_fast else "", rules, tokens], sort_keys=True))
 
 

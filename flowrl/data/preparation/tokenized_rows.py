@@ -85,8 +85,9 @@ def _encode_sides(
 ) -> list[Tokens]:
     if row.text is not None:
         prefix, text = row.text
-        ids, mask = tokenizer.encode_spans(prefix + text, [(len(prefix), len(prefix) + len(text))])
-        return [_tokens([*ids, tokenizer.eos_id], [*mask, True])]
+        ids, mask = tokenizer.encode_text(prefix + text, [(len(prefix), len(prefix) + len(text))])
+        has_end = ids[-1:] == [tokenizer.eos_id]
+        return [_tokens(ids, mask) if has_end else _tokens([*ids, tokenizer.eos_id], [*mask, True])]
     if kind in ("sft", "text"):
         first = len(row.messages) - 1 if turns == "last" else 0
         return [_tokens(*tokenizer.encode_example(row.messages, first))]

@@ -53,12 +53,14 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self._source.tokenizer_path).replace("/", "__")
 
+    @property
+    def prefix_token_id(self) -> int:
+        """Token before a text without a context: the BOS token, if the tokenizer adds one to plain text."""
+        return self._chat.text_prefix[-1] if self._chat.text_prefix else self.eot_token_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns the token ids of a text. None: adds special tokens unless the text starts with the BOS token."""
-        if add_special_tokens is None:
-            bos = self.tokenizer.bos_token
-            add_special_tokens = not (isinstance(bos, str) and bos and string.startswith(bos))
-        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+        """Returns the token ids of a text. They begin with BOS as in training, unless `add_special_tokens` is false."""
+        return self._chat.encode(string) if add_special_tokens is False else self._chat.encode_text(string)[0]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         text = self.tokenizer.apply_chat_template(
@@ -85,9 +87,10 @@ class HarnessModel(TemplateLM):
         windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
         counts = []
         for request in requests:
-            text = request.args[0]
+            ids = self.tok_encode(request.args[0])
             parts = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                # `prefix_token` is BOS, which is not predicted.
+                token_list=ids[len(self._chat.text_prefix) :],
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self._max_length - 1,
                 context_len=1,

@@ -22,6 +22,7 @@ from flowrl.data.preparation.show_rows import marked_text
 from flowrl.data.reading.reader import read_conversations
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
+from tests.inference.byte_tokenizer import save_byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +300,14 @@ def test_the_hash_of_a_tokenizer_does_not_depend_on_earlier_calls(model: Path, t
     assert tokenizer_hash(ChatTokenizer(tmp_path)) == expected
     backend.add_tokens(["new"])
     assert tokenizer_hash(tokenizer) != expected
+
+
+def test_the_hash_of_a_tokenizer_includes_the_tokens_before_plain_text(tmp_path: Path) -> None:
+    hashes = set()
+    for template in (None, "<begin> $A", "<end> $A"):
+        folder = save_byte_tokenizer(tmp_path / str(len(hashes)), text_template=template)
+        hashes.add(tokenizer_hash(ChatTokenizer(folder)))
+    assert len(hashes) == 3
 
 
 def test_a_template_file_is_created_from_the_tokenizer(model: Path, tmp_path: Path) -> None:

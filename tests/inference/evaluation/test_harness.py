@@ -16,6 +16,7 @@ from flowrl.inference.evaluation.planned_tasks import EvaluationArguments
 from flowrl.inference.model_source import ModelSource, resolve_model
 from recipes.quickstart.prepare import save_model, save_tokenizer
 from tests.errors import rejects
+from tests.inference.byte_tokenizer import BEGIN, save_byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library and its dependencies warn of deprecated functions
@@ -141,6 +142,25 @@ def test_scores_and_text_are_those_of_transformers(source: ModelSource, tasks: d
 
     rolling = results["sums_perplexity/word_perplexity"]
     assert not rolling.scores.is_finite and rolling.metrics["accuracy"] > 1
+
+
+def test_a_text_follows_the_begin_token_which_is_not_scored(tmp_path: Path) -> None:
+    from lm_eval.api.instance import Instance  # noqa: PLC0415 (requires lm_eval)
+
+    from flowrl.inference.evaluation.harness_model import HarnessModel  # noqa: PLC0415 (requires lm_eval)
+
+    save_byte_tokenizer(tmp_path, text_template="<begin> $A <end>")
+    save_model(tmp_path, seed=3, num_characters=256)
+    source = resolve_model(str(tmp_path))
+    model = HarnessModel(source)
+    first, second = model.tok_encode("ab", add_special_tokens=False)
+    assert model.tok_encode("ab") == model.tok_encode("<begin>ab") == [BEGIN, first, second]
+    logprobs = next_logprobs(source, [BEGIN, first, second])
+    expected = float(logprobs[0, first] + logprobs[1, second])
+    instance = Instance("loglikelihood_rolling", {}, ("ab",), 0)
+    assert model.loglikelihood_rolling([instance]) == [pytest.approx(expected, rel=1e-5)]
+    ((value, _),) = model.loglikelihood([Instance("loglikelihood", {}, ("", "ab"), 0)])
+    assert value == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
