@@ -11,6 +11,9 @@ from torch import Tensor
 
 from flowrl.algorithms.masking import at_least_float32
 
+MIN_REST = 1e-6
+"""Smallest probability of all tokens outside of the candidates. Smaller ones are rounding errors of float32 sums."""
+
 
 def sampled_reverse_kl_loss(
     logprobs: Tensor,
@@ -58,12 +61,13 @@ def sampled_reverse_kl_loss(
 
 
 def topk_forward_kl_loss(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the KL(teacher || student) at each token, over the teacher's K most likely tokens.
+    """Returns the KL(teacher || student) at each token, over K + 1 classes: the teacher's K most likely tokens, and all
+    other tokens together.
 
-        L_t = sum over v of p_T(v) (log p_T(v) - log p_S(v))
+        L_t = sum over v of p_T(v) (log p_T(v) - log p_S(v)) + r_T (log r_T - log r_S)      r = 1 - sum over v of p(v)
 
-    The probabilities are not renormalized over the K tokens. The loss is therefore a lower bound of the KL up to the
-    teacher's mass outside of them, and equals the KL if K is the size of the vocabulary.
+    The loss is never negative. It is 0 if student and teacher agree on all classes. It is a lower bound of the KL over
+    the vocabulary, and equals this KL if K is the size of the vocabulary.
 
     Args:
         topk_logprobs: [B, T, K], log-probabilities of the candidates under the student.
@@ -72,12 +76,16 @@ def topk_forward_kl_loss(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -
     Raises: ValueError for mismatched shapes.
 
     Hinton et al. 2015, https://arxiv.org/abs/1503.02531; on tokens of the student: Agarwal et al. 2024,
-    https://arxiv.org/abs/2306.13649. Deviation: the truncation to K tokens.
+    https://arxiv.org/abs/2306.13649. The class of the other tokens: Hübotter et al. 2026 (SDPO), published code of
+    https://arxiv.org/abs/2601.20802. Without this class, the student with the smallest loss has no probability outside
+    of the candidates. Deviation: r is at least `MIN_REST`.
     """
     if topk_logprobs.shape != teacher_topk_logprobs.shape:
         shapes = f"{list(topk_logprobs.shape)} and {list(teacher_topk_logprobs.shape)}"
         raise ValueError(f"topk_logprobs and teacher_topk_logprobs have shapes {shapes}, both must be [B, T, K]")
-    teacher_BTK = at_least_float32(teacher_topk_logprobs.detach())
-    probs_BTK = teacher_BTK.exp()
-    loss_BT = (probs_BTK * (teacher_BTK - at_least_float32(topk_logprobs))).sum(-1)
-    return loss_BT, {"forward_kl": loss_BT.detach(), "teacher_mass": probs_BTK.sum(-1)}
+    student_BTK, teacher_BTK = at_least_float32(topk_logprobs), at_least_float32(teacher_topk_logprobs.detach())
+    mass_BT, teacher_mass_BT = student_BTK.exp().sum(-1), teacher_BTK.exp().sum(-1)
+    rest_BT, teacher_rest_BT = (1 - mass_BT).clamp(min=MIN_REST), (1 - teacher_mass_BT).clamp(min=MIN_REST)
+    loss_BT = (teacher_BTK.exp() * (teacher_BTK - student_BTK)).sum(-1)
+    loss_BT = loss_BT + teacher_rest_BT * (teacher_rest_BT.log() - rest_BT.log())
+    return loss_BT, {"forward_kl": loss_BT.detach(), "teacher_mass": teacher_mass_BT}

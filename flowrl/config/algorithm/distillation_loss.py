@@ -43,7 +43,7 @@ class SampledReverseKlLoss(DistillationLossConfig):
 
 
 class TopkForwardKlLoss(DistillationLossConfig):
-    """KL from the teacher to the student, over the teacher's most likely tokens."""
+    """KL from the teacher to the student, over the teacher's most likely tokens and all other tokens together."""
 
     kind: Literal["topk_forward_kl"] = "topk_forward_kl"
     k: NumCandidates = 64

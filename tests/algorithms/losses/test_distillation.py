@@ -28,8 +28,11 @@ def test_by_hand():
 
     student, teacher = (torch.tensor([[probs]]).log() for probs in ([0.5, 0.25], [0.25, 0.5]))
     loss, metrics = topk_forward_kl_loss(student, teacher)
+    # The mass outside of the candidates is 1/4 in both.
     assert_close(loss.item(), 0.25 * math.log(0.5) + 0.5 * math.log(2))
     assert_close(metrics["teacher_mass"].item(), 0.75)
+    loss, _ = topk_forward_kl_loss(torch.tensor([[[0.25, 0.25]]]).log(), teacher)
+    assert_close(loss.item(), 0.5 * math.log(2) + 0.25 * math.log(0.25 / 0.5))
 
 
 def test_the_expected_gradient_of_samples_is_that_of_the_reverse_kl():
@@ -52,6 +55,53 @@ def test_all_tokens_as_candidates_give_the_forward_kl_and_its_gradient():
     (actual,) = torch.autograd.grad(loss.sum(), logits)
     assert_close(loss.item(), kl(TEACHER, STUDENT).item())
     assert_close(actual, STUDENT.softmax(-1) - TEACHER.softmax(-1))
+
+
+def top_loss(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
+    """Returns the loss of a student over the k most likely tokens of a teacher, from the logits of one position."""
+    teacher_top = teacher.log_softmax(-1).topk(k)
+    student_top = logits.log_softmax(-1)[teacher_top.indices]
+    return topk_forward_kl_loss(student_top[None, None], teacher_top.values[None, None])[0].sum()
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_the_teacher_is_the_minimum_of_the_loss_over_its_most_likely_tokens(scale: float):
+    # Nine tokens. With scale 1, the four candidates have a mass of 0.72, and with scale 4, of 0.997.
+    teacher = scale * torch.tensor([1.5, 1.1, 0.7, 0.6, -0.1, -0.2, -0.3, -0.4, -0.5], dtype=torch.float64)
+    logits = teacher.clone().requires_grad_()
+    loss = top_loss(logits, teacher, k=4)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert abs(loss.item()) < 1e-12 and gradient.abs().max() < 1e-12
+    curvature = torch.autograd.functional.hessian(lambda logits: top_loss(logits, teacher, k=4), teacher)
+    assert torch.linalg.eigvalsh(torch.as_tensor(curvature)).min() > -1e-9
+    for token in range(9):
+        for step in (-2.0, 0.1, 2.0):
+            assert top_loss(teacher + step * torch.eye(9, dtype=torch.float64)[token], teacher, k=4) > 1e-7
+
+
+def test_the_loss_over_the_most_likely_tokens_is_at_most_the_kl():
+    for k in (1, 2, 3, 4):
+        assert 0 < top_loss(STUDENT, TEACHER, k) <= kl(TEACHER, STUDENT) + 1e-12
+
+
+def test_probability_outside_of_the_candidates_moves_to_that_of_the_teacher():
+    # The gradient of a logit outside of the candidates is its probability, times 1 - (teacher's rest) / (own rest).
+    logits = STUDENT.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(top_loss(logits, TEACHER, k=2), logits)
+    own, teacher = STUDENT.softmax(-1), TEACHER.softmax(-1)
+    outside = [2, 3]  # the teacher's most likely tokens are 0 and 1
+    expected = own * (1 - teacher[outside].sum() / own[outside].sum())
+    expected[:2] = (own - teacher)[:2]
+    assert_close(gradient, expected)
+
+
+def test_float32_log_probabilities_of_all_tokens_have_a_finite_gradient():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(3, 5, 1000, generator=generator).mul(4).log_softmax(-1) for _ in range(2))
+    student.requires_grad_()
+    loss, _ = topk_forward_kl_loss(student, teacher)
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert loss.isfinite().all() and gradient.isfinite().all()
 
 
 def test_the_expected_gradient_of_samples_of_another_policy_is_that_of_the_reverse_kl():

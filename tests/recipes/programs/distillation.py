@@ -4,9 +4,8 @@ most likely tokens, at responses of the student.
 
 from collections.abc import Iterable
 
-from torch import Tensor
-
 from flowrl import Batch
+from flowrl.algorithms import topk_forward_kl_loss
 from flowrl.config import ReferenceConfig, RolloutConfig, RunConfig, TrainedConfig
 from flowrl.run.loop import Run, Summary
 from flowrl.workers import Actor, Loss, Reference, Rollout
@@ -19,10 +18,6 @@ class DistillationConfig(RunConfig):
     top_k: int = 8
 
 
-def forward_kl(topk_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    return (teacher_logprobs.exp() * (teacher_logprobs - topk_logprobs)).sum(-1)
-
-
 def train(config: DistillationConfig, prompts: Iterable[Batch]) -> Summary:
     with Run(config) as run:
         actor = run.group(Actor, config.actor)
@@ -30,8 +25,8 @@ def train(config: DistillationConfig, prompts: Iterable[Batch]) -> Summary:
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
         for batch in run.batches(prompts, policy=actor):
             batch = batch.union(rollout.generate(batch))
-            known = teacher.topk(batch, k=config.top_k).rename({"topk_logprobs": "teacher_logprobs"})
-            run.log(actor.update(batch.union(known), Loss(forward_kl)))
+            known = teacher.topk(batch, k=config.top_k).rename({"topk_logprobs": "teacher_topk_logprobs"})
+            run.log(actor.update(batch.union(known), Loss(topk_forward_kl_loss)))
             run.sync_weights(actor, rollout)
         run.save_model(actor)
         return run.finish()
