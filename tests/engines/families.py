@@ -50,8 +50,6 @@ class Family:
     config: Callable[[], PreTrainedConfig]
     covers: str = ""
     """Others that are the same architecture."""
-    longest: int = LONGEST
-    """Tokens of the longest row that the hf rollout takes."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -59,14 +57,11 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2": Family(lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True), "Qwen1.5, Qwen2.5"),
     "Qwen3": Family(lambda: Qwen3Config(**_HEADS)),
     "Mistral": Family(lambda: MistralConfig(**_SIZES, sliding_window=None), "Mistral 7B v0.2 and later"),
-    "Mistral with a window": Family(
-        lambda: MistralConfig(**_SIZES, sliding_window=WINDOW), "Mistral 7B v0.1", longest=WINDOW
-    ),
+    "Mistral with a window": Family(lambda: MistralConfig(**_SIZES, sliding_window=WINDOW), "Mistral 7B v0.1"),
     "Gemma": Family(lambda: GemmaConfig(**_HEADS)),
     "Gemma 2": Family(
         # A low cap, so that a model without it has different results.
         lambda: Gemma2Config(**_HEADS, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=1.0),
-        longest=WINDOW,
     ),
     "GPT-2": Family(
         lambda: GPT2Config(
@@ -172,11 +167,10 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
 
 def markdown(results: Mapping[tuple[str, str], dict | str]) -> str:
     """Returns the table of docs/models.md from the results of one rank."""
-    rows = [["family", "class", "also", "`tp`", "`sp`", "packed", "hf rollout"], ["---"] * 7]
+    rows = [["family", "class", "also", "`tp`", "`sp`", "packed"], ["---"] * 6]
     for name, family in FAMILIES.items():
         shared = ["no" if isinstance(results[name, kind], str) else "yes" for kind in SHARED]
-        window = "to the window's length" if family.longest < LONGEST else "yes"
         model = build(name)
         packed = "yes" if packing_obstacle(model) is None else "no"
-        rows.append([name, f"`{type(model).__name__}`", family.covers, *shared, packed, window])
+        rows.append([name, f"`{type(model).__name__}`", family.covers, *shared, packed])
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

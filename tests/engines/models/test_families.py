@@ -20,7 +20,7 @@ from flowrl.engines.rollout.hf.engine import HfRollout, RolloutError
 from flowrl.engines.rollout.response_tensors import Responses, make_requests, stack_responses
 from flowrl.workers.policy_model import PolicyModel
 from tests.engines.closeness import assert_norm_close
-from tests.engines.families import FAMILIES, SHARED, adapted, build, main, markdown, train
+from tests.engines.families import FAMILIES, LONGEST, SHARED, adapted, build, main, markdown, train
 from tests.engines.losses import logprobs, policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import save, tokenizer
@@ -90,7 +90,7 @@ def test_a_saved_model_has_the_same_logits_in_transformers(name: str, tmp_path: 
 
 
 def test_responses_have_the_trainers_log_probabilities(name: str):
-    model, prompts = build(name), [[5], list(range(2, 20)), [7, 8, 9]]
+    model, prompts = build(name), [[5], list(range(2, 20)), [7, 8, 9], IDS[0].tolist()]
     responses = generate(model, prompts)
     for i, (prompt, ids) in enumerate(zip(prompts, responses.token_lists(), strict=True)):
         row = torch.tensor([prompt + ids])
@@ -100,11 +100,10 @@ def test_responses_have_the_trainers_log_probabilities(name: str):
 
 
 def test_a_row_of_maximal_length_is_generated_and_a_longer_one_is_rejected(name: str):
-    longest = FAMILIES[name].longest
-    responses = generate(build(name), [[5] * (longest - 1)], max_response_tokens=1)
+    responses = generate(build(name), [[5] * (LONGEST - 1)], max_response_tokens=1)
     assert responses.lengths.tolist() == [1]
-    with pytest.raises(RolloutError, match=rf"\b{longest}\b"):
-        generate(build(name), [[5] * longest], max_response_tokens=1)
+    with pytest.raises(RolloutError, match=rf"\b{LONGEST}\b"):
+        generate(build(name), [[5] * LONGEST], max_response_tokens=1)
 
 
 def test_a_critic_starts_from_its_backbone(name: str, tmp_path: Path):

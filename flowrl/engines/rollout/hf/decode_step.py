@@ -29,10 +29,13 @@ _CLASSES = {
 def has_short_step(model: PreTrainedModel) -> bool:
     """Returns whether `short_step` computes what the model's `forward` computes.
 
-    Other classes, hooks and other dtypes are excluded. Adapters and quantized layers have other classes.
+    Other classes, sliding windows, hooks and other dtypes are excluded. Adapters and quantized layers have other
+    classes.
     """
     return model.dtype == torch.float32 and all(
-        (type(module) in _CLASSES or name.endswith(".act_fn")) and not module._forward_hooks
+        (type(module) in _CLASSES or name.endswith(".act_fn"))
+        and not module._forward_hooks
+        and getattr(module, "sliding_window", None) is None
         for name, module in model.named_modules()
     )
 

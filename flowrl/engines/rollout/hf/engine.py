@@ -332,7 +332,7 @@ def _load_quantized(config: ModelConfig, device: torch.device) -> PreTrainedMode
 
 
 def _max_length(settings: PreTrainedConfig) -> int:
-    """Returns the maximum sequence length, which is the smaller of position limit and sliding window."""
+    """Returns the maximum sequence length. A sliding window does not limit it."""
     layer_types = getattr(settings, "layer_types", None) or []
     without_cache = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if without_cache:
@@ -341,7 +341,5 @@ def _max_length(settings: PreTrainedConfig) -> int:
             f"rollout.engine: vllm, or another model"
         )
     # getattr resolves GPT-2's name of this setting too.
-    limits = [getattr(settings, "max_position_embeddings", None)]
-    if "sliding_attention" in layer_types or not layer_types:
-        limits.append(getattr(settings, "sliding_window", None))
-    return min((limit for limit in limits if limit is not None), default=2**31)
+    limit = getattr(settings, "max_position_embeddings", None)
+    return 2**31 if limit is None else limit

@@ -55,6 +55,8 @@ def _slot_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Returns the attention outputs, [B, L, H x G, D].
@@ -64,9 +66,17 @@ def _slot_attention(
         key, value: [B, H, C, D], for C positions.
         attention_mask: None for a causal prefill with C = L. Otherwise an additive mask [B, 1, L, C], with L = 1 for a
             decode step and L > 1 for an extension.
+        sliding_window: number of tokens in the sliding window. None: the layer has no window.
+        position_ids: [B, L], positions of the queries. Used if there is a mask.
     """
     if attention_mask is None:
-        return attend(query, key, value, pack=None, scaling=scaling, softcap=softcap), None
+        attended = attend(query, key, value, pack=None, scaling=scaling, window=sliding_window, softcap=softcap)
+        return attended, None
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        assert position_ids is not None, "the decoder passes positions"
+        slots_C = torch.arange(key.shape[2], device=key.device)
+        is_before_window_BLC = slots_C <= position_ids[..., None] - sliding_window
+        attention_mask = attention_mask.masked_fill(is_before_window_BLC[:, None], -math.inf)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None:
         return capped_attention(query * scale, key, value, attention_mask, softcap), None

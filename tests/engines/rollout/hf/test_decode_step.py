@@ -78,8 +78,9 @@ def hooked() -> PreTrainedModel:
         lambda: to_float64(qwen2()),
         lambda: qwen2(dtype=torch.bfloat16),
         lambda: quantized_copy(qwen2(), torch.device("cpu")),
+        lambda: qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     ],
-    ids=["another layer", "hook", "float64", "bfloat16", "int8"],
+    ids=["another layer", "hook", "float64", "bfloat16", "int8", "sliding window"],
 )
 def test_models_that_compute_something_else_are_excluded(build: Callable[[], PreTrainedModel]) -> None:
     assert not has_short_step(build())

@@ -87,9 +87,9 @@ def engine_for(model: PreTrainedModel | None = None, **settings) -> HfRollout:
 
 
 def gemma2() -> PreTrainedModel:
-    """Returns a model whose attention has a softcap and whose layers have sliding windows."""
+    """Returns a model whose attention has a softcap and whose first layer has a sliding window."""
     torch.manual_seed(0)
-    sizes = {**SIZES, "max_position_embeddings": 256, "sliding_window": 256, "head_dim": 16, "hidden_size": 32}
+    sizes = {**SIZES, "max_position_embeddings": 256, "sliding_window": 24, "head_dim": 16, "hidden_size": 32}
     config = Gemma2Config(**sizes, attn_logit_softcapping=5.0, tie_word_embeddings=False)
     model = Gemma2ForCausalLM(config).double().eval()
     model.set_attn_implementation("eager")  # the only one of transformers with a softcap
@@ -115,6 +115,9 @@ def gpt2() -> PreTrainedModel:
 MODELS = {
     "qwen2": lambda: to_float64(qwen2(max_position_embeddings=256)),
     "one head of keys": lambda: to_float64(qwen2(max_position_embeddings=256, num_key_value_heads=1)),
+    "sliding window": lambda: to_float64(
+        qwen2(max_position_embeddings=256, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    ),
     "llama": lambda: to_float64(llama()),
     "gemma2": gemma2,
     "gpt2": gpt2,
