@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the test dependencies and runs all tests not marked slow. --all includes slow ones, of which those of the
-# HTML report need an installed Chromium; other arguments go to pytest.
+# HTML report need an installed Chromium. --all PART runs only one part of all tests: benchmarks runs every program of
+# tests/benchmarks with its smallest case. Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source recipes/install.sh
@@ -9,8 +10,18 @@ ensure_vllm
 
 selected="not slow"
 arguments=()
-for argument in "$@"; do
-    if [[ $argument == --all ]]; then selected=""; else arguments+=("$argument"); fi
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+    --all)
+        selected=""
+        if [[ ${2:-} == benchmarks ]]; then
+            arguments+=(tests/benchmarks)
+            shift
+        fi
+        ;;
+    *) arguments+=("$1") ;;
+    esac
+    shift
 done
 browsers=(chromium chromium-browser google-chrome-stable google-chrome)
 if [[ -z $selected && -z $(type -P "${browsers[@]}") ]]; then

@@ -1,10 +1,10 @@
 """Idle time of the faster of two ranks, with the rows of a call split by number and by tokens.
 
-python -m tests.benchmarks.balance [--batches N]
+python -m tests.benchmarks.balance [--batches N] [--model 81k]
 
 A call ends when its slowest rank ends. Row lengths are log-normal (median 33, sigma 1, at most 256 tokens). Each
 rank's part runs in this process, one after the other, and its time is the CPU time, so that other programs on the
-machine matter little. The model is a Qwen2 with 2.9M parameters in float32, with one thread. The idle time is the
+machine matter little. The model is a Qwen2 in float32, with one thread. The idle time is the
 difference of the two ranks relative to the slower one.
 """
 
@@ -25,7 +25,7 @@ from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import SINGLE
 from flowrl.data.batch.block import split_by_weight, split_evenly
 from flowrl.workers import Actor
-from tests.benchmarks.measure import machine
+from tests.benchmarks.measure import machine, read_arguments
 from tests.benchmarks.step import write_inputs
 
 NUM_RANKS = 2
@@ -74,10 +74,11 @@ def measure(actor: Any, method: str, num_rows: int, num_batches: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=8)
-    arguments = parser.parse_args()
+    parser.add_argument("--model", choices=("81k", "2.9M"), default="2.9M")
+    arguments = read_arguments(parser, batches=1, model="81k")
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        write_inputs(Path(folder), "2.9M", 8)
+        write_inputs(Path(folder), arguments.model, 8)
         model = ModelConfig(path=Path(folder) / "policy")
         config = ActorConfig(model=model, optimizer=OptimizerConfig(lr=1e-5), temperature=1.0)
         with Cluster(SINGLE, backend="inline", num_threads=1) as cluster:

@@ -24,7 +24,7 @@ from torch import nn
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.train.engine import TrainEngine
-from tests.benchmarks.measure import Figure, alone, machine, table
+from tests.benchmarks.measure import Figure, alone, machine, read_arguments, table
 
 LAYERS = 144
 """Number of linear layers. With weights and biases, about as many tensors as in a model of 100 million parameters."""
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, repeats=1, parameters=1e6)
     torch.set_num_threads(arguments.threads)
     ran_on = machine()
     results = figures(arguments.parameters, arguments.repeats, arguments.parameters == 100e6)

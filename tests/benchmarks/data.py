@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.benchmarks.measure import read_arguments
+
 SPEAKERS = ("Natalia", "Weng", "Betty", "Julie", "James", "Mark", "Albert", "Ken", "Alexis", "Tina")
 THINGS = ("clips", "apples", "books", "marbles", "letters", "flowers", "pages", "toys", "coins", "stickers")
 CHATML = (
@@ -153,7 +155,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory-rows", type=int, default=0, help="also measure memory and run start with N rows")
     parser.add_argument("--near-duplicates", action="store_true", help="also measure with near_duplicates: 0.8")
-    options = parser.parse_args()
+    options = read_arguments(parser, rows=500, repeats=1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

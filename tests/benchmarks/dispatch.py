@@ -19,7 +19,7 @@ import ray
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from tests.benchmarks import batch_edits, driver_time, group_start, group_transfer
 from tests.benchmarks.bench_workers import COLUMNS, RANKS, ROWS, TOKENS, Bench, Raw
-from tests.benchmarks.measure import Figure, machine, paired, table
+from tests.benchmarks.measure import Figure, machine, paired, read_arguments, table
 
 PARTS = ("calls", "send", "start", "driver", "edits")
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, repeats=1, only=["calls", "edits"])
     ran_on = machine()
     results = on_ray(arguments.only, arguments.repeats)
     results += driver_time.figures(arguments.repeats) if "driver" in arguments.only else []

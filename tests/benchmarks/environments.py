@@ -30,6 +30,7 @@ from flowrl.environments.requests import Close, EnvironmentLimits, EnvironmentSp
 from flowrl.schedules.rewards import EnvironmentScoring
 from flowrl.workers import EnvironmentWorker, Rollout
 from recipes.reasoning.prepare import prepare
+from tests.benchmarks.measure import read_arguments
 
 MODULE = "tests.environments.calculator"
 MODULE_OF_EPISODES = "tests.environments.episodes"
@@ -135,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, episodes=SLOTS + 8, workers=1)
     count = arguments.episodes
     options = {"tools": [f"{MODULE}:add", f"{MODULE}:wait", f"{MODULE}:sleep"], "reward": f"{MODULE}:is_answer"}
     tools = EnvironmentSpec("flowrl.environments.tool_environment:ToolEnvironment", options)

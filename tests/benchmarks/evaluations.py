@@ -23,11 +23,13 @@ from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run
 from flowrl.schedules.rewards import GenerateAlongside, HeldOutResponses
 from recipes.quickstart.prepare import prepare
+from tests.benchmarks.measure import read_arguments
 from tests.benchmarks.schedules import PROMPTS, REPLICAS, SLOTS, Case
 from tests.run.sleeping_run import SleepingConfig, sleeping_config
 from tests.schedules.sleeping_replicas import SleepingActor, SleepingRollout
 
 CASES = [Case("1:3", 0.5, 1.5), Case("equal", 1.2, 1.2), Case("3:1", 1.5, 0.5)]
+SMOKE = Case("1:3", 0.05, 0.15)
 MODES = {"none": None, "training waits": False, "alongside": True}
 """Label -> `schedule.concurrent_evaluation`, or None without evaluations."""
 
@@ -93,18 +95,18 @@ def train(config: SleepingConfig, case: Case, *, is_evaluated: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=1)
-    repeat = parser.parse_args().repeat
+    arguments = read_arguments(parser)
     table = Table(title="seconds per step")
     for heading in ("generate : train", *MODES, "waits / none", "alongside / none"):
         table.add_column(heading, justify="right")
     with tempfile.TemporaryDirectory() as name:
         task = Path(name) / "task"
         prepare(task, seed=0)
-        for case in CASES:
+        for case in [SMOKE] if arguments.smoke else CASES:
             runs = {
                 mode: [
                     measure(case, value, task, Path(name) / f"{case.name.replace(':', 'to')}-{i}-{mode.split()[0]}")
-                    for i in range(repeat)
+                    for i in range(arguments.repeat)
                 ]
                 for mode, value in MODES.items()
             }

@@ -1,6 +1,6 @@
 """Counts the files of flowrl/ that one training step executes, over all processes.
 
-    python -m tests.benchmarks.files_per_step [--checkout FOLDER] [key=value ...]
+    python -m tests.benchmarks.files_per_step [--checkout FOLDER] [--schedules sync async] [key=value ...]
 
 Runs GRPO for five steps on the quickstart's task with two rollout replicas and one trainer, under `sync` and under
 `async`. Every process records the files of flowrl/ in which a function is called between two events: the training loop
@@ -16,6 +16,8 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+
+from tests.benchmarks.measure import read_arguments
 
 ROOT = Path(__file__).parents[2]
 STEP = 3
@@ -91,8 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, default=ROOT)
     parser.add_argument("settings", nargs="*", default=["batch_size=64", "minibatch_size=32"])
-    arguments = parser.parse_args()
-    for schedule in ("sync", "async"):
+    parser.add_argument("--schedules", nargs="+", default=["sync", "async"], choices=["sync", "async"])
+    arguments = read_arguments(parser, schedules=["sync"])
+    for schedule in arguments.schedules:
         with tempfile.TemporaryDirectory() as folder:
             files = files_of(arguments.checkout.absolute(), schedule, arguments.settings, Path(folder))
         sys.stdout.write(f"{schedule}: {len(files)} files in a step\n")

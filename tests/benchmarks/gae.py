@@ -1,4 +1,4 @@
-"""GAE of [1024, 4096], compared with a NumPy loop over rows and a torch loop over time.
+"""GAE of padded rewards and values, compared with a NumPy loop over rows and a torch loop over time.
 
 python -m tests.benchmarks.gae [--repeats N] [--threads N]
 """
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms import gae
-from tests.benchmarks.measure import machine, median_ms, paired
+from tests.benchmarks.measure import machine, median_ms, paired, read_arguments
 
-ROWS, POSITIONS = 1024, 4096
 GAMMA, LAM = 0.99, 0.95
 LOOP_ROWS = 64
 """Number of rows of the NumPy loop. Its time is extrapolated to all rows."""
@@ -50,12 +49,15 @@ def main() -> None:
     """Prints medians in milliseconds and the differences of the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, repeats=1, rows=64, positions=256)
     torch.set_num_threads(arguments.threads)
+    rows, positions = arguments.rows, arguments.positions
     generator = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, ROWS, POSITIONS, generator=generator)
-    mask = torch.rand(ROWS, POSITIONS, generator=generator) < 0.9
+    rewards, values = torch.randn(2, rows, positions, generator=generator)
+    mask = torch.rand(rows, positions, generator=generator) < 0.9
     few = [tensor[:LOOP_ROWS].numpy() for tensor in (rewards, values, mask)]
 
     ours = gae(rewards, values, mask, gamma=GAMMA, lam=LAM)[0]
@@ -64,13 +66,13 @@ def main() -> None:
         "torch loop": float((ours - torch_loop(rewards, values, mask)).abs().max()),
     }
     figure = paired(
-        f"gae of [{ROWS}, {POSITIONS}]; raw is a torch loop over time",
+        f"gae of [{rows}, {positions}]; raw is a torch loop over time",
         lambda: gae(rewards, values, mask, gamma=GAMMA, lam=LAM),
         lambda: torch_loop(rewards, values, mask),
         arguments.repeats,
         bound=1.0,
     )
-    loop_ms = median_ms(lambda: numpy_loop(*few), 1) * ROWS / LOOP_ROWS
+    loop_ms = median_ms(lambda: numpy_loop(*few), 1) * rows / LOOP_ROWS
     report = {
         "machine": machine() | {"threads": str(arguments.threads)},
         "figures": [figure],

@@ -23,7 +23,7 @@ from flowrl.inference.prompt_file import PromptRow, read_prompt_rows, tokenize_r
 from flowrl.inference.response_file import ResumableFile
 from flowrl.inference.text_generator import SamplingSettings, TextGenerator
 from recipes.quickstart.prepare import prepare
-from tests.benchmarks.measure import machine
+from tests.benchmarks.measure import machine, read_arguments
 
 _TOKENS = (6, 32)
 """Maximum numbers of tokens of a response."""
@@ -54,33 +54,43 @@ def command_seconds(generator: TextGenerator, prompts: list[PromptRow], samples:
         return time.process_time() - begun_s, num_tokens
 
 
+def measure(task: Path, max_tokens: int, num_prompts: int, samples: int, repeats: int) -> list[tuple[float, float]]:
+    """Returns the tokens per CPU second of the engine and of the command, per repeat.
+
+    Args:
+        task: the folder that `recipes.quickstart.prepare` has written.
+        max_tokens: largest number of tokens of a response.
+        num_prompts, samples: number of prompts, and of responses to each.
+        repeats: number of measurements.
+    """
+    rows = read_prompt_rows(str(task / "train.jsonl"), sys.stdin.buffer)[:num_prompts]
+    generator = TextGenerator(resolve_model(str(task / "model")), SamplingSettings(max_tokens=max_tokens))
+    prompts = tokenize_rows(rows, generator.chat, max_length=generator.max_length, max_tokens=max_tokens, is_raw=False)
+    speeds = []
+    for _ in range(repeats):
+        (engine_s, tokens), (command_s, same) = (
+            seconds(generator, prompts, samples) for seconds in (engine_seconds, command_seconds)
+        )
+        assert tokens == same
+        speeds.append((tokens / engine_s, tokens / command_s))
+    return speeds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, prompts=8, samples=1, repeats=1)
     torch.set_num_threads(arguments.threads)
     sys.stdout.write(f"{machine()}\n")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "data"
         prepare(folder, seed=0)
-        source = resolve_model(str(folder / "model"))
-        rows = read_prompt_rows(str(folder / "train.jsonl"), sys.stdin.buffer)[: arguments.prompts]
         for max_tokens in _TOKENS:
-            generator = TextGenerator(source, SamplingSettings(max_tokens=max_tokens))
-            prompts = tokenize_rows(
-                rows, generator.chat, max_length=generator.max_length, max_tokens=max_tokens, is_raw=False
-            )
-            ratios, speeds = [], []
-            for _ in range(arguments.repeats):
-                (engine_s, tokens), (command_s, same) = (
-                    measure(generator, prompts, arguments.samples) for measure in (engine_seconds, command_seconds)
-                )
-                assert tokens == same
-                ratios.append(engine_s / command_s)
-                speeds.append((tokens / engine_s, tokens / command_s))
+            speeds = measure(folder, max_tokens, arguments.prompts, arguments.samples, arguments.repeats)
+            ratios = [command / engine for engine, command in speeds]
             engine, command = (statistics.median(values) for values in zip(*speeds, strict=True))
             sys.stdout.write(
                 f"{max_tokens} tokens: engine {engine:,.0f} tokens per CPU second, command {command:,.0f}, "

@@ -21,6 +21,7 @@ from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from tests.benchmarks.measure import read_arguments
 from tests.engines.closeness import relative_error
 from tests.engines.device_memory import allocated_bytes
 from tests.engines.losses import weighted_loss
@@ -146,7 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options = read_arguments(parser, device="cpu", tiny=True)
     device, tiny = torch.device(options.device), options.tiny
     cases: list[Callable[[], str]] = [
         lambda: check_logprobs(device),

@@ -17,6 +17,7 @@ from rich.table import Table
 from flowrl import Cluster, Dispatch, Placement, Worker, register
 from flowrl.controller.backends.local_ray import RAY_SETTINGS
 from flowrl.controller.host.fork_server import fork_server
+from tests.benchmarks.measure import read_arguments
 
 SIZES = (1, 2, 4, 8)
 
@@ -44,12 +45,13 @@ def start(ranks: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of processes")
     parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, repeats=1, sizes=[1])
     os.environ |= RAY_SETTINGS
     ray.init(
         address="local",
-        num_cpus=max(SIZES),
+        num_cpus=max(arguments.sizes),
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -57,7 +59,7 @@ def main() -> None:
     table = Table("processes", "started by", "seconds", "CPU seconds per process")
     for kind in ("forked", "Python"):
         start(1)  # starts the fork server, and fills the file cache
-        for ranks in SIZES:
+        for ranks in arguments.sizes:
             starts = [start(ranks) for _ in range(arguments.repeats)]
             wall, used = (statistics.median(values) for values in zip(*starts, strict=True))
             table.add_row(str(ranks), kind, f"{wall:.2f}", f"{used:.2f}")

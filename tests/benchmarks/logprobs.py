@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms import logprobs_from_hidden
-from tests.benchmarks.measure import MIB, Figure, alone, machine, paired, table
+from tests.benchmarks.measure import MIB, Figure, alone, machine, paired, read_arguments, table
 
 TOKENS, VOCABULARY = 4096, 32_000
 TIME_BOUNDS = {128: 1.2, 1024: 1.5}
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--peak", nargs=3, metavar=("NAME", "HIDDEN", "VOCABULARY"), help="one pass, its memory")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, repeats=1, hidden=[128], vocabulary=2000)
     torch.set_num_threads(arguments.threads)
     if arguments.peak:
         name, size, vocabulary = arguments.peak

@@ -1,5 +1,6 @@
-"""Interleaved measurement of two alternatives, and a description of the machine."""
+"""Interleaved measurement of two alternatives, the options of all benchmarks, and a description of the machine."""
 
+import argparse
 import json
 import os
 import platform
@@ -54,6 +55,18 @@ def paired(
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
     figure = Figure(what=what, unit="ms", ours=round(mine, 2), raw=round(theirs, 2), ratio=round(ratio, 2))
     return _bounded(figure, bound)
+
+
+def read_arguments(parser: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:
+    """Adds the option `--smoke` and returns the arguments of the command line.
+
+    With `--smoke`, a benchmark measures its smallest case once, to show that it runs: `smoke` has the defaults of the
+    other options.
+    """
+    parser.add_argument("--smoke", action="store_true", help="measure the smallest case once, to test the benchmark")
+    if "--smoke" in sys.argv[1:]:
+        parser.set_defaults(**smoke)
+    return parser.parse_args()
 
 
 def alone(what: str, unit: str, value: float, bound: float | None = None) -> Figure:

@@ -8,6 +8,7 @@ Exits with 1 if an estimate differs from its measured peak by more than 20 %.
 import argparse
 import sys
 
+from tests.benchmarks.measure import read_arguments
 from tests.memory.memory_points import POINTS, estimated_peak, measure_growth
 
 
@@ -17,7 +18,7 @@ def main() -> int:
     parser.add_argument(
         "--with-allocator-cache", action="store_true", help="also measure with glibc's default caching of freed memory"
     )
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, names=[next(iter(POINTS))])
     sys.stdout.write("| role | estimate, MB | peak, MB | ratio | peak with glibc cache, MB |\n|---|---|---|---|---|\n")
     num_misses = 0
     for name in arguments.names:

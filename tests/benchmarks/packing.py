@@ -29,7 +29,7 @@ from flowrl.data.metric import Mean
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch, microbatches
 from flowrl.workers.policy_model import PolicyModel
-from tests.benchmarks.measure import Figure, alone, machine, paired, table
+from tests.benchmarks.measure import Figure, alone, machine, paired, read_arguments, table
 from tests.engines.tables import take_rows
 
 MEDIAN, SPREAD, LONGEST = 96, 0.9, 1024
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, repeats=1, width=64, rows=16)
     torch.set_num_threads(1)
     ran_on, uneven = machine(), rows_of(long_tailed(arguments.rows))
     results = measure_forms(arguments.width, uneven, arguments.repeats)

@@ -26,7 +26,8 @@ from recipes.quickstart.prepare import CHARACTERS, SPECIAL, save_tokenizer
 from recipes.quickstart.task import deal
 from recipes.reward_model.config import RewardModelRunConfig
 from recipes.reward_model.train import train as train_reward_model
-from tests.benchmarks.step import GRPO_VERSION, TRL_ENVIRONMENTS, trl_python
+from tests.benchmarks.measure import read_arguments
+from tests.benchmarks.step import GRPO_VERSION, TRL_ENVIRONMENTS, has_trl, trl_python
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("dpo", "kto", "reward_model")
@@ -135,7 +136,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compares the first losses of preference training with TRL.")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--trl-env", type=Path, default=TRL_ENVIRONMENTS, help="folder for the environment of TRL")
-    options = parser.parse_args()
+    options = read_arguments(parser, stages=["dpo"])
+    if options.smoke and not has_trl(options.trl_env, GRPO_VERSION):
+        sys.stdout.write(f"skipped: TRL is not installed in {options.trl_env}; without --smoke, it is installed\n")
+        return 0
     python = trl_python(options.trl_env, GRPO_VERSION)
     is_equal = True
     sys.stdout.write(

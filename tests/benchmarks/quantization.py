@@ -3,6 +3,7 @@
 `python -m tests.benchmarks.quantization` prints one line of JSON per figure.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -17,20 +18,19 @@ from flowrl.engines.models.int8 import quantized_copy
 from flowrl.engines.models.weights import full_weights, write_weights
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
-from tests.benchmarks.measure import Figure, alone, paired
+from tests.benchmarks.measure import Figure, alone, paired, read_arguments
 from tests.engines.tiny import tokenizer
 
-REPEATS = 3
 PROMPT, RESPONSE = 16, 16
 
 
-def model() -> Qwen2ForCausalLM:
-    """Returns a model of the size of GPT-2 small: 12 layers of 768, tied embeddings, default initialization."""
+def model(num_layers: int) -> Qwen2ForCausalLM:
+    """Returns layers of width 768 with tied embeddings and default initialization. GPT-2 small has 12 of them."""
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=768,
         intermediate_size=3072,
-        num_hidden_layers=12,
+        num_hidden_layers=num_layers,
         num_attention_heads=12,
         num_key_value_heads=12,
         vocab_size=8192,
@@ -43,7 +43,7 @@ def num_bytes(engine: HfRollout) -> int:
     return sum(tensor.nbytes for tensor in {*engine.model.parameters(), *engine.model.buffers()})
 
 
-def generation(floats: HfRollout, integers: HfRollout, rows: int) -> Figure:
+def generation(floats: HfRollout, integers: HfRollout, rows: int, repeats: int) -> Figure:
     prompts = [[2 + (row * 7 + i) % 8000 for i in range(PROMPT)] for row in range(rows)]
     row_ids = torch.arange(rows)
 
@@ -51,11 +51,11 @@ def generation(floats: HfRollout, integers: HfRollout, rows: int) -> Figure:
         return lambda: engine.generate(make_requests(prompts, row_ids, row_ids, seed=0))
 
     what = f"{rows} rows of {PROMPT} + {RESPONSE} tokens, int8 compared with float32, CPU time"
-    return paired(what, of(integers), of(floats), REPEATS, clock=time.thread_time)
+    return paired(what, of(integers), of(floats), repeats, clock=time.thread_time)
 
 
-def figures() -> Iterator[Figure]:
-    trained = model()
+def figures(num_layers: int, repeats: int) -> Iterator[Figure]:
+    trained = model(num_layers)
     copy = quantized_copy(trained, torch.device("cpu"))
     write_weights(copy, full_weights(trained))
     config = RolloutConfig(max_response_tokens=RESPONSE)
@@ -74,15 +74,23 @@ def figures() -> Iterator[Figure]:
         "quantizing all weights, compared with a copy of as many bytes, CPU time",
         lambda: write_weights(copy, full_weights(trained)),
         lambda: target.copy_(source),
-        REPEATS,
+        repeats,
         clock=time.thread_time,
     )
     for rows in (16, 64):
-        yield generation(floats, integers, rows)
+        yield generation(floats, integers, rows, repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = read_arguments(parser, layers=1, repeats=1)
+    torch.set_num_threads(1)
+    for figure in figures(arguments.layers, arguments.repeats):
+        sys.stdout.write(json.dumps(figure) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for figure in figures():
-        sys.stdout.write(json.dumps(figure) + "\n")
-        sys.stdout.flush()
+    main()

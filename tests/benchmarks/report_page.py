@@ -1,8 +1,8 @@
-"""Time to write and to open the report of a run with 10,000 steps and 20,000 saved rows.
+"""Time to write and to open the report of a run with 10,000 steps and 20,000 saved rows, or of a shorter run.
 
 The file is opened in headless Chromium, each time without a cache, until all sections are complete.
 
-python -m tests.benchmarks.report_page [--repeats N]
+python -m tests.benchmarks.report_page [--steps N] [--repeats N]
 """
 
 import argparse
@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from flowrl.report.page.write_report import write_report
+from tests.benchmarks.measure import read_arguments
 from tests.report.page.chromium import missing_browser, open_browser, open_page
 from tests.report.page.generated_run import write_run
 
@@ -37,13 +38,17 @@ def read_cpu_s(page: "Page") -> float:
 def main() -> None:
     """Prints the size of the report, and the times in seconds, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000, help="two rows are saved per step, on average")
     parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, steps=100, repeats=1)
     reason = missing_browser()
+    if reason is not None and arguments.smoke:
+        sys.stdout.write(f"skipped: {reason}\n")
+        return
     if reason is not None:
         raise SystemExit(reason)
     with TemporaryDirectory() as name:
-        run = write_run(Path(name) / "run", num_steps=10_000, num_rows=50, every=25, num_token_rows=4)
+        run = write_run(Path(name) / "run", num_steps=arguments.steps, num_rows=50, every=25, num_token_rows=4)
         start_s = time.perf_counter()
         path = write_report([run])
         written_s = time.perf_counter() - start_s

@@ -14,7 +14,7 @@ from typing import Any
 
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
-from tests.benchmarks.measure import Figure, machine, table
+from tests.benchmarks.measure import Figure, machine, read_arguments, table
 from tests.configs import grpo_settings, quickstart_settings
 from tests.small_task import prepare_small
 
@@ -60,13 +60,14 @@ def main() -> None:
     """Prints the medians and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sleep", type=float, default=1.0)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--steps", type=int, default=8)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, sleep=0.05, steps=3, schedules=["sync"])
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder) / "task"
         prepare_small(task)
-        for schedule in SCHEDULES:
+        for schedule in arguments.schedules:
             slow_s, fast_s = (
                 step_seconds(task, Path(folder) / f"{schedule}{sleep_s}", schedule, sleep_s, arguments.steps)
                 for sleep_s in (arguments.sleep, 0.0)

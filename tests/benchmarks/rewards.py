@@ -10,7 +10,7 @@ import sys
 import time
 
 from flowrl.rewards.processes.pool import FunctionSpec, PoolLimits, ScoringPool
-from tests.benchmarks.measure import Figure, alone, machine, table
+from tests.benchmarks.measure import Figure, alone, machine, read_arguments, table
 
 SLEEP_S = 0.1
 WORKERS = 16
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, rows=16, repeats=1)
     per_process = PoolLimits(WORKERS, timeout_s=60)
     concurrent = PoolLimits(ASYNC_PROCESSES, timeout_s=60, max_concurrent=WORKERS // ASYNC_PROCESSES)
     ideal_s = arguments.rows * SLEEP_S / WORKERS

@@ -37,7 +37,7 @@ from tests.benchmarks.bench_rollouts import (
     save_model,
     transformers_generate,
 )
-from tests.benchmarks.measure import machine, print_lines
+from tests.benchmarks.measure import machine, print_lines, read_arguments
 
 ROWS = {"1M": 64, "26M": 32}
 """Model size -> number of rows that an engine generates concurrently. A long-tailed call has twice as many rows."""
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["hf", "vllm"], choices=["hf", "vllm"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, sizes=["1M"], repeats=1)
     ran_on = machine() | {"transformers": version("transformers")}
     lines = (line for size in arguments.sizes for line in figures(size, arguments.engines, arguments.repeats))
     print_lines(lines, ran_on, HEAD, row_of, is_table=arguments.table)

@@ -34,6 +34,7 @@ from flowrl.run.rollout_rows import RolloutSaver, collect_training_rows
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.quickstart.prepare import prepare
+from tests.benchmarks.measure import read_arguments
 
 BATCH_SIZE = 64
 SETTINGS: dict[str, dict[str, Any] | None] = {
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--backend", choices=("ray", "inline"), default="ray")
     parser.add_argument("--response-tokens", type=int, default=48)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, steps=2, repeats=1, backend="inline")
     results: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -25,6 +25,7 @@ from flowrl.config import OnPolicyConfig
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from recipes.quickstart.prepare import prepare
+from tests.benchmarks.measure import read_arguments
 from tests.run.sleeping_run import sleeping_config, train
 from tests.schedules.sleeping_replicas import Durations
 
@@ -54,6 +55,7 @@ CASES = [
     Case("1:3, long tails", 0.5, 1.5, 0.8),
     Case("3:1, long tails", 1.5, 0.5, 0.8),
 ]
+SMOKE = Case("shortest", 0.05, 0.05)
 SCHEDULES = {
     "sync": {"kind": "sync"},
     "one_step_off": {"kind": "one_step_off"},
@@ -175,11 +177,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("--model", action="store_true")
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, steps=WARMUP + LAST + 2, cases=[SMOKE.name], schedules=["sync"])
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder) / "task"
         prepare(task, seed=0)
-        chosen = [case for case in CASES if case.name in arguments.cases]
+        chosen = [case for case in [*CASES, SMOKE] if case.name in arguments.cases]
         figures = [
             measure(case, schedule, task, Path(folder), arguments.steps)
             for case in chosen

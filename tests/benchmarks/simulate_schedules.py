@@ -26,6 +26,7 @@ from flowrl.schedules.simulation import (
     simulate_colocated,
     simulate_detached,
 )
+from tests.benchmarks.measure import read_arguments
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 PER_REPLICA, SLOTS, PROMPTS_PER_DEVICE = 4, 8, 2
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="write the plot to this file")
     parser.add_argument("--devices", type=int, nargs="*", default=DEVICES)
     parser.add_argument("--steps", type=int, default=STEPS)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, devices=DEVICES[:1], steps=2)
     start_s = time.perf_counter()
     results = [point for devices in arguments.devices for point in points(devices, arguments.steps)]
     Console(width=130).print(table(results), f"simulated in {time.perf_counter() - start_s:.0f} s")

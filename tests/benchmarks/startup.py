@@ -1,6 +1,6 @@
 """Startup time of imports and `flowrl plan`, compared with `import torch` in the same run.
 
-python tests/benchmarks/startup.py [--repeats N]
+python -m tests.benchmarks.startup [--repeats N]
 """
 
 import argparse
@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
+
+from tests.benchmarks.measure import read_arguments
 
 COMMANDS = {
     "python": ["-c", "pass"],
@@ -24,7 +26,7 @@ def main() -> None:
     """Prints medians of whole processes in seconds, with the ratio to `import torch`, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    repeats = read_arguments(parser, repeats=1).repeats
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(repeats):
         for name, command in COMMANDS.items():

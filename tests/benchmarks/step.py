@@ -1,6 +1,6 @@
 """Time of a training step of PPO and GRPO, compared with TRL, and of Ray, compared with the inline backend.
 
-python -m tests.benchmarks.step [--parts grpo ppo samples ray] [--models 81k 2.9M] [--rounds N] [--table]
+python -m tests.benchmarks.step [--parts grpo ppo samples ray plain] [--models 81k 2.9M] [--rounds N] [--table]
 
 | part | step | baseline |
 |---|---|---|
@@ -8,6 +8,7 @@ python -m tests.benchmarks.step [--parts grpo ppo samples ray] [--models 81k 2.9
 | ppo | 32 prompts, 8 + 32 tokens; critic, reference, reward model | TRL 1.12, with and without its garbage collection |
 | samples | GRPO with 4 prompts x 8 samples, 128 + 32 tokens | TRL 1.16 |
 | ray | GRPO and PPO on Ray with one process | flowrl with `backend: inline` |
+| plain | GRPO and PPO | the same passes with plain torch and transformers (plain_steps.py) |
 
 Each side is a program of its own: the recipe of flowrl, or TRL's trainer. Both have the same random Qwen2 model in
 float32, one thread, the same prompts, and one update of 32 rows per step. The end token is not in the vocabulary of
@@ -39,7 +40,7 @@ import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from tests.benchmarks.measure import machine, print_lines
+from tests.benchmarks.measure import machine, print_lines, read_arguments
 from tests.benchmarks.turns import TurnServer
 
 ROOT = Path(__file__).parents[2]
@@ -143,21 +144,36 @@ def flowrl_settings(folder: Path, algorithm: str, backend: str, steps: int, prom
 # Environments of TRL.
 
 
+def has_trl(environments: Path, trl: str) -> bool:
+    """Returns whether the environment of a version of TRL exists with the packages of this one."""
+    done = environments / trl / "installed.json"
+    return done.exists() and json.loads(done.read_text()) == trl_packages(trl)
+
+
+def trl_packages(trl: str) -> dict[str, str]:
+    """Returns the versions of the packages of an environment: those of this one, and TRL."""
+    return {"trl": trl} | {name: version(name).split("+")[0] for name in ("torch", "transformers", "numpy")}
+
+
 def trl_python(environments: Path, trl: str) -> Path:
     """Returns the interpreter of an environment with a version of TRL. Creates the environment if it does not exist."""
     environment = environments / trl
-    python, done = environment / "bin" / "python", environment / "installed.json"
-    packages = {"trl": trl} | {name: version(name).split("+")[0] for name in ("torch", "transformers", "numpy")}
-    if not done.exists() or json.loads(done.read_text()) != packages:
+    python = environment / "bin" / "python"
+    if not has_trl(environments, trl):
         sys.stderr.write(f"installing TRL {trl} into {environment}\n")
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        packages = trl_packages(trl)
         pinned = [f"{name}=={number}" for name, number in packages.items()]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *pinned], check=True)
-        done.write_text(json.dumps(packages))
+        (environment / "installed.json").write_text(json.dumps(packages))
     return python
 
 
 # Measurements.
+
+
+Side = Callable[[Path, Path, int], list[str]]
+"""Function of (folder of the inputs, socket, steps) that returns the command of a program."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +183,8 @@ class Case:
     part: str
     size: str
     prompt_tokens: int
-    sides: Mapping[str, Callable[[Path, Path, int], list[str]]]
-    """Name -> function of (folder of the inputs, socket, steps) that returns the command of a program. The first side
-    is compared with the others."""
+    sides: Mapping[str, Side]
+    """Name -> program. The first side is compared with the others."""
 
 
 @dataclass(frozen=True)
@@ -191,39 +206,61 @@ class Line:
     cpu_ratios: list[float] = field(repr=False)
 
 
-def cases(parts: Sequence[str], sizes: Sequence[str], environments: Path) -> Iterator[Case]:
-    def flowrl(algorithm: str, prompt_tokens: int = 8, backend: str = "inline"):
-        def command(folder: Path, socket: Path, steps: int) -> list[str]:
-            settings = flowrl_settings(folder, algorithm, backend, steps, prompt_tokens)
-            name = socket.stem
-            engine = {"engine": "tests.benchmarks.step_engine:SteppedEngine", "options": {"socket": str(socket)}}
-            settings |= {"output": str(folder / f"run-{name}"), "rollout": engine | {"max_response_tokens": RESPONSE}}
-            config = folder / f"{name}.yaml"
-            config.write_text(yaml.safe_dump(settings))
-            return [sys.executable, "-m", f"recipes.{algorithm}.train", str(config)]
+def flowrl(algorithm: str, prompt_tokens: int = 8, backend: str = "inline") -> Side:
+    def command(folder: Path, socket: Path, steps: int) -> list[str]:
+        settings = flowrl_settings(folder, algorithm, backend, steps, prompt_tokens)
+        name = socket.stem
+        engine = {"engine": "tests.benchmarks.step_engine:SteppedEngine", "options": {"socket": str(socket)}}
+        settings |= {"output": str(folder / f"run-{name}"), "rollout": engine | {"max_response_tokens": RESPONSE}}
+        config = folder / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        return [sys.executable, "-m", f"recipes.{algorithm}.train", str(config)]
 
-        return command
+    return command
 
-    def trl(algorithm: str, *options: str):
-        python = trl_python(environments, PPO_VERSION if algorithm == "ppo" else GRPO_VERSION)
-        script = str(Path(__file__).with_name("trl_steps.py"))
-        return lambda folder, socket, steps: [
-            str(python), script, algorithm, str(folder), str(socket), str(steps), *options
-        ]  # fmt: skip
 
+def trl(environments: Path, algorithm: str, *options: str) -> Side:
+    python = trl_python(environments, PPO_VERSION if algorithm == "ppo" else GRPO_VERSION)
+    script = str(Path(__file__).with_name("trl_steps.py"))
+    return lambda folder, socket, steps: [
+        str(python),
+        script,
+        algorithm,
+        str(folder),
+        str(socket),
+        str(steps),
+        *options,
+    ]
+
+
+def plain(algorithm: str) -> Side:
+    program = [sys.executable, "-m", "tests.benchmarks.plain_steps", algorithm]
+    return lambda folder, socket, steps: [*program, str(folder), str(socket), str(steps)]
+
+
+def cases_of(part: str, environments: Path) -> Iterator[tuple[str, int, Mapping[str, Side]]]:
+    """Yields the name, the number of prompt tokens and the sides of each case of a part."""
     samples = ("--num-generations", str(SAMPLES))
+    if part == "grpo":
+        yield part, 8, {"flowrl": flowrl("grpo"), "trl": trl(environments, "grpo", *samples)}
+    elif part == "ppo":
+        baselines = {"trl": trl(environments, "ppo"), "trl, no gc": trl(environments, "ppo", "--no-gc")}
+        yield part, 8, {"flowrl": flowrl("ppo"), **baselines}
+    elif part == "samples":
+        yield part, 128, {"flowrl": flowrl("grpo", 128), "trl": trl(environments, "grpo", *samples)}
+    elif part == "ray":
+        for algorithm in ("grpo", "ppo"):
+            yield f"ray, {algorithm}", 8, {"ray": flowrl(algorithm, backend="ray"), "inline": flowrl(algorithm)}
+    else:
+        for algorithm in ("grpo", "ppo"):
+            yield f"plain, {algorithm}", 8, {"flowrl": flowrl(algorithm), "plain": plain(algorithm)}
+
+
+def cases(parts: Sequence[str], sizes: Sequence[str], environments: Path = TRL_ENVIRONMENTS) -> Iterator[Case]:
     for size in sizes:
-        if "grpo" in parts:
-            yield Case("grpo", size, 8, {"flowrl": flowrl("grpo"), "trl": trl("grpo", *samples)})
-        if "ppo" in parts:
-            baselines = {"trl": trl("ppo"), "trl, no gc": trl("ppo", "--no-gc")}
-            yield Case("ppo", size, 8, {"flowrl": flowrl("ppo"), **baselines})
-        if "samples" in parts:
-            yield Case("samples", size, 128, {"flowrl": flowrl("grpo", 128), "trl": trl("grpo", *samples)})
-        if "ray" in parts:
-            for algorithm in ("grpo", "ppo"):
-                sides = {"ray": flowrl(algorithm, backend="ray"), "inline": flowrl(algorithm)}
-                yield Case(f"ray, {algorithm}", size, 8, sides)
+        for part in parts:
+            for name, prompt_tokens, sides in cases_of(part, environments):
+                yield Case(name, size, prompt_tokens, sides)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -336,13 +373,13 @@ def row_of(line: Line) -> str:
 def main() -> None:
     """Prints the figures. The target is the largest ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["grpo", "ppo", "samples", "ray"]
+    parts = ["grpo", "ppo", "samples", "ray", "plain"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trl-env", type=Path, default=TRL_ENVIRONMENTS, help="folder of the environments of TRL")
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, parts=["ray"], models=["81k"], rounds=1)
     disable_progress_bar()
     ran_on = machine() | {"transformers": version("transformers")}
     lines = (

@@ -35,7 +35,7 @@ from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.workers.policy_model import PolicyModel
-from tests.benchmarks.measure import MIB, machine, peak_growth, received_bytes
+from tests.benchmarks.measure import MIB, machine, peak_growth, read_arguments, received_bytes
 from tests.benchmarks.packing import imitation, rows_of
 from tests.engines.tables import take_rows
 
@@ -143,13 +143,14 @@ def _mesh(case: Case) -> RankMesh:
     return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp)
 
 
-def time_all(rank: int, folder: Path, repeats: int) -> None:
+def time_all(rank: int, folder: Path, repeats: int, names: list[str]) -> None:
     """Runs one rank of the timing processes. Rank 0 writes times and bytes per case and round."""
     _join(rank, folder / "times", RANKS)
     # Every rank creates every mesh and runs the cases that include it.
-    meshes = {name: _mesh(case) for name, case in CASES.items()}
-    steppers = {n: Stepper(c, folder / "large", meshes[n]) for n, c in CASES.items() if rank < c.ranks}
-    names, measurements = list(CASES), {name: [] for name in CASES}
+    cases = {name: CASES[name] for name in names}
+    meshes = {name: _mesh(case) for name, case in cases.items()}
+    steppers = {n: Stepper(c, folder / "large", meshes[n]) for n, c in cases.items() if rank < c.ranks}
+    measurements = {name: [] for name in names}
     for number in range(repeats + 1):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
@@ -189,17 +190,18 @@ def _join(rank: int, file: Path, ranks: int) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
 
 
-def measure(folder: Path, repeats: int) -> list[CaseResult]:
-    """Measures all cases."""
+def measure(folder: Path, repeats: int, names: list[str]) -> list[CaseResult]:
+    """Measures cases, which must include `single`."""
     for size in SIZES:
         model(size).save_pretrained(folder / size)
     weights = sum(parameter.numel() for parameter in model("large").parameters()) * 4
     (folder / "meet").mkdir()
     peaks = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         spawn(weigh, (folder, name), nprocs=case.ranks)
         peaks[name] = max(int((folder / f"{name} {rank}.txt").read_text()) for rank in range(case.ranks))
-    spawn(time_all, (folder, repeats), nprocs=RANKS)
+    spawn(time_all, (folder, repeats, names), nprocs=RANKS)
     rounds = json.loads((folder / "times.json").read_text())
     single = rounds["single"]
     results = []
@@ -241,10 +243,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="besides `single`")
+    arguments = read_arguments(parser, repeats=1, cases=["ddp"])
+    names = [name for name in CASES if name == "single" or name in arguments.cases]
     ran_on = machine()
     with tempfile.TemporaryDirectory() as name:
-        results = measure(Path(name), arguments.repeats)
+        results = measure(Path(name), arguments.repeats, names)
     text = table(results) if arguments.table else json.dumps({"machine": ran_on, "figures": [vars(f) for f in results]})
     sys.stdout.write(f"{text}\n")
 

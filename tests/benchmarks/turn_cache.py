@@ -21,7 +21,7 @@ from flowrl.config import RolloutConfig
 from flowrl.engines.rollout.base import Request, Segment
 from flowrl.engines.rollout.hf.engine import HfRollout, SeparateBatch
 from tests.benchmarks.bench_rollouts import END, FIRST, LAST, count_down_model, count_down_tokenizer
-from tests.benchmarks.measure import WARMUP, machine
+from tests.benchmarks.measure import WARMUP, machine, read_arguments
 
 SIZES = {"0.2M": (64, 2, 4, 1024), "1M": (128, 4, 4, 1024), "7M": (256, 8, 8, 1024)}
 """Name -> width, number of layers, number of heads, and vocabulary size."""
@@ -119,12 +119,12 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, episodes=2, repeats=1)
     torch.set_num_threads(arguments.threads)
     sys.stdout.write(f"{machine()}\n\n")
     sys.stdout.write("| parameters | turns | observation | tokens of a row | kept | prefilled | ratio |\n")
     sys.stdout.write("|---|---|---|---|---|---|---|\n")
-    for size, turns, observed in CASES:
+    for size, turns, observed in CASES[:1] if arguments.smoke else CASES:
         sys.stdout.write(measure(size, turns, observed, arguments.episodes, arguments.repeats))
         sys.stdout.flush()
 

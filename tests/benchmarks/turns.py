@@ -31,6 +31,8 @@ class TurnServer:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
+        self._connection: socket.socket | None = None
+        """None until the program has connected."""
 
     def accept(self, timeout_s: float) -> None:
         """Waits until the program is about to begin its first step. Raises TimeoutError."""
@@ -40,7 +42,7 @@ class TurnServer:
 
     def set_timeout(self, seconds: float) -> None:
         """Limits the time of one step."""
-        self._connection.settimeout(seconds)
+        self._program.settimeout(seconds)
 
     def run_steps(self, count: int) -> None:
         """Lets the program take `count` steps and waits for their end."""
@@ -49,12 +51,18 @@ class TurnServer:
             self._await_ready()
 
     def permit(self) -> None:
-        self._connection.sendall(GO)
+        self._program.sendall(GO)
+
+    @property
+    def _program(self) -> socket.socket:
+        assert self._connection is not None, "the program has not connected"
+        return self._connection
 
     def _await_ready(self) -> None:
-        if self._connection.recv(1) != READY:
+        if self._program.recv(1) != READY:
             raise RuntimeError(f"the program at {self.path.name} has ended early")
 
     def close(self) -> None:
         self._listener.close()
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()

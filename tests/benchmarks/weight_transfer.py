@@ -1,9 +1,10 @@
-"""Weight sync from an actor to a rollout in another process: `python -m tests.benchmarks.weight_transfer [--table]`.
+"""Weight sync from an actor to a rollout in another process: `python -m tests.benchmarks.weight_transfer`.
 
 Measurements alternate with the baselines: raw Ray that sends arrays of the same sizes, a copy of the same bytes, and
 one call per parameter. If vLLM is installed, its updates are measured too.
 """
 
+import argparse
 import importlib.util
 import json
 import statistics
@@ -24,7 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl import Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from flowrl.workers import Actor, Rollout
-from tests.benchmarks.measure import Figure, alone, machine, paired, peak_growth
+from tests.benchmarks.measure import Figure, alone, machine, paired, peak_growth, read_arguments
 from tests.benchmarks.measure import table as table_of
 from tests.benchmarks.vllm_updates import own_engine_ms, reload_ms
 from tests.engines import tiny
@@ -212,16 +213,22 @@ def _compared_with_copy(what: str, update: Callable[[], Any], raw: Any, repeats:
     return figure
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
+    """Prints the figures. The memory of an update is measured with the largest of the models."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--table", action="store_true")
+    arguments = read_arguments(parser, sizes=["1M"])
     figures, before = [], machine()
     with tempfile.TemporaryDirectory() as folder:
-        for size in SIZES:
+        for size in arguments.sizes:
             model = save(Path(folder) / size, size)
             figures += object_store(size, model)
             if importlib.util.find_spec("vllm") is not None:
                 figures += vllm(size, model)
-        figures += peaks(model)
-    if "--table" in arguments:
+        if "100M" in arguments.sizes:
+            figures += peaks(model)
+    if arguments.table:
         sys.stdout.write(
             table_of(figures) + "\n" + "\n".join(f"{name}: {value}" for name, value in before.items()) + "\n"
         )
@@ -230,4 +237,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

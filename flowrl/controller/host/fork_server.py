@@ -121,8 +121,8 @@ class ForkServer:
                 self._process.wait(_END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+        # The file of exits stays until the private folder is removed, because a backend may still read it.
         self._path.unlink(missing_ok=True)
-        self._exits.unlink(missing_ok=True)
 
 
 _server: ForkServer | None = None
