@@ -372,6 +372,20 @@ class ChatTokenizer:
         assert isinstance(text, str)
         return text
 
+    def decode_response(self, ids: Sequence[int]) -> str:
+        """Returns the text of a response, without special tokens and without the stop sequence that has ended it.
+
+        Rewards, environments, saved rows and generated files have this text.
+        """
+        return self.decode(self.split_stop(ids)[0])
+
+    def split_stop(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns the tokens of a response, and those that have ended it: EOS, or a stop sequence of the template."""
+        for stop in self.end_sequences:
+            if stop and tuple(ids[-len(stop) :]) == stop:
+                return list(ids[: -len(stop)]), list(stop)
+        return list(ids), []
+
     def max_positions(self) -> int | None:
         """Returns the maximum sequence length in the config of the model. Returns None if the config has none.
 

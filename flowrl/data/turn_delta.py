@@ -66,7 +66,7 @@ def make_turn_delta(
     """
     if not observation:
         raise DataError("an observation has no messages: return at least one message, or end the episode")
-    body, stop = split_stop(chat, response_ids)
+    body, stop = chat.split_stop(response_ids)
     response: ChatMessage = {"role": "assistant", "content": chat.decode_all(body)}
     marker = _MARKER
     while any(marker in str(message["content"]) for message in (*messages, response, *observation)):
@@ -198,14 +198,6 @@ def _start_of(
     except DataError:  # a template that reads the contents
         return None
     return start if 0 <= start <= len(text) else None
-
-
-def split_stop(chat: ChatTokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the tokens of the response, and those that have ended it."""
-    for stop in chat.end_sequences:
-        if stop and tuple(ids[-len(stop) :]) == stop:
-            return list(ids[: -len(stop)]), list(stop)
-    return list(ids), []
 
 
 def _without_stop(text: str, stop: str) -> str:

@@ -18,7 +18,6 @@ from flowrl.config import RolloutConfig, UserError, VllmConfig
 from flowrl.config.rollout.engines import get_capabilities, name_alternatives
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.template import ConversationTemplate
-from flowrl.data.turn_delta import split_stop
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.engines.rollout.base import (
     EngineContext,
@@ -252,7 +251,7 @@ class TextGenerator:
         if stop is not None:
             ids, text = response.token_ids[: stop.num_tokens], stop.text
         else:
-            ids, text = response.token_ids, self.chat.decode(split_stop(self.chat, response.token_ids)[0])
+            ids, text = response.token_ids, self.chat.decode_response(response.token_ids)
         reason = "length" if response.truncated and stop is None else "stop"
         return GeneratedText(request, ids, text, reason, sum(response.logprobs[: len(ids)]))
 

@@ -31,7 +31,7 @@ COLUMNS: dict[str, str] = {
     "sample": "index among the responses to the same prompt",
     "prompt": "last user message; with an environment, the last message that `reset` returned, or the text of its "
     "tokens",
-    "response": "response text without special tokens",
+    "response": "response text, as a reward function receives it",
     "segments": "with an environment: parts of the response, each with `kind` (`policy` or `environment`), `start` and "
     "`end` (response tokens) and `text` (with special tokens)",
     "answer": "column `answer` of the dataset",

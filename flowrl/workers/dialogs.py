@@ -125,7 +125,8 @@ class Dialogs:
         for episode, response in finished:
             dialog = _dialog(episode)
             dialog.response = response
-            text, reason = self._tokenizer.decode(response.token_ids), "length" if response.truncated else "stop"
+            text = self._tokenizer.decode_response(response.token_ids)
+            reason = "length" if response.truncated else "stop"
             turn = len(dialog.rewards)
             step = Step(self._id(episode), ModelResponse(text, tuple(response.token_ids), reason, turn))
             requests.append((episode, step))

@@ -71,7 +71,8 @@ class Environment:
         if response.truncated:
             return None
         segments = (*request.segments, Segment.policy(response))
-        texts = [self._tokenizer.decode(segment.token_ids) for segment in segments]
+        policy, environment = self._tokenizer.decode_response, self._tokenizer.decode
+        texts = [(policy if segment.is_policy else environment)(segment.token_ids) for segment in segments]
         arguments = {**columns, **dict(zip(RESPONSE_PARAMETERS, (segments, texts), strict=True))}
         result = call_environment(self._function, self._name, arguments, len(self._tokenizer))
         if result is None:
@@ -200,7 +201,7 @@ class Episodes:
         finish_reason = "length" if episode.response.truncated else "stop"
         return {
             **episode.columns,
-            "response": self._tokenizer.decode(token_ids),
+            "response": self._tokenizer.decode_response(token_ids),
             "token_ids": token_ids,
             "finish_reason": finish_reason,
         }

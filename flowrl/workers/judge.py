@@ -165,7 +165,7 @@ class Judge(Worker["JudgeGroup"]):
                 judgments[requests.pop(error.row).request_id] = _Judgment(None, f"the judge's prompt {error.reason}")
                 continue
             for response in responses:
-                text = self.tokenizer.decode(response.token_ids)
+                text = self.tokenizer.decode_response(response.token_ids)
                 judgments[response.request_id] = _Judgment(self._parse(text), text)
             break
         return [judgments[f"judge-{index}"] for index in range(len(rows))]

@@ -591,5 +591,5 @@ def responses_to_tensordict(
             in_response_T, responses.versions
         ),
     }
-    texts = [tokenizer.decode(ids) for ids in responses.token_lists()]
+    texts = [tokenizer.decode_response(ids) for ids in responses.token_lists()]
     return make_tensordict({"truncated": responses.truncated, "response": texts, **columns}, tokens, lengths_B)

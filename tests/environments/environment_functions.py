@@ -11,6 +11,11 @@ def ask_again(texts: Sequence[str], answer: str) -> str | None:
     return "=" if len(texts) == 1 else None
 
 
+def repeat(texts: Sequence[str]) -> str | None:
+    """Returns the text of the first turn, then ends the response."""
+    return texts[0] if len(texts) == 1 else None
+
+
 def count_down(segments: Sequence[Any]) -> list[int] | None:
     """Returns 3, 2, 1 and no tokens, then ends the response."""
     turn = sum(segment.is_policy for segment in segments)

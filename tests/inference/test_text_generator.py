@@ -1,13 +1,16 @@
 """Generation with one model: the same responses in any order and batch, stop strings, and streams."""
 
+import json
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from flowrl.config import UserError
+from flowrl import Batch, Cluster, Placement
+from flowrl.config import RolloutConfig, UserError
 from flowrl.engines.models.loading import load_policy
 from flowrl.inference.model_source import ModelSource, resolve_model
 from flowrl.inference.text_generator import (
@@ -18,6 +21,7 @@ from flowrl.inference.text_generator import (
     TextRequest,
     check_engine,
 )
+from flowrl.workers import Rollout
 
 SAMPLING = SamplingSettings(max_tokens=12, temperature=0.9)
 
@@ -58,6 +62,29 @@ def test_a_stop_string_cuts_the_response_of_the_same_random_numbers(source: Mode
         assert text.text == full.text.partition(letter)[0]
         assert list(text.token_ids) == list(full.token_ids)[: len(text.token_ids)]
         assert text.finish_reason == ("stop" if letter in full.text else full.finish_reason)
+
+
+def test_the_text_is_that_of_a_rollout_also_before_a_stop_string_of_the_template(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    plain = TextGenerator(source, SAMPLING)
+    texts = [text.text for text in plain.generate(requests(plain))]
+    letter = max("0123456789", key=lambda digit: sum(digit in text for text in texts))
+    path = tmp_path / "template.json"
+    path.write_text(json.dumps({"chat_template": "{{ messages[0].content }}", "stop_strings": [letter]}))
+
+    generator = TextGenerator(replace(source, template=path), SAMPLING)
+    rows = requests(generator)
+    generated = {text.request.request_id: text for text in generator.generate(rows)}
+    config = RolloutConfig(max_response_tokens=12, temperature=0.9, template=path)
+    placement = Placement(pools={"main": [1]}, roles={"rollout": "main"})
+    with Cluster(placement, backend="inline", num_threads=1) as cluster:
+        rollout = cluster.group("rollout", Rollout, config, source.model_config(), seed=0)
+        columns = [{"prompt_ids": list(row.token_ids), "prompt_id": row.index, "sample": row.sample} for row in rows]
+        responses = rollout.generate(Batch.from_rows(columns)).get("response")
+    assert responses == [generated[row.request_id].text for row in rows]
+    assert any(text.finish_reason == "stop" and text.text for text in generated.values())
+    assert not any(letter in response for response in responses)
 
 
 def test_a_stream_grows_to_the_response_of_generate(source: ModelSource) -> None:

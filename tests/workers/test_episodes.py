@@ -16,6 +16,7 @@ from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ModelConfig, RolloutConfig
 from flowrl.controller.errors import WorkerUserError
 from flowrl.data.chat import ChatTokenizer
+from flowrl.data.template import ConversationTemplate
 from flowrl.engines.models.weights import meta_copy
 from flowrl.engines.rollout.base import Request, Response, RolloutEngine
 from flowrl.engines.rollout.hf.engine import HfRollout
@@ -81,6 +82,22 @@ def test_a_response_ends_at_the_end_of_turn_of_the_template(
         stopped = open_group(None, template=path).generate(batch())
         for full, ids in zip(responses, split(stopped, "input_ids"), strict=True):
             assert ids[5:] == full[: full.index(end) + 1 if end in full else None]
+
+
+def test_the_text_of_a_response_ends_before_the_stop_string_of_the_template(
+    open_group: OpenGroup, model: ModelConfig, tmp_path: Path
+) -> None:
+    """Stop tokens of `rollout.stop_ids` stay in the text."""
+    text, path = ChatTokenizer(model.tokenizer_path), tmp_path / "template.json"
+    full = [ids[5:] for ids in split(open_group(None).generate(batch()), "input_ids")]
+    end = next(ids[1] for ids in full if len(ids) > 6 and ids[1] > 2)
+    path.write_text(json.dumps({"chat_template": "{{ messages[0].content }}", "stop_strings": [text.decode([end])]}))
+    stopped = open_group(None, template=path).generate(batch())
+    ids = [row[5:] for row in split(stopped, "input_ids")]
+    assert any(row[-1] == end for row in ids) and not all(row[-1] == end for row in ids)
+    assert stopped.get("response") == [text.decode(row[:-1] if row[-1] == end else row) for row in ids]
+    kept = open_group(None, stop_ids=[[end]]).generate(batch())
+    assert kept.get("response") == [text.decode(row[5:]) for row in split(kept, "input_ids")]
 
 
 def segments(mask: list[bool]) -> list[int]:
@@ -269,6 +286,22 @@ def test_a_complete_response_is_scored_with_its_columns(model: ModelConfig, rewa
     future.set_result(as_scores(0.5))
     episodes.receive(None)
     assert episode.scores == as_scores(0.5) and episodes.num_waiting == 0 and not episodes.is_unfinished("0-0")
+
+
+def test_rewards_and_environments_get_the_text_before_the_stop_string(model: ModelConfig, reward: Any) -> None:
+    client, received = reward
+    letter, end = (ChatTokenizer(model.path).encode(text)[0] for text in "73")
+    template = ConversationTemplate(chat_template="{{ messages[0].content }}", stop_strings=("3",))
+    text = ChatTokenizer(model.path, template)
+    episodes = Episodes(text, Environment(f"{ENVIRONMENTS}:repeat", text, 20), client)
+    episodes.add([Episode(0, Request("0-0", [2], 0), {})])
+    (following,) = episodes.add_responses([Response("0-0", [letter, end], [0.0] * 2, [0] * 2)])
+    assert text.decode(following.segments[1].token_ids) == "7"
+    assert episodes.add_responses([Response("0-0", [letter, end], [0.0] * 2, [0] * 2)]) == []
+    wait_until(lambda: bool(received))
+    # The stop string within the response stays, because the environment's text follows it.
+    assert received[0][0]["response"] == "7377"
+    assert received[0][0]["token_ids"] == [letter, end, letter, letter, end]
 
 
 def test_a_dropped_episode_gets_no_score(model: ModelConfig, reward: Any) -> None:

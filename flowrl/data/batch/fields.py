@@ -27,7 +27,9 @@ FIELDS: dict[str, Field] = {
         "token, int32", "rollout", "version of the weights that sampled the token; -1 outside `response_mask`"
     ),
     "truncated": Field("row, bool", "rollout", "the response reached the length limit before a stop token"),
-    "response": Field("row, object", "rollout", "the response with all segments as text, without special tokens"),
+    "response": Field(
+        "row, object", "rollout", "text of all segments, without special tokens and the stop sequence at the end"
+    ),
     "segments": Field(
         "row, object",
         "rollout",
