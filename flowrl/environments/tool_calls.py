@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,13 +11,18 @@ ToolFormat = Literal["hermes", "llama3", "json"]
   Qwen 2.5, Qwen 3).
 - `llama3`: the complete response is `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`. Several
   calls are separated by semicolons.
-- `json`: the complete response, or a code block in it, is one object with `name` and `arguments` or a list of them.
+- `json`: the complete response, or each code block in it, is one object with `name` and `arguments` or a list of them.
 """
 
 _MAX_DEPTH_ERROR = "is nested too deeply"
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+"""A code block. It ends at the end of a line, because a string of JSON may contain the characters of a fence."""
 _PYTHON_TAG = "<|python_tag|>"
+_CALL_START = r'\{\s*"(?:name|type|parameters|arguments|function)"'
+_NEXT_CALL = re.compile(rf";\s*(?={_CALL_START})")
+"""Separator before a call. It never matches in a string of JSON, where quotation marks are escaped."""
+_SPACE = re.compile(r"\s*")
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
@@ -33,7 +38,7 @@ class ParsedResponse:
 
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
-    """Descriptions of calls that cannot be parsed, for the model."""
+    """Descriptions of calls that cannot be parsed, for the model. The other calls are in `calls`."""
 
 
 class _ParseError(ValueError):
@@ -42,88 +47,110 @@ class _ParseError(ValueError):
 
 def parse_response(text: str, tool_format: ToolFormat) -> ParsedResponse:
     """Returns the tool calls of a response. Text within `<think>` is ignored. Never raises an exception."""
-    return _PARSERS[tool_format](_THOUGHT.sub("", text))
+    results = list(_PARSERS[tool_format](_THOUGHT.sub("", text)))
+    calls = tuple(result for result in results if isinstance(result, ToolCall))
+    return ParsedResponse(calls, tuple(str(result) for result in results if isinstance(result, _ParseError)))
 
 
-def _parse_hermes(text: str) -> ParsedResponse:
-    calls: list[ToolCall] = []
-    errors = []
+def _parse_hermes(text: str) -> Iterator[ToolCall | _ParseError]:
     for match in _HERMES.finditer(text):
-        try:
-            if not match[2]:
-                raise _ParseError("a tool call has no </tool_call>")
-            calls.append(_parse_call(_load(match[1]), ("arguments",)))
-        except _ParseError as error:
-            errors.append(str(error))
-    return ParsedResponse(tuple(calls), tuple(errors))
+        if not match[2]:
+            yield _ParseError("a tool call has no </tool_call>")
+            continue
+        values, error = _load_items(match[1])
+        # An element is one call, so with text after it, the call is malformed.
+        yield error or _read_call(values[0], ("arguments",))
 
 
-def _parse_llama3(text: str) -> ParsedResponse:
+def _parse_llama3(text: str) -> Iterator[ToolCall | _ParseError]:
     text = text.strip()
     is_call = text.startswith(_PYTHON_TAG)
     text = text.removeprefix(_PYTHON_TAG).strip()
-    if not is_call and not re.match(r'\{\s*"(name|type|parameters|arguments|function)"', text):
-        return ParsedResponse()
-    calls: list[ToolCall] = []
-    decoder, position = json.JSONDecoder(), 0
-    try:
-        while position < len(text):
-            value, position = _decode(decoder, text, position)
-            calls.append(_parse_call(value, ("parameters", "arguments")))
-            rest = re.compile(r"\s*(;|\Z)\s*").match(text, position)
-            if rest is None:
-                raise _ParseError("text follows a tool call: write only calls, separated by semicolons")
-            position = rest.end()
-    except _ParseError as error:
-        return ParsedResponse(tuple(calls), (str(error),))
-    return ParsedResponse(tuple(calls))
+    if not is_call and not re.match(_CALL_START, text):
+        return
+    position = 0
+    while position < len(text):
+        try:
+            value, position = _decode(text, position)
+        except _ParseError as error:
+            yield error
+        else:
+            yield _read_call(value, ("parameters", "arguments"))
+            if position == len(text) or text[position] == ";":
+                position = _skip_space(text, position + 1)
+                continue
+            yield _ParseError("text follows a tool call: write only calls, separated by semicolons")
+        following = _NEXT_CALL.search(text, position)
+        position = len(text) if following is None else following.end()
 
 
-def _parse_json(text: str) -> ParsedResponse:
-    fenced = _FENCE.search(text)
-    text = (fenced[1] if fenced else text).strip()
-    if not text.startswith(("{", "[")):
-        return ParsedResponse()
-    try:
-        value = _load(text)
-        values = value if isinstance(value, list) else [value]
-        if not fenced and not any(isinstance(item, dict) and "name" in item for item in values):
-            return ParsedResponse()  # an answer in JSON
-        return ParsedResponse(tuple(_parse_call(item, ("arguments", "parameters")) for item in values))
-    except _ParseError as error:
-        return ParsedResponse(errors=(str(error),))
+def _parse_json(text: str) -> Iterator[ToolCall | _ParseError]:
+    blocks = [block for language, block in _FENCE.findall(text) if language in ("", "json")]
+    for block in map(str.strip, blocks or [text]):
+        if not block.startswith(("{", "[")):
+            continue
+        values, error = _load_items(block)
+        has_name = any(isinstance(value, dict) and "name" in value for value in values)
+        if not blocks and not has_name and (error is None or '"name"' not in block):
+            continue  # an answer in JSON, or one that begins with a bracket
+        yield from (_read_call(value, ("arguments", "parameters")) for value in values)
+        if error is not None:
+            yield error
 
 
-_PARSERS: Mapping[ToolFormat, Callable[[str], ParsedResponse]] = {
+_PARSERS: Mapping[ToolFormat, Callable[[str], Iterator[ToolCall | _ParseError]]] = {
     "hermes": _parse_hermes,
     "llama3": _parse_llama3,
     "json": _parse_json,
 }
 
 
-def _load(text: str) -> Any:  # Any: values of JSON
-    value, position = _decode(json.JSONDecoder(), text.strip(), 0)
-    if text.strip()[position:].strip():
-        raise _ParseError("text follows the JSON of a tool call")
-    return value
-
-
-def _decode(decoder: json.JSONDecoder, text: str, position: int) -> tuple[Any, int]:
+def _load_items(text: str) -> tuple[list[Any], _ParseError | None]:  # Any: values of JSON
+    """Returns the items of a JSON list, or another value alone. After an error, returns the items before it."""
+    items: list[Any] = []
+    is_list = text.startswith("[")
     try:
-        return decoder.raw_decode(text, position)
+        if re.fullmatch(r"\[\s*\]", text):
+            return items, None
+        position, is_open = int(is_list), True
+        while is_open:
+            value, position = _decode(text, position)
+            items.append(value)
+            is_open = is_list and text.startswith(",", position)
+            position += is_open
+        if is_list and not text.startswith("]", position):
+            raise _ParseError("the tool calls of a list must be separated by commas and end with ]")
+        if text[position + is_list :].strip():
+            raise _ParseError("text follows the JSON of a tool call")
+    except _ParseError as error:
+        return items, error
+    return items, None
+
+
+def _decode(text: str, position: int) -> tuple[Any, int]:
+    """Returns the JSON value at a position, and the position after it. Skips white space before and after."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, _skip_space(text, position))
     except RecursionError as error:
         raise _ParseError(f"the JSON of a tool call {_MAX_DEPTH_ERROR}") from error
     except ValueError as error:
         raise _ParseError(f"a tool call is not JSON: {error}") from error
+    return value, _skip_space(text, end)
 
 
-def _parse_call(value: Any, keys: tuple[str, ...]) -> ToolCall:  # Any: values of JSON
-    """Returns the call in a JSON object. `keys` are the allowed names of the arguments."""
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None, "the pattern matches an empty text"
+    return match.end()
+
+
+def _read_call(value: Any, keys: tuple[str, ...]) -> ToolCall | _ParseError:  # Any: values of JSON
+    """Returns the call in a JSON object, or its error. `keys` are the allowed names of the arguments."""
     if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        raise _ParseError(f'a tool call must be an object with "name" and "{keys[0]}"')
+        return _ParseError(f'a tool call must be an object with "name" and "{keys[0]}"')
     arguments = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict):
-        raise _ParseError(f'"{keys[0]}" of the tool call {value["name"]!r} must be an object')
+        return _ParseError(f'"{keys[0]}" of the tool call {value["name"]!r} must be an object')
     return ToolCall(value["name"], arguments)

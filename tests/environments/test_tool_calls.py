@@ -1,5 +1,7 @@
 """Tool calls are found in each format, and malformed ones are errors."""
 
+import json
+
 import pytest
 
 from flowrl.environments.tool_calls import ToolCall, ToolFormat, parse_response
@@ -25,6 +27,10 @@ PLAIN = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
         ("json", f"[{PLAIN}, {PLAIN}]", 2),
         ("json", f"I add.\n```json\n{PLAIN}\n```", 1),
         ("json", LLAMA, 1),
+        ("json", f"```json\n{PLAIN}\n```\nand\n```\n[{PLAIN}]\n```", 2),
+        ("json", f"```python\nadd(1, 2)\n```\nI add.\n```json\n{PLAIN}\n```", 1),
+        ("json", f"```json\n{PLAIN}", 1),
+        ("json", f"```json\n{PLAIN}```", 1),
     ],
 )
 def test_calls_are_found(tool_format: ToolFormat, text: str, count: int) -> None:
@@ -43,12 +49,58 @@ def test_calls_are_found(tool_format: ToolFormat, text: str, count: int) -> None
         ("json", '{"answer": 3}'),
         ("json", "The answer is 3."),
         ("json", "[3]"),
+        ("json", "[]"),
+        ("json", "[1] The answer is 3."),
+        ("json", "```python\n{}\n```"),
         ("json", "```json\nadd\n```"),
     ],
 )
 def test_an_answer_has_no_calls(tool_format: ToolFormat, text: str) -> None:
     parsed = parse_response(text, tool_format)
     assert (parsed.calls, parsed.errors) == ((), ())
+
+
+BAD = '{"name": "add", "arguments": "x"}'
+BAD_LLAMA = '{"name": "add", "parameters": "x"}'
+ADD_3 = ToolCall("add", {"a": 3})
+PLAIN_3 = '{"name": "add", "arguments": {"a": 3}}'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "num_errors"),
+    [
+        ("hermes", f"{HERMES}<tool_call>{BAD}</tool_call><tool_call>{PLAIN_3}</tool_call>", 1),
+        ("llama3", f"{LLAMA}; {BAD_LLAMA}; {PLAIN_3}", 1),
+        ("llama3", f"{BAD_LLAMA}; {LLAMA}; {PLAIN_3}", 1),
+        ("llama3", f"{LLAMA}; {PLAIN_3}; {BAD_LLAMA}; 3", 2),
+        ("llama3", f"{LLAMA} then; {PLAIN_3}", 1),
+        ("llama3", f"{LLAMA}; {{'name': 'add'}}; {PLAIN_3}", 1),
+        ("llama3", f'{{"name": "add", "parameters": {{; {LLAMA}; {PLAIN_3}', 1),
+        ("json", f"[{PLAIN}, {BAD}, {PLAIN_3}]", 1),
+        ("json", f"[{BAD}, 3, {PLAIN}, {PLAIN_3}]", 2),
+        ("json", f"```json\n[{PLAIN}, {BAD}, {PLAIN_3}]\n```", 1),
+        ("json", f"```\n{BAD}\n```\n```\n{PLAIN}\n```\n```\n{{\n```\n```\n{PLAIN_3}\n```", 2),
+        ("json", f"[{PLAIN}, {PLAIN_3}, {{]", 1),
+        ("json", f"[{PLAIN}, {PLAIN_3}", 1),
+        ("json", f"[{PLAIN}, {PLAIN_3}] then", 1),
+        ("json", f"[{PLAIN}, {PLAIN_3} {PLAIN}]", 1),
+    ],
+)
+def test_a_malformed_call_does_not_discard_others(tool_format: ToolFormat, text: str, num_errors: int) -> None:
+    parsed = parse_response(text, tool_format)
+    assert (parsed.calls, len(parsed.errors)) == ((ADD, ADD_3), num_errors)
+
+
+def test_an_argument_may_contain_a_code_block() -> None:
+    arguments = {"text": "```python\nadd(1, 2)\n``` and ```x``` ```"}
+    call = json.dumps({"name": "run", "arguments": arguments})
+    assert parse_response(f"```json\n{call}\n```", "json").calls == (ToolCall("run", arguments),)
+
+
+def test_a_call_within_a_string_of_a_malformed_call_is_not_executed() -> None:
+    inner = json.dumps(f"; {LLAMA}")
+    parsed = parse_response(f'{{"name": "add", "parameters": {{"a": {inner}, }}}}', "llama3")
+    assert (parsed.calls, len(parsed.errors)) == ((), 1)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +128,8 @@ def test_an_answer_has_no_calls(tool_format: ToolFormat, text: str) -> None:
         ("llama3", '{"name": "add", "parameters": {', 0),
         ("json", '{"name": "add", "arguments": ', 0),
         ("json", f"```json\n{{\n```\n{PLAIN}", 0),
-        ("json", f'[{PLAIN}, {{"arguments": {{}}}}]', 0),
+        ("json", f'[{PLAIN}, {{"arguments": {{}}}}]', 1),
+        ("json", f"{PLAIN} then", 1),
         ("json", '{"name": "add", "arguments": null}', 0),
     ],
 )
