@@ -45,7 +45,7 @@ from flowrl.memory.memory_table import check_memory, memory_budget, render_memor
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted, raise_on_ending_signals
-from flowrl.run.preflight import check_functions, check_positions, check_run, check_start, plan_run
+from flowrl.run.preflight import check_functions, check_positions, check_run, check_start, log_doubts, plan_run
 from flowrl.run.restarts import with_restarts
 from flowrl.run.updates import describe_batches, describe_planned_updates
 from flowrl.schedules.schedule_plan import check_routes, render_graph
@@ -237,6 +237,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             available = memory_budget(config, planned, is_local=arguments.devices is None and config.address is None)
             devices = estimate_memory(config, planned)
             check_memory(config, planned, devices, available)
+            log_doubts(config, planned)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, RolloutRunConfig) else ""
         num_ranks = planned.roles["actor"].mesh.dp if "actor" in planned.roles else 1
         sizes = [*describe_batches(config, num_ranks), *describe_planned_updates(config)]

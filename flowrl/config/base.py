@@ -4,10 +4,11 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,25 @@ def import_function(name: str) -> Any:  # Any: the signature is the caller's
 # Settings and field types.
 
 
+@dataclass(frozen=True)
+class Dependency:
+    """Settings of a group that have an effect only under a condition."""
+
+    settings: tuple[str, ...]
+    """Names within the group. Dots select settings of inner groups."""
+
+    is_met: Callable[[Any], bool]  # Any: the group
+    """Returns whether the settings of a group have an effect."""
+
+    reason: str
+    """Completes the message `NAME is VALUE, but ...`: the reason why a setting has no effect, and the fix."""
+
+    is_error: bool = True
+    """Whether a setting without effect is rejected. False logs a warning when a run starts: a switch such as a
+    coefficient or an interval disables the setting, and the user may change the switch only.
+    """
+
+
 class Config(BaseModel):
     """A frozen group of settings. Each field has a docstring with its unit and effect."""
 
@@ -119,12 +139,45 @@ class Config(BaseModel):
     ALTERNATIVES: ClassVar[tuple[str, ...]] = ()
     """Names of nullable settings of which exactly one must be set."""
 
+    DEPENDENCIES: ClassVar[tuple[Dependency, ...]] = ()
+    """Conditions without which settings have no effect. Only values that differ from the default are reported, because
+    the `config.yaml` of a run has all settings.
+    """
+
+    def find_unused(self, *, is_error: bool) -> Iterator[str]:
+        """Yields a message per setting without effect, for dependencies with this `is_error`."""
+        for dependency in self.DEPENDENCIES:
+            if dependency.is_error is is_error and not dependency.is_met(self):
+                changed = filter(None, map(self._describe_change, dependency.settings))
+                yield from (f"{change}, but {dependency.reason}" for change in changed)
+
+    def _describe_change(self, name: str) -> str | None:
+        """Returns `NAME is VALUE` if a setting within the group differs from its default, otherwise None."""
+        *groups, setting = name.split(".")
+        group: object = self
+        for part in groups:
+            group = dict(group).get(part) if isinstance(group, Config) else None
+        if not isinstance(group, Config) or setting not in type(group).model_fields:
+            return None
+        value = dict(group)[setting]
+        if value == type(group).model_fields[setting].get_default(call_default_factory=True):
+            return None
+        if isinstance(value, Config):
+            return f"{name} is set"
+        return f"{name} is {value if isinstance(value, str | Path) else json.dumps(value)}"
+
     @model_validator(mode="after")
     def _check_alternatives(self) -> Self:
         num_set = sum(value is not None for name, value in self if name in self.ALTERNATIVES)
         if self.ALTERNATIVES and num_set != 1:
             state = "are unset" if num_set == 0 else "are set together"
             raise ValueError(f"{' and '.join(self.ALTERNATIVES)} {state}: set exactly one")
+        return self
+
+    @model_validator(mode="after")
+    def _check_dependencies(self) -> Self:
+        for message in self.find_unused(is_error=True):
+            raise ValueError(message)
         return self
 
     @classmethod

@@ -3,6 +3,7 @@
 Every invalid setting raises a ConfigError that names its key, its file and line, and a fix.
 """
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +18,20 @@ from pydantic import ValidationError
 from flowrl.config.base import Config, ConfigError, ImportNameError, import_attribute
 from flowrl.config.error_messages import describe_errors, unknown_choice
 from flowrl.config.placement import Placement
-from flowrl.config.setting_tree import config_classes, names_of, select_members, setting_paths, walk
+from flowrl.config.setting_tree import (
+    config_classes,
+    find_disabled_settings,
+    names_of,
+    select_members,
+    setting_paths,
+    walk,
+)
 from flowrl.config.source import Key, Source, dotted, folder_hint, parse, read
 from flowrl.config.user_errors import UserError
 
 C = TypeVar("C", bound=Config)
+
+_logger = logging.getLogger(__name__)
 
 
 def load(path: str | Path | None, overrides: Sequence[str], cls: type[C]) -> C:
@@ -37,7 +47,7 @@ def load(path: str | Path | None, overrides: Sequence[str], cls: type[C]) -> C:
 
 def load_located(path: str | Path, overrides: Sequence[str], cls: type[C]) -> tuple[C, Callable[[str], str]]:
     """Returns the config, as `load` does, and a function that adds the locations of settings to a message that begins
-    with a setting.
+    with a setting. Logs a warning per setting that another setting disables.
     """
     source = _read_settings(Path(path), overrides, cls)
 
@@ -48,7 +58,10 @@ def load_located(path: str | Path, overrides: Sequence[str], cls: type[C]) -> tu
         key = _leading_key(line, cls)
         return line if key is None else f"{source.locations(key, line)}: {line}"
 
-    return _validate(source, cls), locate
+    config = _validate(source, cls)
+    for key, message in find_disabled_settings(config):
+        _logger.warning("%s: %s%s", source.locations(key, message), "".join(f"{part}." for part in key), message)
+    return config, locate
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pydantic import (
 from flowrl.config.algorithm.distillation_loss import AnyDistillation, SampledReverseKlLoss
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PpoLoss
 from flowrl.config.algorithm.preference import AnyPreference, AnyRewardModelLoss, DpoLoss, PairwiseRewardLoss
-from flowrl.config.base import Aggregation, Config, FilePath, ImportName, KlKind, Options, TokenIds
+from flowrl.config.base import Aggregation, Config, Dependency, FilePath, ImportName, KlKind, Options, TokenIds
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.config.rollout.capabilities import EngineCapabilities
 from flowrl.config.rollout.engines import (
@@ -100,6 +100,15 @@ class ActorConfig(TrainedConfig):
     aggregation_scale: PositiveFloat | None = None
     """Divisor of each sequence's sum in `seq_mean_token_sum_norm`, usually max_response_tokens."""
 
+    DEPENDENCIES = (
+        Dependency(
+            ("kl_loss_kind", "kl_loss_gradient"),
+            lambda group: group.kl_loss_coef,
+            "kl_loss_coef is 0, which omits the KL: set kl_loss_coef, or remove it",
+            is_error=False,
+        ),
+    )
+
     @model_validator(mode="after")
     def _check(self) -> "ActorConfig":
         needs_scale = self.aggregation == "seq_mean_token_sum_norm"
@@ -117,6 +126,14 @@ class ActorConfig(TrainedConfig):
         return self
 
 
+RANDOM_HEAD = Dependency(
+    ("head_seed",),
+    lambda group: group.head == "fresh",
+    "only head fresh is random: set head: fresh, or remove head_seed",
+    is_error=False,
+)
+
+
 class CriticConfig(TrainedConfig):
     """The value model that is trained: a causal language model, or a saved critic with its value head."""
 
@@ -130,6 +147,8 @@ class CriticConfig(TrainedConfig):
     """Range of value clipping in PPO: a value that moves further from its old value gets no gradient. Null disables
     clipping.
     """
+
+    DEPENDENCIES = (RANDOM_HEAD,)
 
 
 class PreferenceActorConfig(TrainedConfig):
@@ -162,6 +181,8 @@ class RewardModelConfig(TrainedConfig):
 
     loss: AnyRewardModelLoss = PairwiseRewardLoss()
     """Loss: a name, or a mapping with its kind and its settings."""
+
+    DEPENDENCIES = (RANDOM_HEAD,)
 
 
 class ReferenceConfig(RoleConfig):
@@ -203,11 +224,14 @@ class ScoringModelConfig(RoleConfig):
     engine: EngineConfig = EngineConfig()
     """Engine settings of the reward model."""
 
-    @model_validator(mode="after")
-    def _check_head(self) -> "ScoringModelConfig":
-        if self.model is None and self.head == "fresh":
-            raise ValueError("head is fresh, but only a model has a head: remove head")
-        return self
+    DEPENDENCIES = (
+        Dependency(
+            ("head", "head_seed", "engine", "policy_tokenizer", "policy_template"),
+            lambda group: group.model,
+            "only a reward model has it: set model, or remove it",
+        ),
+        RANDOM_HEAD,
+    )
 
 
 class TransferConfig(Config):

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from flowrl.config.base import Config, FilePath, ImportName
+from flowrl.config.base import Config, Dependency, FilePath, ImportName
 from flowrl.config.data.data_settings import DataConfig
 from flowrl.config.model import OptimizerConfig
 from flowrl.config.monitoring.health_settings import HealthConfig
@@ -58,11 +58,15 @@ class CheckpointConfig(Config):
     written.
     """
 
-    @model_validator(mode="after")
-    def _check(self) -> "CheckpointConfig":
-        if self.keep_best and not self.every:
-            raise ValueError(f"keep_best is {self.keep_best}, but every is 0, so nothing is saved: set every")
-        return self
+    DEPENDENCIES = (
+        Dependency(("keep_best",), lambda group: group.every, "every is 0, so nothing is saved: set every"),
+        Dependency(
+            ("keep_last", "asynchronous"),
+            lambda group: group.every,
+            "every is 0, so no checkpoint is saved: set every, or remove it",
+            is_error=False,
+        ),
+    )
 
 
 class RolloutLogConfig(Config):
@@ -87,6 +91,15 @@ class RolloutLogConfig(Config):
     """Maximum size of `rollouts/` in megabytes; null keeps everything. The oldest steps are removed first. The first
     and the latest evaluation and the latest training rows are always kept.
     """
+
+    DEPENDENCIES = (
+        Dependency(
+            ("rows", "token_rows"),
+            lambda group: group.every,
+            "every is 0, so no training rows are saved: set every, or remove it",
+            is_error=False,
+        ),
+    )
 
     @field_validator("rows", mode="before")
     @classmethod

@@ -204,7 +204,11 @@ This page lists all settings of the recipes. It is generated from the config cla
 
 A setting is a key of the YAML file of a run, or an argument such as `actor.optimizer.lr=1e-5`. A group is a mapping of
 settings. Each group has a section below. A top-level group can also be the path of a YAML file with its settings, such
-as `placement: layouts/mine.yaml`. `flowrl config RECIPE` prints a YAML file with all settings of a recipe."""
+as `placement: layouts/mine.yaml`. `flowrl config RECIPE` prints a YAML file with all settings of a recipe.
+
+A setting that cannot have an effect is rejected, such as `reward.engine` with a reward function. A setting that another
+one disables, such as `checkpoint.keep_last` with `checkpoint.every: 0`, has no effect, and the run logs a warning. Both
+rules apply only to values that differ from the default."""
 
 
 def _groups(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, Classes]]:

@@ -51,6 +51,17 @@ def find_unions(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, list
             yield from find_unions(group, f"{prefix}{name}.")
 
 
+def find_disabled_settings(config: Config, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Yields the group and a message for every setting that another setting disables. `key` is the group `config`."""
+    for message in config.find_unused(is_error=False):
+        yield key, message
+    for name, value in config:
+        entries = enumerate(value) if isinstance(value, tuple) else value.items() if isinstance(value, Mapping) else ()
+        for path, group in [((name,), value), *(((name, entry), group) for entry, group in entries)]:
+            if isinstance(group, Config):
+                yield from find_disabled_settings(group, (*key, *path))
+
+
 _UNKNOWN = object()
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 from flowrl.config import ConfigError, ModelRoleConfig, TrainedConfig
 from flowrl.controller.placement.plan import RolePlan
-from flowrl.data.input_paths import MAX_POSITIONS
+from flowrl.data.input_paths import MAX_POSITIONS, find_model_file
 from flowrl.memory.model_size import ModelSize, read_model_size
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts of a layer in the configuration of a language model."""
 
 _WITHOUT_TP_PLAN = ("gpt2", "opt")
 """Model families without a tensor-parallel plan in transformers (docs/models.md)."""
@@ -39,16 +42,23 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
                 )
 
 
-def read_max_positions(folder: Path) -> int | None:
-    """Returns the maximum sequence length in `config.json` in `folder`; None if there is none or it is unknown."""
-    sizes = _read_text_config(folder)
+def read_max_positions(model: Path) -> int | None:
+    """Returns the maximum sequence length in a model's `config.json`; None if there is none or it is unknown."""
+    sizes = _read_text_config(model)
     return next((sizes[name] for name in MAX_POSITIONS if name in sizes), None)
 
 
-def read_vocabulary_size(folder: Path) -> int | None:
-    """Returns the number of token ids that the model in `folder` accepts; None if `config.json` does not state it."""
-    size = _read_text_config(folder).get("vocab_size")
+def read_vocabulary_size(model: Path) -> int | None:
+    """Returns the number of token ids that a model accepts; None if its `config.json` does not state it."""
+    size = _read_text_config(model).get("vocab_size")
     return size if isinstance(size, int) else None
+
+
+def has_experts(model: Path) -> bool:
+    """Returns whether a model is a mixture of experts, by its `config.json`. False if the file cannot be read."""
+    settings = _read_text_config(model)
+    counts = (settings.get(name) for name in NUM_EXPERTS)
+    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def read_num_token_ids(folder: Path) -> int | None:
@@ -77,10 +87,13 @@ def read_weight_names(folder: Path) -> frozenset[str]:
         return frozenset()
 
 
-def _read_text_config(folder: Path) -> Mapping[str, Any]:  # Any: JSON values
-    """Returns the settings of the language model in `config.json`; an empty mapping if the file cannot be read."""
+def _read_text_config(model: Path) -> Mapping[str, Any]:  # Any: JSON values
+    """Returns the settings of the language model in `config.json`, in the folder of the model or in the cache of the
+    Hub; an empty mapping if the file cannot be read.
+    """
+    file = find_model_file(model, "config.json")
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     if not isinstance(settings, Mapping):

@@ -69,6 +69,7 @@ from flowrl.run.preflight import (
     check_rollouts,
     check_vocabularies,
     find_path_problems,
+    log_doubts,
     plan_run,
 )
 
@@ -216,6 +217,7 @@ class _Checks:
         if self.config.address is not None and self.config.devices is None:
             raise _Skipped(f"the devices of the cluster at {self.config.address} are unknown: set devices")
         planned = self._plan
+        log_doubts(self.config, planned)
         devices = {location for role in planned.roles.values() for slot in role.slots for location in slot.node_devices}
         return f"{len(planned.roles)} roles; number of {planned.kind} devices: {len(devices)}"
 

@@ -1,6 +1,7 @@
 """Checks a run before it starts. Imports torch and ray only if a config names a user-defined function."""
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import (
     check_model_fit,
     excess_tokens_message,
+    has_experts,
     read_max_positions,
     read_num_token_ids,
     read_vocabulary_size,
@@ -58,6 +60,8 @@ from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
 from flowrl.schedules.schedule_plan import check_schedule
 from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
+
+_logger = logging.getLogger(__name__)
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
@@ -95,10 +99,29 @@ def check_start(config: RunConfig) -> None:
     check_positions(config)
     check_vocabularies(config)
     check_reward_heads(config)
-    if config.address is None:
-        planned = plan_run(config)
+    planned = plan_run(config) if config.address is None else None
+    if planned is not None:
         check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=True))
     check_paths(config)
+    log_doubts(config, planned)
+
+
+def log_doubts(config: RunConfig, planned: Plan | None) -> None:
+    """Logs a warning per setting that is untested, or has no effect on the planned devices. None: unknown devices."""
+    for role, value in models_of(config).items():
+        if value.model is not None and isinstance(value, TrainedConfig) and has_experts(value.model.path):
+            _logger.warning(
+                "%s.model.path is %s, a mixture of experts, whose training is untested: it has no auxiliary loss that "
+                "balances the experts and no estimate of memory, and each rank reads all weights before it shards them",
+                role,
+                value.model.path,
+            )
+        if planned is not None and planned.kind == "cpu" and value.engine.offload != "none":
+            _logger.warning(
+                "%s.engine.offload is %s, but the devices are CPUs, so it has no effect: remove it",
+                role,
+                value.engine.offload,
+            )
 
 
 def check_positions(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.config import ConfigError, Placement, load, recipe_class, to_yaml
+from flowrl.config import ConfigError, Placement, load, load_located, recipe_class, to_yaml
 from flowrl.config.algorithm.policy_loss import GspoLoss
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
@@ -31,6 +31,24 @@ def test_a_written_config_reads_back_equal(ppo: Path, tmp_path: Path) -> None:
     written = tmp_path / "config.yaml"
     written.write_text(to_yaml(config))
     assert load(written, [], PPOConfig) == config
+
+
+def test_a_written_config_with_a_list_of_files_reads_back_equal(ppo: Path, tmp_path: Path) -> None:
+    config = load(ppo, ["data.train=[{path: a.jsonl, weight: 2}]"], PPOConfig)
+    (written := tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load(written, [], PPOConfig) == config
+
+
+def test_a_disabled_setting_is_logged_with_its_location(ppo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_located(ppo, ["checkpoint.every=0", "checkpoint.keep_last=5"], PPOConfig)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("checkpoint.keep_last=5 and checkpoint.every=0: checkpoint.keep_last is 5")
+
+
+def test_a_config_without_disabled_settings_logs_nothing(ppo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_located(ppo, ["checkpoint.every=1", "checkpoint.keep_last=5"], PPOConfig)
+    assert not caplog.records
 
 
 def test_the_recipe_key_leads_to_the_config_class(ppo: Path) -> None:

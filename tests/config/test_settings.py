@@ -5,20 +5,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from flowrl.config import (
     ActorConfig,
+    CheckpointConfig,
     Config,
+    CriticConfig,
     DataConfig,
+    DataFile,
+    EnvironmentConfig,
+    EvaluationConfig,
+    JudgeConfig,
     LoraConfig,
     OptimizerConfig,
     Placement,
     RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
     RolloutLogConfig,
     RunConfig,
 )
+from flowrl.config.algorithm.advantage import GaeAdvantage
+from flowrl.config.setting_tree import find_disabled_settings, setting_paths
+from flowrl.config.source import dotted
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
@@ -128,6 +138,98 @@ def test_a_contradiction_is_rejected_with_a_fix(
     errors = caught.value.errors(include_input=False)
     message = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors)
     assert not missing_facts(message, *facts), message
+
+
+DATA = {"train": "train.jsonl", "max_prompt_tokens": 8}
+SERVICE = {"service": {"url": "http://127.0.0.1:8000/score"}}
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "facts"),
+    [
+        (RewardConfig, {"function": "m:f", "engine": {"compile": True}}, ("engine", "model")),
+        (RewardConfig, {"function": "m:f", "policy_tokenizer": "folder"}, ("policy_tokenizer", "folder", "model")),
+        (RewardConfig, {"function": "m:f", "policy_template": "file"}, ("policy_template", "file", "model")),
+        (RewardConfig, {"function": "m:f", "head_seed": 3}, ("head_seed", 3, "model")),
+        (RewardConfig, SERVICE | {"options": {"a": 1}}, ("options", "function")),
+        (RewardConfig, {"model": MODEL, "rows_per_call": 4}, ("rows_per_call", 4, "function")),
+        (PPOConfig, PPO | {"reward": {"model": MODEL, "workers": 4}}, ("reward.workers", 4, "function")),
+        (PPOConfig, PPO | {"reward": {"model": MODEL, "timeout_s": 5.0}}, ("reward.timeout_s", "5.0", "function")),
+        (PPOConfig, PPO | {"reward": SERVICE | {"network": True}}, ("reward.network", "true", "function")),
+        (PPOConfig, PPO | {"reward": SERVICE | {"memory_mb": 100.0}}, ("reward.memory_mb", "100.0", "function")),
+        (DataConfig, DATA | {"difficulty": {"candidates": 4}}, ("difficulty.candidates", 4, "curriculum")),
+        (DataConfig, DATA | {"difficulty": {"revisit": 0.5}}, ("difficulty.revisit", 0.5, "difficulty.min")),
+        (DataConfig, DATA | {"difficulty": {"column": "rate"}}, ("difficulty.column", "rate", "curriculum")),
+        (DataFile, {"path": "a.jsonl", "seed": 3}, ("seed", 3, "reasoning_gym")),
+        (JudgeConfig, {"model": MODEL, "max_comparisons": 2}, ("max_comparisons", 2, "pairwise")),
+        (CheckpointConfig, {"keep_best": 1}, ("keep_best", 1, "every")),
+    ],
+)
+def test_a_setting_that_can_never_act_is_rejected(
+    cls: type[Config], settings: dict[str, Any], facts: tuple[object, ...]
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        cls.model_validate(settings)
+    assert not missing_facts(str(caught.value), *facts), str(caught.value)
+
+
+def test_the_processes_of_a_reward_model_run_may_extract_answers() -> None:
+    evaluation = {"samples": 2, "temperature": 1.0, "extract_answer": "m:f"}
+    settings = PPO | {"reward": {"model": MODEL, "workers": 4}, "evaluation": evaluation}
+    assert PPOConfig.model_validate(settings | {"data": DATA | {"test": "test.jsonl"}}).reward is not None
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "changes", "disabled"),
+    [
+        (CheckpointConfig, {"keep_last": 5}, {"every": 1}, "keep_last"),
+        (CheckpointConfig, {"keep_last": None}, {"every": 1}, "keep_last"),
+        (CheckpointConfig, {"asynchronous": False}, {"every": 1}, "asynchronous"),
+        (RolloutLogConfig, {"every": 0, "rows": "all"}, {"every": 5}, "rows"),
+        (RolloutLogConfig, {"every": 0, "token_rows": 2}, {"every": 5}, "token_rows"),
+        (ActorConfig, TRAINED | {"kl_loss_kind": "k2"}, {"kl_loss_coef": 0.1}, "kl_loss_kind"),
+        (ActorConfig, TRAINED | {"kl_loss_gradient": "k2"}, {"kl_loss_coef": 0.1}, "kl_loss_gradient"),
+        (GaeAdvantage, {"kl_kind": "k2"}, {"kl_coef": 0.1}, "kl_kind"),
+        (CriticConfig, TRAINED | {"head_seed": 3}, {"head": "fresh"}, "head_seed"),
+        (RewardModelConfig, TRAINED | {"head": "from_model", "head_seed": 3}, {"head": "fresh"}, "head_seed"),
+        (RewardConfig, {"model": MODEL, "head_seed": 3}, {"head": "fresh"}, "head_seed"),
+        (RewardConfig, {"function": "m:f", "max_failure_rate": 0.5}, {"on_failure": "drop"}, "max_failure_rate"),
+        (EnvironmentConfig, {"name": "m:E", "max_failure_rate": 0.5}, {"on_failure": "drop"}, "max_failure_rate"),
+        (EvaluationConfig, {"extract_answer": "m:f"}, {"samples": 2, "temperature": 1.0}, "extract_answer"),
+        (
+            JudgeConfig,
+            {"model": MODEL, "kind": "pairwise", "compare_with": "answer", "max_comparisons": 2},
+            {"compare_with": None},
+            "max_comparisons",
+        ),
+    ],
+)
+def test_a_setting_that_another_one_disables_is_accepted_and_found(
+    cls: type[Config], settings: dict[str, Any], changes: dict[str, Any], disabled: str
+) -> None:
+    messages = [message for _, message in find_disabled_settings(cls.model_validate(settings))]
+    assert [message.partition(" is ")[0] for message in messages] == [disabled]
+    assert not list(find_disabled_settings(cls.model_validate(settings | changes)))
+
+
+def test_disabled_settings_are_found_in_groups_lists_and_mappings() -> None:
+    held_out = {"files": "test.jsonl", "evaluation": {"extract_answer": "m:f"}}
+    part = {"name": "pref", "model": MODEL, "head_seed": 3}
+    config = GRPOConfig.model_validate(
+        GRPO | {"reward": [part], "data": DATA | {"tests": {"hard": held_out}}, "checkpoint": {"keep_last": 5}}
+    )
+    assert {dotted(key) for key, _ in find_disabled_settings(config)} == {
+        "checkpoint",
+        "reward.components.0",
+        "data.tests.hard.evaluation",
+    }
+
+
+def test_every_dependency_names_a_setting_of_its_class_or_of_a_subclass() -> None:
+    for cls in [cls for cls in config_classes() if "DEPENDENCIES" in vars(cls)]:
+        known = {path for each in (cls, *subclasses_of(cls)) for path in setting_paths(each)}
+        named = {setting for dependency in vars(cls)["DEPENDENCIES"] for setting in dependency.settings}
+        assert named <= known, cls
 
 
 LINEAR: dict[str, Any] = {"lr": 1e-4, "schedule": "linear"}
@@ -241,8 +343,12 @@ def test_an_invalid_role_is_rejected(role: object) -> None:
         Placement.model_validate({"pools": {"main": [1]}, "roles": {"actor": role}})
 
 
-def config_classes(cls: type[BaseModel] = Config) -> list[type[BaseModel]]:
-    return [subclass for child in cls.__subclasses__() for subclass in (child, *config_classes(child))]
+def subclasses_of(cls: type[Config]) -> list[type[Config]]:
+    return [subclass for child in cls.__subclasses__() for subclass in (child, *subclasses_of(child))]
+
+
+def config_classes() -> list[type[Config]]:
+    return subclasses_of(Config)
 
 
 def test_every_setting_is_explained() -> None:

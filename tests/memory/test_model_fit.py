@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from transformers import GPT2Config, LlavaConfig, PreTrainedConfig, Qwen2Config
 
 from flowrl.config import ActorConfig, ConfigError, LoraConfig, ModelConfig, OptimizerConfig, Placement
 from flowrl.config import RolePlacement as Role
-from flowrl.memory.model_fit import read_max_positions, read_num_token_ids
+from flowrl.memory.model_fit import has_experts, read_max_positions, read_num_token_ids
 from flowrl.run.preflight import plan_run
 from tests.errors import rejects
+from tests.hub_cache import make_snapshot
 from tests.run.test_preflight import ActorRun
 
 QWEN = Qwen2Config(
@@ -29,6 +31,31 @@ def check(folder: Path, config: PreTrainedConfig, lora: LoraConfig | None = None
     role = Role.model_validate({"pool": "main"} | sizes)
     placement = Placement(device="cpu", pools={"main": [12]}, roles={"actor": role})
     plan_run(ActorRun(output=Path("out"), steps=1, placement=placement, actor=actor))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_experts": 8}, True),
+        ({"num_local_experts": 8}, True),
+        ({"n_routed_experts": 64}, True),
+        ({"text_config": {"num_experts": 8}}, True),
+        ({"num_experts": 0}, False),
+        ({"num_experts": None}, False),
+        ({"hidden_size": 8}, False),
+    ],
+)
+def test_a_mixture_of_experts_is_recognized(settings: dict[str, object], expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert has_experts(tmp_path) is expected
+
+
+def test_a_hub_model_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    settings = {"num_local_experts": 8, "max_position_embeddings": 128}
+    (make_snapshot(tmp_path, "owner/experts") / "config.json").write_text(json.dumps(settings))
+    model = Path("owner/experts")
+    assert has_experts(model) and read_max_positions(model) == 128
 
 
 @pytest.mark.parametrize(

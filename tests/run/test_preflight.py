@@ -27,12 +27,13 @@ from flowrl.run.preflight import (
     check_quantization,
     check_rollouts,
     check_vocabularies,
+    log_doubts,
     plan_run,
 )
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import grpo_settings, ppo_settings
-from tests.errors import rejects
+from tests.errors import missing_facts, rejects
 
 
 class ActorRun(RunConfig):
@@ -51,6 +52,30 @@ def run_with(placement: Placement, **engine: object) -> ActorRun:
 def on(num_ranks: int, **sizes: int) -> Placement:
     role = RolePlacement.model_validate({"pool": "main"} | sizes)
     return Placement(device="cpu", pools={"main": [num_ranks]}, roles={"actor": role})
+
+
+def test_offload_on_cpus_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config = run_with(on(1), offload="idle")
+    log_doubts(config, plan_run(config))
+    (record,) = caplog.records
+    assert not missing_facts(record.getMessage(), "actor.engine.offload", "idle")
+
+
+def test_offload_on_gpus_and_on_unknown_devices_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config = run_with(Placement(device="cuda", pools={"all": "all"}, roles={"actor": "all"}), offload="idle")
+    log_doubts(config, plan_run(config, [1]))
+    log_doubts(config, None)
+    assert not caplog.records
+
+
+def test_training_of_a_mixture_of_experts_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
+    model = ModelConfig(path=tmp_path)
+    trained = run_with(on(1)).actor.model_copy(update={"model": model})
+    config = run_with(on(1)).model_copy(update={"actor": trained})
+    log_doubts(config, None)
+    (record,) = caplog.records
+    assert not missing_facts(record.getMessage(), "actor.model.path", tmp_path)
 
 
 def test_a_run_is_planned_on_a_stated_inventory() -> None:

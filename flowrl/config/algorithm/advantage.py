@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 
 from flowrl.config.algorithm.correction import CorrectionConfig, CorrectionSetting
 from flowrl.config.algorithm.shaping import AnyKlControl, AnyShaping, FixedKl
-from flowrl.config.base import ImportName, KlKind, Member, OneOf, Options
+from flowrl.config.base import Dependency, ImportName, KlKind, Member, OneOf, Options
 
 Columns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Weights = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
@@ -71,6 +71,15 @@ class PenalizedAdvantageConfig(AdvantageConfig):
 
     kl_control: AnyKlControl = FixedKl()
     """Controller that adjusts kl_coef from step to step."""
+
+    DEPENDENCIES = (
+        Dependency(
+            ("kl_kind",),
+            lambda group: group.kl_coef,
+            "kl_coef is 0, which omits the KL penalty: set kl_coef, or remove it",
+            is_error=False,
+        ),
+    )
 
     @model_validator(mode="after")
     def _check_kl_control(self) -> "PenalizedAdvantageConfig":

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.base import Config, FilePath
+from flowrl.config.base import Config, Dependency, FilePath
 from flowrl.config.data.evaluation_settings import EvaluationConfig
 
 TEMPLATE_FILE = "conversation_template.json"
@@ -86,11 +86,17 @@ class DataFile(Config):
     split `test`.
     """
 
+    DEPENDENCIES = (
+        Dependency(
+            ("rows", "seed", "system"),
+            lambda group: group.reasoning_gym is not None,
+            "it is a setting of reasoning_gym: remove it",
+        ),
+    )
+
     @model_validator(mode="after")
     def _check_source(self) -> "DataFile":
         if self.reasoning_gym is None:
-            if wrong := [name for name in ("rows", "seed", "system") if name in self.model_fields_set]:
-                raise ValueError(f"{wrong[0]} is set for the file {self.path}: it is a setting of reasoning_gym")
             return self
         if not self.reasoning_gym:
             raise ValueError("reasoning_gym has no task: name one, such as {leg_counting: 1}")
@@ -260,17 +266,29 @@ class DataConfig(Config):
     difficulty: DifficultyConfig = DifficultyConfig()
     """Selection of training prompts by their success: a filter, and the settings of `order: curriculum`."""
 
+    DEPENDENCIES = (
+        Dependency(("evaluation_rows",), lambda group: group.evaluation_files, "there is no test file: set test"),
+        Dependency(
+            ("difficulty.column",),
+            lambda group: group.needs_success,
+            "no setting uses it: set difficulty.min or difficulty.max, or order: curriculum",
+        ),
+        Dependency(
+            ("difficulty.candidates",),
+            lambda group: group.order == "curriculum",
+            "only the curriculum selects among candidates: set order: curriculum, or remove it",
+        ),
+        Dependency(
+            ("difficulty.revisit",),
+            lambda group: group.difficulty.is_filter,
+            "no prompt is skipped: set difficulty.min or difficulty.max, or remove it",
+        ),
+    )
+
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        if self.evaluation_rows is not None and not self.evaluation_files:
-            raise ValueError(f"evaluation_rows is {self.evaluation_rows}, but there is no test file: set test")
         if wrong := [name for name in self.tests if not re.fullmatch(r"[\w.-]+", name)]:
             raise ValueError(f"tests has the name {wrong[0]!r}: use letters, digits, '_', '-' and '.'")
-        if self.difficulty.column is not None and not self.needs_success:
-            raise ValueError(
-                f"difficulty.column is {self.difficulty.column}, but no setting uses it: set difficulty.min or "
-                "difficulty.max, or order: curriculum"
-            )
         return self
 
     @property

@@ -2,7 +2,7 @@
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from flowrl.config.base import Config, ImportName
+from flowrl.config.base import Config, Dependency, ImportName
 
 
 class EvaluationConfig(Config):
@@ -25,6 +25,15 @@ class EvaluationConfig(Config):
     """Function that receives a response and returns its final answer as text, or None. With k > 1 samples,
     `accuracy_majority@k` is the score of the most frequent answer to each prompt. Null omits this metric.
     """
+
+    DEPENDENCIES = (
+        Dependency(
+            ("extract_answer",),
+            lambda group: group.samples > 1,
+            "samples is 1, so there is no majority: raise samples, or remove it",
+            is_error=False,
+        ),
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "EvaluationConfig":

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
-from flowrl.config.base import ImportName
+from flowrl.config.base import Dependency, ImportName
 from flowrl.config.roles import RoleConfig
 
 
@@ -50,3 +50,12 @@ class EnvironmentConfig(RoleConfig):
 
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of failed episodes in a step, as in `reward.max_failure_rate`."""
+
+    DEPENDENCIES = (
+        Dependency(
+            ("max_failure_rate",),
+            lambda group: group.on_failure != "stop",
+            "on_failure is stop, which ends the run at the first failure: set on_failure, or remove it",
+            is_error=False,
+        ),
+    )

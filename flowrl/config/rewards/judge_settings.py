@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from flowrl.config.base import FilePath, ImportName, Member, OneOf, Options
+from flowrl.config.base import Dependency, FilePath, ImportName, Member, OneOf, Options
 from flowrl.config.model import ModelConfig
 from flowrl.config.roles import RoleConfig, RolloutConfig, VllmConfig
 from flowrl.config.rollout.capabilities import EngineCapabilities
@@ -175,12 +175,24 @@ class JudgeConfig(RoleConfig):
     max_num_seqs: PositiveInt = 64
     """Maximum number of verdicts that one rank decodes concurrently."""
 
+    DEPENDENCIES = (
+        Dependency(
+            ("compare_with", "max_comparisons"),
+            lambda group: group.kind == "pairwise",
+            "a pointwise judge does not compare: set kind: pairwise, or remove it",
+        ),
+        Dependency(
+            ("max_comparisons",),
+            lambda group: group.compare_with is None,
+            "compare_with is set, so each response has one comparison: remove one of them",
+            is_error=False,
+        ),
+    )
+
     @model_validator(mode="after")
     def _check(self) -> "JudgeConfig":
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("prompt and prompt_file are set together: set one of them")
-        if self.kind == "pointwise" and self.compare_with is not None:
-            raise ValueError(f"compare_with is {self.compare_with}, but a pointwise judge does not compare: remove it")
         if self.prompt is not None:
             self.check_prompt(self.prompt)
         scores = self.applied_verdict.choices.values() if isinstance(self.applied_verdict, ChoiceVerdict) else ()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.base import ImportName
+from flowrl.config.base import Dependency, ImportName
 from flowrl.config.rewards.judge_settings import JudgeConfig
 from flowrl.config.rewards.service_settings import ServiceConfig
 from flowrl.config.roles import RoleConfig, ScoringModelConfig
@@ -43,12 +43,14 @@ class RewardSource(ScoringModelConfig):
     service: ServiceConfig | None = None
     """HTTP service that scores the responses."""
 
-    @model_validator(mode="after")
-    def _check_function(self) -> "RewardSource":
-        for name in ("options", "rows_per_call"):
-            if getattr(self, name) and self.function is None:
-                raise ValueError(f"{name} is set, but only a function has {name}: remove {name}, or set function")
-        return self
+    DEPENDENCIES = (
+        *ScoringModelConfig.DEPENDENCIES,
+        Dependency(
+            ("options", "rows_per_call"),
+            lambda group: group.function,
+            "only a function has it: set function, or remove it",
+        ),
+    )
 
     def of_policy(self, tokenizer: Path, template: Path | None) -> Self:
         """Returns the settings with the tokenizer and template of the policy, unless a model's settings name others."""
@@ -129,6 +131,16 @@ class RewardConfig(RewardSource):
     """Largest share of the responses of a step whose reward failed. A run with a larger share saves its state and
     stops. `on_failure: stop` ends a run at the first failure.
     """
+
+    DEPENDENCIES = (
+        *RewardSource.DEPENDENCIES,
+        Dependency(
+            ("max_failure_rate",),
+            lambda group: group.on_failure != "stop",
+            "on_failure is stop, which ends the run at the first failure: set on_failure, or remove it",
+            is_error=False,
+        ),
+    )
 
     @model_validator(mode="before")
     @classmethod

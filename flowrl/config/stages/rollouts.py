@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from flowrl.config.base import Config, ConfigError
+from flowrl.config.base import Config, ConfigError, Dependency
 from flowrl.config.data.evaluation_settings import EvaluationConfig
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.reward_settings import RewardConfig
@@ -76,6 +76,31 @@ class RolloutRunConfig(DatasetConfig):
 
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on the held-out prompts in `data`."""
+
+    DEPENDENCIES = (
+        Dependency(
+            ("evaluation",),
+            lambda config: config.data.evaluation_files,
+            "data has no evaluation data: set data.test, or remove it",
+            is_error=False,
+        ),
+        Dependency(
+            tuple(
+                f"reward.{name}"
+                for name in ("workers", "timeout_s", "retries", "memory_mb", "network", "max_concurrent")
+            ),
+            lambda config: config.calls_functions,
+            "no function runs in a process of flowrl: remove it",
+        ),
+    )
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether the run calls functions of the user in the processes of its reward."""
+        reward = self.reward_settings
+        evaluations = (self.evaluation, *self.evaluation_by_set.values())
+        has_answers = any(evaluation.extract_answer is not None for evaluation in evaluations)
+        return has_answers or (reward is not None and any(reward.functions()))
 
     @property
     def evaluates_responses(self) -> bool:
