@@ -55,11 +55,12 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "flowrl.engines.rollout": {
         "sampling": set(),
         "weight_check": set(),
+        "cuda_ipc": set(),
         "base": {"weight_check"},
         "response_tensors": {"sampling", "base"},
         "request_batch": {"base"},
         "hf": {"sampling", "base", "weight_check"},
-        "vllm": {"sampling", "base", "weight_check"},
+        "vllm": {"sampling", "base", "weight_check", "cuda_ipc"},
     },
     "flowrl.algorithms": {
         "masking": set(),

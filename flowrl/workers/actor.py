@@ -18,6 +18,7 @@ from flowrl.engines.checkpoint.export import describe_export
 from flowrl.engines.models.loading import load_policy, save_model
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.weights import export_weights, full_weights, weight_buckets, weight_shapes
+from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, WeightMetadata
 from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
@@ -29,7 +30,6 @@ from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs, response_logprobs
 
 if TYPE_CHECKING:
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, IpcSender, WeightMetadata
     from flowrl.workers.groups import ActorGroup
 
 
@@ -168,24 +168,20 @@ class Actor(TrainedWorker["ActorGroup"]):
         )
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def describe_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> "WeightMetadata":
+    def describe_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> WeightMetadata:
         """Returns names, dtypes and shapes of the weights in a bucket. The receivers of a broadcast need this
         metadata.
         """
-        from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (vLLM is optional)
-
         return WeightMetadata.of(weight_shapes(self.model, self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype)))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
-    def share_weights(
-        self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None
-    ) -> "IpcBucket":
+    def share_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None) -> IpcBucket:
         """Copies a bucket into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the bucket.
 
         `after` is a future that delays this call until the rollout has read the previous bucket.
         """
         metadata = self.describe_weights(bucket, bucket_mb, dtype)
-        return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata.num_bytes)
+        return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def release_weights(self, after: object = None) -> None:
@@ -200,7 +196,10 @@ class Actor(TrainedWorker["ActorGroup"]):
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
         """Joins the NCCL transfer group. Blocks until all ranks have joined."""
-        from flowrl.engines.rollout.vllm.gpu_transfer import NcclSender, TransferGroup  # noqa: PLC0415 (as above)
+        from flowrl.engines.rollout.vllm.nccl_transfer import (  # noqa: PLC0415 (vLLM is optional)
+            NcclSender,
+            TransferGroup,
+        )
 
         self._nccl: NcclSender = NcclSender(TransferGroup(**group))
 
@@ -221,10 +220,8 @@ class Actor(TrainedWorker["ActorGroup"]):
         return self._known_buckets[key]
 
     @cached_property
-    def _ipc(self) -> "IpcSender":
-        from flowrl.engines.rollout.vllm.gpu_transfer import IpcSender  # noqa: PLC0415 (as above)
-
-        return IpcSender()
+    def _ipc(self) -> IpcSender:
+        return IpcSender(torch.device(self.device))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

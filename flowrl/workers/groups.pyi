@@ -11,7 +11,7 @@ from flowrl.controller.group import TypedGroup, batched, blocking, nonblocking
 from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric
-from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata
+from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples
 from flowrl.workers.channel import ServerAddress
 from flowrl.workers.dialogs import EnvironmentServers

@@ -53,7 +53,7 @@ from flowrl.workers.episodes import (
 )
 
 if TYPE_CHECKING:
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata
+    from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
     from flowrl.workers.groups import RolloutGroup
 
 RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_version", "truncated", "response")

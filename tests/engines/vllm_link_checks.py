@@ -1,7 +1,7 @@
 """Functions that tests of the GPU transports run with `group.run`; the test process never imports vLLM."""
 
 import inspect
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.controller.worker import Worker
+from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
 
 WEIGHTS = {
     "embed": torch.arange(6, dtype=torch.float32).view(2, 3),
@@ -31,32 +32,16 @@ class Loading:
         self.loaded += weights
 
 
-def describe_weights(worker: Worker) -> dict[str, Any]:
-    from flowrl.engines.rollout.vllm.gpu_transfer import WeightMetadata  # noqa: PLC0415 (only where vLLM is)
-
-    actual = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
-    return {**asdict(actual), "lists": actual.lists()}
-
-
-def ipc_bucket(handles: dict[str, tuple]) -> Any:
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata  # noqa: PLC0415 (as above)
-
-    weights = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
-    return IpcBucket(weights, tuple(weight.nbytes for weight in WEIGHTS.values()), handles)
-
-
-def merge_buckets(worker: Worker) -> dict[str, Any]:
-    """Returns vLLM's update info of a bucket on the GPUs of three ranks."""
-    buckets = [ipc_bucket({f"GPU-{rank}": ("opens", rank)}) for rank in range(3)]
-    return asdict(buckets[0].merged(buckets).update_info())
+def metadata() -> WeightMetadata:
+    return WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in WEIGHTS.items())
 
 
 def update_with_missing_dtype(worker: Worker) -> str:
     """Returns vLLM's error for metadata with a missing dtype."""
-    from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, WeightMetadata  # noqa: PLC0415 (as above)
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo  # noqa: PLC0415 (as above)
 
     try:
-        IpcBucket(WeightMetadata(("a", "b"), ("float32",), ((1,), (2,))), (4, 8), {}).update_info()
+        NCCLWeightTransferUpdateInfo(*WeightMetadata(("a", "b"), ("float32",), ((1,), (2,))).lists())
     except ValueError as error:
         return str(error)
     return ""
@@ -66,77 +51,76 @@ def unpack_bucket(worker: Worker) -> dict[str, Tensor]:
     """Returns the weights that vLLM unpacks from the buffer of a bucket."""
     from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor  # noqa: PLC0415 (as above)
 
-    info = ipc_bucket({}).update_info()
-    buffer = torch.cat([weight.view(-1).view(torch.uint8) for weight in WEIGHTS.values()])
-    dtypes = [getattr(torch, name) for name in info.dtype_names]
-    return dict(unpack_tensor(buffer, info.names, info.shapes, dtypes, info.tensor_sizes))
+    rebuild, arguments = IpcSender(torch.device("cpu")).share(WEIGHTS.items(), metadata()).handles["cpu"]
+    names, dtype_names, shapes = metadata().lists()
+    dtypes = [getattr(torch, name) for name in dtype_names]
+    return dict(unpack_tensor(rebuild(*arguments), names, shapes, dtypes, metadata().sizes))
 
 
 def transfer_ranks(worker: Worker, leads: int, num_replicas: int) -> tuple[list[int], dict[str, Any]]:
     """Returns the group ranks of all vLLM workers, and the fields of the init info."""
-    from flowrl.engines.rollout.vllm.gpu_transfer import TransferGroup  # noqa: PLC0415 (as above)
+    from flowrl.engines.rollout.vllm.nccl_transfer import TransferGroup  # noqa: PLC0415 (only where vLLM is)
 
     link = TransferGroup(host="127.0.0.1", port=4321, world_size=1 + leads * num_replicas, buffer_bytes=1000)
     infos = [link.init_info(1 + leads * replica) for replica in range(num_replicas)]
     return [info.rank_offset + rank for info in infos for rank in range(leads)], asdict(infos[0])
 
 
-def load_ipc_bucket(worker: Worker) -> tuple[bool, bool, dict[str, Tensor], str]:
-    """Loads a bucket with vLLM's IPC receiver: (is packed, closes buffers, loaded weights, error without a GPU)."""
+def load_ipc_bucket(worker: Worker) -> list[tuple[str, Tensor]]:
+    """Returns the weights that the transfer engine loads into a model from the buffer of a bucket."""
     from flowrl.engines.rollout.vllm.worker_extension import Tensors, TensorTransfer  # noqa: PLC0415 (as above)
 
     model: Any = Loading()
     config: Any = SimpleNamespace(parallel_config=None, model_config=None)
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
-    error_message = ""
-    try:
-        transfer.receive_weights(Tensors(ipc_bucket({}), tied={"embed": ["head", "third"]}))
-    except (AssertionError, RuntimeError, ValueError) as error:
-        error_message = str(error)
-    receiver = transfer.receivers._ipc
-    receiver.model.load_weights(WEIGHTS.items())
+    sender = IpcSender(torch.device("cpu"))
+    transfer.receive_weights(Tensors(sender.share(WEIGHTS.items(), metadata()), tied={"embed": ["head", "third"]}))
     transfer.shutdown()
-    return receiver.packed, callable(receiver._packed_importer.close), dict(model.loaded), error_message
+    return model.loaded
 
 
-def nccl_receiver(worker: Worker) -> tuple[str, int, tuple[str, ...]]:
-    """Sets up vLLM's NCCL receiver without joining: (error of an update, buffer size, rank and config)."""
+def nccl_receiver(worker: Worker) -> tuple[int, tuple[str, ...]]:
+    """Joins vLLM's NCCL receiver to a group without other ranks: (buffer size, rank and config)."""
+    transfer, ranks = join_nccl(SimpleNamespace(disabled=False))
+    return transfer.nccl_receiver._engine.packed_buffer_size_bytes, ranks[0]
+
+
+def join_nccl(communicator: Any) -> tuple[Any, list[tuple[str, ...]]]:
+    """Joins the transfer engine to a group: (transfer engine, rank and config of each join)."""
     from vllm.distributed.weight_transfer import nccl_engine  # noqa: PLC0415 (as above)
 
-    from flowrl.engines.rollout.vllm.gpu_transfer import TransferGroup, WeightMetadata  # noqa: PLC0415
-    from flowrl.engines.rollout.vllm.worker_extension import Tensors, TensorTransfer  # noqa: PLC0415
+    from flowrl.engines.rollout.vllm.nccl_transfer import TransferGroup  # noqa: PLC0415
+    from flowrl.engines.rollout.vllm.worker_extension import TensorTransfer  # noqa: PLC0415
 
     ranks: list[Any] = []
-    joins = "worker_init_process_group"  # it would wait for the other ranks
-    setattr(nccl_engine, joins, lambda info, config: ranks.append((info.rank_offset, config)))
+
+    def join(info: Any, config: Any) -> Any:
+        ranks.append((info.rank_offset, config))
+        return communicator
+
+    setattr(nccl_engine, "worker_init_process_group", join)  # noqa: B010 (vLLM's would wait for the other ranks)
     config: Any = SimpleNamespace(parallel_config="parallel", model_config=None)
     model: Any = Loading()
     transfer = TensorTransfer(config, config, torch.device("cpu"), model)
-    transfer.receivers.join(TransferGroup("127.0.0.1", 4321, 5, buffer_bytes=1000), 3)
-    try:
-        transfer.receive_weights(Tensors(WeightMetadata(("a",), ("float32",), ((1,),))))
-    except RuntimeError as error:
-        return str(error), transfer.receivers._nccl.packed_buffer_size_bytes, ranks[0]
-    return "", 0, ()
+    transfer.nccl_receiver.join(TransferGroup("127.0.0.1", 4321, 5, buffer_bytes=1000), 3)
+    return transfer, ranks
 
 
 def signatures(worker: Worker) -> dict[str, list[str]]:
-    """Returns the parameter names of the called vLLM functions and the field names of their results."""
-    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor  # noqa: PLC0415 (as above)
+    """Returns the parameter names of the called vLLM functions."""
+    from vllm.distributed.weight_transfer import packed_tensor  # noqa: PLC0415 (as above)
     from vllm.distributed.weight_transfer.nccl_common import trainer_init  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine  # noqa: PLC0415
 
     called = {
-        "packed_ipc_producer": packed_tensor.packed_ipc_producer,
         "packed_nccl_broadcast_producer": packed_tensor.packed_nccl_broadcast_producer,
         "trainer_init": trainer_init,
     }
-    for kind in (ipc_engine.IPCWeightTransferEngine, nccl_engine.NCCLWeightTransferEngine):
-        called |= {
-            f"{kind.__name__}.{name}": getattr(kind, name)
-            for name in ("__init__", "init_transfer_engine", "receive_weights", "shutdown")
-        }
-    actual = {name: list(inspect.signature(function).parameters) for name, function in called.items()}
-    return actual | {"PackedIpcChunk": [field.name for field in fields(packed_tensor.PackedIpcChunk)]}
+    called |= {
+        name: getattr(NCCLWeightTransferEngine, name)
+        for name in ("__init__", "init_transfer_engine", "receive_weights", "shutdown")
+    }
+    return {name: list(inspect.signature(function).parameters) for name, function in called.items()}
 
 
 def keys_of_trainer_init(worker: Worker) -> set[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
@@ -28,6 +29,8 @@ from flowrl.controller.errors import ContractError, WorkerUserError
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.metric import Mean
 from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.engines.models.weights import to_tensors
+from flowrl.engines.rollout.cuda_ipc import read_bucket
 from flowrl.workers import LANGUAGE_MODELING, Actor, Critic, Reference, Reward, Rollout
 from flowrl.workers.losses.loss import mean_metrics
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
@@ -75,6 +78,26 @@ def test_logprobs_are_those_of_the_model_at_the_rollout_temperature(cluster: Clu
     # With a response mask, only the tokens of the mask are computed.
     mask = rows.get("response_mask")
     assert_norm_close(actor.logprobs(rows).get("logprobs"), expected.masked_fill(~mask, 0))
+
+
+def test_an_actor_shares_its_weights_without_vllm(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model)
+    num_buckets = actor.num_buckets(0.05).get()
+    (weights,) = actor.run(read_shared_weights, num_buckets)
+    expected = to_tensors(actor.weights().get())
+    assert num_buckets > 2 and list(weights) == list(expected)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert "vllm" not in sys.modules
+
+
+def read_shared_weights(worker: Actor, num_buckets: int) -> dict[str, torch.Tensor]:
+    weights = dict[str, torch.Tensor]()
+    for bucket in range(num_buckets):
+        shared = worker.share_weights(bucket, 0.05)
+        assert worker.describe_weights(bucket, 0.05) == shared.metadata
+        weights |= read_bucket(shared, torch.device("cpu"))
+    worker.release_weights()
+    return weights
 
 
 @pytest.mark.parametrize("is_trained", [False, True])

@@ -37,6 +37,7 @@ from flowrl.engines.rollout.base import (
     check_requests,
     eos_ids,
 )
+from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
 from flowrl.engines.rollout.sampling import segment_key
 from flowrl.engines.rollout.vllm.quantization import quantization_options
 
@@ -64,7 +65,7 @@ from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from flowrl.engines.rollout.vllm.gpu_transfer import IpcBucket, TransferGroup, WeightMetadata  # noqa: E402
+from flowrl.engines.rollout.vllm.nccl_transfer import TransferGroup  # noqa: E402
 from flowrl.engines.rollout.vllm.tp_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
 from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402

@@ -26,7 +26,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from flowrl.engines.rollout.vllm.gpu_transfer import GpuReceivers, IpcBucket, TransferGroup, WeightMetadata
+from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata, read_bucket
+from flowrl.engines.rollout.vllm.nccl_transfer import NcclReceiver, TransferGroup, with_tied_names
 
 TRANSFER = "flowrl_tensors"
 """Name of `TensorTransfer` in vLLM's registry."""
@@ -100,7 +101,7 @@ class Tensors(WeightTransferUpdateInfo):
 
 
 class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
-    """vLLM weight transfer engine for tensors in host memory. It delegates GPU transfers to vLLM's own engines."""
+    """vLLM weight transfer engine for all transports. It delegates NCCL to vLLM's own engine."""
 
     init_info_cls = NoInit
     update_info_cls = Tensors
@@ -115,21 +116,24 @@ class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
     @torch.no_grad()
     def receive_weights(self, update_info: Tensors) -> None:
         weights = update_info.weights
-        if isinstance(weights, IpcBucket | WeightMetadata):
-            self.receivers.receive(weights, update_info.tied)
+        if isinstance(weights, WeightMetadata):
+            self.nccl_receiver.receive(weights, update_info.tied)
             return
         load: Any = self.model.load_weights  # a method of vLLM's models, which torch does not type
-        load((weights.map() if isinstance(weights, SharedTensors) else weights).items())
+        if isinstance(weights, IpcBucket):
+            load(with_tied_names(read_bucket(weights, self.device), update_info.tied))
+        else:
+            load((weights.map() if isinstance(weights, SharedTensors) else weights).items())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     @cached_property
-    def receivers(self) -> GpuReceivers:
-        return GpuReceivers(lambda kind, model: kind(self.config, self.vllm_config, self.device, model), self.model)
+    def nccl_receiver(self) -> NcclReceiver:
+        return NcclReceiver(lambda kind, model: kind(self.config, self.vllm_config, self.device, model), self.model)
 
     def shutdown(self) -> None:
-        self.receivers.shutdown()
+        self.nccl_receiver.shutdown()
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
@@ -162,7 +166,7 @@ class WorkerExtension:
         return None
 
     def join_transfer_group(self, group: TransferGroup, first_rank: int) -> None:
-        self.weight_transfer_engine.receivers.join(group, first_rank)
+        self.weight_transfer_engine.nccl_receiver.join(group, first_rank)
 
     def end_update(self) -> None:
         """Ends a failed update, so that another update can begin. Layers that received no weights keep their old

@@ -1,0 +1,127 @@
+"""Weights in GPU memory that two processes on the same GPU share through CUDA IPC.
+
+The actor copies a bucket of weights into one buffer, and the rollout copies the weights out of it. Only torch is
+needed. On the CPU, the buffer is in shared memory, which a connection of `torch.multiprocessing` passes on.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from flowrl.data.dtypes import dtype_name, torch_dtype
+
+_DEVICE_INDEX = 6
+"""Position of the device index in the arguments with which torch opens an IPC buffer."""
+
+
+@dataclass(frozen=True)
+class WeightMetadata:
+    """Names, dtypes and shapes of the weights in a bucket, in the order in which they are sent."""
+
+    names: tuple[str, ...]
+    dtype_names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> "WeightMetadata":
+        names, dtypes, shapes = zip(*weights, strict=True)
+        return cls(names, tuple(dtype_name(dtype) for dtype in dtypes), tuple(map(tuple, shapes)))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Size of each weight in bytes."""
+        sizes = zip(self.dtype_names, self.shapes, strict=True)
+        return [torch_dtype(name).itemsize * torch.Size(shape).numel() for name, shape in sizes]
+
+    def lists(self) -> tuple[list[str], list[str], list[list[int]]]:
+        """Returns the fields as lists, as vLLM's weight update requires."""
+        return list(self.names), list(self.dtype_names), [list(shape) for shape in self.shapes]
+
+
+@dataclass(frozen=True)
+class IpcBucket:
+    """A bucket of weights in a buffer that other processes on the same device can open."""
+
+    metadata: WeightMetadata
+    handles: Mapping[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]
+    """Maps a GPU's UUID to the function and the arguments that open the buffer on that GPU."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.metadata.names
+
+    @classmethod
+    def merged(cls, buckets: Sequence["IpcBucket"]) -> "IpcBucket":
+        """Merges the buckets of all ranks into one bucket that contains the handles of all ranks."""
+        handles = itertools.chain.from_iterable(bucket.handles.items() for bucket in buckets)
+        return cls(buckets[0].metadata, dict(handles))
+
+
+class IpcSender:
+    """Sender in an actor process, for one device. Keeps one bucket in memory until the next `share` or `release`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer: Tensor | None = None
+
+    def share(self, weights: Iterable[tuple[str, Tensor]], metadata: WeightMetadata) -> IpcBucket:
+        """Copies weights, possibly from another device, into a new buffer. The receiver must have read the previous
+        buffer.
+        """
+        self._drop_buffer()
+        sizes = metadata.sizes
+        self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        for part, (_, weight) in zip(self._buffer.split(sizes), weights, strict=True):
+            part.copy_(_bytes(weight))
+        if self._device.type == "cuda":
+            # The receiver reads on a stream of its own process.
+            torch.cuda.current_stream(self._device).synchronize()
+        return IpcBucket(metadata, {_device_id(self._device): reduce_tensor(self._buffer)})
+
+    def release(self) -> None:
+        """Returns the memory of the last bucket to the GPU, for the receiver's process."""
+        self._drop_buffer()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _drop_buffer(self) -> None:
+        if self._buffer is not None:
+            self._buffer = None
+            if self._device.type == "cuda":
+                torch.cuda.ipc_collect()
+
+
+def read_bucket(bucket: IpcBucket, device: torch.device) -> list[tuple[str, Tensor]]:
+    """Returns copies of a bucket's weights and closes the buffer, which the sender can then overwrite.
+
+    Each buffer must be opened once: torch counts the receivers of an export.
+    """
+    key = _device_id(device)
+    assert key in bucket.handles, f"the actor has no bucket on {key}, only on {', '.join(bucket.handles)}"
+    rebuild, arguments = bucket.handles[key]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        arguments = (*arguments[:_DEVICE_INDEX], index, *arguments[_DEVICE_INDEX + 1 :])
+    metadata = bucket.metadata
+    parts = rebuild(*arguments).split(metadata.sizes)
+    # Copied before `view`, because the offset of a weight need not be a multiple of its element size.
+    copies = [part.clone() for part in parts]
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    dtypes = [torch_dtype(name) for name in metadata.dtype_names]
+    weights = zip(metadata.names, copies, dtypes, metadata.shapes, strict=True)
+    return [(name, copied.view(dtype).view(shape)) for name, copied, dtype, shape in weights]
+
+
+def _bytes(weight: Tensor) -> Tensor:
+    return weight.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _device_id(device: torch.device) -> str:
+    """Returns the UUID of a GPU, whose index differs between processes, or the type of another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

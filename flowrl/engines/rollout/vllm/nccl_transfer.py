@@ -1,0 +1,100 @@
+"""NCCL transport of weights between GPUs, with vLLM's sender and receiver. It has not been tested on GPUs."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_common import trainer_init
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+from flowrl.engines.rollout.cuda_ipc import WeightMetadata
+
+
+@dataclass(frozen=True)
+class TransferGroup:
+    """Rendezvous of the NCCL group. Its members are the actor's rank 0 and every device of every rollout replica."""
+
+    host: str
+    port: int
+    world_size: int
+    """Number of GPUs of all replicas, plus 1 for the actor."""
+    buffer_bytes: int
+    """Size of the packed broadcast buffer in bytes."""
+
+    def init_info(self, first_rank: int) -> NCCLWeightTransferInitInfo:
+        """Returns the settings with which vLLM joins the group. `first_rank` is the group rank of the replica's first
+        worker.
+        """
+        return NCCLWeightTransferInitInfo(
+            master_address=self.host,
+            master_port=self.port,
+            rank_offset=first_rank,
+            world_size=self.world_size,
+            packed=True,
+            packed_buffer_size_bytes=self.buffer_bytes,
+        )
+
+
+class NcclSender:
+    """Sender of the NCCL broadcast, on the actor's rank 0."""
+
+    def __init__(self, group: TransferGroup) -> None:
+        self._buffer_bytes = group.buffer_bytes
+        self._group = trainer_init(
+            {"master_address": group.host, "master_port": group.port, "world_size": group.world_size}
+        )
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Broadcasts weights. Every replica must call `NcclReceiver.receive` at the same time."""
+        packed_nccl_broadcast_producer(
+            iter(weights), self._group, 0, itemgetter(1), buffer_size_bytes=self._buffer_bytes
+        )
+        torch.cuda.synchronize()
+
+
+class NcclReceiver:
+    """Receiver of the NCCL broadcast in one vLLM worker. `make` creates vLLM's receiver for a model."""
+
+    def __init__(self, make: Callable[[type[WeightTransferEngine], Any], Any], model: Any) -> None:
+        self._make, self._model = make, _TiedModel(model)
+        self._engine: Any = None
+
+    def join(self, group: TransferGroup, first_rank: int) -> None:
+        self._engine = self._make(NCCLWeightTransferEngine, self._model)
+        self._engine.init_transfer_engine(group.init_info(first_rank))
+
+    def receive(self, metadata: WeightMetadata, tied: Mapping[str, Sequence[str]]) -> None:
+        """Receives the broadcast that the metadata describes. `tied` maps a weight name to its tied names."""
+        self._model.tied = tied
+        self._engine.receive_weights(NCCLWeightTransferUpdateInfo(*metadata.lists()))
+
+    def shutdown(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+class _TiedModel:
+    """Wraps a vLLM model, so that `load_weights` loads a tied weight under each of its names."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.tied: Mapping[str, Sequence[str]] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._model.load_weights(with_tied_names(weights, self.tied))
+
+
+def with_tied_names(
+    weights: Iterable[tuple[str, Tensor]], tied: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields each weight under its name and its tied names."""
+    return ((alias, weight) for name, weight in weights for alias in (name, *tied.get(name, ())))
