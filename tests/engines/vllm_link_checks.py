@@ -1,6 +1,7 @@
 """Functions that tests of the GPU transports run with `group.run`; the test process never imports vLLM."""
 
 import inspect
+import socket
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.controller.worker import Worker
+from flowrl.engines.rollout.base import RolloutError
 from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
 
 WEIGHTS = {
@@ -83,6 +85,19 @@ def nccl_receiver(worker: Worker) -> tuple[int, tuple[str, ...]]:
     """Joins vLLM's NCCL receiver to a group without other ranks: (buffer size, rank and config)."""
     transfer, ranks = join_nccl(SimpleNamespace(disabled=False))
     return transfer.nccl_receiver._engine.packed_buffer_size_bytes, ranks[0]
+
+
+def error_of_disabled_nccl(worker: Worker) -> str:
+    """Returns the error of a receiver whose communicator vLLM has disabled, because its group has one rank."""
+    from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group  # noqa: PLC0415 (as above)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    try:
+        join_nccl(stateless_init_process_group("127.0.0.1", port, 0, 1, device="cpu"))
+    except RolloutError as error:
+        return str(error)
+    return ""
 
 
 def join_nccl(communicator: Any) -> tuple[Any, list[tuple[str, ...]]]:

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
+from flowrl.engines.rollout.base import RolloutError
 from flowrl.engines.rollout.cuda_ipc import WeightMetadata
 
 
@@ -52,12 +53,15 @@ class NcclSender:
         self._group = trainer_init(
             {"master_address": group.host, "master_port": group.port, "world_size": group.world_size}
         )
+        _check_enabled(self._group)
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcasts weights. Every replica must call `NcclReceiver.receive` at the same time."""
-        packed_nccl_broadcast_producer(
-            iter(weights), self._group, 0, itemgetter(1), buffer_size_bytes=self._buffer_bytes
-        )
+        # vLLM reads the weights on streams that do not wait for the optimizer step on the current stream.
+        torch.cuda.current_stream().synchronize()
+        # An engine with `offload: parameters` has its weights in host memory.
+        on_gpu = ((name, weight.cuda()) for name, weight in weights)
+        packed_nccl_broadcast_producer(on_gpu, self._group, 0, itemgetter(1), buffer_size_bytes=self._buffer_bytes)
         torch.cuda.synchronize()
 
 
@@ -71,6 +75,7 @@ class NcclReceiver:
     def join(self, group: TransferGroup, first_rank: int) -> None:
         self._engine = self._make(NCCLWeightTransferEngine, self._model)
         self._engine.init_transfer_engine(group.init_info(first_rank))
+        _check_enabled(self._engine.model_update_group)
 
     def receive(self, metadata: WeightMetadata, tied: Mapping[str, Sequence[str]]) -> None:
         """Receives the broadcast that the metadata describes. `tied` maps a weight name to its tied names."""
@@ -98,3 +103,12 @@ def with_tied_names(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields each weight under its name and its tied names."""
     return ((alias, weight) for name, weight in weights for alias in (name, *tied.get(name, ())))
+
+
+def _check_enabled(group: Any) -> None:  # Any: vLLM's communicator
+    """Raises RolloutError if the communicator is disabled, because it would skip each broadcast silently."""
+    if group.disabled:
+        raise RolloutError(
+            "vLLM has disabled NCCL, because it cannot load the library or VLLM_DISABLE_PYNCCL is set: install NCCL, "
+            "unset the variable, or set rollout.transfer.via: object_store"
+        )

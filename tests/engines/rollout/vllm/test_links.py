@@ -17,6 +17,7 @@ from tests.engines import tiny, vllm_link_checks
 from tests.engines.closeness import FLOAT32_RTOL, reduction_rtol, relative_error
 from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES
 from tests.engines.vllm_link_checks import WEIGHTS, Bare
+from tests.errors import missing_facts
 
 pytestmark = [
     pytest.mark.vllm,
@@ -64,6 +65,11 @@ def test_an_ipc_bucket_is_loaded_with_tied_weights_under_each_name(call_worker: 
 
 def test_the_nccl_receiver_gets_rank_and_buffer_size(call_worker: Callable[..., Any]) -> None:
     assert call_worker(vllm_link_checks.nccl_receiver) == (1000, (3, "parallel"))
+
+
+def test_a_disabled_communicator_is_an_error(call_worker: Callable[..., Any]) -> None:
+    message = call_worker(vllm_link_checks.error_of_disabled_nccl)
+    assert not missing_facts(message, "rollout.transfer.via", "object_store"), message
 
 
 def test_vllm_still_has_the_functions_of_the_nccl_transport(call_worker: Callable[..., Any]) -> None:
