@@ -15,7 +15,7 @@ from flowrl.weight_sync.transfer import WeightSync
 from flowrl.workers import LANGUAGE_MODELING, Actor, Rollout
 from tests.engines import tiny, vllm_link_checks
 from tests.engines.closeness import FLOAT32_RTOL, reduction_rtol, relative_error
-from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES
+from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES, TF32_RTOL
 from tests.engines.vllm_link_checks import WEIGHTS, Bare
 from tests.errors import missing_facts
 
@@ -98,6 +98,9 @@ rounding reaches, are a small part of them."""
 
 DTYPES = pytest.mark.parametrize(("dtype", "limit"), [("float32", FLOAT32_RTOL), ("bfloat16", BFLOAT16_RTOL)])
 
+GPU_DTYPES = pytest.mark.parametrize(("dtype", "limit"), [("float32", TF32_RTOL), ("bfloat16", BFLOAT16_RTOL)])
+"""vLLM's float32 attention on a GPU multiplies in TF32."""
+
 
 def check_updates(
     folder: Path, device: Any, rollout_pool: str, via: str, dtype: Literal["float32", "bfloat16"]
@@ -154,13 +157,13 @@ def test_an_update_through_the_object_store_arrives(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@DTYPES
+@GPU_DTYPES
 def test_an_update_through_cuda_ipc_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
     assert check_updates(tmp_path / "model", "cuda", "main", "cuda_ipc", dtype) < limit
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@DTYPES
+@GPU_DTYPES
 def test_an_update_through_nccl_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
     assert check_updates(tmp_path / "model", "cuda", "other", "nccl", dtype) < limit
