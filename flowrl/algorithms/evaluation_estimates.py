@@ -1,5 +1,8 @@
 """Estimates of an evaluation with several responses per prompt, and their bootstrap intervals over prompts.
 
+A score of NaN marks a response without a score, for example because its reward failed. An estimate uses the other
+responses of the prompt, and is NaN for a prompt that has too few of them.
+
 All results are float64 and are the same on every CPU, because sums have a fixed order.
 Shape suffixes: P prompts, N responses per prompt, R resamples.
 """
@@ -28,58 +31,75 @@ _ROUNDING = 1e-9
 
 @torch.no_grad()
 def mean_at_k(scores: Tensor) -> Tensor:
-    """Returns the mean score of each prompt, float64 [P].
+    """Returns the mean score of each prompt, float64 [P]. NaN for a prompt without a score.
 
     Args:
-        scores: [P, N].
-    Raises: ValueError if the scores are not finite or not a matrix with at least one column.
+        scores: [P, N]. NaN: the response has no score.
+    Raises: ValueError if a score is infinite, or if the scores are not a matrix with at least one column.
     """
     scores_PN = _checked_scores(scores)
-    return _sum_rows(scores_PN) / scores_PN.shape[1]
+    return _sum_rows(scores_PN.nan_to_num(0.0)) / _count_scored(scores_PN)  # 0 / 0 is NaN
 
 
 @torch.no_grad()
 def pass_at_k(scores: Tensor, k: int, *, min_score: float = 1.0) -> Tensor:
     """Returns for each prompt the probability that at least one of k responses is correct, float64 [P].
 
-    The estimate is unbiased: 1 - C(N - c, k) / C(N, k) for c correct responses of N.
+    The estimate is unbiased: 1 - C(n - c, k) / C(n, k) for c correct responses of n with a score. It does not exist for
+    n < k, so the result is NaN.
 
     Args:
-        scores: [P, N].
+        scores: [P, N]. NaN: the response has no score.
         k: number of responses, from 1 to N.
         min_score: a response is correct if its score is at least this value.
-    Raises: ValueError for an invalid `k`, or scores that are not finite or not a matrix.
+    Raises: ValueError for an invalid `k`, an infinite score, or scores that are not a matrix.
 
     Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1.
     """
     scores_PN = _checked_scores(scores)
-    num_samples = scores_PN.shape[1]
-    _check_k(k, num_samples)
-    subsets = math.comb(num_samples, k)
-    passed = [float(1 - Fraction(math.comb(num_samples - c, k), subsets)) for c in range(num_samples + 1)]
+    _check_k(k, scores_PN.shape[1])
+
+    def passed(scored: int, correct: int) -> float:
+        if scored < k:
+            return math.nan
+        return float(1 - Fraction(math.comb(scored - correct, k), math.comb(scored, k)))
+
     # The dtype of the scores is used, because 0.1 in float32 differs from 0.1 in float64.
     correct_PN = scores >= torch.tensor(min_score, dtype=scores.dtype)
-    return torch.tensor(passed, dtype=torch.float64)[correct_PN.sum(1)]
+    counts = list(zip(_count_scored(scores_PN).tolist(), correct_PN.sum(1).tolist(), strict=True))
+    values = {pair: passed(*pair) for pair in set(counts)}
+    return torch.tensor([values[pair] for pair in counts], dtype=torch.float64)
 
 
 @torch.no_grad()
 def best_at_k(scores: Tensor, k: int) -> Tensor:
     """Returns for each prompt the expected best score of k responses, drawn without replacement, float64 [P].
 
-    With k = N, this is the best score.
+    The responses are drawn from the n responses with a score. With k = n, this is the best score, and with k > n, the
+    result is NaN.
 
     Args:
-        scores: [P, N].
+        scores: [P, N]. NaN: the response has no score.
         k: number of responses, from 1 to N.
-    Raises: ValueError for an invalid `k`, or scores that are not finite or not a matrix.
+    Raises: ValueError for an invalid `k`, an infinite score, or scores that are not a matrix.
     """
     scores_PN = _checked_scores(scores)
     num_samples = scores_PN.shape[1]
     _check_k(k, num_samples)
+
     # The response with i lower scores is the best of a subset if the other k - 1 are among these i.
-    subsets = math.comb(num_samples, k)
-    weights = [float(Fraction(math.comb(i, k - 1), subsets)) for i in range(num_samples)]
-    return _sum_rows(scores_PN.sort(dim=1).values * torch.tensor(weights, dtype=torch.float64))
+    def weights(scored: int) -> list[float]:
+        if scored < k:
+            return [math.nan] * num_samples
+        subsets = math.comb(scored, k)
+        own = [float(Fraction(math.comb(i, k - 1), subsets)) for i in range(scored)]
+        return own + [0.0] * (num_samples - scored)
+
+    counts, index_P = _count_scored(scores_PN).unique(return_inverse=True)
+    weights_CN = torch.tensor([weights(scored) for scored in counts.tolist()], dtype=torch.float64)
+    weights_PN = weights_CN.reshape(len(counts), num_samples)[index_P]  # also of no prompts
+    ordered_PN = scores_PN.sort(dim=1).values.nan_to_num(0.0)  # NaN is last
+    return _sum_rows(ordered_PN * weights_PN)
 
 
 @torch.no_grad()
@@ -90,10 +110,13 @@ def majority_at_k(scores: Tensor, answers: Sequence[Sequence[Hashable | None]]) 
     the result is the mean of their scores, which is the expectation of a random choice. A response without an answer
     has no vote. If no response has an answer, the result is the mean score.
 
+    A response without a score has a vote, because its answer is known. The result is NaN if an answer with the most
+    votes has no score.
+
     Args:
-        scores: [P, N].
+        scores: [P, N]. NaN: the response has no score.
         answers: the answer of each response, N per prompt. None: the response has no answer.
-    Raises: ValueError for scores that are not finite or not a matrix, or another number of answers.
+    Raises: ValueError if a score is infinite, if the scores are not a matrix, or for another number of answers.
 
     Self-consistency: Wang et al. 2022, https://arxiv.org/abs/2203.11171.
     """
@@ -109,9 +132,14 @@ def _majority_score(scores: Sequence[float], answers: Sequence[Hashable | None])
         if answer is not None:
             votes[answer].append(score)
     if not votes:
-        return _mean(scores)
+        return _mean_of_scored(scores)
     most = max(map(len, votes.values()))
-    return _mean([_mean(own) for own in votes.values() if len(own) == most])
+    return _mean([_mean_of_scored(own) for own in votes.values() if len(own) == most])
+
+
+def _mean_of_scored(scores: Sequence[float]) -> float:
+    known = [score for score in scores if not math.isnan(score)]
+    return _mean(known) if known else math.nan
 
 
 def mean_over_prompts(values: Tensor) -> float:
@@ -257,19 +285,21 @@ def _sum_rows(matrix: Tensor) -> Tensor:
     return matrix.cumsum(1)[:, -1]
 
 
+def _count_scored(scores_PN: Tensor) -> Tensor:
+    return (~scores_PN.isnan()).sum(1)
+
+
 def _checked_scores(scores: Tensor) -> Tensor:
     if scores.ndim != 2 or not scores.shape[1]:
         raise ValueError(f"scores has shape {list(scores.shape)}, but must be prompts x samples, with at least one")
-    return _checked_finite(scores, "scores")
+    if bool(scores.isinf().any()):
+        raise ValueError("scores has infinity: replace it by NaN, which marks a response without a score")
+    return scores.double()
 
 
 def _checked_values(values: Tensor, name: str) -> Tensor:
     if values.ndim != 1 or not len(values):
         raise ValueError(f"{name} has shape {list(values.shape)}, but must have one value per prompt, at least one")
-    return _checked_finite(values, name)
-
-
-def _checked_finite(values: Tensor, name: str) -> Tensor:
     if not bool(values.isfinite().all()):
         raise ValueError(f"{name} has NaN or infinity: drop these prompts, or replace the values")
     return values.double()

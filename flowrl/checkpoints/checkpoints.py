@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sync_folder, write_json_with_checksum
-from flowrl.data.metric import finite
+from flowrl.data.metric import finite, held_out_bounds
 
 FORMAT, ROWS_FORMAT = 3, 2
 READS = (1, ROWS_FORMAT, FORMAT)
@@ -49,9 +49,13 @@ class Score:
 
     @classmethod
     def of(cls, values: Mapping[str, float], names: Sequence[str]) -> "Score | None":
-        """Returns the first of the named metrics that a step has, or None."""
+        """Returns the first of the named metrics that a step has, or None.
+
+        If rewards failed in the evaluation, the value is that with the worst score for them, because the metric itself
+        is a mean over other responses than that of another checkpoint.
+        """
         name = next((name for name in names if values.get(name) is not None), None)
-        return None if name is None else cls(name, values[name])
+        return None if name is None else cls(name, held_out_bounds(values, name)[0])
 
     @property
     def sort_key(self) -> float:

@@ -89,6 +89,29 @@ def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
+# Evaluations in which rewards failed.
+
+NUM_FAILED, FAILED_FRACTION = "evaluation/failed", "evaluation/failed_fraction"
+"""Number and share of the responses of an evaluation whose reward failed. Only logged if there are any."""
+
+FAILED_AS_WORST, FAILED_AS_BEST = "evaluation/failed_as_worst", "evaluation/failed_as_best"
+"""`accuracy` if these responses had the worst score, or the best one. Only logged together with the share."""
+
+
+def held_out_bounds(values: Mapping[str, float], name: str) -> tuple[float, float]:
+    """Returns the smallest and the largest possible value of a held-out metric of a step over all its responses.
+
+    They differ if rewards failed in the evaluation. `name` is `accuracy`, `validation_loss` or a similar metric,
+    possibly with the ending `/SET`.
+    """
+    metric, slash, ending = name.partition("/")
+    value = values.get(name, math.nan)
+    if metric != "accuracy":
+        return value, value
+    low, high = (values.get(f"{bound}{slash}{ending}", value) for bound in (FAILED_AS_WORST, FAILED_AS_BEST))
+    return low, high
+
+
 class MetricFuture(Protocol):
     """A future of a dictionary of metrics, such as the result of `actor.update`."""
 

@@ -2,7 +2,7 @@
 
 Entry points: `HealthMonitor` (monitor: checks each step), `CHECKS` (health_checks: the checks, pure functions of a
 window of steps), `Finding` and `read_findings` (findings: the file `health.jsonl` of a run folder).
-May import `flowrl.config`.
+May import `flowrl.config` and `flowrl.data`.
 """
 
 from flowrl.health.findings import Finding, read_findings

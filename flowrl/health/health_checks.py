@@ -125,7 +125,8 @@ def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | 
     better one of its values in the first step and at that evaluation. A held-out reward must also have lost at least a
     tenth of the largest reward of any response so far. A single noisy evaluation has little effect: the fall is the
     smaller one of the last two evaluations, and two adjacent evaluations must reach the best value. With only two
-    evaluations, half of the fall counts.
+    evaluations, half of the fall counts. If rewards failed in an evaluation, they count with the worst score for the
+    best value, and with the best score for a fall, so that failures alone cause no fall.
     """
     if not window.is_evaluated:
         return None
@@ -144,16 +145,17 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
     if not earlier:
         return
     best = _best(earlier, sign)
-    scale = abs(best.value) or 1.0
-    fall = sign * (best.value - last.value) / scale
+    scale = abs(best.low) or 1.0
+    fall = sign * (best.low - last.high) / scale
     if previous is not None:
-        fall = min(fall, sign * (best.value - previous.value) / scale)
+        fall = min(fall, sign * (best.low - previous.high) / scale)
     value = fall / 2 if previous is None else fall
     training = HELD_OUT[prefix]
     direction, better, worse = ("below", "rises", "falls") if sign > 0 else ("above", "falls", "rises")
+    at_most, at_least = "at most " * (last.low < last.high), "of at least " * (best.low < best.high)
     observation = (
-        f"{name} is {last.value:.3g}, {abs(last.value - best.value) / scale:.0%} {direction} its best value "
-        f"{best.value:.3g}"
+        f"{name} is {at_most}{last.high:.3g}, {abs(last.high - best.low) / scale:.0%} {direction} its best value "
+        f"{at_least}{best.low:.3g}"
     )
     if fall > 0 and _has_improved(window, training, best, last, sign):
         yield Measurement(value, f"{observation}, while {training} {better}")
@@ -169,8 +171,8 @@ def _best(points: list[EvaluationPoint], sign: int) -> EvaluationPoint:
     """Returns the best point whose value an adjacent point reaches as well. Returns a single point as it is."""
     if len(points) == 1:
         return points[0]
-    confirmed = (min(pair, key=lambda point: sign * point.value) for pair in pairwise(points))
-    return max(confirmed, key=lambda point: sign * point.value)
+    confirmed = (min(pair, key=lambda point: sign * point.low) for pair in pairwise(points))
+    return max(confirmed, key=lambda point: sign * point.low)
 
 
 def _has_improved(window: StepWindow, name: str, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
@@ -186,7 +188,7 @@ def _has_collapsed(window: StepWindow, name: str, best: EvaluationPoint, last: E
     """Returns whether the training metric has lost more than half of the better one of its values in the first step and
     at the best evaluation. Returns False if a held-out reward has fallen by too little (`_SMALLEST_COLLAPSE`).
     """
-    if sign > 0 and best.value - last.value < _SMALLEST_COLLAPSE * max(0.0, window.largest_reward):
+    if sign > 0 and best.low - last.high < _SMALLEST_COLLAPSE * max(0.0, window.largest_reward):
         return False
     candidates = [value for value in (window.first_value(name), best.training.get(name)) if value is not None]
     now = last.training.get(name)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
+from flowrl.data.metric import held_out_bounds
+
 Record = Mapping[str, float]
 """Metrics of a step by name."""
 
@@ -21,7 +23,10 @@ WINDOW_MULTIPLE = 4
 class EvaluationPoint:
     """A held-out metric in one evaluation, and the corresponding training metric at that time."""
 
-    value: float
+    low: float
+    """Value of the metric if failed rewards had the worst score. Without failed rewards, both bounds are the value."""
+    high: float
+    """Value of the metric if failed rewards had the best score."""
     training: Record
     """Median of the training metric over the last steps, by name; empty for the initial model."""
 
@@ -61,12 +66,12 @@ class StepWindow:
             if len(self.first) < self.steps:
                 self.first.append(values)
         self.is_evaluated = False
-        for name, value in values.items():
+        for name in values:
             training = held_out.get(name.split("/")[0])
             if training is not None:
                 medians = self._training_median(training)
                 points = self.evaluations.setdefault(name, deque(maxlen=MAX_EVALUATIONS))
-                points.append(EvaluationPoint(value, medians))
+                points.append(EvaluationPoint(*held_out_bounds(values, name), medians))
                 self.is_evaluated = True
 
     def _training_median(self, name: str) -> Record:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from flowrl.checkpoints.run_folder import naming_full_disk, replacing
 from flowrl.data.console import make_console, printable
-from flowrl.data.metric import finite
+from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, NUM_FAILED, finite
 from flowrl.report.rollout_log import Kind, Row
 from flowrl.report.trackers.tracker import Tracker
 
@@ -28,6 +28,7 @@ SHOWN = {
     "loss": "loss {:.4f}",
     "actor/loss": "loss {:.4f}",
     "accuracy": "accuracy {:.3f}",
+    FAILED_FRACTION: "{:.0%} of held-out rewards failed",
     "validation_loss": "validation loss {:.4f}",
     "kl": "KL {:.4f}",
     "actor/kl": "KL {:.4f}",
@@ -204,13 +205,20 @@ class LiveProgress:
         shown = {name: (step, value) for name, value in values.items() if name in self._shown and not math.isnan(value)}
         self._latest.update(shown)
 
+    def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds the metrics of an evaluation to the next `update`, or shows those of the initial model (step 0)."""
+        if step:
+            self.add_values(step, {FAILED_FRACTION: 0.0, **values})
+        elif values:
+            self.notify("initial model: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+
     def update(self, step: int, values: Mapping[str, float]) -> None:
         now_s = self._clock()
         # The time before the first update includes startup, so the step's own duration is preferred.
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
         self.add_values(step, values)
-        parts = [self._part(name, step) for name in self._shown if name in self._latest]
+        parts = [self._part(name, step) for name in self._shown if name in self._latest and not self._is_omitted(name)]
         line = self._fitted([*parts, f"ETA {format_clock(self._seconds_left(step))}"])
         if self._bar is not None:
             self._bar.start()
@@ -220,6 +228,9 @@ class LiveProgress:
         if now_s - self._shown_s >= LINE_INTERVAL_S or step == self._num_steps:
             self._shown_s = now_s
             self._show()
+
+    def _is_omitted(self, name: str) -> bool:
+        return name == FAILED_FRACTION and not self._latest[name][1]
 
     def _part(self, name: str, step: int) -> str:
         measured_at, value = self._latest[name]
@@ -267,10 +278,15 @@ def format_clock(seconds: float) -> str:
 def result_table(
     first: Mapping[str, float], last: Mapping[str, float], titles: Mapping[str, str] | None = None
 ) -> Table:
-    """Returns a table of the metrics of the first and the last evaluation. `titles` replace the default titles."""
+    """Returns a table of the metrics of the first and the last evaluation. `titles` replace the default titles.
+
+    A metric of failed rewards may be missing in one of them.
+    """
     known = _TITLES | dict(titles or {})
+    names = [name for name in first if name in last or name.startswith(NUM_FAILED)]
+    names += [name for name in last if name not in first and name.startswith(NUM_FAILED)]
     return before_after_table(
-        [(known.get(name, name.replace("_", " ")), first[name], last[name]) for name in first if name in last]
+        [(known.get(name, name.replace("_", " ")), first.get(name), last.get(name)) for name in names]
     )
 
 
@@ -279,17 +295,24 @@ _TITLES = {
     "evaluation/accuracy_low": "lower end of its 95 % interval",
     "evaluation/accuracy_high": "upper end of its 95 % interval",
     "evaluation/response_length": "response length (tokens)",
+    NUM_FAILED: "responses whose reward failed",
+    FAILED_FRACTION: "share of these responses",
+    FAILED_AS_WORST: "held-out accuracy with the worst score for them",
+    FAILED_AS_BEST: "held-out accuracy with the best score for them",
 }
 
 
-def before_after_table(rows: Sequence[tuple[str, float, float]], *, title: str = "Before and after training") -> Table:
-    """Returns a table of metrics before and after training. Each row is (name, before, after)."""
+def before_after_table(
+    rows: Sequence[tuple[str, float | None, float | None]], *, title: str = "Before and after training"
+) -> Table:
+    """Returns a table of metrics before and after training. Each row is (name, before, after). None: no value."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     for name, before, after in rows:
-        table.add_row(Text(name), f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+        cells = ["" if value is None else f"{value:.3f}" for value in (before, after)]
+        table.add_row(Text(name), *cells, "" if before is None or after is None else f"{after - before:+.3f}")
     return table
 
 

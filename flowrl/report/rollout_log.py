@@ -41,7 +41,8 @@ COLUMNS: dict[str, str] = {
     "version": "weight version that sampled the oldest response token",
     "newest_version": "weight version that sampled the newest response token",
     "staleness": "version of the weights that the step trained, minus `version`; null in an evaluation",
-    "score": "weighted sum of the rewards; in an evaluation, of the rewards for evaluations",
+    "score": "weighted sum of the rewards; in an evaluation, of the rewards for evaluations, and null if one of them "
+    "failed",
     "rewards": "score of each reward by its name, before its weight; null if its call failed",
     "other_scores": "other float columns of the batch with one value per row, such as `shaped_scores`",
     "reward_failures": "cause of each failed reward, by the name of the reward; `{}` if no reward failed",

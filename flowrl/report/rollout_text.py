@@ -58,16 +58,19 @@ def find_rollouts(run_folder: Path) -> Path:
 
 
 def select_rows(rows: Sequence[Row], order: Order, count: int) -> list[Row]:
-    """Returns the first `count` rows in an order. Rows with equal scores keep their order.
+    """Returns the first `count` rows in an order. Rows with equal scores keep their order, and rows without a score,
+    whose reward failed, are last.
 
-    Raises RolloutLogError if the order is by score and a row has no score.
+    Raises RolloutLogError if the order is by score and no row has a score.
     """
     if order == "row":
         return list(rows[:count])
-    if any(row["score"] is None for row in rows):
-        raise RolloutLogError(f"step {rows[0]['step']} has rows without a score: show it without --worst and --best")
+    scored = [row for row in rows if row["score"] is not None]
+    if rows and not scored:
+        raise RolloutLogError(f"step {rows[0]['step']} has no row with a score: show it without --worst and --best")
     sign = 1 if order == "worst" else -1
-    return sorted(rows, key=lambda row: sign * row["score"])[:count]
+    others = [row for row in rows if row["score"] is None]
+    return [*sorted(scored, key=lambda row: sign * row["score"]), *others][:count]
 
 
 def render_row(row: Row) -> str:

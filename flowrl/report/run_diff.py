@@ -1,6 +1,7 @@
 """Compares two runs: settings, inputs, versions, and the first step and call at which their metrics diverge."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +125,21 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class CommonScores:
+    """Mean scores of two evaluations over the responses whose reward failed in neither of them."""
+
+    step: int
+    name: str
+    """Name of the set of prompts; empty for `data.test`."""
+    num_rows: int
+    """Number of responses that both runs have saved."""
+    num_scored: int
+    """Number of these responses with a score in both runs."""
+    means: tuple[float, float]
+    """NaN without such responses."""
+
+
+@dataclass(frozen=True)
 class RunDiff:
     """The differences of two runs."""
 
@@ -138,6 +154,8 @@ class RunDiff:
     """Number of these steps whose metrics are equal."""
     results: Sequence[tuple[str, Any, Any]] = ()
     """Name and both values of the metrics that differ in the last common step, largest relative difference first."""
+    evaluations: Sequence[CommonScores] = ()
+    """Sets in whose last common evaluation rewards failed."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Why a comparison is missing, by its name: `inputs`, `versions` or `metrics`."""
 
@@ -184,8 +202,48 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
         num_steps=len(trained),
         num_equal_steps=len([step for step in trained if step not in differing]),
         results=sorted(last, key=_size_of_difference, reverse=True),
+        evaluations=_compare_evaluations(folders, common),
         missing=missing,
     )
+
+
+def _compare_evaluations(folders: tuple[RunFolder, RunFolder], common: Sequence[int]) -> list[CommonScores]:
+    """Compares the last common evaluation of each set, if a reward failed in it."""
+    compared: dict[str, CommonScores | None] = {}
+    for step in sorted(_steps_of_rows(folders, "evaluation") & {*common}, reverse=True):
+        try:
+            first, second = (_rows_by_set(read_rows(folder.rollouts, "evaluation", step)) for folder in folders)
+        except MissingStepError:
+            continue
+        for name in (first.keys() & second.keys()) - compared.keys():
+            compared[name] = _compare_scores(step, name, first[name], second[name])
+    return [scores for _, scores in sorted(compared.items()) if scores is not None]
+
+
+def _rows_by_set(rows: Sequence[Row]) -> dict[str, dict[tuple, Row]]:
+    """Returns set -> prompt and sample -> row."""
+    sets: defaultdict[str, dict[tuple, Row]] = defaultdict(dict)
+    for row in rows:
+        sets[row.get("set") or ""][row["prompt_id"], row["prompt"], row.get("sample")] = row
+    return sets
+
+
+def _compare_scores(
+    step: int, name: str, first: Mapping[tuple, Row], second: Mapping[tuple, Row]
+) -> CommonScores | None:
+    pairs = [(first[key], second[key]) for key in first if key in second]
+    scored = [pair for pair in pairs if all(map(_has_score, pair))]
+    if len(scored) == len(pairs) or not any(_has_score(row) for pair in pairs for row in pair):
+        return None
+    one, other = (
+        math.fsum(pair[run]["score"] for pair in scored) / len(scored) if scored else math.nan for run in (0, 1)
+    )
+    return CommonScores(step, name, len(pairs), len(scored), (one, other))
+
+
+def _has_score(row: Row) -> bool:
+    # An earlier version saved 0 as the score of a failed reward.
+    return row.get("score") is not None and not row.get("reward_failures")
 
 
 def _compare_json(

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.data.console import printable, round_pair
-from flowrl.report.run_diff import RunDiff
+from flowrl.report.run_diff import CommonScores, RunDiff
 
 _MAX_ROWS, _MAX_TEXT = 12, 60
 
@@ -29,6 +29,8 @@ def print_diff(diff: RunDiff, console: Console) -> None:
         console.print(Text(f"{name.capitalize()}: not compared, because {reason}"))
     if diff.num_steps:
         console.print(f"Metrics: {diff.num_equal_steps} of {diff.num_steps} common steps are equal")
+    for scores in diff.evaluations:
+        console.print(Text(_describe_scores(scores)))
     if diff.divergence is None:
         if diff.num_steps:
             console.print("No step diverges.")
@@ -36,6 +38,15 @@ def print_diff(diff: RunDiff, console: Console) -> None:
     title = f"First divergence: step {diff.divergence.step}, {diff.divergence.call}"
     console.print(_table(title, diff.names, diff.divergence.values, num_shown=_MAX_ROWS))
     console.print(_table("Last common step, largest differences", diff.names, diff.results, num_shown=_MAX_ROWS))
+
+
+def _describe_scores(scores: CommonScores) -> str:
+    name = f" of the set {printable(scores.name)}" if scores.name else ""
+    one, other = scores.means
+    return (
+        f"Evaluation{name} in step {scores.step}: rewards failed. Mean score of the {scores.num_scored} of "
+        f"{scores.num_rows} responses with a score in both runs: {one:.3f} and {other:.3f}"
+    )
 
 
 def _table(title: str, names: tuple[str, str], entries: Sequence[tuple[str, Any, Any]], *, num_shown: int) -> Table:

@@ -1,7 +1,9 @@
 """Evaluation during a run: responses to held-out prompts and their scores, or the loss on held-out examples."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -20,9 +22,11 @@ from flowrl.config import EvaluationConfig
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.tensordicts import objects
+from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, NUM_FAILED
 from flowrl.report.rollout_log import Row
 from flowrl.rewards.processes.answers import extract_answers
 from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.rewards.row_scores import FAILED
 from flowrl.run.rollout_rows import collect_rows
 from flowrl.schedules.rewards import HeldOutResponses
 from flowrl.workers.dialogs import EPISODE
@@ -38,9 +42,13 @@ SOURCE = "accuracy_source/"
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The scores of a set of prompts. Shape suffixes: P prompts, N responses per prompt."""
+    """The scores of a set of prompts. Shape suffixes: P prompts, N responses per prompt.
+
+    A response whose reward failed has no score. Each estimate uses the prompts with enough scores.
+    """
 
     scores_PN: Tensor
+    """NaN: the response has no score."""
     prompt_ids: Sequence[int]
     sources: Sequence[str | None]
     """Data source of each prompt, or None."""
@@ -48,9 +56,9 @@ class PromptScores:
     """Final answer of each response, or None if it has none. None if the run has no function that extracts answers."""
 
     @property
-    def is_finite(self) -> bool:
-        """Whether all scores are finite numbers, as the estimates require."""
-        return bool(self.scores_PN.isfinite().all())
+    def is_scored(self) -> bool:
+        """Whether any response has a score."""
+        return not bool(self.scores_PN.isnan().all())
 
     @property
     def strata(self) -> Sequence[str | None] | None:
@@ -63,12 +71,26 @@ class PromptScores:
         answers = None if self.answers is None else [self.answers[i] for i in own]
         return PromptScores(self.scores_PN[own], [self.prompt_ids[i] for i in own], [source] * len(own), answers)
 
-    def interval(self) -> Interval:
-        """Returns the mean score and its bootstrap interval over prompts, which keeps the sizes of data sources."""
-        return bootstrap_interval(mean_at_k(self.scores_PN), strata=self.strata)
+    def means(self) -> Tensor:
+        """Returns the mean score of each prompt, [P]. NaN for a prompt without a score."""
+        return mean_at_k(self.scores_PN)
+
+    def interval(self, values_P: Tensor) -> Interval:
+        """Returns the mean of an estimate over the prompts that have it, and its bootstrap interval over these prompts.
+
+        The interval keeps the sizes of data sources. Returns NaN if no prompt has the estimate.
+        """
+        known_P = ~values_P.isnan()
+        if not known_P.any():
+            return Interval(math.nan, math.nan, math.nan)
+        strata = None if self.strata is None else list(compress(self.strata, known_P.tolist()))
+        return bootstrap_interval(values_P[known_P], strata=strata)
 
     def estimate(self, pass_score: float) -> dict[str, Tensor]:
-        """Returns the estimates that need several samples, by the end of their name: one value per prompt, [P]."""
+        """Returns the estimates that need several samples, by the end of their name: one value per prompt, [P].
+
+        NaN for a prompt with too few scores.
+        """
         k = self.scores_PN.shape[1]
         if k == 1:
             return {}
@@ -79,6 +101,28 @@ class PromptScores:
         if self.answers is not None:
             estimates[f"majority@{k}"] = majority_at_k(self.scores_PN, self.answers)
         return estimates
+
+    def measure_failures(self, pass_score: float) -> dict[str, float]:
+        """Returns number and share of the responses without a score, and the bounds of the mean score over all
+        responses. Returns nothing if all have a score.
+
+        The worst score is 0, or the lowest score if it is negative. The best one is the highest score, and at least
+        `pass_score`.
+        """
+        missing_PN = self.scores_PN.isnan()
+        num_missing = int(missing_PN.sum())
+        if not num_missing:
+            return {}
+        known = self.scores_PN[~missing_PN].tolist()
+        bounds = {FAILED_AS_WORST: min([0.0, *known]), FAILED_AS_BEST: max([pass_score, *known])}
+        return {
+            NUM_FAILED: float(num_missing),
+            FAILED_FRACTION: num_missing / missing_PN.numel(),
+            **{
+                name: mean_over_prompts(mean_at_k(self.scores_PN.masked_fill(missing_PN, score)))
+                for name, score in bounds.items()
+            },
+        }
 
 
 class Evaluation(Mapping[str, float]):
@@ -172,8 +216,9 @@ def evaluate(
     Returns: `accuracy`, the mean score, its bootstrap interval `evaluation/accuracy_low` and
         `evaluation/accuracy_high`, and `evaluation/response_length`, the mean number of tokens. With k > 1 samples also
         `accuracy_best@k`, `accuracy_pass@k` and `accuracy_majority@k`. With several data sources also
-        `accuracy_source/SOURCE`. With an environment also `evaluation/turns` and `evaluation/environment/EVENT`. For
-        named sets, the names end with `/NAME`.
+        `accuracy_source/SOURCE`. With an environment also `evaluation/turns` and `evaluation/environment/EVENT`. If
+        rewards failed, also `evaluation/failed`, `evaluation/failed_fraction`, `evaluation/failed_as_worst` and
+        `evaluation/failed_as_best`; these responses have no score. For named sets, the names end with `/NAME`.
     """
 
     def generate(rows: Batch, own: EvaluationConfig) -> Batch | HeldOutResponses:
@@ -245,6 +290,7 @@ def measure_sets(
     metrics: dict[str, float] = {}
     saved: list[Row] = []
     for name, batch in batches.items():
+        batch = _without_failed_scores(batch)
         ending = f"/{name}" if name else ""
         length = float(batch.get("response_mask").sum()) / len(batch)
         measured = {**measure(name, batch, own[name]), "evaluation/response_length": length}
@@ -252,6 +298,23 @@ def measure_sets(
         rows = collect_rows(batch).get()
         saved += [{**row, "row": len(saved) + i} | ({"set": name} if name else {}) for i, row in enumerate(rows)]
     return Evaluation(metrics, num_rows, saved)
+
+
+def _without_failed_scores(batch: Batch) -> Batch:
+    """Returns a batch in which the score of a response is NaN if its reward failed. Waits for the scores.
+
+    With `on_failure: zero`, such a score is 0. A reward model that is called directly may give NaN or infinity.
+    """
+    if "scores" not in batch:
+        return batch
+    scores_B = batch.get("scores")
+    failed_B = ~scores_B.isfinite()
+    if FAILED in batch:
+        failed_B |= batch.get(FAILED)
+    if not failed_B.any():
+        return batch
+    known = Batch.from_columns(rows={"scores": scores_B.masked_fill(failed_B, math.nan)})
+    return batch.drop("scores").union(known)
 
 
 def _collect_scores(batch: Batch, config: EvaluationConfig, limits: PoolLimits) -> PromptScores:
@@ -274,19 +337,23 @@ def _extract(table: TensorDict, function: str, limits: PoolLimits) -> list[str |
 
 
 def measure_scores(scores: PromptScores, config: EvaluationConfig) -> dict[str, float]:
-    """Returns the metrics of the scores of a set of prompts. Scores that are not finite have no estimates."""
-    metrics = {"accuracy": float(scores.scores_PN.flatten().mean())}
-    if config.samples > 1:
-        metrics[f"accuracy_best@{config.samples}"] = float(scores.scores_PN.amax(1).mean())
-    if not scores.is_finite:  # the score of a reward model may be NaN
-        return metrics
-    interval = scores.interval()
-    metrics |= {"evaluation/accuracy_low": interval.low, "evaluation/accuracy_high": interval.high}
+    """Returns the metrics of the scores of a set of prompts. A metric is NaN if too few responses have a score."""
+    interval = scores.interval(scores.means())
+    metrics = {
+        "accuracy": interval.value,
+        "evaluation/accuracy_low": interval.low,
+        "evaluation/accuracy_high": interval.high,
+    }
     for name, values_P in scores.estimate(config.pass_score).items():
-        metrics.setdefault(f"accuracy_{name}", mean_over_prompts(values_P))
+        metrics[f"accuracy_{name}"] = _mean_of_known(values_P)
     for source in dict.fromkeys(scores.strata or ()):
-        metrics[f"{SOURCE}{source}"] = mean_over_prompts(mean_at_k(scores.of_source(source).scores_PN))
-    return metrics
+        metrics[f"{SOURCE}{source}"] = _mean_of_known(scores.of_source(source).means())
+    return metrics | scores.measure_failures(config.pass_score)
+
+
+def _mean_of_known(values_P: Tensor) -> float:
+    known_P = ~values_P.isnan()
+    return mean_over_prompts(values_P[known_P]) if known_P.any() else math.nan
 
 
 def measure_episodes(table: TensorDict) -> dict[str, float]:

@@ -444,10 +444,8 @@ class Run:
     def _add_evaluation(self, step: int, result: Evaluation) -> None:
         self._evaluations.add(step, result)
         self._rollouts.add_evaluation(step, result.rows)
-        if step:
-            self._progress.add_values(step, result)
-        elif result:
-            self._progress.notify("initial model: " + ", ".join(f"{key} {value:.3f}" for key, value in result.items()))
+        self._progress.add_evaluation(step, result)
+        self._checks.check_evaluation(step, result, result.rows)
 
     def save_rollouts(self, batch: Batch) -> None:
         """Saves rows of this step's batch in `rollouts/`, if the step is due (`report.rollouts`). Does not block.

@@ -1,5 +1,6 @@
 """Saves the rows of flowrl/report/rollout_log.py: selects rows of a batch, and converts them on the task worker."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -201,7 +202,7 @@ def make_rows(table: TensorDict, indices: list[int], trained_version: int | None
         "version": oldest,
         "newest_version": [None if own is None or not len(own) else int(own.max()) for own in versions],
         "staleness": [None if trained_version is None or own is None else trained_version - own for own in oldest],
-        "score": _values(table, "scores"),
+        "score": [None if score is None or math.isnan(score) else score for score in _values(table, "scores")],
         "rewards": _rewards(table),
         "other_scores": _other_scores(table),
         "reward_failures": _reward_failures(table),

@@ -1,17 +1,22 @@
-"""Ends a run in which too many rewards fail."""
+"""Ends a run or an evaluation in which too many rewards fail."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from flowrl.config import RolloutRunConfig, RunConfig
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.block import LocalRef
-from flowrl.data.metric import Logged, merge_metrics
+from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, Logged, merge_metrics
+
+_MAX_CAUSE = 300
+"""Largest number of characters of a cause in a message."""
 
 
 class FailureWatch:
-    """Compares the share of failed rewards or episodes of each step with `max_failure_rate`."""
+    """Compares the share of failed rewards or episodes with `max_failure_rate`, in each step and each evaluation."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._limit: float | None = None
         self._role = "reward"
         if isinstance(config, RolloutRunConfig) and config.on_failure != "stop":
@@ -21,6 +26,7 @@ class FailureWatch:
         """Reason for which the run must end after the current step, or None."""
         self._results: list[Future | LocalRef] = []
         """Metrics of the responses of the current step."""
+        self._has_warned = False
 
     def follow(self, metrics: Logged) -> tuple[Logged, ...]:
         """Stores metrics of the responses of a step until `check_responses`, and returns them for the log."""
@@ -40,13 +46,51 @@ class FailureWatch:
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
         """Checks the metrics of a step."""
         share = values.get("reward_failed_fraction")
-        if self.error is None and self._limit is not None and share is not None and share > self._limit:
+        if share is not None and self._is_above_limit(share):
             names = [
                 name.split("/")[1] for name, value in values.items() if name.endswith("/failed_fraction") and value
             ]
-            failed = f"reward {' and '.join(names)}" if self._role == "reward" else self._role
-            self.error = (
-                f"{failed} failed for {share:.0%} of the responses of step {step}, more than "
-                f"{self._role}.max_failure_rate ({self._limit:g}): the saved rows in rollouts/ have the causes in "
-                f"reward_failures; correct the {self._role}, or raise max_failure_rate"
+            self._set_error(
+                f"{self._describe(names, share)} responses of step {step}",
+                "the saved rows in rollouts/ have the causes in reward_failures",
             )
+
+    def check_evaluation(self, where: str, values: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks the metrics of an evaluation, and notifies the user once if rewards failed.
+
+        Args:
+            where: names the evaluation in messages, such as `of step 3`.
+            values: metrics of the evaluation.
+            rows: its responses, with the causes of failures in `reward_failures`.
+        """
+        endings = [name.removeprefix(FAILED_FRACTION) for name in values if name.startswith(FAILED_FRACTION)]
+        for ending in endings:  # empty, or `/SET`
+            share, own = values[FAILED_FRACTION + ending], ending.removeprefix("/")
+            own_rows = [row for row in rows if (row.get("set") or "") == own]
+            causes = [row["reward_failures"] for row in own_rows if row.get("reward_failures")]
+            names = dict.fromkeys(name for failures in causes for name in failures)
+            observation = f"{self._describe(names, share)} held-out responses {where}" + f" (set {own})" * bool(own)
+            cause = next((cause for failures in causes for cause in failures.values()), "unknown")
+            cause = f"first cause: {' '.join(cause.split())[:_MAX_CAUSE]}"
+            if self._is_above_limit(share):
+                self._set_error(observation, cause)
+            elif not self._has_warned:
+                self._has_warned = True
+                worst, best = values[FAILED_AS_WORST + ending], values[FAILED_AS_BEST + ending]
+                self._notify(
+                    f"{observation}: accuracy is the mean over the others, and would be {worst:.3f} with the worst "
+                    f"score for these responses and {best:.3f} with the best ({cause})"
+                )
+
+    def _is_above_limit(self, share: float) -> bool:
+        return self.error is None and self._limit is not None and share > self._limit
+
+    def _describe(self, names: Iterable[str], share: float) -> str:
+        own = [name for name in names if name != self._role]
+        return f"{' '.join([self._role, ' and '.join(own)]).strip()} failed for {share:.0%} of the"
+
+    def _set_error(self, observation: str, cause: str) -> None:
+        self.error = (
+            f"{observation}, more than {self._role}.max_failure_rate ({self._limit:g}): {cause}; correct the "
+            f"{self._role}, or raise max_failure_rate"
+        )

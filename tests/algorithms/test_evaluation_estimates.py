@@ -90,6 +90,72 @@ def test_majority_by_hand(scores: list[float], answers: list[str | None], expect
     assert majority_at_k(torch.tensor([scores], dtype=torch.float64), [answers]).tolist() == [expected]
 
 
+# Responses without a score.
+
+
+NAN = float("nan")
+PARTIAL = torch.tensor([[1.0, NAN, 0.0, 0.5], [NAN, NAN, 2.0, NAN], [NAN] * 4, [1.0, 0.0, 0.0, 0.0]])
+"""Prompts with 3, 1, 0 and 4 scores."""
+
+
+def assert_estimates(values: torch.Tensor, expected: list[float]) -> None:
+    assert values.tolist() == pytest.approx(expected, rel=1e-15, nan_ok=True)
+
+
+def test_the_mean_is_over_the_responses_with_a_score() -> None:
+    assert_estimates(mean_at_k(PARTIAL), [0.5, 2.0, NAN, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [
+        (1, [1 / 3, 1.0, NAN, 0.25]),
+        (2, [2 / 3, NAN, NAN, 0.5]),  # 1 - C(2, 2) / C(3, 2), and 1 - C(3, 2) / C(4, 2)
+        (4, [NAN, NAN, NAN, 1.0]),
+    ],
+)
+def test_pass_needs_k_responses_with_a_score(k: int, expected: list[float]) -> None:
+    assert_estimates(pass_at_k(PARTIAL, k), expected)
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [
+        (1, [0.5, 2.0, NAN, 0.25]),
+        (2, [2.5 / 3, NAN, NAN, 0.5]),  # the pairs of 0, 0.5 and 1 have the maxima 0.5, 1 and 1
+        (3, [1.0, NAN, NAN, 0.75]),
+    ],
+)
+def test_best_needs_k_responses_with_a_score(k: int, expected: list[float]) -> None:
+    assert_estimates(best_at_k(PARTIAL, k), expected)
+
+
+@pytest.mark.parametrize(
+    ("scores", "answers", "expected"),
+    [
+        ([1.0, NAN, 0.0], ["4", "4", "5"], 1.0),  # the response without a score has a vote
+        ([NAN, NAN, 0.0], ["4", "4", "5"], NAN),  # the score of the answer is unknown
+        ([NAN, 0.0], ["4", "5"], NAN),  # a tie, of which one score is unknown
+        ([1.0, NAN, 0.5], [None, None, None], 0.75),
+        ([NAN, NAN], [None, None], NAN),
+    ],
+)
+def test_majority_counts_the_answers_of_all_responses(
+    scores: list[float], answers: list[str | None], expected: float
+) -> None:
+    assert_estimates(majority_at_k(torch.tensor([scores], dtype=torch.float64), [answers]), [expected])
+
+
+@quick
+@given(samples())
+def test_a_response_without_a_score_is_a_response_that_was_not_generated(drawn: tuple[torch.Tensor, int]) -> None:
+    scores, k = drawn
+    padded = torch.cat([scores.new_full((len(scores), 1), NAN), scores, scores.new_full((len(scores), 2), NAN)], dim=1)
+    assert torch.equal(mean_at_k(padded), mean_at_k(scores))
+    assert torch.equal(best_at_k(padded, k), best_at_k(scores, k))
+    assert torch.equal(pass_at_k(padded, k, min_score=0.1), pass_at_k(scores, k, min_score=0.1))
+
+
 def test_the_interval_of_equal_values_has_no_width() -> None:
     interval = bootstrap_interval(torch.full((7,), 0.25), num_resamples=100)
     assert (interval.value, interval.low, interval.high) == (0.25, 0.25, 0.25)
@@ -162,7 +228,8 @@ def test_p_values_of_equally_good_models_are_spread_evenly() -> None:
     [
         (lambda: mean_at_k(torch.zeros(3)), r"scores .*\[3\]"),
         (lambda: mean_at_k(torch.zeros(3, 0)), r"scores .*\[3, 0\]"),
-        (lambda: mean_at_k(torch.tensor([[float("nan")]])), "scores .*NaN"),
+        (lambda: mean_at_k(torch.tensor([[float("inf")]])), "scores .*infinity"),
+        (lambda: bootstrap_interval(torch.tensor([float("nan")])), "values .*NaN"),
         (lambda: pass_at_k(torch.zeros(1, 2), 3), "k is 3.*2"),
         (lambda: best_at_k(torch.zeros(1, 2), 0), "k is 0.*2"),
         (lambda: majority_at_k(torch.zeros(1, 2), [["4"]]), "answers"),

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import zlib
@@ -185,6 +186,13 @@ def test_the_first_score_of_a_step_is_used() -> None:
     names = ("reward", "loss")
     assert Score.of({"loss": 1.0, "reward": 2.0, "accuracy": 3.0}, names) == Score("reward", 2.0)
     assert Score.of({"loss": 1.0}, names) == Score("loss", 1.0) and Score.of({"lr": 1.0}, names) is None
+
+
+def test_failed_rewards_count_as_the_worst_score() -> None:
+    """The accuracy over the other responses is not comparable with that of another checkpoint."""
+    values = {"accuracy": 0.9, "evaluation/failed_as_worst": 0.6, "evaluation/failed_as_best": 0.95}
+    assert Score.of(values, ("accuracy",)) == Score("accuracy", 0.6)
+    assert Score.of(values | {"accuracy": math.nan}, ("accuracy",)) == Score("accuracy", 0.6)
 
 
 def test_files_without_a_known_checksum_are_read(tmp_path: Path) -> None:

@@ -278,6 +278,28 @@ def test_less_than_a_collapse_of_both_metrics_is_no_finding(rows: list[dict[str,
     assert find(HealthConfig(steps=STEPS), rows, initial={"accuracy": 0.5}) == []
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "worst", "best", "fall"),
+    [
+        # All evaluations have 0.5 or more, if the failed rewards of the last two had the best score.
+        ([0.5, 0.5, 0.2, 0.2], [None, None, 0.1, 0.1], [None, None, 0.6, 0.5], 0.0),
+        # The first two evaluations are only known to have 0.4. The last two have at most 0.3.
+        ([0.8, 0.8, 0.2, 0.2], [0.4, 0.4, 0.1, 0.1], [0.9, 0.9, 0.3, 0.3], 0.25),
+    ],
+)
+def test_failed_rewards_cause_no_fall(
+    accuracy: list[float], worst: list[float | None], best: list[float | None], fall: float
+) -> None:
+    rows = records(
+        reward=[0.1, 0.2, 0.3, 0.5],
+        accuracy=accuracy,
+        evaluation__failed_as_worst=worst,
+        evaluation__failed_as_best=best,
+    )
+    measurement = measure("held_out_fall", rows)
+    assert measurement is not None and measurement.value == pytest.approx(fall)
+
+
 def test_a_single_bad_evaluation_is_no_finding() -> None:
     rows = records(reward=REWARDS, accuracy=[None, 0.5, None, 0.5, None, 0.5, None, 0.1, None, 0.5])
     measurement = measure("held_out_fall", rows)

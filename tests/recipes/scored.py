@@ -2,6 +2,7 @@
 
 import json
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def constant(response: str) -> float:
 
 def length(response: str) -> float:
     return float(len(response))
+
+
+def fails_for_some_answers(response: str, answer: str) -> float:
+    """Returns 1. Fails for about half of the answers."""
+    if zlib.crc32(answer.encode()) % 2:
+        raise RuntimeError("verifier crashed")
+    return 1.0
 
 
 def fail_for_long_responses(response: str) -> float:

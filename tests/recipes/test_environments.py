@@ -159,6 +159,16 @@ def test_a_failed_episode_is_named_or_counted(grpo_config: GrpoConfigs, tmp_path
     assert all(row["score"] == 1 for step in saved_rows(config) for row in step)
 
 
+def test_an_evaluation_has_no_score_of_a_failed_episode(grpo_config: GrpoConfigs) -> None:
+    """All other episodes have the score 1."""
+    settings = environment("Unlucky", on_failure="zero", max_failure_rate=1.0)
+    train_grpo(config := grpo_config(placement=TOGETHER, steps=1, evaluate_every=1, **settings))
+    records, rows = metrics_of(config), read_rows(config.output / "rollouts", "evaluation", 1)
+    num_failed = [row["score"] for row in rows].count(None)
+    assert 0 < num_failed < len(rows) and records[1]["evaluation/failed"] == num_failed
+    assert all(record["accuracy"] == 1.0 for record in records)
+
+
 @pytest.mark.slow
 def test_episodes_of_a_killed_process_start_again(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     """The environment kills its process once."""

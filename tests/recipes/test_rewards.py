@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -12,12 +13,14 @@ import pytest
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import Placement, UserError
+from flowrl.report.rollout_log import read_rows
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run
 from flowrl.workers import Actor, Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from tests.configs import with_float64_models
+from tests.errors import rejects
 from tests.recipes.scored import MIXED
 from tests.recipes.test_numbers import assert_same, metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
@@ -263,6 +266,65 @@ def test_each_misbehaving_call_costs_only_its_row(
             left = config.samples_per_prompt - count
             assert groups[prompt] == (left if left >= 2 else 0)
         assert {groups[prompt] for prompt in groups.keys() - dropped.keys()} == {config.samples_per_prompt}
+
+
+def with_failing_evaluation(grpo_config: GrpoConfigs, **changes: Any) -> GRPOConfig:
+    """Returns a config whose evaluation reward is 1 for 34 of 64 prompts, and fails for the others."""
+    reward = {"function": "recipes.quickstart.task:score", "evaluation": f"{HERE}:fails_for_some_answers"}
+    data = grpo_config().data.model_dump() | {"evaluation_rows": 64}
+    changes = {"steps": 2, "evaluate_every": 1} | changes
+    return grpo_config(data=data, reward=reward | changes.pop("failures"), **changes)
+
+
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.parametrize("on_failure", one_of("zero", "drop"))
+def test_an_evaluation_has_no_score_of_a_failed_reward(
+    grpo_config: GrpoConfigs, schedule: str, on_failure: str
+) -> None:
+    failures = {"on_failure": on_failure, "max_failure_rate": 1.0}
+    config = with_failing_evaluation(grpo_config, failures=failures, schedule=SCHEDULES[schedule], **APART)
+    summary = train_grpo(config)
+    expected = {
+        "accuracy": 1.0,
+        "evaluation/accuracy_low": 1.0,
+        "evaluation/accuracy_high": 1.0,
+        "evaluation/failed": 30.0,
+        "evaluation/failed_fraction": 30 / 64,
+        "evaluation/failed_as_worst": 34 / 64,
+        "evaluation/failed_as_best": 1.0,
+    }
+    records = metrics_of(config)
+    assert len(records) == 3
+    assert all(record.items() >= expected.items() for record in records)
+    assert all(summary[f"{name}_after"] == value for name, value in expected.items())
+    rows = read_rows(config.output / "rollouts", "evaluation", 2)
+    assert [row["score"] for row in rows] == [None if zlib.crc32(row["answer"].encode()) % 2 else 1.0 for row in rows]
+    assert [list(row["reward_failures"]) for row in rows] == [["reward"] * (row["score"] is None) for row in rows]
+
+
+def test_too_many_failures_before_training_leave_no_run(grpo_config: GrpoConfigs) -> None:
+    config = with_failing_evaluation(grpo_config, failures={"on_failure": "zero"}, checkpoint={"every": 1})
+    with rejects(47, "reward.max_failure_rate", "0.1", "crashed"):
+        train_grpo(config)
+    assert not (config.output / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+def test_an_evaluation_with_too_many_failures_ends_the_run(
+    grpo_config: GrpoConfigs, tmp_path: Path, schedule: str
+) -> None:
+    """The reward of evaluations fails after the evaluation before training, which has 8 rows."""
+    (tmp_path / "fail").touch()
+    options = {"folder": str(tmp_path), "after": 8}
+    evaluation = {"name": "exact", "function": f"{HERE}:fails_once_marked", "options": options}
+    reward = {"function": "recipes.quickstart.task:score", "evaluation": [evaluation], "on_failure": "drop"}
+    settings: dict[str, Any] = {"steps": 8, "evaluate_every": 1, "checkpoint": {"every": 1}, **APART}
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **settings)
+    with rejects("exact", 100, "reward.max_failure_rate", "down"):
+        train_grpo(config)
+    *_, last = records = metrics_of(config)
+    assert next(record["step"] for record in records if record.get("evaluation/failed") == 8) == 1
+    assert last["step"] < 8 and Checkpoints(config.output).steps()[-1] == last["step"]
 
 
 @pytest.mark.parametrize("schedule", FAST_SCHEDULES)

@@ -1,6 +1,7 @@
 """Metrics file, TensorBoard events, progress line and result tables. The format of the line is the feature."""
 
 import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from flowrl.report.progress import (
     before_after_table,
     completions_table,
     format_clock,
+    result_table,
 )
 from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker
 from flowrl.report.trackers.tracker import TrackedRun
@@ -89,6 +91,20 @@ def test_an_old_value_is_shown_with_its_step_and_nan_is_not_shown() -> None:
         "training 1/2  accuracy 0.250  ETA 0:00",
         "training 2/2  accuracy 0.250 (step 1)  ETA 0:00",
     ]
+
+
+def test_the_share_of_failed_rewards_is_shown_until_an_evaluation_without_failures() -> None:
+    out = io.StringIO()
+    with LiveProgress(3, console=Console(file=out, width=200), clock=itertools.count(step=10.0).__next__) as progress:
+        for step, failed in enumerate(({}, {"evaluation/failed_fraction": 0.25}, {}), start=1):
+            progress.add_evaluation(step, {"accuracy": 0.5, **failed})
+            progress.update(step, {"seconds": 10.0})
+    assert ["25%" in line for line in out.getvalue().splitlines()] == [False, True, False]
+
+
+def test_failed_rewards_of_one_of_two_evaluations_are_in_the_table() -> None:
+    output = printed(result_table({"accuracy": 0.5}, {"accuracy": 1.0, "evaluation/failed": 3.0}))
+    assert "+0.500" in output and "3.000" in output
 
 
 def test_a_terminal_shows_a_bar() -> None:

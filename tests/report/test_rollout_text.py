@@ -42,6 +42,12 @@ def test_rows_are_selected_by_score() -> None:
     assert indices(select_rows(rows, "worst", 99)) == [1, 3, 0, 2, 4]
 
 
+def test_rows_whose_reward_failed_are_last() -> None:
+    rows = [make_row(i, score) for i, score in enumerate((None, 0.5, None, 1.0))]
+    assert indices(select_rows(rows, "worst", 3)) == [1, 3, 0]
+    assert indices(select_rows(rows, "best", 9)) == [3, 1, 0, 2]
+
+
 def test_rows_without_a_score_have_no_worst() -> None:
     with rejects("--worst", "--best"):
         select_rows([make_row(0, None)], "worst", 3)

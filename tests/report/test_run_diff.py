@@ -7,14 +7,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from flowrl.cli import main
 from flowrl.config import UserError
-from flowrl.report.run_diff import STAGES, compare_runs, is_nondeterministic
+from flowrl.report.run_diff import STAGES, CommonScores, compare_runs, is_nondeterministic
+from flowrl.report.run_diff_table import print_diff
+from tests.errors import missing_facts
 from tests.run.conftest import config, task
 from tests.run.echo_run import EchoConfig, train
 
@@ -184,6 +188,28 @@ def test_results_with_a_missing_metric_are_last(pair: tuple[Path, Path]) -> None
         "\n".join([*lines[:-1], json.dumps(last | {"reward": 9.0, "accuracy": 1.0})]) + "\n"
     )
     assert [name for name, *_ in compare_runs(first, second).results] == ["reward", "accuracy"]
+
+
+def test_evaluations_with_failed_rewards_are_compared_by_the_common_scores(pair: tuple[Path, Path]) -> None:
+    """Row 1 has no score in the first run, and row 2 none in the second. Only the first run has row 4."""
+    scores = ([1.0, None, 0.5, 0.0, 0.25], [0.0, 1.0, None, 0.5])
+    for folder, own in zip(pair, scores, strict=True):
+        rows = [
+            {
+                "step": 2, "kind": "evaluation", "row": i, "set": "hard", "prompt_id": i, "prompt": "p", "sample": 0,
+                "response": "2", "score": score, "reward_failures": {"reward": "crashed"} if score is None else {},
+            }
+            for i, score in enumerate(own)
+        ]  # fmt: skip
+        path = folder / "rollouts/evaluation-000002.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (compared,) = compare_runs(*pair).evaluations
+    assert compared == CommonScores(2, "hard", num_rows=4, num_scored=2, means=(0.5, 0.25))
+    console = Console(file=StringIO(), width=200)
+    print_diff(compare_runs(*pair), console)
+    assert isinstance(console.file, StringIO)
+    (line,) = [line for line in console.file.getvalue().splitlines() if "hard" in line and "rewards failed" in line]
+    assert not missing_facts(line, 2, 4, "0.500", "0.250")
 
 
 def test_what_cannot_be_compared_is_stated(pair: tuple[Path, Path]) -> None:

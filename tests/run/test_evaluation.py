@@ -1,6 +1,7 @@
 """Evaluations of held-out prompts by hand-computed scores, and the history of a run's evaluations."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from flowrl.run.loop import Run
 from tests.conftest import ClusterMaker
 from tests.errors import rejects
 
-SCORES = {0: [1.0, 0.0, 0.5], 1: [0.0, 0.0, 0.25], 2: [1.0, 1.0, 1.0]}
+SCORES = {0: [1.0, 0.0, 0.5], 1: [0.0, 0.0, 0.25], 2: [1.0, 1.0, 1.0], 4: [math.nan], 5: [math.inf]}
 """Prompt -> score of each sample."""
 
 
@@ -137,10 +138,56 @@ def test_data_sources_have_values_of_their_own(table: Any) -> None:
     assert result.scores[""].sources == ["a", "b", "a"] and result.scores[""].prompt_ids == [0, 1, 2]
 
 
-def test_a_score_that_is_not_finite_has_no_interval() -> None:
-    scores = PromptScores(torch.tensor([[1.0], [float("nan")]]), [0, 1], [None, None])
-    assert not scores.is_finite
-    assert measure_scores(scores, EvaluationConfig()).keys() == {"accuracy"}
+# Responses whose reward failed.
+
+
+NAN = float("nan")
+PARTIAL = PromptScores(
+    torch.tensor([[1.0, NAN, 0.0, 0.5], [NAN, NAN, 3.0, NAN], [NAN] * 4, [1.0, 0.0, 0.0, 0.0]]),
+    [0, 1, 2, 3],
+    ["a", "b", "b", "a"],
+    [["4", "4", "5", "6"], ["7", "7", "8", None], ["9"] * 4, ["1", "2", "2", None]],
+)
+"""Prompts with 3, 1, 0 and 4 scores."""
+
+
+def test_estimates_use_the_prompts_with_enough_scores() -> None:
+    metrics = measure_scores(PARTIAL, EvaluationConfig(samples=4, temperature=1.0))
+    interval = bootstrap_interval(torch.tensor([0.5, 3.0, 0.25]), strata=["a", "b", "a"])
+    assert metrics == {
+        "accuracy": 1.25,  # (0.5 + 3 + 0.25) / 3
+        "evaluation/accuracy_low": interval.low,
+        "evaluation/accuracy_high": interval.high,
+        "accuracy_best@4": 1.0,  # only prompt 3 has 4 scores
+        "accuracy_pass@4": 1.0,
+        "accuracy_majority@4": 0.5,  # prompt 0: 1 (of answer 4); prompt 3: 0; prompts 1 and 2: unknown
+        "accuracy_source/a": 0.375,
+        "accuracy_source/b": 3.0,
+        "evaluation/failed": 8.0,
+        "evaluation/failed_fraction": 0.5,
+        "evaluation/failed_as_worst": 0.34375,  # prompt means 1.5 / 4, 3 / 4, 0 and 1 / 4
+        "evaluation/failed_as_best": 1.84375,  # 4.5 / 4, 3, 3 and 1 / 4, with the best score 3
+    }
+
+
+def test_the_worst_score_is_0_or_lower_and_the_best_one_at_least_that_of_a_correct_response() -> None:
+    negative = PromptScores(torch.tensor([[-2.0], [-1.0], [NAN], [NAN]]), [0, 1, 2, 3], [None] * 4)
+    metrics = measure_scores(negative, EvaluationConfig(pass_score=0.5))
+    assert metrics["accuracy"] == -1.5
+    assert (metrics["evaluation/failed_as_worst"], metrics["evaluation/failed_as_best"]) == (-1.75, -0.5)
+
+
+def test_without_any_score_there_are_only_bounds() -> None:
+    metrics = measure_scores(PromptScores(torch.full((2, 1), NAN), [0, 1], [None] * 2), EvaluationConfig())
+    assert math.isnan(metrics["accuracy"]) and math.isnan(metrics["evaluation/accuracy_low"])
+    assert (metrics["evaluation/failed_fraction"], metrics["evaluation/failed_as_best"]) == (1.0, 1.0)
+
+
+def test_a_score_that_is_no_finite_number_is_a_failure(table: Any) -> None:
+    """A reward model that is called directly may return such scores. Prompts 4 and 5 have NaN and infinity."""
+    result = evaluate(table, table, prompts(0, 4, 5, 2))
+    assert (result["accuracy"], result["evaluation/failed"]) == (1.0, 2.0)
+    assert [row["score"] for row in result.rows] == [1.0, None, None, 1.0]
 
 
 def test_events_of_episodes_are_shares() -> None:

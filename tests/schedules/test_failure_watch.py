@@ -1,5 +1,7 @@
 """A run in which too many rewards fail has a reason to end."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,12 @@ from flowrl.schedules.failure_watch import FailureWatch
 from flowrl.schedules.rewards import reward_metrics
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
+from tests.errors import missing_facts
 
 
-def watch(**reward: object) -> FailureWatch:
-    return FailureWatch(GRPOConfig.model_validate(grpo_settings(reward={"function": "rewards:score"} | reward)))
+def watch(notify: Callable[[str], None] = print, **reward: object) -> FailureWatch:
+    settings = grpo_settings(reward={"function": "rewards:score"} | reward)
+    return FailureWatch(GRPOConfig.model_validate(settings), notify)
 
 
 def values(failed: float) -> dict[str, float]:
@@ -37,7 +41,7 @@ def test_the_reason_is_the_first_step_above_the_rate() -> None:
 
 def test_failed_episodes_name_the_setting_of_the_environment() -> None:
     own = {"name": "games:Game", "on_failure": "zero"}
-    limited = FailureWatch(GRPOConfig.model_validate(grpo_settings(reward=None, environment=own)))
+    limited = FailureWatch(GRPOConfig.model_validate(grpo_settings(reward=None, environment=own)), print)
     limited.check_step(1, {"reward_failed_fraction": 0.5, "rewards/environment/failed_fraction": 0.5})
     assert limited.error is not None and "environment.max_failure_rate" in limited.error
 
@@ -64,3 +68,39 @@ def test_the_responses_of_a_step_are_checked_once() -> None:
     limited.error = None
     limited.check_responses(6)
     assert limited.error is None
+
+
+# Evaluations.
+
+
+ROWS = [
+    {"set": None, "reward_failures": {}},
+    {"set": None, "reward_failures": {"style": "style crashed"}},
+    {"set": "hard", "reward_failures": {"task": "task crashed"}},
+]
+
+
+def evaluated(share: float, ending: str = "") -> dict[str, float]:
+    bounds = {"evaluation/failed_as_worst": 0.25, "evaluation/failed_as_best": 0.75}
+    return {f"{name}{ending}": value for name, value in (bounds | {"evaluation/failed_fraction": share}).items()}
+
+
+def test_the_first_failures_of_evaluations_are_reported_once() -> None:
+    messages: list[str] = []
+    limited = watch(messages.append, on_failure="zero", max_failure_rate=0.5)
+    limited.check_evaluation("of step 1", {"accuracy": 0.5}, ROWS[:1])
+    assert not messages
+    for step in (2, 3):
+        limited.check_evaluation(f"of step {step}", evaluated(0.5), ROWS)
+    (message,) = messages
+    assert limited.error is None
+    assert not missing_facts(message, "style", 50, 2, "0.250", "0.750", "crashed")
+
+
+@pytest.mark.parametrize(("ending", "facts"), [("", ("style",)), ("/hard", ("task", "hard"))])
+def test_each_set_has_the_failure_rate_as_limit(ending: str, facts: tuple[str, ...]) -> None:
+    messages: list[str] = []
+    limited = watch(messages.append, on_failure="drop", max_failure_rate=0.25)
+    limited.check_evaluation("of step 4", evaluated(0.5, ending), ROWS)
+    assert limited.error is not None and not messages
+    assert not missing_facts(limited.error, 50, 4, "reward.max_failure_rate", "0.25", "crashed", *facts)

@@ -49,7 +49,7 @@ class EnvironmentConfig(RoleConfig):
     """Treatment of an episode that failed, as in `reward.on_failure`."""
 
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest share of failed episodes in a step, as in `reward.max_failure_rate`."""
+    """Largest share of failed episodes in a step or evaluation set, as in `reward.max_failure_rate`."""
 
     DEPENDENCIES = (
         Dependency(

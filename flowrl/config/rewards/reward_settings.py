@@ -124,12 +124,12 @@ class RewardConfig(RewardSource):
     on_failure: Literal["stop", "zero", "drop"] = "stop"
     """Treatment of a row whose reward failed: an exception, a timeout, a lost process, or a result that is not a finite
     number. `stop` ends the run. `zero`: the score is 0. `drop`: the row is not trained, and neither is a group of which
-    fewer than two rows are left.
+    fewer than two rows are left. In an evaluation, `zero` and `drop` leave the row without a score.
     """
 
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest share of the responses of a step whose reward failed. A run with a larger share saves its state and
-    stops. `on_failure: stop` ends a run at the first failure.
+    """Largest share of the responses of a step or evaluation set whose reward failed. A run with a larger share saves
+    its state and stops. `on_failure: stop` ends a run at the first failure.
     """
 
     DEPENDENCIES = (

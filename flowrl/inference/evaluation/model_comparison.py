@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from typing import Any
 
 from flowrl.algorithms.evaluation_estimates import (
     Difference,
     Interval,
-    bootstrap_interval,
-    mean_at_k,
     paired_difference,
     pass_at_k,
 )
@@ -36,7 +35,11 @@ class TaskResult:
     prompts have the same data source.
     """
     difference: Difference | None = None
-    """Mean score minus that of the first model. None for the first model, or if the prompts differ."""
+    """Mean score minus that of the first model, over the prompts that both models have a score of. None for the first
+    model, or if the prompts differ.
+    """
+    num_compared: int | None = None
+    """Number of these prompts; None without a difference."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further metrics of the evaluation, `evaluation/...`."""
 
@@ -65,11 +68,12 @@ def _summarize(model: str, task: str, own: TaskScores, baseline: TaskScores | No
     value = own.metrics[SCORE]
     metrics = {name: number for name, number in own.metrics.items() if name.startswith("evaluation/")}
     metrics = {name: number for name, number in metrics.items() if not name.startswith("evaluation/accuracy_")}
-    if not scores.is_finite:
+    if not scores.is_scored:
         without_interval = Interval(value, float("nan"), float("nan"))
         return TaskResult(model, task, num_prompts, num_samples, without_interval, metrics=metrics)
-    interval = scores.interval()
+    interval = scores.interval(scores.means())
     sources = dict.fromkeys(scores.strata or ())
+    difference, num_compared = (None, None) if baseline is None else _compare_prompts(own, baseline)
     return TaskResult(
         model,
         task,
@@ -78,13 +82,14 @@ def _summarize(model: str, task: str, own: TaskScores, baseline: TaskScores | No
         Interval(value, interval.low, interval.high),
         _intervals(scores, own.pass_score),
         {str(source): _source_intervals(scores.of_source(source), own.pass_score) for source in sources},
-        None if baseline is None else _difference(own, baseline),
+        difference,
+        num_compared,
         metrics,
     )
 
 
 def _source_intervals(scores: PromptScores, pass_score: float) -> dict[str, Interval]:
-    return {SCORE: scores.interval(), **_intervals(scores, pass_score)}
+    return {SCORE: scores.interval(scores.means()), **_intervals(scores, pass_score)}
 
 
 def _intervals(scores: PromptScores, pass_score: float) -> dict[str, Interval]:
@@ -97,19 +102,26 @@ def _intervals(scores: PromptScores, pass_score: float) -> dict[str, Interval]:
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
     estimates = {f"pass@{k}": pass_at_k(scores_PN, k, min_score=pass_score) for k in powers}
     estimates |= scores.estimate(pass_score)
-    return {name: bootstrap_interval(values_P, strata=scores.strata) for name, values_P in estimates.items()}
+    return {name: scores.interval(values_P) for name, values_P in estimates.items()}
 
 
-def _difference(own: TaskScores, baseline: TaskScores) -> Difference | None:
-    """Returns the paired difference to the baseline. None if the prompts differ, or if the baseline has no scores."""
-    if list(own.prompts) != list(baseline.prompts) or not baseline.scores.is_finite:
-        return None
-    values, others = mean_at_k(own.scores.scores_PN), mean_at_k(baseline.scores.scores_PN)
-    return paired_difference(values, others, strata=own.scores.strata)
+def _compare_prompts(own: TaskScores, baseline: TaskScores) -> tuple[Difference | None, int | None]:
+    """Returns the paired difference to the baseline over the prompts with a score of both, and their number.
+
+    Returns None if the prompts differ, or if no prompt has a score of both.
+    """
+    if list(own.prompts) != list(baseline.prompts):
+        return None, None
+    values_P, others_P = own.scores.means(), baseline.scores.means()
+    both_P = ~(values_P.isnan() | others_P.isnan())
+    if not both_P.any():
+        return None, None
+    strata = None if own.scores.strata is None else list(compress(own.scores.strata, both_P.tolist()))
+    return paired_difference(values_P[both_P], others_P[both_P], strata=strata), int(both_P.sum())
 
 
 def prompt_records(own: TaskScores) -> Sequence[dict[str, Any]]:  # Any: values of JSON
-    """Returns one record per prompt: its text, its data source, and the score of each response."""
+    """Returns one record per prompt: its text, its data source, and the score of each response, or NaN."""
     scores = own.scores
     answers = scores.answers or [None] * len(own.prompts)
     columns = zip(scores.prompt_ids, own.prompts, scores.sources, scores.scores_PN.tolist(), answers, strict=True)

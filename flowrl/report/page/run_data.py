@@ -9,6 +9,7 @@ from typing import Any
 from flowrl.checkpoints.run_files import Record, read_system
 from flowrl.checkpoints.run_folder import RunFolderError, check_not_locked
 from flowrl.config import UserError
+from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, NUM_FAILED, held_out_bounds
 from flowrl.health import read_findings
 from flowrl.health.findings import FILE
 
@@ -110,27 +111,43 @@ def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Returns the first and the last value of each metric of an evaluation, with their steps and intervals.
 
     The interval of `accuracy` is `evaluation/accuracy_low` to `evaluation/accuracy_high`; for the set NAME,
-    `accuracy/NAME` and `evaluation/accuracy_low/NAME`. It is None if the run has not logged it.
+    `accuracy/NAME` and `evaluation/accuracy_low/NAME`. It is None if the run has not logged it. `has_failures` is
+    whether rewards failed in one of the two evaluations, whose values are then means over different responses.
     """
     names = dict.fromkeys(name for record in records for name in record if name.startswith(_EVALUATED))
     bounds = {bound for name in names for bound in _interval_names(name)}
     results = []
     for name in (name for name in names if name not in bounds):
-        points = [record for record in records if isfinite(record.get(name, nan))]
+        points = [record for record in records if isfinite(_value(record, name))]
         if points:
             first, last = points[0], points[-1]
             results.append(
                 {
                     "name": name,
                     "first_step": first["step"],
-                    "first": first[name],
+                    "first": _value(first, name),
                     "first_interval": _interval(first, name),
                     "last_step": last["step"],
-                    "last": last[name],
+                    "last": _value(last, name),
                     "last_interval": _interval(last, name),
+                    "has_failures": any(
+                        low < high for low, high in (held_out_bounds(record, name) for record in (first, last))
+                    ),
                 }
             )
     return results
+
+
+def _value(record: Record, name: str) -> float:
+    """Returns the value of a metric, or NaN. Metrics of failed rewards are only logged if there are any, and their
+    values in other evaluations are 0 or the accuracy.
+    """
+    if name in record or not name.startswith(NUM_FAILED):
+        return record.get(name, nan)
+    group, metric, *ending = name.split("/", 2)
+    accuracy = record.get("/".join(("accuracy", *ending)), nan)
+    is_bound = f"{group}/{metric}" in (FAILED_AS_WORST, FAILED_AS_BEST)
+    return accuracy if is_bound or not isfinite(accuracy) else 0.0
 
 
 def _interval_names(name: str) -> tuple[str, str]:

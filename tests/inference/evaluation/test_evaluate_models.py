@@ -109,6 +109,35 @@ def test_a_model_that_fails_does_not_lose_the_results_of_others(task_folder: Pat
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
 
 
+def test_failed_rewards_are_no_scores(task_folder: Path, tmp_path: Path) -> None:
+    """The reward is 1 for 34 of 64 rows, and fails for the others."""
+    files = {"output": tmp_path / "results.json", "rows": tmp_path / "rows.jsonl"}
+    task = {"tasks": [str(task_folder / "test.jsonl")], "reward": "tests.recipes.scored:fails_for_some_answers"}
+    failures = ["reward.on_failure=zero", "reward.max_failure_rate=0.5"]
+    (result,) = evaluate(task_folder / "model", **task, settings=failures, limit=64, **files)
+    assert (result.score.value, result.num_prompts) == (1.0, 64)
+    expected = {"failed": 30, "failed_fraction": 30 / 64, "failed_as_worst": 34 / 64, "failed_as_best": 1.0}
+    assert result.metrics.items() >= {f"evaluation/{name}": value for name, value in expected.items()}.items()
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert [row["scores"] for row in saved["prompts"]["model"]["test"]].count([None]) == 30
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert all(bool(line["reward_failures"]) == (line["score"] is None) for line in lines)
+
+
+def test_too_many_failed_rewards_end_the_command_after_its_files(task_folder: Path, tmp_path: Path) -> None:
+    task = {"tasks": [str(task_folder / "test.jsonl")], "reward": "tests.recipes.scored:fails_for_some_answers"}
+    with rejects(47, "model", "reward.max_failure_rate", "0.1", "crashed"):
+        evaluate(
+            task_folder / "model",
+            **task,
+            settings=["reward.on_failure=drop"],
+            limit=64,
+            output=tmp_path / "results.json",
+        )
+    (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert result["metrics"]["evaluation/failed"] == 30
+
+
 def test_the_file_has_the_checksum_of_the_weights_of_a_hub_model(
     task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

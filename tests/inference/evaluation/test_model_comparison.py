@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 
 from flowrl.algorithms.evaluation_estimates import bootstrap_interval, paired_difference
+from flowrl.config import EvaluationConfig
 from flowrl.inference.evaluation.evaluation_table import render_results, write_results
 from flowrl.inference.evaluation.model_comparison import compare, prompt_records
 from flowrl.inference.evaluation.model_scores import TaskScores
-from flowrl.run.evaluation import PromptScores
+from flowrl.run.evaluation import PromptScores, measure_scores
 
 
 def scored(
@@ -24,7 +25,7 @@ def scored(
     answers: Sequence[Sequence[str | None]] | None = None,
 ) -> TaskScores:
     scores = PromptScores(torch.tensor(rows), list(range(len(rows))), sources or [None] * len(rows), answers)
-    metrics = {"accuracy": float(scores.scores_PN.mean()), "evaluation/response_length": 3.0}
+    metrics = {**measure_scores(scores, EvaluationConfig()), "evaluation/response_length": 3.0}
     return TaskScores(metrics, prompts or [f"prompt {i}" for i in range(len(rows))], scores, 1.0, [])
 
 
@@ -69,11 +70,44 @@ def test_models_with_other_prompts_have_no_difference() -> None:
     assert [result.difference for result in results] == [None, None]
 
 
-def test_scores_that_are_not_finite_have_a_value_only() -> None:
-    own = scored([[math.nan], [1.0]])
+NAN = math.nan
+
+
+def test_models_are_compared_on_the_prompts_with_a_score_of_both() -> None:
+    """Prompt 0 has no score of the second model, and prompt 3 none of the first. Prompt 2 has one score of each."""
+    first = scored([[1.0, 0.0], [1.0, 0.0], [NAN, 0.0], [NAN, NAN]])
+    second = scored([[NAN, NAN], [1.0, 1.0], [1.0, NAN], [1.0, 0.0]])
+    one, other = compare({"first": {"sums": first}, "second": {"sums": second}})
+    assert (one.score.value, other.score.value) == (pytest.approx(1 / 3), pytest.approx(2.5 / 3))
+    assert other.difference == paired_difference(torch.tensor([1.0, 1.0]), torch.tensor([0.5, 0.0]))
+    assert (one.num_compared, other.num_compared) == (None, 2)
+    # Prompts 0 and 1 have two scores, and prompts 0 to 2 have one.
+    assert {name: own.value for name, own in one.estimates.items()} == {
+        "pass@1": pytest.approx(1 / 3),
+        "pass@2": 1.0,
+        "best@2": 1.0,
+    }
+    assert one.metrics["evaluation/failed"] == 3.0 and one.metrics["evaluation/failed_fraction"] == 3 / 8
+    rows = [line.replace("│", " ").split() for line in printed([one, other]).splitlines() if "sums" in line]
+    assert {"3", "(38%)", "0.250,", "0.625"} <= set(rows[0]) and rows[1][-1] == "2"
+
+
+def test_a_table_without_failures_does_not_mention_them() -> None:
+    assert "failed" not in printed(compare({"weak": {"sums": WEAK}, "strong": {"sums": STRONG}}))
+
+
+def test_models_without_a_common_score_have_no_difference() -> None:
+    first, second = scored([[NAN], [1.0]]), scored([[1.0], [NAN]])
+    results = compare({"first": {"sums": first}, "second": {"sums": second}})
+    assert [(result.difference, result.num_compared) for result in results] == [(None, None)] * 2
+
+
+def test_a_metric_without_scores_has_a_value_only() -> None:
+    """A metric of lm-eval that is no mean over documents."""
+    own = TaskScores({"accuracy": 7.5}, ["a", "b"], PromptScores(torch.full((2, 1), NAN), [0, 1], [None] * 2), 1.0, [])
     results = compare({"first": {"words": own}, "second": {"words": own}})
-    assert all(math.isnan(result.score.low) and result.difference is None for result in results)
-    assert "nan" in printed(results)
+    assert all(result.score.value == 7.5 and math.isnan(result.score.low) for result in results)
+    assert all(result.difference is None for result in results) and "7.500" in printed(results)
 
 
 def printed(results: Sequence) -> str:
@@ -86,7 +120,7 @@ def printed(results: Sequence) -> str:
 def test_the_table_has_a_row_per_model_and_data_source() -> None:
     weak, strong = scored([[0.0], [1.0]], sources=["a", "b"]), scored([[1.0], [1.0]], sources=["a", "b"])
     lines = printed(compare({"weak": {"sums": weak}, "strong": {"sums": strong}})).splitlines()
-    rows = [line.split() for line in lines if "weak" in line or "strong" in line]
+    rows = [line.replace("│", " ").split() for line in lines if "weak" in line or "strong" in line]
     assert len(rows) == 6
     assert {"sums", "weak", "2", "0.500"} <= set(rows[0]) and {"a", "0.000"} <= set(rows[1])
     assert {"sums", "strong", "1.000", "+0.500"} <= set(rows[3])

@@ -30,8 +30,32 @@ def test_evaluations_have_first_and_last_values_with_intervals() -> None:
         "last_step": 4,
         "last": 0.5,
         "last_interval": None,
+        "has_failures": False,
     }
     assert (hard["name"], hard["first_step"], hard["last_interval"]) == ("accuracy/hard", 4, [0.0, 0.2])
+
+
+def test_an_evaluation_without_failed_rewards_has_their_metrics_if_another_one_has() -> None:
+    records = [
+        {"step": 0, "accuracy/hard": 0.25},
+        {
+            "step": 2,
+            "accuracy/hard": 0.5,
+            "evaluation/failed/hard": 3,
+            "evaluation/failed_as_worst/hard": 0.4,
+            "evaluation/failed_as_best/hard": 0.6,
+        },
+        {"step": 4, "accuracy/hard": 0.75},
+        {"step": 5, "reward": 1.0},
+    ]
+    shown = {entry["name"]: (entry["first"], entry["last"], entry["last_step"]) for entry in evaluations(records)}
+    assert shown == {
+        "accuracy/hard": (0.25, 0.75, 4),
+        "evaluation/failed/hard": (0, 0, 4),
+        "evaluation/failed_as_worst/hard": (0.25, 0.75, 4),
+        "evaluation/failed_as_best/hard": (0.25, 0.75, 4),
+    }
+    assert [entry["has_failures"] for entry in evaluations(records[:2])] == [True, False, False, False]
 
 
 def test_names_have_as_many_folders_as_necessary(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ function evaluationTable(runs) {
     const change = entry.last - entry.first;
     const isGood = entry.name.startsWith("validation_loss") ? change < 0 : change > 0;
     const isScore = !entry.name.startsWith("evaluation/");
-    const isClear = hasIntervals && entry.first_interval && entry.last_interval && (entry.first_interval[1] < entry.last_interval[0] || entry.last_interval[1] < entry.first_interval[0]);
+    const isClear = hasIntervals && !entry.has_failures && entry.first_interval && entry.last_interval && (entry.first_interval[1] < entry.last_interval[0] || entry.last_interval[1] < entry.first_interval[0]);
     const tone = isScore && (isClear || !entry.first_interval) && change ? (isGood ? "num good" : "num bad") : "num";
     const isSame = entry.first_step === entry.last_step;
     return el("tr", {}, several ? el("td", {}, runLabel(run)) : null, el("th", { scope: "row" }, entry.name),
@@ -108,7 +108,7 @@ function evaluationTable(runs) {
   return el("div", { class: "card pad scroll" }, el("h3", {}, "Evaluation before and after"),
     el("table", {}, el("thead", {}, el("tr", {}, several ? el("th", {}, "Run") : null, el("th", {}, "Metric"), el("th", { class: "num" }, ...stepHead("First", "first_step")), el("th", { class: "num" }, ...stepHead("Last", "last_step")), el("th", { class: "num" }, "Change"))),
       el("tbody", {}, ...rows)),
-    hasIntervals ? el("p", { class: "note", style: { marginTop: "8px" } }, "The second line of a value is its 95 % interval over the prompts. A change in color is larger than both intervals.") : null);
+    hasIntervals ? el("p", { class: "note", style: { marginTop: "8px" } }, "The second line of a value is its 95 % interval over the prompts. A change in color is larger than both intervals, and no reward failed.") : null);
 }
 
 function healthCard() {
