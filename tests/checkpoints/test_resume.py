@@ -1,6 +1,7 @@
 """A resumed run accepts some changed settings and rejects the others with their key."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.checkpoints.checkpoints import Checkpoints, Role, new_manifest
-from flowrl.checkpoints.resume import RunComplete, differences, find_checkpoint, is_resuming
+from flowrl.checkpoints.resume import MAY_DIFFER, RunComplete, differences, find_checkpoint, is_resuming
 from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import RunConfig, to_yaml
 from flowrl.data.checksums import CheckpointError, write_json_with_checksum
@@ -54,6 +55,12 @@ def error_of(changed: RunConfig) -> str:
     with pytest.raises(RunFolderError) as caught:
         is_resuming(changed)
     return str(caught.value)
+
+
+def test_the_document_lists_the_settings_that_may_change() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    table = page.partition("| area | settings that may change |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(.+?)`", table)) == sorted(MAY_DIFFER)
 
 
 def test_a_run_resumes_from_the_newest_checkpoint_of_its_folder(run: Path) -> None:
