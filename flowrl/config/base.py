@@ -144,27 +144,39 @@ class Config(BaseModel):
     the `config.yaml` of a run has all settings.
     """
 
+    @classmethod
+    def unsupported_settings(cls) -> Mapping[str, str]:
+        """Returns settings that the class has, but does not accept: name within the group -> reason, and the fix.
+
+        docs/config.md and the templates of recipes omit them.
+        """
+        return {}
+
     def find_unused(self, *, is_error: bool) -> Iterator[str]:
-        """Yields a message per setting without effect, for dependencies with this `is_error`."""
+        """Yields a message per setting without effect: unsupported settings and those of dependencies with this
+        `is_error`.
+        """
+        reasons = {} if not is_error else dict(self.unsupported_settings())
         for dependency in self.DEPENDENCIES:
             if dependency.is_error is is_error and not dependency.is_met(self):
-                changed = filter(None, map(self._describe_change, dependency.settings))
-                yield from (f"{change}, but {dependency.reason}" for change in changed)
+                reasons |= dict.fromkeys(dependency.settings, dependency.reason)
+        for name, reason in reasons.items():
+            yield from (f"{change}, but {reason}" for change in self._describe_changes(name))
 
-    def _describe_change(self, name: str) -> str | None:
-        """Returns `NAME is VALUE` if a setting within the group differs from its default, otherwise None."""
-        *groups, setting = name.split(".")
-        group: object = self
-        for part in groups:
-            group = dict(group).get(part) if isinstance(group, Config) else None
-        if not isinstance(group, Config) or setting not in type(group).model_fields:
-            return None
-        value = dict(group)[setting]
-        if value == type(group).model_fields[setting].get_default(call_default_factory=True):
-            return None
-        if isinstance(value, Config):
-            return f"{name} is set"
-        return f"{name} is {value if isinstance(value, str | Path) else json.dumps(value)}"
+    def _describe_changes(self, name: str) -> Iterator[str]:
+        """Yields `NAME is VALUE` if a setting within the group, or within a list in it, differs from its default."""
+        first, _, rest = name.partition(".")
+        if first not in type(self).model_fields:
+            return
+        value = dict(self)[first]
+        if rest:
+            entries = enumerate(value) if isinstance(value, tuple) else ()
+            for key, group in [(first, value), *((f"{first}.{i}", entry) for i, entry in entries)]:
+                if isinstance(group, Config):
+                    yield from (f"{key}.{change}" for change in group._describe_changes(rest))
+        elif value != type(self).model_fields[first].get_default(call_default_factory=True):
+            is_text = isinstance(value, str | Path)
+            yield f"{name} is {'set' if isinstance(value, Config) else value if is_text else json.dumps(value)}"
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> Self:

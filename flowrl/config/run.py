@@ -49,7 +49,7 @@ class CheckpointConfig(Config):
     """Number of latest checkpoints to keep; null keeps all."""
 
     keep_best: NonNegativeInt = 0
-    """Number of best checkpoints to keep in addition. If evaluate_every is set, they are ranked by the held-out accuracy,
+    """Number of best checkpoints to keep in addition. With evaluate_every, they are ranked by the held-out accuracy,
     the validation loss of SFT, or the agreement of distillation. Otherwise, they are ranked by the reward, or without a
     reward by the training loss.
     """

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from flowrl.config.base import CUSTOM, Config, check_import_name, check_name
 from flowrl.config.placement import Placement
 from flowrl.config.rollout.engines import CUSTOM_ENGINE, ENGINES, check_engine
-from flowrl.config.setting_tree import config_classes, fields_of, names_of, select_members
+from flowrl.config.setting_tree import accepted_fields, config_classes, fields_of, names_of, select_members
 
 Classes = tuple[type[Config], ...]
 """The classes of a group of settings: one class, or all members of a union."""
@@ -149,6 +149,8 @@ class _Section:
     classes: Classes
     keys: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Key -> names of the recipes."""
+    omitted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Key -> settings of the section that are not accepted there."""
     recipes: str = ""
     """Names of the recipes, if the section of other recipes has the same title."""
 
@@ -174,8 +176,10 @@ def render_reference(recipes: Mapping[str, type[Config]], command: str) -> str:
     """Returns a Markdown page with all settings of the recipes. `command` is the command that writes the page."""
     sections: dict[Classes, _Section] = {}
     for recipe, cls in recipes.items():
-        for key, classes in _groups(cls):
-            sections.setdefault(classes, _Section(classes)).keys[key].add(recipe)
+        for key, classes, omitted in _groups(cls):
+            section = sections.setdefault(classes, _Section(classes))
+            section.keys[key].add(recipe)
+            section.omitted |= {key: omitted} if omitted else {}
     num_sections = Counter(section.title for section in sections.values())
     for section in sections.values():
         if num_sections[section.title] > 1:
@@ -211,20 +215,24 @@ one disables, such as `checkpoint.keep_last` with `checkpoint.every: 0`, has no 
 rules apply only to values that differ from the default."""
 
 
-def _groups(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, Classes]]:
-    """Yields key and classes of every group below `cls`, except groups inside themselves."""
-    for name, info in cls.model_fields.items():
+def _groups(
+    cls: type[Config], prefix: str = "", omitted: Sequence[str] = ()
+) -> Iterator[tuple[str, Classes, tuple[str, ...]]]:
+    """Yields key, classes and omitted settings of every group below `cls`, except groups inside themselves. `omitted`
+    are settings that a group around `cls` does not accept.
+    """
+    for name, info, inner in accepted_fields(cls, omitted):
         if classes := config_classes(info.annotation):
             key = f"{prefix}{name}{'.NAME' if 'mapping' in type_of(info) else ''}"
-            yield key, classes
+            yield key, classes, tuple(setting for setting in fields_of(classes) if setting in inner)
             for group in classes:
-                yield from _groups(group, f"{key}.")
+                yield from _groups(group, f"{key}.", inner)
 
 
 def _top_level(recipes: Mapping[str, type[Config]], sections: Mapping[Classes, _Section]) -> list[str]:
     rows: dict[str, list[str]] = {}
     for recipe, cls in recipes.items():
-        for name, info in cls.model_fields.items():
+        for name, info, _ in accepted_fields(cls):
             rows.setdefault(_row(name, info, sections), []).append(recipe)
     is_general = {row: len(names) == len(recipes) for row, names in rows.items()}
     ordered = sorted(rows, key=lambda row: not is_general[row])
@@ -266,8 +274,9 @@ def _render_section(
         fields = fields_of(section.classes).items()
         table = [_row(name, info, sections) for name, info in fields]
         text = [*textwrap.wrap(describe(section.classes[0]), 120), ""]
+        omitted = "".join(f" `{key}` does not accept {_code(names)}." for key, names in section.omitted.items())
         return [
-            *textwrap.wrap(f"Keys: {', '.join(keys)}.", 120),
+            *textwrap.wrap(f"Keys: {', '.join(keys)}.{omitted}", 120),
             "",
             *text,
             "| key | type | default | meaning |",

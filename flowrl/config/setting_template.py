@@ -19,7 +19,7 @@ from flowrl.config.setting_reference import (
     union_settings,
     yaml_text,
 )
-from flowrl.config.setting_tree import config_classes, names_of, select_members
+from flowrl.config.setting_tree import accepted_fields, config_classes, names_of, select_members
 
 _WIDTH = 100
 _INDENT = "  "
@@ -50,7 +50,7 @@ class _Template:
     def group(self, classes: Classes, indent: str, prefix: str = "", skipped: tuple[str, ...] = ()) -> Iterator[str]:
         """Yields the lines of all settings of a class."""
         (cls,) = classes
-        for name, info in cls.model_fields.items():
+        for name, info, _ in accepted_fields(cls):
             if name in skipped:
                 continue
             if not prefix:

@@ -1,6 +1,6 @@
 """The tree of settings of a config class: keys, groups of settings, and unions of groups."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -33,11 +33,26 @@ def names_of(members: Sequence[type[Member]]) -> list[str]:
     return [name for member in members for name in member.names()]
 
 
-def setting_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted key of every setting and every group below `cls`."""
+def accepted_fields(
+    cls: type[Config], omitted: Collection[str] = ()
+) -> Iterator[tuple[str, FieldInfo, tuple[str, ...]]]:
+    """Yields name, field, and unsupported settings within the field, of each field of a class that it accepts.
+
+    `omitted` are further settings of `cls` that a group around it does not accept.
+    """
+    omitted = {*omitted, *cls.unsupported_settings()}
     for name, field in cls.model_fields.items():
+        if name not in omitted:
+            inner = (path.partition(".")[2] for path in omitted if path.startswith(f"{name}."))
+            yield name, field, tuple(sorted(inner))
+
+
+def setting_paths(cls: type[Config], prefix: str = "", omitted: Collection[str] = ()) -> Iterator[str]:
+    """Yields the dotted key of every setting and every group below `cls` that it accepts."""
+    for name, field, inner in accepted_fields(cls, omitted):
         yield prefix + name
-        for path in dict.fromkeys(p for group in config_classes(field.annotation) for p in setting_paths(group)):
+        groups = config_classes(field.annotation)
+        for path in dict.fromkeys(p for group in groups for p in setting_paths(group, omitted=inner)):
             yield f"{prefix}{name}.{path}"
 
 

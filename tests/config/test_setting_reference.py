@@ -40,6 +40,15 @@ def test_every_setting_of_every_recipe_is_in_the_table_of_its_group() -> None:
             assert [title for title in titles if f"| `{name}` |" in sections()[title]], path
 
 
+def test_settings_that_a_recipe_does_not_accept_are_omitted() -> None:
+    assert "environment" not in set(setting_paths(included_recipes()["distillation"]))
+    top = sections()["Top-level settings"]
+    (dynamic_sampling,) = re.findall(r"^\| `dynamic_sampling` .*\| (.*) \|$", top, re.MULTILINE)
+    assert dynamic_sampling == "grpo, ppo, rejection_sampling"
+    assert "reward.evaluation.model" not in PAGE.read_text(encoding="utf-8")
+    assert "`reward.evaluation` does not accept `model`," in sections()["reward component"]
+
+
 def test_a_group_of_several_roles_has_one_section() -> None:
     rows = re.findall(r"^\| `max_tokens_per_microbatch` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) == 1

@@ -29,6 +29,7 @@ from flowrl.config import (
 from flowrl.config.algorithm.advantage import GaeAdvantage
 from flowrl.config.setting_tree import find_disabled_settings, setting_paths
 from flowrl.config.source import dotted
+from recipes.distillation.config import DistillationConfig
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
@@ -141,6 +142,11 @@ def test_a_contradiction_is_rejected_with_a_fix(
 
 
 DATA = {"train": "train.jsonl", "max_prompt_tokens": 8}
+PART = {"name": "pref", "model": MODEL}
+DISTILLATION = {
+    "output": "out", "steps": 1, "batch_size": 8, "minibatch_size": 4, "data": DATA, "actor": TRAINED,
+    "rollout": {"max_response_tokens": 8}, "teacher": {"model": MODEL},
+}  # fmt: skip
 SERVICE = {"service": {"url": "http://127.0.0.1:8000/score"}}
 
 
@@ -163,6 +169,9 @@ SERVICE = {"service": {"url": "http://127.0.0.1:8000/score"}}
         (DataFile, {"path": "a.jsonl", "seed": 3}, ("seed", 3, "reasoning_gym")),
         (JudgeConfig, {"model": MODEL, "max_comparisons": 2}, ("max_comparisons", 2, "pairwise")),
         (CheckpointConfig, {"keep_best": 1}, ("keep_best", 1, "every")),
+        (RewardConfig, {"function": "m:f", "evaluation": [PART]}, ("evaluation.0.model", "components")),
+        (DistillationConfig, DISTILLATION | {"environment": {"name": "m:E"}}, ("environment", "recipe")),
+        (DistillationConfig, DISTILLATION | {"dynamic_sampling": {"max_rounds": 2}}, ("dynamic_sampling", "reward")),
     ],
 )
 def test_a_setting_that_can_never_act_is_rejected(

@@ -138,7 +138,9 @@ class GroupAdvantage(AdvantageConfig):
 
 
 class RemaxAdvantage(PenalizedAdvantageConfig):
-    """ReMax: score minus the score of the greedy response."""
+    """ReMax: score minus the score of the greedy response. Needs a recipe that stores the column `greedy_scores`; the
+    included recipes reject it.
+    """
 
     EXTRA_COLUMN = "greedy_scores"
 
@@ -202,7 +204,7 @@ class GdpoAdvantage(AdvantageConfig):
 
 class TokenBaselineAdvantage(PenalizedAdvantageConfig):
     """Optimal token baseline: subtracts a separate baseline at each token position, which minimizes the gradient
-    variance.
+    variance. Needs a recipe that stores the column `sum_squared_probs`; the included recipes reject it.
     """
 
     IS_GROUPED = True

@@ -142,6 +142,11 @@ class RewardConfig(RewardSource):
         ),
     )
 
+    @classmethod
+    def unsupported_settings(cls) -> Mapping[str, str]:
+        reason = "models are supported in components only: name a function, or add the model to them with weight 0"
+        return {f"evaluation.{name}": reason for name in ("judge", *ScoringModelConfig.model_fields)}
+
     @model_validator(mode="before")
     @classmethod
     def _expand_list(cls, settings: Any) -> Any:  # Any: the settings of the file
@@ -156,11 +161,6 @@ class RewardConfig(RewardSource):
                 raise ValueError(f"{setting} has the name {repeated[0]} twice: give each reward a name of its own")
         if self.judge is not None and self.evaluation is not None:
             raise ValueError("evaluation is set together with judge: name the judge in components instead")
-        if isinstance(self.evaluation, tuple) and any(component.is_model for component in self.evaluation):
-            raise ValueError(
-                "evaluation has a model, which is supported in components only: name a function, or add the model to "
-                "components with weight 0"
-            )
         return self
 
     def roles(self, name: str) -> dict[str, RoleConfig]:

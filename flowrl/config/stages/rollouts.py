@@ -1,5 +1,6 @@
 """Settings of runs that train on generated responses."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -94,6 +95,15 @@ class RolloutRunConfig(DatasetConfig):
         ),
     )
 
+    @classmethod
+    def unsupported_settings(cls) -> Mapping[str, str]:
+        if "environment" in cls.ALTERNATIVES:
+            return {}
+        reasons = {"environment": "this recipe does not use environments: remove it"}
+        if "reward" not in cls.model_fields:
+            reasons["dynamic_sampling"] = "this recipe has no reward: remove it"
+        return reasons
+
     @property
     def calls_functions(self) -> bool:
         """Whether the run calls functions of the user in the processes of its reward."""
@@ -128,8 +138,6 @@ class RolloutRunConfig(DatasetConfig):
     def _check_environment(self) -> "RolloutRunConfig":
         if self.environment is None:
             return self
-        if "environment" not in self.ALTERNATIVES:
-            raise ValueError("environment is set, but this recipe does not use environments: remove environment")
         if self.reward_settings is not None:
             raise ValueError("reward and environment are both set, but the environment gives the rewards: remove one")
         if self.rollout.environment is not None:
