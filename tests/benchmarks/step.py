@@ -41,19 +41,21 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from transformers.utils.logging import disable_progress_bar
 
 from tests.benchmarks.measure import machine, print_lines, read_arguments
+from tests.benchmarks.step_reward import RESPONSE
 from tests.benchmarks.turns import TurnServer
 
 ROOT = Path(__file__).parents[2]
 TRL_ENVIRONMENTS = Path.home() / ".cache" / "flowrl" / "trl"
 GRPO_VERSION, PPO_VERSION = "1.16.0", "1.12.0"  # 1.12 is the last version with PPO
 
-ROWS, RESPONSE, SAMPLES = 32, 32, 8
+ROWS, SAMPLES = 32, 8
 STEPS_PER_TURN = {"81k": 10, "2.9M": 3}
 WARMUP_TURNS = 1
 START_TIMEOUT_S = 300.0
 
 CHARACTERS = [chr(code) for code in (*range(33, 127), *range(161, 165))]
 PROMPT_CHARACTERS = CHARACTERS[15:75]
+END = "<eos>"
 MODELS = {
     "81k": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
     "2.9M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4},
@@ -73,13 +75,13 @@ TARGETS = {
 
 def model_config(size: str, **settings: Any) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=len(CHARACTERS),
+        vocab_size=len(CHARACTERS) + 1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=None,
+        pad_token_id=len(CHARACTERS),
+        eos_token_id=len(CHARACTERS),
         bos_token_id=None,
         **MODELS[size],
         **settings,
@@ -88,14 +90,17 @@ def model_config(size: str, **settings: Any) -> Qwen2Config:
 
 def write_inputs(folder: Path, size: str, prompt_tokens: int) -> None:
     """Writes the policy, a model with a scalar head, the tokenizer and 512 prompts."""
-    # The special tokens are not in the vocabulary of the model, so that no response has one.
-    vocabulary = {token: index for index, token in enumerate((*CHARACTERS, "<pad>", "<eos>"))}
+    vocabulary = {token: index for index, token in enumerate((*CHARACTERS, END))}
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], unk_token="<pad>", pad_token="<pad>", eos_token="<eos>", chat_template=template
+        vocab=vocabulary, merges=[], unk_token=END, pad_token=END, eos_token=END, chat_template=template
     )
     torch.manual_seed(0)
     policy = Qwen2ForCausalLM(model_config(size))
+    with torch.no_grad():
+        # The first component dominates all hidden states, so the end token has a logit of about -60 relative to others.
+        policy.model.embed_tokens.weight[:, 0] = 1.0
+        policy.model.embed_tokens.weight[vocabulary[END], 0] = -6.0
     scorer = Qwen2ForSequenceClassification(model_config(size, num_labels=1))
     for name, model in (("policy", policy), ("scorer", scorer)):
         model.save_pretrained(folder / name)
@@ -122,7 +127,7 @@ def flowrl_settings(folder: Path, algorithm: str, backend: str, steps: int, prom
         "samples_per_prompt": SAMPLES,
         "actor": {"model": policy, "optimizer": optimizer, "kl_loss_coef": 0.04, "kl_loss_kind": "k3"},
         "reference": {"model": policy},
-        "reward": {"function": "tests.benchmarks.step_engine:score"},
+        "reward": {"function": "tests.benchmarks.step_reward:score"},
         "algorithm": {"estimator": "grpo"},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": prompt_tokens},
         "report": {"plots": False, "tensorboard": False, "rollouts": None},

@@ -1,11 +1,10 @@
-"""The rollout engine and the reward of the runs of `tests.benchmarks.step`."""
+"""The rollout engine of the runs of `tests.benchmarks.step`."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from flowrl.config.rollout.engines import ENGINES
-from flowrl.engines.rollout.base import EngineContext, Request, Response
-from flowrl.engines.rollout.hf.engine import HfRollout
+from flowrl.engines.rollout.base import EngineContext
+from flowrl.engines.rollout.hf.engine import HfRollout, SeparateBatch
 from tests.benchmarks.turns import TurnClient
 
 
@@ -22,11 +21,6 @@ class SteppedEngine(HfRollout):
         engine._turns = TurnClient(str(context.config.options["socket"]))
         return engine
 
-    def generate(self, requests: Sequence[Request]) -> list[Response]:
-        self._turns.wait()
-        return super().generate(requests)
-
-
-def score(response: str) -> float:
-    """Returns the fraction of capital letters of a response."""
-    return sum(character.isupper() for character in response) / 32
+    def open_batch(self) -> SeparateBatch:
+        self._turns.wait()  # a step generates one batch
+        return super().open_batch()

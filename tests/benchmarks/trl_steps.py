@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports] (the environment of TRL)
+from step_reward import RESPONSE, score  # pyright: ignore[reportMissingImports] (this folder is on the path)
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainerCallback,
 )
-from turns import TurnClient  # pyright: ignore[reportMissingImports] (a script's own folder is on its path)
+from turns import TurnClient  # pyright: ignore[reportMissingImports] (this folder is on the path)
 
-ROWS, RESPONSE = 32, 32
+ROWS = 32
 
 
 class Stepping(TrainerCallback):
@@ -63,7 +64,7 @@ def train_grpo(
 
     def reward(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         assert all(len(ids) == RESPONSE for ids in completion_ids)
-        return [sum(character.isupper() for character in text) / RESPONSE for text in completions]
+        return list(map(score, completions))
 
     config = GRPOConfig(
         **shared_settings(folder),
