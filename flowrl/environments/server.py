@@ -318,8 +318,10 @@ class EnvironmentServer:
             os._exit(1)
 
 
-def serve(channel: socket.socket, stacks: int, settings: Mapping[str, Any], unavailable: Sequence[str]) -> NoReturn:
-    """Runs the main loop of the process. `stacks` is the descriptor for the stacks that `STACK_SIGNAL` requests."""
+def serve(
+    channel: socket.socket, stacks: int, rows: int, settings: Mapping[str, Any], unavailable: Sequence[str]
+) -> NoReturn:
+    """Runs the main loop of the process. The arguments are those of `launcher.Serve`; `rows` is not used."""
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     for number in (signal.SIGINT, signal.SIGALRM):  # of a timer that an environment has left running
         signal.signal(number, signal.SIG_IGN)

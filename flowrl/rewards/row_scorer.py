@@ -1,6 +1,6 @@
 """Scores rows with the reward functions of a run. All calls run concurrently, in separate processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ class RowScorer:
     """Scores rows with the components of a reward that are functions or services."""
 
     def __init__(self, config: RewardConfig, *, workers: int) -> None:
-        """Creates `workers` processes when they are needed."""
+        """Starts `workers` processes, which import the functions. Does not wait."""
         self._config = config
         components = [part for part in config.training_components if not part.is_model]
         self._components = {
@@ -39,6 +39,7 @@ class RowScorer:
             True: components if config.evaluation is None else list(config.evaluation_components),
         }
         """Components of training (key False) and of evaluations (key True)."""
+        self._columns = {kind: config.function_columns(evaluation=kind) for kind in self._components}
         functions = {_unique_name(part, kind): part for kind, parts in self._components.items() for part in parts}
         self._has_functions = any(part.function is not None for part in functions.values())
         self._pool = ScoringPool(
@@ -49,6 +50,8 @@ class RowScorer:
             ],
             pool_limits(config, workers),
         )
+        if self._has_functions:
+            self._pool.start()
         self._services = {
             name: _connect_service(part.service) for name, part in functions.items() if part.service is not None
         }
@@ -61,7 +64,7 @@ class RowScorer:
         """
         components = self._components[evaluation]
         applied = [part for part in components if part.applies_to(row.get("data_source"))]
-        result = _PendingRow(self._config, components, row, len(applied), is_evaluation=evaluation)
+        result = _PendingRow(self._config, components, self._columns[evaluation], row, len(applied))
         for part in applied:
             name = _unique_name(part, evaluation)
             source = self._services.get(name)
@@ -101,14 +104,13 @@ class _PendingRow:
         self,
         config: RewardConfig,
         components: Sequence[RewardComponent],
+        columns: Collection[str],
         row: Mapping[str, Any],
         num_calls: int,
-        *,
-        is_evaluation: bool,
     ) -> None:
         self.future: Future[RowScores] = Future()
-        self._config, self._components, self._row, self._num_calls = config, components, row, num_calls
-        self._is_evaluation = is_evaluation
+        self._config, self._components, self._columns = config, components, columns
+        self._row, self._num_calls = row, num_calls
         self._outcomes: dict[str, Outcome] = {}
         self._lock = Lock()
         if not num_calls:
@@ -146,8 +148,7 @@ class _PendingRow:
             name: RewardCall(outcome.score, outcome.seconds, outcome.failure, outcome.message)
             for name, outcome in self._outcomes.items()
         }
-        columns = self._config.function_columns(evaluation=self._is_evaluation)
-        values = {name: score for name, score in scores.items() if name in columns}
-        if "scores" in columns:
+        values = {name: score for name, score in scores.items() if name in self._columns}
+        if "scores" in self._columns:
             values["scores"] = weighted_sum(list(scores.values()), [part.weight for part in self._components])
         return RowScores(values, calls)

@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 from flowrl.config import JudgeConfig, RewardConfig, RolloutRunConfig, RunConfig, UserError
-from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker, get_registered_methods
@@ -72,18 +71,19 @@ class Protections:
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
-        self._calls: dict[str, Future] = {}
+        self._groups: list[WorkerGroup] = []
         self.missing: dict[str, tuple[str, ...]] = {}
         """Role -> names of the missing protections. Excludes roles that have all."""
 
     def follow(self, group: WorkerGroup) -> None:
-        """Asks the workers of a group that runs user code. Does not block. Ignores other groups."""
+        """Adds a group whose workers run user code to the next report. Ignores other groups."""
         if "find_missing_protections" in get_registered_methods(group.cls):
-            self._calls[group.role] = group.find_missing_protections.submit()
+            self._groups.append(group)
 
     def report(self) -> None:
         """Waits for the workers, and notifies the user of missing protections, once per role."""
-        calls, self._calls = self._calls, {}
+        groups, self._groups = self._groups, []
+        calls = {group.role: group.find_missing_protections.submit() for group in groups}
         for role, call in calls.items():
             with suppress(ProcessLost):  # the workers of the replacement process lack the same
                 self._report(role, dict(call.get()))

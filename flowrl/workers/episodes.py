@@ -3,8 +3,8 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ from flowrl.environments.environment_function import (
     load_environment_function,
 )
 from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
-from flowrl.workers.channel import RequestClient
-from flowrl.workers.dialogs import Dialog, Dialogs
+from flowrl.workers.channel import RequestClient, ServerAddress
+from flowrl.workers.dialogs import LOST, Dialog, Dialogs, EnvironmentServers
 
 EPISODE_READS = (*(f"{name}?" for name in ENVIRONMENT_COLUMNS), "*")
 """Columns that environments and reward functions can receive, in the notation of `register`."""
@@ -248,6 +248,55 @@ class Episodes:
     def _remove(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._episodes.pop(request_id, None)
+
+
+class EpisodeConnections:
+    """Opens sets of episodes, with the connections of a rollout worker to its reward or environment workers."""
+
+    def __init__(self, tokenizer: ChatTokenizer, environment: Environment | None, max_response_tokens: int) -> None:
+        self._tokenizer, self._environment = tokenizer, environment
+        self._max_response_tokens = max_response_tokens
+        self.reward: tuple[Sequence[ServerAddress], bytes] | None = None
+        """Addresses of the reward workers and the key of the run."""
+        self.environment: EnvironmentServers | None = None
+        self._shared: Episodes | None = None
+
+    def open(self, *, is_scored: bool) -> Episodes:
+        """Returns an empty set of episodes with its own connections."""
+        if (servers := self.environment) is not None:
+            dialogs = Dialogs(
+                self._tokenizer,
+                RequestClient(servers.addresses, servers.key, lost_result=LOST),
+                max_response_tokens=self._max_response_tokens,
+                max_prompt_tokens=servers.max_prompt_tokens,
+                restarts=servers.restarts,
+                stops_on_failure=servers.stops_on_failure,
+            )
+            return Episodes(self._tokenizer, dialogs=dialogs)
+        if not is_scored:
+            return Episodes(self._tokenizer, self._environment)
+        assert self.reward is not None, "connect_reward is called before responses are scored"
+        return Episodes(self._tokenizer, self._environment, RequestClient(*self.reward))
+
+    @contextmanager
+    def share(self, *, is_scored: bool) -> Iterator[Episodes]:
+        """Yields an empty set of episodes, whose connections later blocks reuse. The block completes all episodes."""
+        if not is_scored and self.environment is None:
+            yield self.open(is_scored=False)
+            return
+        if self._shared is None:
+            self._shared = self.open(is_scored=True)
+        try:
+            yield self._shared
+        except BaseException:
+            self.close()  # requests may be in flight
+            raise
+
+    def close(self) -> None:
+        """Closes the shared connections."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
 
 def run_episodes(engine: RolloutEngine, own: Sequence[Episode], episodes: Episodes) -> None:

@@ -34,8 +34,8 @@ from flowrl.engines.rollout.sampling import row_keys
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, check_compared
 from flowrl.rewards.row_scores import CALLS, FAILED
 from flowrl.workers.actor import Actor
-from flowrl.workers.channel import RequestClient, ServerAddress
-from flowrl.workers.dialogs import EPISODE, LOST, TURN_REWARDS, Dialogs, EnvironmentServers, turn_columns
+from flowrl.workers.channel import ServerAddress
+from flowrl.workers.dialogs import EPISODE, TURN_REWARDS, EnvironmentServers, turn_columns
 from flowrl.workers.episodes import (
     EPISODE_READS,
     POLL_S,
@@ -43,6 +43,7 @@ from flowrl.workers.episodes import (
     Columns,
     Environment,
     Episode,
+    EpisodeConnections,
     EpisodeRun,
     Episodes,
     continue_episodes,
@@ -103,13 +104,11 @@ class Rollout(Worker["RolloutGroup"]):
         self._environment = None
         if config.environment is not None:
             self._environment = Environment(config.environment, self.tokenizer, config.max_response_tokens)
-        self._groups = PromptGroups(Episodes(self.tokenizer, self._environment))
+        self._connections = EpisodeConnections(self.tokenizer, self._environment, config.max_response_tokens)
+        self._groups = PromptGroups(self._connections.open(is_scored=False))
         self._batch_ids = itertools.count()
         self._evaluation: EpisodeRun | None = None
         """Held-out rows that the rollout generates alongside its prompt groups."""
-        self._max_response_tokens = config.max_response_tokens
-        self._reward_servers: tuple[Sequence[ServerAddress], bytes] | None = None
-        self._environment_servers: EnvironmentServers | None = None
         context = EngineContext(
             config=config,
             model=model,
@@ -135,11 +134,8 @@ class Rollout(Worker["RolloutGroup"]):
         `score` names the columns of the reward (`connect_reward`), which scores a response while others are generated.
         """
         own = self._new_episodes(batch, temperature, score)
-        episodes = self._make_episodes(is_scored=bool(score))
-        try:
+        with self._connections.share(is_scored=bool(score)) as episodes:
             run_episodes(self.engine, own, episodes)
-        finally:
-            episodes.close()
         return episodes_to_tensordict(own, self.tokenizer, score, with_segments=self._has_segments(score))
 
     def _new_episodes(self, batch: TensorDict, temperature: float | None, score: Sequence[str]) -> list[Episode]:
@@ -161,7 +157,7 @@ class Rollout(Worker["RolloutGroup"]):
 
     @property
     def _has_environment(self) -> bool:
-        return self._environment is not None or self._environment_servers is not None
+        return self._environment is not None or self._connections.environment is not None
 
     def _has_segments(self, score: Sequence[str]) -> bool:
         return self._environment is not None or EPISODE in score
@@ -175,37 +171,24 @@ class Rollout(Worker["RolloutGroup"]):
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def connect_reward(self, servers: Sequence[ServerAddress], key: bytes) -> None:
         """Connects the rollout to the reward workers that score its responses (calls with `score`)."""
-        self._reward_servers = servers, key
-        self._groups.episodes.close()
-        self._groups = PromptGroups(self._make_episodes(is_scored=True))
+        self._connections.reward = servers, key
+        self._reconnect()
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def connect_environment(self, servers: EnvironmentServers) -> None:
         """Runs all episodes with these environment workers from now on."""
-        self._environment_servers = servers
-        self._groups.episodes.close()
-        self._groups = PromptGroups(self._make_episodes(is_scored=True))
+        self._connections.environment = servers
+        self._reconnect()
 
-    def _make_episodes(self, *, is_scored: bool) -> Episodes:
-        """Returns an empty set of episodes with its own connections."""
-        if (servers := self._environment_servers) is not None:
-            client = RequestClient(servers.addresses, servers.key, lost_result=LOST)
-            dialogs = Dialogs(
-                self.tokenizer,
-                client,
-                max_response_tokens=self._max_response_tokens,
-                max_prompt_tokens=servers.max_prompt_tokens,
-                restarts=servers.restarts,
-                stops_on_failure=servers.stops_on_failure,
-            )
-            return Episodes(self.tokenizer, dialogs=dialogs)
-        if not is_scored:
-            return Episodes(self.tokenizer, self._environment)
-        assert self._reward_servers is not None, "connect_reward is called before responses are scored"
-        return Episodes(self.tokenizer, self._environment, RequestClient(*self._reward_servers))
+    def _reconnect(self) -> None:
+        """Replaces the connections of the stream of prompt groups. Calls of `generate` connect when they need it."""
+        self._connections.close()
+        self._groups.episodes.close()
+        self._groups = PromptGroups(self._connections.open(is_scored=True))
 
     def close(self) -> None:
         self._groups.episodes.close()
+        self._connections.close()
         self._end_evaluation()
 
     # Streaming of prompt groups.
@@ -231,7 +214,7 @@ class Rollout(Worker["RolloutGroup"]):
             )
         columns = self._episode_columns(batch, score)
         groups = make_groups(batch, samples, self.seed, columns, may_continue=self._has_environment)
-        if self._environment_servers is not None:
+        if self._connections.environment is not None:
             self._groups.add(groups)
             return dict.fromkeys(groups)
         rejections = {prompt_id: self._queue(group.requests) for prompt_id, group in groups.items()}
@@ -318,7 +301,7 @@ class Rollout(Worker["RolloutGroup"]):
         own = self._new_episodes(batch, temperature, score)
         # The prompt groups keep at least half of the slots of an engine that shares its slots between batches.
         max_running = max(1, self._max_num_seqs // 2)
-        self._evaluation = EpisodeRun(self.engine, own, self._make_episodes(is_scored=bool(score)), max_running)
+        self._evaluation = EpisodeRun(self.engine, own, self._connections.open(is_scored=bool(score)), max_running)
 
     @register(
         Dispatch.COLLECT, blocking=False, rows="unknown", writes=RESPONSE_COLUMNS, resend=False, resolve=add_columns

@@ -46,7 +46,7 @@ def seconds_of(spec: FunctionSpec, limits: PoolLimits, num_rows: int, repeats: i
     times = []
     start_s = time.perf_counter()
     with ScoringPool([spec], limits) as pool:
-        pool.warm_up()
+        pool.start().wait()
         warm_up_s = time.perf_counter() - start_s
         for _ in range(repeats):
             start_s = time.perf_counter()

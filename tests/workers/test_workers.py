@@ -4,6 +4,9 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -31,7 +34,10 @@ from flowrl.data.metric import Mean
 from flowrl.data.prompts import PromptStream, read_conversations
 from flowrl.engines.models.weights import to_tensors
 from flowrl.engines.rollout.cuda_ipc import read_bucket
+from flowrl.rewards.reward_function import RewardError
+from flowrl.rewards.row_scores import RewardCall, RowScores
 from flowrl.workers import LANGUAGE_MODELING, Actor, Critic, Reference, Reward, Rollout
+from flowrl.workers.channel import RequestServer
 from flowrl.workers.losses.loss import mean_metrics
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.errors import rejects
@@ -63,6 +69,10 @@ def batch(**columns: list[float]) -> Batch:
 def actor_of(cluster: Cluster, model: ModelConfig, **settings: Any) -> WorkerGroup:
     config = ActorConfig(model=model, optimizer=OptimizerConfig(lr=0.01), temperature=0.5, **settings)
     return cluster.group("actor", Actor, config)
+
+
+def as_scores(value: float) -> RowScores:
+    return RowScores({"scores": value}, {"reward": RewardCall(value)})
 
 
 def test_logprobs_are_those_of_the_model_at_the_rollout_temperature(cluster: Cluster, model: ModelConfig) -> None:
@@ -357,6 +367,29 @@ def test_a_rollout_in_another_process_loads_the_sent_weights(model: ModelConfig,
         responses = rollout.generate(prompts)
         assert relative_gap(actor, responses) <= FLOAT32_BOUND
         assert set(responses.get("weight_version").tolist()) == {-1, 7}
+
+
+def test_calls_of_generate_share_a_connection_to_the_reward(cluster: Cluster, model: ModelConfig) -> None:
+    connections: list[Hashable] = []
+    results = [as_scores(0.5), as_scores(0.5), RewardError("no number for this row"), as_scores(1.5)]
+
+    def handle(row: dict[str, Any], connection: Hashable) -> Future[RowScores]:
+        connections.append(connection)
+        result, future = results[len(connections) - 1], Future[RowScores]()
+        future.set_exception(result) if isinstance(result, RewardError) else future.set_result(result)
+        return future
+
+    rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=4), model, seed=0)
+    prompts = Batch.from_rows([{"prompt_ids": [2, 3], "prompt_id": 0}])
+    with closing(RequestServer("127.0.0.1", 0, b"k" * 32, handle)) as server:
+        rollout.connect_reward([server.address], server.key)
+        for _ in range(2):
+            assert rollout.generate(prompts, score=("scores",)).get("scores").tolist() == [0.5]
+        with pytest.raises(WorkerUserError, match="no number for this row"):
+            rollout.generate(prompts, score=("scores",)).get("scores")
+        # Other rows of the failed call may be in flight on its connection.
+        assert rollout.generate(prompts, score=("scores",)).get("scores").tolist() == [1.5]
+    assert connections[0] == connections[1] == connections[2] != connections[3]
 
 
 FUNCTIONS = "tests.workers.reward_functions"

@@ -46,15 +46,16 @@ WRITE_STACKS, KILL = b"s", b"k"
 _GUARDS_END_S = 3.0
 """Timeout for the end of the guards. The launcher then kills its children, the processes of guards that were killed."""
 
-NUM_DESCRIPTORS = 4
+NUM_DESCRIPTORS = 5
 _POLL_MS = 1000
 _DESCRIPTOR = 900
 """Smallest number of the descriptors of a process, which user code does not reach by accident."""
 
 
-Serve = Callable[[socket.socket, int, dict[str, Any], Sequence[str]], NoReturn]  # Any: values of JSON
+Serve = Callable[[socket.socket, int, int, dict[str, Any], Sequence[str]], NoReturn]  # Any: values of JSON
 """Main loop of a process. Receives the socket of its messages, the descriptor for the stacks that `STACK_SIGNAL`
-requests, the settings of the process, and the protections that the system does not offer.
+requests, the semaphore of rows that it may score, the settings of the process, and the protections that the system
+does not offer.
 """
 
 
@@ -130,7 +131,7 @@ def _guard(
     is_limited: bool,
 ) -> None:
     """Starts the process of reward functions. Reports its end, and ends all its descendants."""
-    channel, output, guard, stacks = descriptors
+    channel, output, guard, stacks, rows = descriptors
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     if has_namespace:
@@ -143,12 +144,12 @@ def _guard(
         for descriptor in (wake_read, wake_write, guard):
             os.close(descriptor)
         os.dup2(output, 2)
-        own = (channel, output, stacks)
+        own = (channel, output, stacks, rows)
         _run(lambda: _work(settings, own, unavailable, parent, serve, is_limited=is_limited), 2)
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
-    for descriptor in (channel, output, stacks):
+    for descriptor in (channel, output, stacks, rows):
         os.close(descriptor)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -216,12 +217,12 @@ def _work(
     is_limited: bool,
 ) -> NoReturn:
     """Restricts the current process and runs the main loop."""
-    channel, output, stacks = descriptors
+    channel, output, stacks, rows = descriptors
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output, 1)):
         os.dup2(source, target)
-    channel, stacks = (_move(descriptor) for descriptor in (channel, stacks))
+    channel, stacks, rows = (_move(descriptor) for descriptor in (channel, stacks, rows))
     os.closerange(3, channel)
     os.environ["TMPDIR"] = tempfile.tempdir = settings["folder"]
     sys.stdout, sys.stderr = (
@@ -238,7 +239,7 @@ def _work(
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    serve(socket.socket(fileno=channel), stacks, settings, (*unavailable, *missing))
+    serve(socket.socket(fileno=channel), stacks, rows, settings, (*unavailable, *missing))
 
 
 def _move(descriptor: int) -> int:

@@ -15,10 +15,12 @@ from typing import Any
 from flowrl.rewards.processes.frames import FrameError, encode_frame
 from flowrl.rewards.processes.pool_settings import FunctionSpec, Outcome, PoolLimits
 from flowrl.rewards.processes.pool_state import (
+    MESSAGE_S,
     CallInFlight,
     LoadedFunction,
     ProcessState,
     QueuedRow,
+    Results,
     find_problem,
     parse_outcome,
 )
@@ -38,12 +40,14 @@ _SESSION_S = 1.0
 _MAX_START_FAILURES = 3
 """Processes in a row that ended before they could load a function."""
 
+_MAX_ROWS_PER_MESSAGE = 64
+
 _SEARCHED_ROWS = 64
 """Maximum number of rows at the head of a queue that a process may not score and that are skipped."""
 
 
 class ScoringPool:
-    """Scores rows with reward functions, in processes that start when rows are submitted.
+    """Scores rows with reward functions, in processes that start with `start`, or when rows are submitted.
 
     A process whose call hangs, ends or is killed is replaced. `submit` can be called from any thread. The results are
     set by the pool's thread, so callbacks of futures must be fast.
@@ -70,6 +74,7 @@ class ScoringPool:
         self._inbox: deque[QueuedRow] = deque()
         self._is_closed = False
         self._warm_ups: list[threading.Event] = []
+        """Calls of `start` whose processes are not ready."""
         self._probes: list[threading.Event] = []
         """Calls of `find_missing_protections` that wait for a process."""
         self._thread: threading.Thread | None = None
@@ -80,8 +85,8 @@ class ScoringPool:
         self._numbers = itertools.count()
         self._order = itertools.count()
         self._front = itertools.count(-1, -1)
+        self._results = Results()
         self._num_start_failures = 0
-        self._is_warm = False
         self._has_reported = False
         """Whether a process has reported the protections that it lacks."""
 
@@ -98,15 +103,18 @@ class ScoringPool:
             self._notify()
         return future
 
-    def warm_up(self) -> None:
-        """Starts all processes and imports all functions in each. Returns when that is done or has failed."""
+    def start(self) -> threading.Event:
+        """Starts all processes and imports all functions in each. Does not wait.
+
+        The result is set when that is done or has failed.
+        """
         done = threading.Event()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the pool of reward functions is closed")
             self._warm_ups.append(done)
             self._notify()
-        done.wait()
+        return done
 
     def find_missing_protections(self) -> tuple[str, ...]:
         """Returns the protections that the system does not offer (`isolate`). Starts a process if none has started, and
@@ -152,6 +160,7 @@ class ScoringPool:
                 self._events.handle(self._wait_s())
                 self._check_deadlines()
                 self._dispatch()
+                self._results.set(wait=any(process.has_more_results for process in self._processes.values()))
         finally:
             self._is_closed = True
             self._end()
@@ -171,7 +180,8 @@ class ScoringPool:
             for done in (*self._warm_ups, *self._probes):
                 done.set()
         for row in rows:
-            self._finish(row, Outcome(None, "closed", "the pool of reward functions was closed"))
+            self._results.add(row, Outcome(None, "closed", "the pool of reward functions was closed"))
+        self._results.set()
 
     def _read_inbox(self) -> None:
         with self._lock:
@@ -184,11 +194,7 @@ class ScoringPool:
         times = [
             time_s
             for process in self._processes.values()
-            for time_s in (
-                process.kill_s,
-                process.load_deadline_s,
-                *((call.deadline_s for call in process.calls.values()) if process.ending is None else ()),
-            )
+            for time_s in (process.kill_s, process.load_deadline_s, process.call_deadline_s, process.reclaim_s)
         ]
         first_s = min(times, default=math.inf)
         return None if math.isinf(first_s) else max(0.0, first_s - time.monotonic())
@@ -199,12 +205,12 @@ class ScoringPool:
             if now_s >= process.kill_s:
                 process.kill_s = math.inf
                 process.process.kill()
-            elif process.ending is None and (
-                now_s >= process.load_deadline_s or any(now_s >= call.deadline_s for call in process.calls.values())
-            ):
+            elif process.ending is None and (now_s >= process.load_deadline_s or now_s >= process.call_deadline_s):
                 process.ending = ("timeout", "")
                 process.load_deadline_s, process.kill_s = math.inf, now_s + _STACKS_S
                 process.process.request_stacks()
+            elif now_s >= process.reclaim_s:
+                self._queue_first(process.reclaim())
 
     # Events of a process.
 
@@ -294,7 +300,11 @@ class ScoringPool:
 
     def _handle_result(self, process: ProcessState, message: Mapping[str, Any]) -> None:
         call = process.calls[message["id"]]
-        has_several, kind = len(call.rows) > 1, call.rows[0].function.spec.kind
+        function = call.rows[0].function
+        if function.is_sequential:
+            self._handle_row(process, message, call)
+            return
+        has_several, kind = len(call.rows) > 1, function.spec.kind
         if "outcomes" in message:
             outcomes = [parse_outcome(outcome, kind) for outcome in message["outcomes"]]
             if len(outcomes) != len(call.rows):
@@ -313,6 +323,30 @@ class ScoringPool:
             if outcome.failure == "memory":  # libraries may not work any more
                 process.is_retiring = True
 
+    def _handle_row(self, process: ProcessState, message: Mapping[str, Any], call: CallInFlight) -> None:
+        """Handles the outcome of the running row of a sequential function."""
+        (outcome,) = message.get("outcomes", (message,))
+        continues = bool(message["continues"])
+        if continues and len(call.rows) == 1:
+            raise ValueError("an unexpected row")
+        now_s = time.monotonic()
+        seconds = now_s - call.start_s
+        outcome = replace(parse_outcome(outcome, call.rows[0].function.spec.kind), seconds=seconds)
+        row = call.rows.pop(0)
+        if continues:
+            call.start_s, call.deadline_s = now_s, call.deadline_s + seconds
+            process.process.allow_output()
+            self._events.watch_output(process.process)
+        else:
+            del process.calls[message["id"]]
+            if call.rows:  # it may not begin another row
+                process.process.reclaim_rows()
+                self._queue_first(call.rows)
+            elif now_s < call.reclaim_s < math.inf:
+                row.function.rows_per_message = min(2 * row.function.rows_per_message, _MAX_ROWS_PER_MESSAGE)
+        self._end_attempt(process, row, outcome)
+        process.is_retiring |= outcome.failure == "memory"  # libraries may not work any more
+
     def _end_attempt(self, process: ProcessState, row: QueuedRow, outcome: Outcome) -> None:
         """Sets the outcome of a row, or queues the row for another attempt."""
         row.num_attempts += 1
@@ -320,11 +354,12 @@ class ScoringPool:
             row.failed_in = process.process.number
             row.function.queue.appendleft((next(self._front), row))
             return
-        self._finish(row, replace(outcome, num_attempts=row.num_attempts))
+        self._results.add(row, replace(outcome, num_attempts=row.num_attempts))
 
-    def _finish(self, row: QueuedRow, outcome: Outcome) -> None:
-        if row.is_running or row.future.set_running_or_notify_cancel():
-            row.future.set_result(outcome)
+    def _queue_first(self, rows: Sequence[QueuedRow]) -> None:
+        """Queues rows, in their order, before all others."""
+        for row in reversed(rows):
+            row.function.queue.appendleft((next(self._front), row))
 
     def _retry_alone(self, rows: Iterable[QueuedRow]) -> None:
         """Queues rows whose common call or process failed. The row that caused it then fails alone."""
@@ -360,6 +395,9 @@ class ScoringPool:
         elif not process.is_ready:
             self._count_start_failure(output)
         rows = [row for call in calls for row in call.rows]
+        if rows and rows[0].function.is_sequential:
+            self._queue_first(rows[1:])  # they have not begun
+            rows = rows[:1]
         if len(rows) == 1:
             seconds = time.monotonic() - calls[0].start_s
             self._end_attempt(process, rows[0], Outcome(None, kind, f"{text}{output}", seconds))
@@ -396,8 +434,8 @@ class ScoringPool:
         for function in self._functions.values():
             if function.error is not None:
                 while function.queue:
-                    self._finish(function.queue.popleft()[1], function.error)
-        if self._warm_ups and not self._is_warm:
+                    self._results.add(function.queue.popleft()[1], function.error)
+        if self._warm_ups:
             self._continue_warm_up()
         self._continue_probes()
         waiting = sorted((f for f in self._functions.values() if f.queue), key=lambda f: f.queue[0][0])
@@ -456,7 +494,7 @@ class ScoringPool:
         if function.is_async:
             with_function = [p for p in self._processes.values() if self._can_add(p, function)] + with_function
         for process in with_function:
-            if rows := self._take(function, process):
+            if rows := self._take(function, process, len(with_function)):
                 self._call(process, function, rows)
                 return True
         if with_function:
@@ -477,10 +515,12 @@ class ScoringPool:
         has_others = any(other.queue and other is not function for other in self._functions.values())
         return not has_others or time.monotonic() - process.session_start_s < _SESSION_S
 
-    def _take(self, function: LoadedFunction, process: ProcessState) -> list[QueuedRow]:
-        """Removes the rows of the next call of a process from the queue."""
+    def _take(self, function: LoadedFunction, process: ProcessState, num_idle: int) -> list[QueuedRow]:
+        """Removes the rows of the next call of a process from the queue, which `num_idle` processes share."""
         queue, skipped, rows = function.queue, [], []
         size = function.spec.batch_size or 1
+        if function.is_sequential:
+            size = min(function.rows_per_message, math.ceil(len(queue) / num_idle))
         for _ in range(min(len(queue), _SEARCHED_ROWS + size)):
             entry = queue.popleft()
             row = entry[1]
@@ -518,8 +558,10 @@ class ScoringPool:
             process.session_start_s, process.is_async = start_s, function.is_async
         process.is_exclusive = rows[0].is_alone
         number = next(self._numbers)
-        process.calls[number] = CallInFlight(rows, start_s, start_s + timeout_s + grace_s)
-        process.process.start_call()
+        call = process.calls[number] = CallInFlight(rows, start_s, start_s + timeout_s + grace_s, len(rows))
+        if function.is_sequential and not process.is_exclusive:
+            call.reclaim_s = start_s + MESSAGE_S
+        process.process.start_call(len(rows) - 1 if function.is_sequential else 0)
         self._events.watch_output(process.process)
         message = {"kind": "call", "id": number, "name": function.spec.name, "rows": values}
         self._send(process, encode_frame(message))
@@ -539,7 +581,7 @@ class ScoringPool:
                 values_of_rows.append(values)
             else:
                 text = f"{function.spec.title} cannot receive {problem}"
-                self._finish(row, Outcome(None, "invalid", text, num_attempts=0))
+                self._results.add(row, Outcome(None, "invalid", text, num_attempts=0))
         return sendable, values_of_rows
 
     def _send(self, process: ProcessState, frame: bytes) -> None:

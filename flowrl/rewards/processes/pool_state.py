@@ -1,8 +1,9 @@
 """State of a pool: its rows, functions, processes and calls in flight. Only the thread of the pool uses it."""
 
 import math
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from flowrl.rewards.processes.frames import encode_frame
 from flowrl.rewards.processes.pool_settings import FunctionSpec, Outcome, PoolLimits
 from flowrl.rewards.processes.process import ScoringProcess
 from flowrl.rewards.reward_function import MAX_SCORE, Failure, FunctionKind
+
+MESSAGE_S = 0.01
+"""Time for the rows of a message. The pool then reclaims those that have not begun."""
 
 _FAILURES = ("raised", "invalid", "memory", "timeout")
 """Failures that a process reports itself."""
@@ -44,6 +48,13 @@ class LoadedFunction:
     """Outcome of all rows if the function cannot be loaded."""
 
     num_loading: int = 0
+    rows_per_message: int = 1
+    """Rows that a process receives at a time, although it calls the function once per row."""
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a process calls the function once per row, and one call at a time."""
+        return not self.is_async and self.spec.batch_size is None
 
     def capacity(self, limits: PoolLimits) -> int:
         """Returns the number of rows that one process scores at a time."""
@@ -52,9 +63,17 @@ class LoadedFunction:
 
 @dataclass(eq=False)
 class CallInFlight:
+    """Rows of one message. The process of a sequential function scores them in this order."""
+
     rows: list[QueuedRow]
+    """Rows without an outcome. The first one is running."""
     start_s: float
+    """Start of the running call."""
     deadline_s: float
+    num_rows: int
+    """Number of rows of the message."""
+    reclaim_s: float = math.inf
+    """Time to reclaim the rows that have not begun."""
 
 
 @dataclass(eq=False)
@@ -88,6 +107,60 @@ class ProcessState:
     @property
     def is_usable(self) -> bool:
         return self.is_ready and self.ending is None and not self.is_retiring
+
+    @property
+    def call_deadline_s(self) -> float:
+        """Time at which a call has exceeded its timeout."""
+        return min((call.deadline_s for call in self._running_calls), default=math.inf)
+
+    @property
+    def reclaim_s(self) -> float:
+        """Time to call `reclaim`."""
+        return min((call.reclaim_s for call in self._running_calls), default=math.inf)
+
+    @property
+    def _running_calls(self) -> Iterable[CallInFlight]:
+        """Calls in flight, unless the pool ends the process."""
+        return self.calls.values() if self.ending is None else ()
+
+    @property
+    def has_more_results(self) -> bool:
+        """Whether results of a message with several rows follow soon."""
+        return any(call.num_rows > 1 for call in self.calls.values()) and time.monotonic() < self.reclaim_s < math.inf
+
+    def reclaim(self) -> list[QueuedRow]:
+        """Removes the rows of a slow message that the process has not begun. Returns them.
+
+        The next messages with rows of this function have one row.
+        """
+        (call,) = self.calls.values()  # of a sequential function
+        num_begun = max(1, len(call.rows) - self.process.reclaim_rows())
+        rows, call.rows, call.reclaim_s = call.rows[num_begun:], call.rows[:num_begun], math.inf
+        call.rows[0].function.rows_per_message = 1
+        return rows
+
+
+class Results:
+    """Outcomes that are not set yet. Results that are set together wake other threads only once."""
+
+    def __init__(self) -> None:
+        self._outcomes: list[tuple[QueuedRow, Outcome]] = []
+        self._latest_s = math.inf
+        """Latest time to set the outcomes."""
+
+    def add(self, row: QueuedRow, outcome: Outcome) -> None:
+        if not self._outcomes:
+            self._latest_s = time.monotonic() + MESSAGE_S
+        self._outcomes.append((row, outcome))
+
+    def set(self, *, wait: bool = False) -> None:
+        """Sets all outcomes. With `wait`, keeps them for up to `MESSAGE_S`."""
+        if wait and time.monotonic() < self._latest_s:
+            return
+        outcomes, self._outcomes = self._outcomes, []
+        for row, outcome in outcomes:
+            if row.is_running or row.future.set_running_or_notify_cancel():
+                row.future.set_result(outcome)
 
 
 def find_problem(name: str, value: Any) -> str | None:  # Any: the value of a column

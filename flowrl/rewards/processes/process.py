@@ -98,12 +98,16 @@ class ScoringProcess:
         self.guard, guard = socket.socketpair()
         self.output, output = os.pipe()
         self.stacks, stacks = os.pipe()
+        self._rows = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        """Number of sent rows that the process has not begun. Its main loop takes one before each row but the first."""
         self.has_ended = False
         # A process that is killed cannot remove its temporary files.
         self._folder = tempfile.mkdtemp(dir=launcher.folder)
         try:
             os.set_blocking(stacks, False)  # a signal handler writes
-            launcher.start({**settings, "folder": self._folder}, [channel.fileno(), output, guard.fileno(), stacks])
+            launcher.start(
+                {**settings, "folder": self._folder}, [channel.fileno(), output, guard.fileno(), stacks, self._rows]
+            )
         except OSError:
             self.close()
             raise
@@ -139,10 +143,27 @@ class ScoringProcess:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def start_call(self) -> None:
-        """Resets the limit of the output of a call, and discards earlier output."""
-        self._allowance = _OUTPUT_PER_CALL
+    def start_call(self, num_further_rows: int = 0) -> None:
+        """Resets the limit of the output of a call, and discards earlier output.
+
+        The process may also begin `num_further_rows` rows of the same message.
+        """
+        self.allow_output()
         self._output.clear()
+        if num_further_rows:
+            os.eventfd_write(self._rows, num_further_rows)
+
+    def allow_output(self) -> None:
+        """Resets the limit of the output of a call."""
+        self._allowance = _OUTPUT_PER_CALL
+
+    def reclaim_rows(self) -> int:
+        """Returns the number of sent rows that the process has not begun. It does not begin them any more."""
+        num_rows = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                num_rows += os.eventfd_read(self._rows)
+        return num_rows
 
     def read_messages(self) -> Iterator[dict[str, Any]]:  # Any: values of JSON
         """Yields the messages that have arrived. Raises FrameError for invalid bytes, and EOFError at the end."""
@@ -204,7 +225,7 @@ class ScoringProcess:
         """Closes the sockets and pipes, so that the guard ends all processes, and removes their temporary files."""
         for end in (self.channel, self.guard):
             end.close()
-        for descriptor in (self.output, self.stacks):
+        for descriptor in (self.output, self.stacks, self._rows):
             os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 

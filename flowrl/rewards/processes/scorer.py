@@ -48,8 +48,9 @@ Row = dict[str, Any]  # Any: values of JSON
 class Scorer:
     """Calls reward functions in this process, one call at a time, or many calls of async functions."""
 
-    def __init__(self, channel: socket.socket, timeout_s: float | None) -> None:
-        self._channel = channel
+    def __init__(self, channel: socket.socket, rows: int, timeout_s: float | None) -> None:
+        """`rows` is the semaphore of rows that the process may begin."""
+        self._channel, self._rows = channel, rows
         self._timeout_s = timeout_s
         self._reader = FrameReader(_MAX_CALL_BYTES)
         self._functions: dict[str, RewardFunction] = {}
@@ -84,7 +85,7 @@ class Scorer:
             self._loop = self._loop or asyncio.new_event_loop()
             self._loop.run_until_complete(self._serve(message))
         else:
-            self._call(message["id"], name, message["rows"])
+            self._score(message["id"], name, message["rows"])
 
     def _is_async_call(self, message: Mapping[str, Any]) -> bool:
         name = message["name"]
@@ -111,20 +112,43 @@ class Scorer:
                 "names": names, "accepts_all": accepts_all,
             })  # fmt: skip
 
-    def _call(self, number: int, name: str, rows: Sequence[Row]) -> None:
+    def _score(self, number: int, name: str, rows: Sequence[Row]) -> None:
+        """Scores the rows of a message: by one call of a batched function, otherwise one after the other.
+
+        The pool can reclaim rows that have not begun. `continues` reports whether the next row has begun.
+        """
+        if name in self._batched:
+            self._send({"kind": "result", "id": number, **self._call(name, rows)})
+            return
+        for i, row in enumerate(rows):
+            result = self._call(name, [row])
+            # After a failure for lack of memory, libraries may not work any more.
+            continues = i + 1 < len(rows) and result.get("failure") != "memory" and self._claim_row()
+            self._send({"kind": "result", "id": number, "continues": continues, **result})
+            if not continues:
+                return
+
+    def _claim_row(self) -> bool:
+        """Begins the next row of the message. Returns False if the pool has reclaimed it."""
+        try:
+            os.eventfd_read(self._rows)
+        except OSError:  # also if a function has closed the descriptor
+            return False
+        return True
+
+    def _call(self, name: str, rows: Sequence[Row]) -> dict[str, Any]:
         """Scores the rows by one call, and undoes changes of the process state that later calls would see."""
         function = self._functions[name]
         try:
-            result: dict[str, Any] = {"outcomes": self._compute(function, name, rows)}
+            return {"outcomes": self._compute(function, name, rows)}
         except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit
-            result = _failure(error, self._import_names[name], rows, self._kinds[name])
+            return _failure(error, self._import_names[name], rows, self._kinds[name])
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setrecursionlimit(self._recursion_limit)
             os.umask(self._umask)
             with contextlib.suppress(OSError):  # the folder was removed
                 os.chdir(self._folder)
-        self._send({"kind": "result", "id": number, **result})
 
     def _compute(self, function: RewardFunction, name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
         shown = self._import_names[name]
@@ -231,8 +255,10 @@ def _location(task: "asyncio.Task[Any]") -> str:
     return location
 
 
-def serve(channel: socket.socket, stacks: int, settings: Mapping[str, Any], unavailable: Sequence[str]) -> NoReturn:
-    """Runs the main loop of the process. `stacks` is the descriptor for the stacks that `STACK_SIGNAL` requests."""
+def serve(
+    channel: socket.socket, stacks: int, rows: int, settings: Mapping[str, Any], unavailable: Sequence[str]
+) -> NoReturn:
+    """Runs the main loop of the process. The arguments are those of `launcher.Serve`."""
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     channel.sendall(encode_frame({"kind": "ready", "unavailable": list(unavailable)}))
-    Scorer(channel, settings["timeout_s"]).run()
+    Scorer(channel, rows, settings["timeout_s"]).run()

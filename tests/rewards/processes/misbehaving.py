@@ -173,8 +173,13 @@ ACTIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def score(response: str, kind: str, **_: object) -> Any:
-    return ACTIONS[kind]() if kind else float(len(response))
+def score(response: str, kind: str, **columns: Any) -> Any:
+    if kind == "wait":  # until the file exists
+        while not os.path.exists(columns["prompt"]):
+            time.sleep(0.01)
+    elif kind:
+        return ACTIONS[kind]()
+    return float(len(response))
 
 
 async def score_async(response: str, kind: str) -> Any:

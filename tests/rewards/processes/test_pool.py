@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ def test_a_function_that_cannot_be_loaded_fails_its_rows_with_one_message(
         outcomes = [future.result(timeout=200) for future in futures]
         outcomes.append(pool.submit("broken", {"response": ""}).result(timeout=200))
         assert pool.submit("sync", {"response": "xy", "kind": ""}).result(timeout=200).score == 2
-        assert pool.warm_up() is None
+        assert pool.start().wait(200)
     assert {outcome.failure for outcome in outcomes} == {"not_loaded"}
     (message,) = {outcome.message for outcome in outcomes}
     assert str(tmp_path / "broken.py") in message or "broken" in message
@@ -292,12 +293,57 @@ def test_async_calls_run_concurrently_in_one_process(mark: str, tmp_path: Path) 
         assert [future.result(timeout=200).score for future in futures] == [16] * 16
 
 
+def submit(pool: ScoringPool, *kinds: str, prompt: str = "p") -> "list[Future[Outcome]]":
+    return [pool.submit("sync", {"response": "x" * i, "kind": kind, "prompt": prompt}) for i, kind in enumerate(kinds)]
+
+
+def make_fast(pool: ScoringPool) -> None:
+    """Scores rows until a process receives many rows of the function `sync` at a time."""
+    for _ in range(8):
+        for future in submit(pool, *[""] * 32):
+            assert future.result(timeout=200).failure is None
+
+
+def test_rows_do_not_wait_for_a_slow_row_before_them(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    with make_pool(SYNC) as pool:
+        make_fast(pool)
+        slow, *others = submit(pool, "wait", *[""] * 40, prompt=str(end))
+        assert [future.result(timeout=200).score for future in others] == list(range(1, 41))
+        assert not slow.done()
+        end.touch()
+        assert slow.result(timeout=200).score == 0
+
+
+def test_each_row_of_a_message_fails_alone() -> None:
+    kinds = ["", "exit", "", "exception", "none", "", "kill", "", "garbage", ""]
+    with make_pool(SYNC, workers=1) as pool:
+        make_fast(pool)
+        outcomes = [future.result(timeout=200) for future in submit(pool, *kinds)]
+    failures = [None, "exited", None, "raised", "invalid", None, "killed", None, "corrupt", None]
+    assert [outcome.failure for outcome in outcomes] == failures
+    assert [outcome.score for outcome in outcomes if outcome.failure is None] == [0, 2, 5, 7, 9]
+    assert {outcome.num_attempts for outcome in outcomes} == {1}
+
+
+def test_each_row_of_a_message_has_the_whole_timeout(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef score(response):\n    time.sleep(0.4 * len(response))\n    return 1.0\n"
+    )
+    with make_pool(FunctionSpec("sync", f"{tmp_path / 'slow.py'}:score"), workers=1, timeout_s=1.2) as pool:
+        for _ in range(6):
+            for future in [pool.submit("sync", {"response": ""}) for _ in range(16)]:
+                future.result(timeout=200)
+        futures = [pool.submit("sync", {"response": "x"}) for _ in range(4)]
+        assert [future.result(timeout=200).failure for future in futures] == [None] * 4
+
+
 def test_processes_start_as_rows_need_them(mark: str) -> None:
     with make_pool(SYNC, workers=4) as pool:
         assert marked_processes(mark) == []
         assert pool.submit("sync", {"response": "abc", "kind": ""}).result(timeout=200).score == 3
         few = len(marked_processes(mark))
-        pool.warm_up()
+        assert pool.start().wait(200)
         assert len(marked_processes(mark)) == few + 3 * (few - 1)  # the launcher is shared
 
 
