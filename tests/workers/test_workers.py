@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
