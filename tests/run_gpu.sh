@@ -1,51 +1,43 @@
 #!/usr/bin/env bash
-# Runs the GPU checks and benchmarks, a PPO run and the tests marked gpu within 8 minutes and without a network, most
-# valuable first. The host needs Python with torch and transformers. A part whose packages are missing is skipped.
+# Measures flowrl on a GPU, in three parts. `first` and `second` take at most four minutes each and need one GPU, no
+# network, and a host with Python, torch, transformers, peft and pytest. `vllm` needs a host with vLLM and takes longer.
 #
-#   usage: tests/run_gpu.sh [WHEELS] [RESULTS]      (default: .whl gpu_results.txt, in the root of the repository)
-#   PYTHON=python3 DEVICE=cuda                      environment variables; DEVICE=cpu rehearses the script without a GPU
+#   usage: tests/run_gpu.sh first|second|vllm RESULTS [WHEELS]      (default of WHEELS: .whl in the repository)
+#   PYTHON=python3 DEVICE=cuda                                      environment variables; DEVICE=cpu rehearses a part
 #
-# WHEELS is a folder of wheels that the host lacks; it may be absent. The PPO run needs ray, which contains psutil, and
-# rich, on which transformers depends. The tests marked gpu need pytest. RESULTS receives the outcome of every part, or
-# the reason why it is skipped. Its last line is the number of gpu tests that did not run, with the reasons.
-# Exits with 1 if a part fails, or if there is a GPU and every part is skipped; with 0 if there is no GPU.
+# RESULTS is a file. It receives every figure as soon as it is measured, the most valuable ones first, and at the end a
+# summary with all figures, skips and failures. WHEELS is a folder of wheels that the host lacks; it may be absent.
+# Exits with 1 if a measurement or a test fails, or if there is a GPU and nothing runs; with 0 if there is no GPU.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-wheels=${1:-.whl}
-results=${2:-gpu_results.txt}
+usage="usage: tests/run_gpu.sh first|second|vllm RESULTS [WHEELS]"
+part=${1:-} results=${2:-}
+[[ $part =~ ^(first|second|vllm)$ && -n $results ]] || { echo "$usage" >&2; exit 2; }
+results=$(realpath -m "$results") || exit 2
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+wheels=${3:-.whl}
 python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
-deadline=$((SECONDS + 470))
+seconds=225 # the summary and the interpreter of this script take the rest of the four minutes
+[[ $part != vllm ]] || seconds=5400
 status=0
 num_run=0
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-: >"$results" || exit 1
+: >"$results" || exit 2
 report() { echo "$*" | tee -a "$results"; }
 
-declare -A not_run
-# add_not_run REASON ARGUMENTS...: counts the functions marked gpu in the arguments that are paths of tests.
-add_not_run() {
-    local reason=$1 argument count
-    shift
-    for argument; do
-        [[ $argument == tests/* ]] || continue
-        count=$(grep -rhE --include='test_*.py' '^@pytest\.mark\.gpu' "$argument" | wc -l)
-        not_run[$reason]=$((${not_run[$reason]:-0} + count))
-    done
-}
-# finish: reports the gpu tests that did not run, and exits.
+# finish: prints the summary and exits.
 finish() {
-    local reason total=0 reasons=""
-    for reason in "${!not_run[@]}"; do
-        total=$((total + not_run[$reason]))
-        reasons+="; ${not_run[$reason]}: $reason"
-    done
-    report "gpu tests that did not run: $total$reasons"
+    local pattern
+    for pattern in '\* |[0-9]+ (passed|failed|skipped|deselected|error)' SKIPPED '(FAILED|ERROR) '; do
+        grep -E "^($pattern)" "$results" | cut -c 1-240
+    done >"$work/summary"
+    report "== summary of $part: $num_run programs in $SECONDS s, exit code $status"
+    tee -a "$results" <"$work/summary"
     exit "$status"
 }
 
-report "commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(date -u +%Y-%m-%dT%H:%MZ)"
+report "part $part, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(date -u +%Y-%m-%dT%H:%MZ)"
 if compgen -G "$wheels/*.whl" >/dev/null; then
     install=("$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/site")
     if timeout -k 5 120 "${install[@]}" "$wheels"/*.whl >>"$results" 2>&1; then
@@ -57,79 +49,85 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
 else
     report "no wheels in $wheels: using the packages of $python"
 fi
-export PYTHONPATH=$work/site:$PWD HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export PYTHONPATH=$work/site:$PWD PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 
-declare -A exit_codes
-# has PACKAGE: imports a package once and remembers the result, because some imports take seconds.
-has() {
-    [ -n "${exit_codes[$1]:-}" ] || { "$python" -c "import $1" >/dev/null 2>&1; exit_codes[$1]=$?; }
-    return "${exit_codes[$1]}"
+# find_missing PACKAGES...: prints the packages that the interpreter does not find, without importing them.
+find_missing() {
+    "$python" -c 'import sys
+from importlib.util import find_spec
+print(*(name for name in sys.argv[1:] if find_spec(name) is None))' "$@" 2>/dev/null || echo "$*"
 }
-if ! has torch; then
+if [ -n "$(find_missing torch)" ]; then
     report "SKIPPED everything: torch is missing"
-    add_not_run "torch is missing" tests/engines
     finish
 fi
 if [ "$device" = cpu ]; then
-    gpu="none, rehearsal on the CPU"
+    gpu="none, rehearsal on the CPU with tiny sizes"
 elif ! gpu=$("$python" -c "import torch; print(torch.cuda.get_device_name(), torch.__version__)" 2>/dev/null); then
     report "SKIPPED everything: no GPU"
-    add_not_run "no GPU" tests/engines
     finish
 fi
 report "GPU: $gpu"
 
-# skip NAME REASON COMMAND...: reports a part that is skipped.
-skip() {
-    report "SKIPPED $1: $2"
-    add_not_run "${@:2}"
-}
-# run NAME PACKAGES COMMAND...: runs a command for at most 180 s if all packages can be imported.
+# run NAME SECONDS PACKAGES COMMAND...: runs a command for at most SECONDS, and not beyond the time of the part.
 run() {
-    local name=$1 packages=$2 package left code reason
-    shift 2
-    for package in $packages; do
-        has "$package" || { skip "$name" "$package is missing" "$@"; return; }
-    done
-    left=$((deadline - SECONDS))
-    [ "$left" -gt 5 ] || { skip "$name" "out of time" "$@"; return; }
-    [ "$left" -lt 180 ] || left=180
+    local name=$1 limit=$2 missing left code
+    # shellcheck disable=SC2086 # several packages
+    missing=$(find_missing $3)
+    shift 3
+    [ -z "$missing" ] || { report "SKIPPED $name: missing: $missing"; return; }
+    left=$((seconds - SECONDS))
+    [ "$left" -ge "$limit" ] || limit=$left
+    [ "$limit" -gt 5 ] || { report "SKIPPED $name: the time is over"; return; }
     report "== $name"
-    timeout -k 5 "$left" "$@" 2>&1 | tail -n 60 | tee "$work/output" | tee -a "$results"
+    timeout -k 5 "$limit" "$@" 2>&1 | tee -a "$results"
     code=${PIPESTATUS[0]}
-    # pytest prints one line per skipped function: SKIPPED [number of cases] file:line: reason
-    while read -r reason; do
-        not_run[$reason]=$((${not_run[$reason]:-0} + 1))
-    done < <(sed -nE 's/^SKIPPED \[[0-9]+\] [^ ]+: //p' "$work/output")
     # 5: pytest selected no test.
     if [ "$code" -eq 5 ]; then report "SKIPPED $name: no test is marked gpu"; return; fi
     num_run=$((num_run + 1))
-    if [ "$code" -ne 0 ]; then report "FAILED $name (exit code $code)"; status=1; fi
+    case $code in
+    0) return ;;
+    124 | 137) report "FAILED $name: ended by the limit of $limit s" ;;
+    *) report "FAILED $name: exit code $code" ;;
+    esac
+    status=1
 }
 
-core="transformers tensordict pydantic"
-# Without pyproject.toml, whose options belong to plugins that the host may lack.
-pytest=("$python" -m pytest -c /dev/null --rootdir . -q -rs -m gpu -p no:cacheprovider --import-mode importlib)
-# shellcheck disable=SC2016 # expanded by the inner bash
-ppo='"$0" -m recipes.quickstart.prepare --output "$1/data" &&
-    exec "$0" -m recipes.ppo.train recipes/quickstart/ppo.yaml placement=placement/single.yaml placement.device="$2" \
-        output="$1/run" steps=3 report.plots=false report.tensorboard=false \
-        {actor,critic,reference}.model.path="$1/data/model" \
-        data.train="$1/data/train.jsonl" data.test="$1/data/test.jsonl"'
-benchmarks=("$python" -m tests.benchmarks.gpu)
-[ "$device" = cuda ] || benchmarks+=(--device cpu --tiny)
-run "checks and benchmarks" "$core" "${benchmarks[@]}"
-run "PPO with Ray" "$core ray rich" bash -c "$ppo" "$python" "$work" "$device"
-run "attention and packing" "$core pytest" "${pytest[@]}" tests/engines/models/test_attention.py \
-    tests/engines/train/test_packed_rows.py
-run "precision and offload" "$core pytest" "${pytest[@]}" tests/engines/train/test_precision.py \
-    tests/engines/train/test_train_step.py
-run "generation" "$core pytest" "${pytest[@]}" tests/engines/rollout/hf
-run "8-bit layers" "$core pytest" "${pytest[@]}" tests/engines/models/test_int8.py
-run "vLLM" "$core pytest ray vllm" "${pytest[@]}" tests/engines/rollout/vllm
+packages="transformers tensordict pydantic"
+measure=("$python" -m tests.benchmarks.gpu --device "$device" --folder "$work")
+# run_tests NAME SECONDS PACKAGES FILES...: runs the tests marked gpu of these files.
+run_tests() {
+    # Without pyproject.toml, whose options belong to plugins that the host may lack, but with its markers.
+    local markers='import tomllib
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["tool"]["pytest"]["ini_options"]["markers"]))'
+    run "${@:1:3}" "$python" -m pytest -c /dev/null -o "markers=$("$python" -c "$markers")" --rootdir . -q -rfEs \
+        -m gpu -p no:cacheprovider --import-mode importlib "${@:4}"
+}
+mapfile -t files < <(grep -rlF --include='test_*.py' 'pytest.mark.gpu' tests | sort)
+mapfile -t vllm_files < <(printf '%s\n' "${files[@]}" | grep /vllm/)
+mapfile -t other_files < <(printf '%s\n' "${files[@]}" | grep -v /vllm/)
+
+case $part in
+first)
+    run "memory of two processes" 70 "$packages" "${measure[@]}" memory
+    # The last part needs 80 s.
+    run "speed of training steps" "$((seconds - SECONDS - 80 < 115 ? seconds - SECONDS - 80 : 115))" "$packages" \
+        "${measure[@]}" mfu
+    run "learning" "$seconds" "$packages rich" "${measure[@]}" grpo
+    ;;
+second)
+    run "engines" 150 "$packages" "${measure[@]}" engines
+    run_tests "tests marked gpu" "$seconds" "$packages pytest" "${other_files[@]}"
+    ;;
+vllm)
+    run "GRPO with vLLM" 3600 "$packages ray vllm" "${measure[@]}" vllm
+    run_tests "tests of vLLM marked gpu" "$seconds" "$packages pytest ray vllm" "${vllm_files[@]}"
+    ;;
+esac
 if [ "$num_run" -eq 0 ]; then
-    report "FAILED: there is a GPU, but every part was skipped"
+    report "FAILED every program was skipped"
     status=1
 fi
-report "finished after ${SECONDS} s with status $status"
 finish

@@ -1,4 +1,4 @@
-"""tests/run_gpu.sh and the GPU benchmark on a machine without a GPU."""
+"""tests/run_gpu.sh on a machine without a GPU."""
 
 import os
 import re
@@ -10,55 +10,46 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests/run_gpu.sh"
-MAYBE_MISSING = (
-    "accelerate",
-    "httpx",
-    "hypothesis",
-    "matplotlib",
-    "peft",
-    "psutil",
-    "pytest",
-    "ray",
-    "rich",
-    "tenacity",
-    "tensorboard",
+PARTS = ("first", "second", "vllm")
+MAYBE_MISSING = ("datasets", "httpx", "hypothesis", "matplotlib", "ray", "tenacity", "tensorboard", "vllm")
+"""Packages that a host with torch, transformers, peft, pytest and the wheels may lack."""
+
+MARK = "pytest.mark." + "gpu"
+MARKED = sorted(
+    path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text()
 )
-"""Packages that a GPU host may lack."""
+"""Files with a test that is marked gpu."""
 
 
-def run_script(folder: Path, python: str = sys.executable, device: str = "cuda") -> tuple[int, str]:
+def run_script(folder: Path, part: str, python: str = sys.executable, device: str = "cuda") -> tuple[int, str]:
     """Returns the exit code and the results file of the script."""
     results = folder / "results.txt"
     environment = os.environ | {"PYTHON": python, "DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", str(SCRIPT), str(folder / "no_wheels"), str(results)]
+    command = ["bash", str(SCRIPT), part, str(results), str(folder / "no_wheels")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     return done.returncode, results.read_text()
 
 
-def interpreter(folder: Path, cases: str) -> str:
-    """Returns the path of an interpreter that sees a GPU and treats its arguments by the cases of a shell script."""
+def interpreter(folder: Path, cases: str = "", *, missing: tuple[str, ...] = (), num_gpus: int = 1) -> str:
+    """Returns the path of an interpreter that runs nothing, and writes its arguments to the file `calls`.
+
+    `cases` are cases of a shell script for the arguments.
+    """
     path = folder / "python"
-    path.write_text(f'#!/bin/sh\ncase "$*" in\n*get_device_name*|"-c import torch") echo GPU;;\n{cases}\nesac\n')
+    path.write_text(f"""#!/bin/sh
+echo "$*" >>{folder}/calls
+case "$*" in
+*get_device_name*) [ {num_gpus} -gt 0 ] && echo GPU;;
+*find_spec*) shift 2; for name; do case " {" ".join(missing)} " in *" $name "*) echo "$name";; esac; done;;
+{cases}
+esac
+""")
     path.chmod(0o755)
     return str(path)
 
 
-MARKED = [
-    path
-    for path in (ROOT / "tests").rglob("test_*.py")
-    for _ in re.findall(r"^@pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
-]
-"""Path of every test function that is marked gpu."""
-
-
-def num_not_run(results: str) -> tuple[int, int]:
-    """Returns the number of gpu tests that did not run, and the sum over the reasons, from the last line."""
-    total, *counts = map(int, re.findall(r"(?<=run: )\d+|(?<=; )\d+(?=: )", results.splitlines()[-1]))
-    return total, sum(counts)
-
-
 def interpreter_without(folder: Path, packages: tuple[str, ...]) -> str:
-    """Returns the path of an interpreter that does not find the packages, except a copy of psutil within Ray."""
+    """Returns the path of an interpreter that does not find the packages."""
     (folder / "sitecustomize.py").write_text(f"""
 import sys
 from importlib.machinery import PathFinder
@@ -66,9 +57,7 @@ from importlib.machinery import PathFinder
 class Finder(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        spec = PathFinder.find_spec(name, path, target)
-        is_missing = name in {packages} and spec is not None and "thirdparty_files" not in str(spec.origin)
-        return None if is_missing else spec
+        return None if name in {packages} else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """)
@@ -78,86 +67,110 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
     return str(path)
 
 
-@pytest.mark.slow
+def split_summary(results: str) -> tuple[str, list[str]]:
+    """Returns the results before the summary, and the lines of the summary."""
+    measured, summary = re.split(r"^== summary of .*\n", results, flags=re.MULTILINE)
+    return measured, summary.splitlines()
+
+
+@pytest.mark.parametrize("arguments", [(), ("first",), ("third", "results.txt"), ("", "results.txt")])
+def test_a_wrong_call_writes_nothing(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(["bash", str(SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "first|second|vllm RESULTS" in done.stderr and not done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_everything_is_skipped_without_a_gpu(tmp_path: Path) -> None:
-    code, results = run_script(tmp_path)
-    assert code == 0
-    assert "SKIPPED everything: no GPU" in results
-    assert num_not_run(results) == (len(MARKED), len(MARKED))
+    code, results = run_script(tmp_path, "first", interpreter(tmp_path, num_gpus=0))
+    assert (code, split_summary(results)[1]) == (0, ["SKIPPED everything: no GPU"])
 
 
 def test_the_script_fails_if_there_is_a_gpu_and_nothing_runs(tmp_path: Path) -> None:
-    code, results = run_script(tmp_path, interpreter(tmp_path, "*) exit 1;;"))
+    code, results = run_script(tmp_path, "second", interpreter(tmp_path, missing=("transformers",)))
     assert code == 1
-    assert "== " not in results and "transformers is missing" in results
+    assert split_summary(results)[1] == [
+        "SKIPPED engines: missing: transformers",
+        "SKIPPED tests marked gpu: missing: transformers",
+        "FAILED every program was skipped",
+    ]
 
 
-def test_the_script_runs_every_part_and_fails_if_one_fails(tmp_path: Path) -> None:
-    code, results = run_script(tmp_path, interpreter(tmp_path, "*tests.benchmarks.gpu*) exit 3;;"))
+@pytest.mark.parametrize(
+    ("part", "failing", "names"),
+    [
+        ("first", "memory", ["memory of two processes", "speed of training steps", "learning"]),
+        ("second", "engines", ["engines", "tests marked gpu"]),
+        ("vllm", "vllm", ["GRPO with vLLM", "tests of vLLM marked gpu"]),
+    ],
+)
+def test_a_failed_program_does_not_prevent_later_ones(
+    tmp_path: Path, part: str, failing: str, names: list[str]
+) -> None:
+    code, results = run_script(tmp_path, part, interpreter(tmp_path, f'*benchmarks.gpu*" {failing}") exit 3;;'))
+    measured, summary = split_summary(results)
     assert code == 1
-    assert re.findall("^FAILED.*", results, re.MULTILINE) == ["FAILED checks and benchmarks (exit code 3)"]
-    assert len(re.findall("^== ", results, re.MULTILINE)) == len(re.findall('^run "', SCRIPT.read_text(), re.MULTILINE))
+    assert re.findall("^== (.*)", measured, re.MULTILINE) == names
+    assert summary == [f"FAILED {names[0]}: exit code 3"]
 
 
-def test_missing_packages_skip_only_the_parts_that_need_them(tmp_path: Path) -> None:
-    cases = "\n".join(f'"-c import {name}") exit 1;;' for name in MAYBE_MISSING)
-    code, results = run_script(tmp_path, interpreter(tmp_path, cases))
-    assert code == 0
-    assert re.findall("^== .*", results, re.MULTILINE) == ["== checks and benchmarks"]
-    assert results.count("SKIPPED ") == 6
-    assert num_not_run(results) == (len(MARKED), len(MARKED))
+def test_the_summary_repeats_figures_and_ends_with_failures(tmp_path: Path) -> None:
+    cases = """*" memory") echo "FAILED cell: broken"; echo "* other cell: 2 GB"; echo detail; exit 1;;
+*" mfu") echo "* third cell: 3 ms"; echo "SKIPPED last cell: no time";;"""
+    code, results = run_script(tmp_path, "first", interpreter(tmp_path, cases))
+    assert code == 1
+    assert split_summary(results)[1] == [
+        "* other cell: 2 GB",
+        "* third cell: 3 ms",
+        "SKIPPED last cell: no time",
+        "FAILED cell: broken",
+        "FAILED memory of two processes: exit code 1",
+    ]
+
+
+def test_missing_packages_skip_only_the_programs_that_need_them(tmp_path: Path) -> None:
+    code, results = run_script(tmp_path, "second", interpreter(tmp_path, missing=("pytest",)))
+    assert (code, split_summary(results)[1]) == (0, ["SKIPPED tests marked gpu: missing: pytest"])
+
+
+@pytest.mark.parametrize(("part", "is_vllm"), [("second", False), ("vllm", True)])
+def test_every_file_with_a_test_marked_gpu_runs_with_the_markers_of_the_project(
+    tmp_path: Path, part: str, is_vllm: bool
+) -> None:
+    run_script(tmp_path, part, interpreter(tmp_path, f'*tomllib*) exec {sys.executable} "$@";;'))
+    (call,) = re.findall(r"^-m pytest (?:.*\n)+?.*--rootdir.*", (tmp_path / "calls").read_text(), re.MULTILINE)
+    paths = [path for path in MARKED if ("/vllm/" in path) == is_vllm]
+    assert paths and [word for word in call.split() if word.endswith(".py")] == paths
+    assert re.search(r"markers=slow: .*\ngpu: .*\nvllm: ", call)
 
 
 @pytest.mark.slow
-def test_tests_marked_gpu_load_without_hypothesis_and_psutil(tmp_path: Path) -> None:
-    python = interpreter_without(tmp_path, ("hypothesis", "psutil"))
+def test_tests_marked_gpu_load_without_missing_packages(tmp_path: Path) -> None:
+    python = interpreter_without(tmp_path, MAYBE_MISSING)
     options = "-m pytest -c /dev/null --rootdir . -q -m gpu --collect-only -p no:cacheprovider --import-mode importlib"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    paths = sorted({str(path) for path in MARKED if "vllm" not in str(path)})
+    paths = [path for path in MARKED if "/vllm/" not in path]
     command = [python, *options.split(), *paths]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert paths and done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_rehearsal_on_the_cpu_runs_ppo_without_packages_that_the_wheels_lack(tmp_path: Path) -> None:
-    missing = tuple({*MAYBE_MISSING, "vllm"} - {"ray", "rich"})
-    code, results = run_script(tmp_path, interpreter_without(tmp_path, missing), device="cpu")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_a_rehearsal_on_the_cpu_needs_no_missing_package(tmp_path: Path, part: str) -> None:
+    code, results = run_script(tmp_path, part, interpreter_without(tmp_path, MAYBE_MISSING), device="cpu")
+    measured, summary = split_summary(results)
     assert code == 0, results
-    assert re.findall("^== .*", results, re.MULTILINE) == ["== checks and benchmarks", "== PPO with Ray"]
-    assert num_not_run(results) == (len(MARKED), len(MARKED))
-
-
-def test_the_script_runs_every_file_with_a_test_marked_gpu() -> None:
-    paths = tuple(re.findall(r"tests/engines/\S+", SCRIPT.read_text()))
-    marked = [
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"^\s*@?pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
-    ]
-    assert marked and [path for path in marked if not path.startswith(paths)] == []
-
-
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"tests/engines/\S+", SCRIPT.read_text()))))
-def test_the_paths_of_the_script_exist(path: str) -> None:
-    assert (ROOT / path).exists()
+    assert len(re.findall("^== ", measured, re.MULTILINE)) == {"first": 3, "second": 2}[part]
+    assert len([line for line in summary if line.startswith("* ")]) == {"first": 12, "second": 6}[part]
+    assert "Warning" not in results
 
 
 @pytest.mark.slow
-def test_the_benchmark_needs_no_package_that_a_host_may_lack() -> None:
-    code = f"""
-import runpy, sys
-sys.modules |= dict.fromkeys({MAYBE_MISSING}, None)
-sys.argv[1:] = ["--device", "cpu", "--tiny"]
-runpy.run_module("tests.benchmarks.gpu", run_name="__main__")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_the_benchmark_fails_if_a_measurement_fails() -> None:
-    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--device", "cuda:0", "--tiny"]
+def test_a_program_fails_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "memory", "--folder", str(tmp_path)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
+    assert len(re.findall("^FAILED", done.stdout, re.MULTILINE)) == 3

@@ -11,11 +11,13 @@ ROOT = Path(__file__).parents[2]
 OF_OTHER_PROGRAMS = {"plain_steps", "trl_preferences", "trl_steps"}
 """Programs that another benchmark starts, with arguments that it creates."""
 
-PROGRAMS = sorted(
-    path.stem
-    for path in Path(__file__).parent.glob("*.py")
+_FOLDER = Path(__file__).parent
+PROGRAMS = {
+    path.parent.name if path.name == "__main__.py" else path.stem: path
+    for path in sorted([*_FOLDER.glob("*.py"), *_FOLDER.glob("*/__main__.py")])
     if not path.name.startswith("test_") and 'if __name__ == "__main__":' in path.read_text()
-)
+}
+"""Name -> file of each program."""
 TIMEOUT_S = 280.0
 """A smoke run takes 20 s on an idle machine, and 60 s with vLLM."""
 
@@ -32,7 +34,7 @@ def test_smallest_case_runs(program: str) -> None:
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in OF_OTHER_PROGRAMS])
 def test_every_program_has_a_smoke_mode(program: str) -> None:
     """`read_arguments` adds the option `--smoke`."""
-    tree = ast.parse((Path(__file__).parent / f"{program}.py").read_text())
+    tree = ast.parse(PROGRAMS[program].read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert "read_arguments" in calls
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from flowrl.config import EngineConfig, OptimizerConfig, UserError, shards_model
+from flowrl.config import EngineConfig, OptimizerConfig, UserError
 from flowrl.data.batch.tensordicts import lengths, num_rows
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Max, Metric, merge_metrics
@@ -450,7 +450,8 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
         )
     if config.strategy == "ddp" and mesh.tp > 1:
         raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
-    return shards_model(config, num_ranks, mesh.tp)
+    # Not `shards_model`, because tests on one GPU shard a model over one rank.
+    return config.strategy == "fsdp" or mesh.tp > 1
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

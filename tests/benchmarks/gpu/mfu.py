@@ -1,0 +1,141 @@
+"""Speed of training steps: tokens/s, TFLOP/s, MFU and peak memory, and the kernels of one step."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.workers.policy_model import PolicyModel
+from tests.benchmarks.gpu.cells import Cell, CellSkipped, print_line
+from tests.benchmarks.gpu.flops import peak_tflops, training_flops
+from tests.benchmarks.gpu.models import build_model, free_memory, make_rows, model_config, synchronize, token_loss
+
+_CELL_S = 12.0
+"""No step of a cell starts later than this after the start of the cell."""
+START_WITHIN_S = 100.0
+_WARMUP, _REPEATS = 2, 5
+_NUM_KERNELS = 10
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """Model size and precision of a training step."""
+
+    size: Literal["0.5B", "1.5B"]
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights. float32 computes in bfloat16 with autocast."""
+    checkpointing: bool = False
+    entropy: bool = False
+    """Whether the loss contains the entropy."""
+    compile: bool = False
+
+    @property
+    def name(self) -> str:
+        precision = "autocast" if self.weights == "float32" else "bf16 weights"
+        options = {"checkpointing": self.checkpointing, "entropy": self.entropy, "compile": self.compile}
+        return ", ".join([self.size, precision, *(option for option, is_set in options.items() if is_set)])
+
+
+SETUPS = (
+    TrainingSetup("1.5B", checkpointing=True),
+    TrainingSetup("0.5B"),
+    TrainingSetup("1.5B", "bfloat16", checkpointing=True),
+    TrainingSetup("0.5B", "bfloat16"),
+    TrainingSetup("1.5B", "bfloat16"),
+    TrainingSetup("0.5B", checkpointing=True),
+    TrainingSetup("0.5B", entropy=True),
+    TrainingSetup("0.5B", compile=True),  # last, because compilation takes longer than the other cells together
+)
+
+
+def mfu_cells(device: torch.device) -> list[Cell]:
+    """Returns a cell per setup, and the kernels of the second one."""
+    cells = [Cell(f"update, {setup.name}", lambda setup=setup: _measure(setup, device)) for setup in SETUPS]
+    kernels = Cell(f"longest kernels, {SETUPS[1].name}", lambda: _find_longest_kernels(SETUPS[1], device))
+    return [*cells[:2], kernels, *cells[2:]]
+
+
+class TimedEngine:
+    """A training engine with one micro-batch per step."""
+
+    def __init__(self, setup: TrainingSetup, device: torch.device) -> None:
+        """Builds the engine and 16 rows of 1,024 tokens. On a CPU, the model is tiny and has 4 rows of 16 tokens."""
+        self._device = device
+        size, num_rows, length = (setup.size, 16, 1024) if device.type == "cuda" else ("tiny", 4, 16)
+        self._config = model_config(size)
+        self._loss = partial(token_loss, entropy="gradient" if setup.entropy else "none")
+        self._lengths = [length] * num_rows
+        self._rows = make_rows(num_rows, length, self._config.vocab_size)
+        engine = EngineConfig(
+            compute_dtype="bfloat16" if setup.weights == "float32" else None,
+            gradient_checkpointing=setup.checkpointing,
+            compile=setup.compile,
+            max_tokens_per_microbatch=num_rows * length,
+        )
+        model = build_model(size, device, torch.float32 if setup.weights == "float32" else torch.bfloat16)
+        self._engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-6), engine, device=device)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._lengths)
+
+    @property
+    def flops(self) -> int:
+        return training_flops(self._config, self._lengths, self.num_tokens - len(self._lengths))
+
+    def step(self) -> float:
+        """Takes an optimizer step. Returns its duration in seconds."""
+        start_s = time.perf_counter()
+        self._engine.update(self._rows, self._loss)
+        synchronize(self._device)
+        return time.perf_counter() - start_s
+
+
+def _measure(setup: TrainingSetup, device: torch.device) -> str:
+    if setup.compile and device.type == "cpu":
+        raise CellSkipped("compilation for a CPU takes minutes")
+    start_s = time.perf_counter()
+    free_memory(device)
+    engine = TimedEngine(setup, device)
+    first_s = engine.step()
+    times = [engine.step() for _ in range(_WARMUP - 1)]
+    for _ in range(_REPEATS):
+        if len(times) >= _WARMUP and time.perf_counter() - start_s > _CELL_S:
+            break
+        times.append(engine.step())
+    measured = sorted(times[_WARMUP - 1 :])
+    duration_s = measured[len(measured) // 2]
+    tflops = engine.flops / duration_s / 1e12
+    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    mfu = "MFU unknown" if peak is None else f"MFU {tflops / peak:.1%}"
+    memory = f", peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB" if device.type == "cuda" else ""
+    speed = f"{engine.num_tokens / duration_s:,.0f} tokens/s, {tflops:.3g} TFLOP/s, {mfu}{memory}"
+    return f"{speed}, {len(measured)} steps of {duration_s * 1e3:.0f} ms, first step {first_s:.1f} s"
+
+
+def _find_longest_kernels(setup: TrainingSetup, device: torch.device) -> str:
+    """Prints the kernels with the largest total time in one step, on a CPU the operators."""
+    engine = TimedEngine(setup, device)
+    for _ in range(_WARMUP):
+        engine.step()
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiled:  # else torch warns
+        engine.step()
+    averages = profiled.key_averages()
+    times = [(_own_ms(event, device), event.count, event.key) for event in averages]
+    total_ms = sum(milliseconds for milliseconds, _, _ in times)
+    longest = sorted(times, reverse=True)[:_NUM_KERNELS]
+    for milliseconds, count, name in longest:
+        print_line(f"  {milliseconds:8.2f} ms {milliseconds / total_ms:6.1%} {count:5d} x {name[:90]}")
+    share = sum(milliseconds for milliseconds, _, _ in longest) / total_ms
+    return f"{len(longest)} kernels above take {share:.0%} of {total_ms:.1f} ms"
+
+
+def _own_ms(event, device: torch.device) -> float:
+    microseconds = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+    return microseconds / 1e3
