@@ -76,7 +76,7 @@ STAGES = (
         "reward.score",
         ("rewards", "score", "reward_failures"),
         (),
-        ("reward", "reward_max", "reward_failed_fraction", "reward_truncated_fraction", "rewards/"),
+        ("reward", "reward_max", "reward_min", "reward_failed_fraction", "reward_truncated_fraction", "rewards/"),
     ),
     CallStage(
         "the selection of groups",

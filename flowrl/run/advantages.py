@@ -58,7 +58,7 @@ from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, make_tensordict, pad_tokens, unpad_tokens
-from flowrl.data.metric import Max, Mean, Metric, Sum
+from flowrl.data.metric import Max, Mean, Metric, Min, Sum
 from flowrl.workers.dialogs import TURN_REWARDS
 
 ESTIMATOR_COLUMNS = {
@@ -485,6 +485,7 @@ def batch_metrics(table: TensorDict, kl_control: KlControl) -> dict[str, Metric]
         metrics |= {
             "reward": Mean(float(rows["scores"].sum()), num_rows),
             "reward_max": Max(float(rows["scores"].max())),
+            "reward_min": Min(float(rows["scores"].min())),
         }
     if "shaped_scores" in rows and "scores" in rows:
         metrics["reward_shaping"] = Mean(float((rows["shaped_scores"] - rows["scores"]).sum()), num_rows)

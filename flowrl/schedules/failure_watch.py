@@ -18,9 +18,11 @@ class FailureWatch:
     def __init__(self, config: RunConfig, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._limit: float | None = None
+        self._counts_as_zero = False
+        """Whether failed rewards have the score 0. False after the warning about negative scores."""
         self._role = "reward"
         if isinstance(config, RolloutRunConfig) and config.on_failure != "stop":
-            self._limit = config.max_failure_rate
+            self._limit, self._counts_as_zero = config.max_failure_rate, config.on_failure == "zero"
             self._role = "reward" if config.environment is None else "environment"
         self.error: str | None = None
         """Reason for which the run must end after the current step, or None."""
@@ -44,8 +46,15 @@ class FailureWatch:
             self.check_step(step, {name: metric.result() for name, metric in merged.items()})
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Checks the metrics of a step."""
+        """Checks the metrics of a step. Notifies the user once if failed rewards are better than others."""
         share = values.get("reward_failed_fraction")
+        if share and self._counts_as_zero and values.get("reward_min", 0.0) < 0:
+            self._counts_as_zero = False
+            self._notify(
+                f"{self._role} failed for {share:.0%} of the responses of step {step}, and other responses have "
+                f"negative scores: with {self._role}.on_failure: zero, training prefers the failed responses to them; "
+                "set drop"
+            )
         if share is not None and self._is_above_limit(share):
             names = [
                 name.split("/")[1] for name, value in values.items() if name.endswith("/failed_fraction") and value

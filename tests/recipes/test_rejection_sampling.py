@@ -9,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flowrl.data.batch.batch import Batch
+from flowrl.data.metric import merge_metrics
+from flowrl.run.targets.best_responses import select_best
 from flowrl.run.updates import describe_batches, describe_updates
 from recipes.quickstart.task import score
 from recipes.rejection_sampling.config import RejectionSamplingConfig
@@ -49,6 +52,35 @@ def test_a_step_trains_on_the_best_response_to_each_prompt(task_folder: Path, tm
     assert step["selected_fraction"] == 0.25
     assert step["kl_bound"] == pytest.approx(math.log(4) - 0.75)
     assert step["actor/loss"] == pytest.approx(float(loss), rel=1e-4)
+
+
+def selected(rows: dict[str, torch.Tensor], keep: int = 1) -> tuple[list[float], dict[str, float]]:
+    """Returns the scores of the selected rows, and the metrics."""
+    logged: Any  # metrics, and a future of metrics
+    best, logged = select_best(Batch.from_columns(rows=rows), keep=keep)
+    merged = merge_metrics([logged[0], logged[1].get()])
+    return best.get("scores").tolist(), {name: metric.result() for name, metric in merged.items()}
+
+
+def test_a_response_whose_reward_failed_is_never_selected() -> None:
+    """Its score of 0 would be the best one. All rewards of the last prompt failed."""
+    rows = {
+        "scores": torch.tensor([-1.0, 0.0, -2.0, 0.0, -3.0, -4.0, 0.0]),
+        "reward_failed": torch.tensor([False, True, False, True, False, False, True]),
+        "group": torch.tensor([0, 0, 0, 1, 1, 1, 2]),
+    }
+    scores, metrics = selected(rows)
+    assert scores == [-1.0, -3.0]
+    # The selected responses are the best of 2 candidates each.
+    kl_bound = pytest.approx(math.log(2) - 0.5)
+    assert metrics == {"selected_fraction": 2 / 7, "kl_bound": kl_bound, "reward_selected": -2.0}
+    assert selected(rows, keep=3)[0] == [-1.0, -2.0, -3.0, -4.0]
+
+
+def test_without_a_valid_reward_no_response_is_selected() -> None:
+    rows = {"scores": torch.zeros(2), "reward_failed": torch.ones(2, dtype=torch.bool), "group": torch.zeros(2).long()}
+    scores, metrics = selected(rows)
+    assert scores == [] and metrics["selected_fraction"] == 0
 
 
 def test_a_minimum_score_may_leave_no_response(task_folder: Path, tmp_path: Path) -> None:

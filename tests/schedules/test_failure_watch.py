@@ -52,6 +52,21 @@ def test_a_step_without_scores_is_not_checked() -> None:
     assert limited.error is None
 
 
+@pytest.mark.parametrize(
+    ("on_failure", "lowest", "num_messages"), [("zero", -0.5, 1), ("zero", 0.0, 0), ("drop", -0.5, 0)]
+)
+def test_a_failed_reward_that_is_better_than_others_is_reported_once(
+    on_failure: str, lowest: float, num_messages: int
+) -> None:
+    messages: list[str] = []
+    limited = watch(messages.append, on_failure=on_failure, max_failure_rate=1.0)
+    limited.check_step(1, {"reward_failed_fraction": 0.0, "reward_min": -1.0})
+    for step in (2, 3):
+        limited.check_step(step, values(0.5) | {"reward_min": lowest})
+    assert len(messages) == num_messages and limited.error is None
+    assert all(not missing_facts(message, 2, 50, "reward.on_failure", "drop") for message in messages)
+
+
 def test_failures_that_end_the_run_at_once_have_no_rate() -> None:
     limited = watch(on_failure="stop")
     limited.check_step(1, values(1.0))
