@@ -102,9 +102,12 @@ def generate_best(
 def _select_best(rows: Sequence[tuple[GeneratedText, Future[float]]]) -> tuple[GeneratedText, float]:
     ordered = sorted(((text, score.result()) for text, score in rows), key=lambda row: row[0].request.sample)
     scores = torch.tensor([score for _, score in ordered], dtype=torch.float64)
-    if scores.isnan().any():
-        index = ordered[0][0].request.index
-        raise UserError(f"--reward gave NaN for a response to prompt {index}: correct the reward, or use another one")
+    if not scores.isfinite().all():
+        index, score = ordered[0][0].request.index, float(scores[~scores.isfinite()][0])
+        raise UserError(
+            f"--reward gave {score} for a response to prompt {index}, which is no finite number: correct the reward, "
+            "or use another one"
+        )
     return ordered[int(best_of_n(scores, torch.zeros(len(ordered), dtype=torch.int64)))]
 
 

@@ -53,7 +53,6 @@ class GroupFilter:
         samples: int,
         drops_failed: bool = False,
         needs_success: bool = False,
-        can_fail: bool = True,
     ) -> None:
         """
         Args:
@@ -61,13 +60,12 @@ class GroupFilter:
             samples: rows per group.
             drops_failed: whether rows with `reward_failed` are dropped.
             needs_success: whether the order of the prompts depends on their scores.
-            can_fail: whether the rows have the column `reward_failed`, which a reward model does not compute.
         """
         sampling = dynamic_sampling
         self._column = "scores" if sampling is None else sampling.column
         self._samples, self._drops_equal = samples, sampling is not None
-        self._drops_failed = drops_failed and can_fail
-        self._reads_failed = can_fail and (drops_failed or needs_success)
+        self._drops_failed = drops_failed
+        self._reads_failed = drops_failed or needs_success
         self.is_active = self._drops_equal or drops_failed or needs_success
         """Whether the driver needs the scores of a batch before it trains on it."""
         self.columns = tuple(dict.fromkeys(("scores", self._column, *((FAILED,) if self._reads_failed else ()))))
@@ -84,7 +82,6 @@ class GroupFilter:
             samples=config.samples_per_prompt,
             drops_failed=is_scored and config.on_failure == "drop",
             needs_success=is_scored and needs_success,
-            can_fail=config.reward_settings is None or config.reward_settings.model is None,
         )
 
     def select(self, batch: Batch) -> list[SelectedGroup]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import EnvironmentConfig, RewardConfig
+from flowrl.config import EnvironmentConfig, RewardComponent, RewardConfig
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
@@ -187,11 +187,11 @@ class Rewards:
             role: name of the reward's field in the config of the run, usually `reward`.
         """
         self._config = config
-        self._group = None if config.judge is not None else groups.get(role)
+        self._functions = groups.get(role)
+        """Group that calls the functions of training or of evaluations, if there are any."""
         name_role = (lambda part: role) if config.components is None else (lambda part: f"{role}_{part.name}")
-        models = [] if config.model is not None else [part for part in config.training_components if part.is_model]
-        self._models = [(part, groups[name_role(part)]) for part in models]
-        """Rewards with roles of their own. A reward model that is the only reward returns the final columns."""
+        self._models = [(part, groups[name_role(part)]) for part in config.training_components if part.is_model]
+        """Models and judges, which compute one reward each."""
 
     @property
     def limits(self) -> PoolLimits:
@@ -200,8 +200,7 @@ class Rewards:
     @property
     def sent_columns(self) -> tuple[str, ...]:
         """Columns that rollout workers receive from the functions while they generate. Empty without functions."""
-        has_functions = self._group is not None and self._config.model is None
-        return self._config.function_columns() if has_functions else ()
+        return self._config.function_columns()
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
@@ -210,8 +209,8 @@ class Rewards:
 
     def connect(self, rollout: WorkerGroup) -> None:
         """Connects the rollout workers to the reward workers. Blocks until the reward workers listen."""
-        if self.sent_columns and self._group is not None:
-            rollout.connect_reward(*serve(self._group))
+        if self.sent_columns and self._functions is not None:
+            rollout.connect_reward(*serve(self._functions))
 
     @property
     def has_models(self) -> bool:
@@ -239,18 +238,18 @@ class Rewards:
 
         `evaluation` selects the rewards of evaluations.
         """
-        if self._group is not None and ((evaluation and self._config.evaluation is not None) or not self._models):
-            return self._group.score(batch, evaluation=evaluation)
-        scored = batch if self._group is None else batch.union(self._group.score(batch))
-        return self.add_model_scores(scored)
+        has_own_rewards = evaluation and self._config.evaluation is not None
+        if self._functions is not None and (has_own_rewards or not self._models):
+            return self._functions.score(batch, evaluation=evaluation)
+        if self._functions is not None and self.sent_columns:
+            batch = batch.union(self._functions.score(batch))
+        return self.add_model_scores(batch)
 
     def add_model_scores(self, batch: Batch) -> Batch:
         """Returns a batch with the scores of models and the sum of all scores, given those of functions.
 
         Does not block. Without models, returns the batch.
         """
-        if self._config.model is not None and self._group is not None:
-            return batch.union(self._group.score(batch))
         if not self._models:
             return batch
         for part, group in self._models:
@@ -269,8 +268,8 @@ def combine_scores(table: TensorDict, config: RewardConfig) -> TensorDict:
     """Returns the columns of a reward that has models: `RewardConfig.columns`, `reward_truncated`, `reward_failed` and
     `reward_calls`. Runs on the task worker.
 
-    The column of a reward is NaN for rows of other data sources. Raises RewardError if a judgment failed and
-    `on_failure` is stop.
+    The column of a reward is NaN for rows of other data sources. A reward fails if a judge returns no verdict, or a
+    reward model no finite number. Raises RewardError if a reward failed and `on_failure` is stop.
 
     Args:
         table: the columns of the functions, and for each model the columns `NAME/scores` and `NAME/reward_truncated`,
@@ -288,26 +287,37 @@ def combine_scores(table: TensorDict, config: RewardConfig) -> TensorDict:
             columns[part.name] = rows[part.name]
             continue
         applies_B = torch.tensor([part.applies_to(source) for source in sources], dtype=torch.bool)
-        columns[part.name] = torch.where(applies_B, rows[f"{part.name}/scores"], torch.nan)
+        scores_B = rows[f"{part.name}/scores"]
         is_truncated_B |= rows.get(f"{part.name}/{TRUNCATED}", false_B) & applies_B
-        own_failed_B = rows.get(f"{part.name}/failed", false_B) & applies_B
+        own_failed_B = (rows.get(f"{part.name}/failed", false_B) | ~scores_B.isfinite()) & applies_B
         failed_B |= own_failed_B
-        texts = objects(table, f"{part.name}/judgment") if f"{part.name}/judgment" in rows else [""] * len(calls)
-        records = zip(calls, columns[part.name].tolist(), own_failed_B.tolist(), texts, strict=True)
-        for row, score, is_failed, text in records:
-            if is_failed and config.on_failure == "stop":
-                raise RewardError(
-                    f"judge {part.name} returned no verdict: {SHORT_REPR.repr(text)}; correct its prompt, or set "
-                    f"reward.on_failure"
-                )
-            if not math.isnan(score):
-                failure = "judgment" if is_failed else None
-                row[part.name] = asdict(RewardCall(None if is_failed else score, None, failure, text))
+        columns[part.name] = scores_B.masked_fill(own_failed_B, 0.0).masked_fill(~applies_B, torch.nan)
+        texts = objects(table, f"{part.name}/judgment") if f"{part.name}/judgment" in rows else None
+        for i in applies_B.nonzero().flatten().tolist():
+            score, text = float(scores_B[i]), "" if texts is None else texts[i]
+            call = RewardCall(score, message=text)
+            if own_failed_B[i]:
+                call = RewardCall(None, failure="judgment", message=text)
+                if part.model is not None:
+                    call = RewardCall(
+                        None, failure="invalid", message=f"reward model {part.model.path} returned {score}"
+                    )
+                if config.on_failure == "stop":
+                    raise RewardError(_describe_failure(part, call))
+            calls[i][part.name] = asdict(call)
     scores_BK = torch.stack([columns[part.name] for part in config.training_components], dim=-1)
     weights_K = torch.tensor([part.weight for part in config.training_components])
     columns["scores"] = (scores_BK.nan_to_num(0.0) * weights_K).sum(-1)
     columns = {name: columns[name] for name in config.columns}
     return make_tensordict(columns | {TRUNCATED: is_truncated_B, FAILED: failed_B, CALLS: calls})
+
+
+def _describe_failure(part: RewardComponent, call: RewardCall) -> str:
+    """Returns the error message for a failed reward of a judge or of a reward model."""
+    if part.model is None:
+        text = SHORT_REPR.repr(call.message)
+        return f"judge {part.name} returned no verdict: {text}; correct its prompt, or set reward.on_failure"
+    return f"{call.message}, which is no finite number: use another model or dtype, or set reward.on_failure"
 
 
 def reward_metrics(batches: Sequence[Batch]) -> list[Future | LocalRef]:

@@ -113,7 +113,11 @@ class RolloutContext:
 
     @property
     def ends_at_failure(self) -> bool:
-        """Whether a failed reward ends the run. The score of a reward model cannot fail."""
+        """Whether a failed reward ends the run before the training calls of its step.
+
+        The driver does not wait for the scores of a single reward model, so that other models compute at the same time.
+        Its failure ends the run in the calls that read the scores.
+        """
         reward = self.config.reward_settings
         return (
             self.rewards is not None and self.config.on_failure == "stop" and (reward is None or reward.model is None)

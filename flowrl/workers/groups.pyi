@@ -87,7 +87,7 @@ class ActorGroup(TypedGroup):
 
     @nonblocking
     def release_weights(self, after: object = None) -> list[None]:
-        """Returns the memory of the IPC buffer to the GPU."""
+        """See `flowrl.workers.actor`."""
 
     @blocking
     def open_transfer_group(self) -> tuple[str, int]:
@@ -299,8 +299,9 @@ class RewardModelGroup(TypedGroup):
 
     @batched
     def score(self, batch: Batch, evaluation: OrFuture[bool] = False) -> Batch:
-        """Returns one score per row, `[B]`. `evaluation` selects the function for evaluations, if there is one.
+        """Returns one score per row, `[B]`, which may be NaN or infinite.
 
+        `evaluation` selects the functions for evaluations, if there are any, with the columns of `Reward.score`.
         `reward_truncated` is true for rows that are longer than the model supports. Only their last tokens are scored.
         """
 
@@ -422,10 +423,6 @@ class RolloutGroup(TypedGroup):
         of: OrFuture[int],
     ) -> list[None]:
         """Loads a bucket from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
-
-    @nonblocking
-    def wait_for_memory(self, released: object) -> list[None]:
-        """Delays later calls until the actor's processes have returned the memory of their IPC buffers to the GPUs."""
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[Mapping[str, Any]]) -> list[None]:

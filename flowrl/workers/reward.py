@@ -69,6 +69,15 @@ def add_score_columns(
     return replace(contract, writes=(*config.function_columns(evaluation=evaluation), FAILED, CALLS))
 
 
+def select_score_columns(
+    contract: Contract, cls: type[Worker], arguments: Any, config: ScoringModelConfig, *_: Any, **__: Any
+) -> Contract:  # Any: as above
+    """Returns the contract of `RewardModel.score`. With functions for evaluations, it has their columns."""
+    if isinstance(config, RewardConfig) and config.evaluation is not None and arguments.get("evaluation", False):
+        return add_score_columns(contract, cls, arguments, config)
+    return contract
+
+
 class Reward(ServingWorker["RewardGroup"]):
     """Worker that scores rows with Python functions of `prompt`, `response`, `answer` and other dataset columns.
 
@@ -132,8 +141,9 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
         settings = model.model.config.get_text_config().to_dict()
         self._max_tokens: int | None = next((settings[name] for name in MAX_POSITIONS if name in settings), None)
         self._tokenizer = self._choose_tokenizer(config)
-        self._evaluation = None
+        self._evaluation, self._evaluation_columns = None, ()
         if isinstance(config, RewardConfig) and config.evaluation is not None:
+            self._evaluation_columns = config.function_columns(evaluation=True)
             self._evaluation = RowScorer(config, workers=-(-config.workers // self.world_size))
 
     @classmethod
@@ -170,16 +180,17 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
         reads=("input_ids", "response_mask?", "truncated?", *_FUNCTION_COLUMNS),
         writes=("scores", "reward_truncated"),
         balance="tokens",
+        resolve=select_score_columns,
     )
     def score(self, batch: TensorDict, evaluation: bool = False) -> TensorDict:
-        """Returns one score per row, `[B]`. `evaluation` selects the function for evaluations, if there is one.
+        """Returns one score per row, `[B]`, which may be NaN or infinite.
 
+        `evaluation` selects the functions for evaluations, if there are any, with the columns of `Reward.score`.
         `reward_truncated` is true for rows that are longer than the model supports. Only their last tokens are scored.
         """
-        is_truncated_B = torch.zeros(num_rows(batch), dtype=torch.bool)
         if evaluation and self._evaluation is not None:
-            scores = score_rows(self._evaluation, batch, ("scores",), evaluation=True)
-            return make_tensordict({"scores": scores["rows", "scores"], "reward_truncated": is_truncated_B})
+            return score_rows(self._evaluation, batch, self._evaluation_columns, evaluation=True)
+        is_truncated_B = torch.zeros(num_rows(batch), dtype=torch.bool)
         if self._tokenizer is not None:
             batch = render_again(batch, self._tokenizer)
         if self._max_tokens is not None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import Placement, UserError
@@ -337,6 +339,21 @@ def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, 
     failed = [line["step"] for line in records if line["reward_failed_fraction"] > 0.01]
     assert failed == [records[-1]["step"]] and failed[0] < 8  # no later step is trained
     assert Checkpoints(config.output).steps() == failed
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop"])
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+def test_a_reward_model_without_finite_scores_fails(
+    grpo_config: GrpoConfigs, task_folder: Path, tmp_path: Path, schedule: str, on_failure: str
+) -> None:
+    folder = shutil.copytree(task_folder / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    reward = {"model": {"path": folder}, "head": "fresh", "on_failure": on_failure}
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
+    with rejects(*((folder, "nan", "reward.on_failure") if on_failure == "stop" else ("failed", "step", 1))):
+        train_grpo(config)
 
 
 @pytest.mark.parametrize("schedule", FAST_SCHEDULES)

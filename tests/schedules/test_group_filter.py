@@ -77,13 +77,6 @@ def test_failed_rows_have_no_success_although_they_are_trained() -> None:
     assert chosen.select_group(np.array([1.0, 1, 0, 0]), failed) == SelectedGroup((0, 1, 2, 3), None, 1.0)
 
 
-def test_a_reward_model_has_no_failed_rows() -> None:
-    chosen = GroupFilter(None, samples=2, drops_failed=True, needs_success=True, can_fail=False)
-    assert chosen.columns == ("scores",)
-    groups = chosen.select(Batch.from_columns(rows={"scores": np.array([0.0, 1.0])}))
-    assert groups == [SelectedGroup((0, 1), None, 0.5)]
-
-
 def test_the_error_of_a_step_without_groups_names_failed_rewards() -> None:
     chosen = make_filter(max_rounds=2)
     chosen.num_dropped.update(failed=3, equal_scores=1)

@@ -1,10 +1,16 @@
-"""The limits of the user's functions, which evaluations apply to the function that extracts answers."""
+"""The limits of the user's functions, and the scores of rewards that have models."""
 
+import math
 from typing import Any, cast
 
+import pytest
+import torch
+
 from flowrl.config import EnvironmentConfig, RewardConfig
+from flowrl.data.batch.tensordicts import make_tensordict, objects
 from flowrl.rewards.processes.pool_settings import PoolLimits
-from flowrl.schedules.rewards import EnvironmentScoring, Rewards
+from flowrl.rewards.reward_function import RewardError
+from flowrl.schedules.rewards import EnvironmentScoring, Rewards, combine_scores
 
 
 def test_the_limits_are_those_of_the_reward() -> None:
@@ -20,3 +26,57 @@ def test_the_limits_are_those_of_the_environment() -> None:
     unused = cast(Any, None)  # a group, which the limits do not need
     limits = EnvironmentScoring(config, unused, max_prompt_tokens=8).limits
     assert limits == PoolLimits(2, 1.5, memory_mb=900.0, allow_network=True)
+
+
+# Scores of models.
+
+
+def config_of(on_failure: str) -> RewardConfig:
+    """Returns a reward with a function, and a model with weight 0.5 that does not score the data source `c`."""
+    model = {"name": "pref", "model": {"path": "rm"}, "weight": 0.5, "data_sources": ["a"]}
+    components = [{"name": "task", "function": "m:f"}, model]
+    return RewardConfig.model_validate({"components": components, "on_failure": on_failure})
+
+
+MODEL_SCORES = [2.0, math.nan, math.inf, math.nan]
+
+
+def table(last_source: str = "c") -> Any:
+    """Rows whose models give `MODEL_SCORES`. The last row has another data source."""
+    return make_tensordict(
+        {
+            "task": torch.tensor([1.0, 0.0, 1.0, 1.0]),
+            "pref/scores": torch.tensor(MODEL_SCORES),
+            "reward_failed": torch.zeros(4, dtype=torch.bool),
+            "reward_calls": [{} for _ in MODEL_SCORES],
+            "data_source": ["a", "a", "a", last_source],
+        }
+    )
+
+
+@pytest.mark.parametrize("on_failure", ["zero", "drop"])
+def test_a_score_of_a_model_that_is_no_finite_number_is_a_failure(on_failure: str) -> None:
+    combined = combine_scores(table(), config_of(on_failure))
+    assert combined["rows", "scores"].tolist() == [2.0, 0.0, 1.0, 1.0]
+    assert combined["rows", "reward_failed"].tolist() == [False, True, True, False]
+    assert combined["rows", "pref"].tolist() == pytest.approx([2.0, 0.0, 0.0, math.nan], nan_ok=True)
+    calls = [row.get("pref") for row in objects(combined, "reward_calls")]
+    assert [call and (call["score"], call["failure"]) for call in calls] == [
+        (2.0, None), (None, "invalid"), (None, "invalid"), None
+    ]  # fmt: skip
+    assert "nan" in calls[1]["message"] and "inf" in calls[2]["message"]
+
+
+def test_such_a_score_ends_the_run_with_stop() -> None:
+    with pytest.raises(RewardError, match=r"rm.* nan.*reward\.on_failure"):
+        combine_scores(table(), config_of("stop"))
+
+
+def test_a_single_reward_model_has_the_policy_of_a_list() -> None:
+    config = RewardConfig.model_validate({"model": {"path": "rm"}, "on_failure": "drop"})
+    rows = {"reward/scores": torch.tensor(MODEL_SCORES), "reward/reward_truncated": torch.tensor([True] + [False] * 3)}
+    combined = combine_scores(make_tensordict(rows), config)
+    assert set(combined["rows"].keys()) - {"length"} == {"scores", "reward_truncated", "reward_failed", "reward_calls"}
+    assert combined["rows", "scores"].tolist() == [2.0, 0.0, 0.0, 0.0]
+    assert combined["rows", "reward_failed"].tolist() == [False, True, True, True]
+    assert combined["rows", "reward_truncated"].tolist() == [True, False, False, False]

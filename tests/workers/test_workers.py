@@ -477,3 +477,16 @@ def test_a_reward_model_scores_rows_at_their_last_token(cluster: Cluster, tmp_pa
     with torch.no_grad():
         expected = [scorer(torch.tensor([ids])).logits.item() for ids in (IDS[:8], IDS[8:])]
     assert_norm_close(actual, torch.tensor(expected), FLOAT32_RTOL)
+
+
+def test_the_failures_of_a_function_for_evaluations_of_a_reward_model_are_columns(
+    cluster: Cluster, model: ModelConfig
+) -> None:
+    evaluation = [{"name": "needs_digit", "function": f"{FUNCTIONS}:needs_digit"}]
+    settings = {"model": model, "head": "fresh", "evaluation": evaluation, "on_failure": "zero"}
+    reward = cluster.group("reward", Reward, RewardConfig.model_validate(settings))
+    rows = batch().union(rows_with(response=["x", "1"]))
+    assert set(reward.score(rows).columns) == {"scores", "reward_truncated"}
+    result = reward.score(rows, evaluation=True)
+    assert set(result.columns) == {"scores", "needs_digit", "reward_failed", "reward_calls"}
+    assert result.get("reward_failed").tolist() == [True, False]

@@ -122,9 +122,10 @@ class RewardConfig(RewardSource):
     """Largest number of concurrent calls of an async function in one process."""
 
     on_failure: Literal["stop", "zero", "drop"] = "stop"
-    """Treatment of a row whose reward failed: an exception, a timeout, a lost process, or a result that is not a finite
-    number. `stop` ends the run. `zero`: the score is 0. `drop`: the row is not trained, and neither is a group of which
-    fewer than two rows are left. In an evaluation, `zero` and `drop` leave the row without a score.
+    """Treatment of a row whose reward failed: an exception, a timeout, a lost process, no verdict, or a result that is
+    not a finite number. `stop` ends the run. `zero`: the score is 0, which is better than a negative score. `drop`: the
+    row is not trained, and neither is a group of which fewer than two rows are left. In an evaluation, `zero` and
+    `drop` leave the row without a score.
     """
 
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1

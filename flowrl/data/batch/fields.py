@@ -43,7 +43,7 @@ FIELDS: dict[str, Field] = {
     "ref_logprobs": Field("token, f32", "reference", "the reference's log-probability; 0 at position 0"),
     "values": Field("token, f32", "critic", "value of the state before the token; 0 at position 0"),
     "scores": Field("row, f32", "reward", "score of the response"),
-    "reward_failed": Field("row, bool", "reward", "a reward function failed for the response"),
+    "reward_failed": Field("row, bool", "reward", "a reward failed for the response"),
     "reward_calls": Field(
         "row, object", "reward", "by the name of the reward: score, seconds, kind and cause of a failure"
     ),
