@@ -93,7 +93,9 @@ class CudaIpcTransfer(_BucketTransfer):
         for bucket in range(num_buckets):
             shared = self._actor.share_weights.submit(bucket, *self._bucketing, after=loaded)
             loaded = self._rollout.load_ipc.submit(shared, version, bucket, num_buckets)
-        self._actor.release_weights.submit(after=loaded)
+        released = self._actor.release_weights.submit(after=loaded)
+        # The next call of the rollout may wake its KV cache, which needs the actor's memory.
+        self._rollout.wait_for_memory.submit(released)
 
 
 class NcclTransfer(_BucketTransfer):

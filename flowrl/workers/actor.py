@@ -185,6 +185,7 @@ class Actor(TrainedWorker["ActorGroup"]):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def release_weights(self, after: object = None) -> None:
+        """Returns the memory of the IPC buffer to the GPU."""
         self._ipc.release()
 
     @register(Dispatch.RANK_ZERO, memory=())

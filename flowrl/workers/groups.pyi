@@ -87,7 +87,7 @@ class ActorGroup(TypedGroup):
 
     @nonblocking
     def release_weights(self, after: object = None) -> list[None]:
-        """See `flowrl.workers.actor`."""
+        """Returns the memory of the IPC buffer to the GPU."""
 
     @blocking
     def open_transfer_group(self) -> tuple[str, int]:
@@ -423,6 +423,10 @@ class RolloutGroup(TypedGroup):
         of: OrFuture[int],
     ) -> list[None]:
         """Loads a bucket from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
+
+    @nonblocking
+    def wait_for_memory(self, released: object) -> list[None]:
+        """Delays later calls until the actor's processes have returned the memory of their IPC buffers to the GPUs."""
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[Mapping[str, Any]]) -> list[None]:

@@ -390,6 +390,10 @@ class Rollout(Worker["RolloutGroup"]):
         self._check_not_replayed()
         self._load_bucket(shared[0].merged(shared), version, bucket, of)
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
+    def wait_for_memory(self, released: object) -> None:
+        """Delays later calls until the actor's processes have returned the memory of their IPC buffers to the GPUs."""
+
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
         """Joins the NCCL transfer group with all devices of this replica. Blocks until all ranks have joined."""

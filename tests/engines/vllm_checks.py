@@ -288,8 +288,14 @@ def process_id(worker: Rollout) -> int:
 
 def free_memory(worker: Worker) -> int:
     """Returns the free bytes of the GPU."""
-    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
+
+
+def use_memory(worker: Worker, num_bytes: int) -> int:
+    """Returns the free bytes of the GPU, and uses some of them for a tensor, which stays in torch's cache."""
+    free = torch.cuda.mem_get_info()[0]
+    torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    return free
 
 
 def quantization_errors(worker: Rollout, weights: dict[str, Any]) -> dict[str, tuple[float, float]]:

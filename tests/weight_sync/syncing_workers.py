@@ -114,6 +114,10 @@ class RecordingRollout(Recording):
         self.write("load_ipc", shared=shared, version=version, bucket=bucket, of=of)
         return f"{self.rank} has loaded {bucket} of {version}"
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
+    def wait_for_memory(self, released: object) -> None:
+        self.write("wait_for_memory")
+
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:
         self.write("join_transfer_group", group=group)

@@ -1,10 +1,11 @@
 """Host: constructs and calls the workers of all roles in one process, and offloads idle workers."""
 
+import gc
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,18 @@ class ResidentWorker:
             worker.offload(keep_weights=False)
 
 
+def release_cached_memory() -> None:
+    """Returns freed blocks of torch's cache to the GPU, because other processes cannot allocate them otherwise."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        gc.collect()  # frees tensors in reference cycles
+        torch.cuda.empty_cache()
+
+
 class Host:
-    def __init__(self) -> None:
+    def __init__(self, release_memory: Callable[[], None] = release_cached_memory) -> None:
+        """`release_memory` runs after each eviction."""
+        self._release_memory = release_memory
         self._workers: dict[str, Worker] = {}
         self._attempts: dict[str, int] = {}
         """Role -> number of program restarts before its worker was constructed."""
@@ -160,10 +171,13 @@ class Host:
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
 
     def evict(self, role: str, rank: int, node: int) -> tuple[None, Report]:
-        """Offloads all workers of the process. Raises `WorkerError` with `role` and `rank`."""
+        """Offloads all workers of the process and releases its cached memory. Raises `WorkerError` with `role` and
+        `rank`.
+        """
         with _as_worker_error(role, rank, node, "evict"):
             started_ns = time.time_ns()
             self._resident.offload_all()
+            self._release_memory()
             return None, _simple_report(started_ns)
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:

@@ -1,7 +1,12 @@
 """Roles of one process offload each other, so that one of them is on the device."""
 
-from flowrl.controller.host.host import ResidentWorker
-from flowrl.controller.worker import Dispatch, Worker, register
+import pytest
+import torch
+
+from flowrl.controller.host.host import Host, ResidentWorker
+from flowrl.controller.placement.plan import Mesh
+from flowrl.controller.wire import Construction, Request
+from flowrl.controller.worker import Contract, Dispatch, Worker, register
 from tests.conftest import ClusterMaker
 
 
@@ -74,3 +79,38 @@ def test_a_failed_onload_is_retried() -> None:
         raise AssertionError("the second call must retry")
     worker.fails = False
     resident.activate("actor")
+
+
+def construction(cls: type[Worker], *args: object, device: str = "cpu") -> Construction:
+    return Construction("actor", cls, args, {}, Mesh(1, 1, 1, 1), 0, 0, 0, device, 1)
+
+
+def test_an_eviction_releases_cached_memory_after_the_offload() -> None:
+    moves: list[str] = []
+    host = Host(lambda: moves.append("release"))
+    host.construct(construction(Resident, moves))
+    host.evict("actor", 0, 0)
+    assert moves == ["actor offload", "release"]
+
+
+class Caching(Worker):
+    """Frees tensors of 512 MiB, which stay in torch's cache. A reference cycle holds half of them."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def work(self) -> None:
+        cycle: list = [torch.empty(2**28, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        cycle[1] = cycle
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_eviction_returns_cached_memory_to_the_gpu() -> None:
+    host, free = Host(), []
+    host.construct(construction(Caching, device="cuda:0"))
+    for _ in range(3):
+        host.call(Request(0, "actor", 0, 0, "work", {}, Contract(Dispatch.ONE_TO_ALL), returns_batch=False))
+        working = torch.cuda.mem_get_info()[0]
+        host.evict("actor", 0, 0)
+        free.append(torch.cuda.mem_get_info()[0])
+        assert free[-1] - working >= 2**29
+    assert max(free) - min(free) < 2**20

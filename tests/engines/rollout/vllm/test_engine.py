@@ -357,7 +357,7 @@ def test_a_process_killed_during_an_update_gets_all_buckets_again(pair: Pair) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_offloaded_engine_frees_its_memory_for_another_process(ray_session: None, tmp_path: Path) -> None:
+def test_two_processes_free_their_memory_for_each_other(ray_session: None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["LLaMA"]()).eval()
     tiny.save(model, tmp_path / "model")
@@ -367,12 +367,15 @@ def test_an_offloaded_engine_frees_its_memory_for_another_process(ray_session: N
     with Cluster(placement, dedicated=("rollout",)) as cluster:
         actor = cluster.group("actor", Worker)
         pair = Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0), model)
+        actor.run(vllm_checks.use_memory, 1)
+        free_awake = []
         for seed in range(3):
-            (awake,) = pair.group.run(vllm_checks.free_memory)
-            (asleep,) = actor.run(vllm_checks.free_memory)
-            assert asleep - awake > 3.9e9
+            free_awake += pair.group.run(vllm_checks.free_memory)
+            (asleep,) = actor.run(vllm_checks.use_memory, 2**31)
+            assert asleep - free_awake[-1] > 3.9e9
             pair.sync(seed)
             assert pair.relative_error(PROMPTS, pair.generate(PROMPTS, greedy=True)) < TF32_RTOL
+        assert free_awake[0] - min(free_awake) < 2**28, "the actor's process keeps the memory of its tensor"
 
 
 def test_rejected_requests_leave_no_state(pair: Pair) -> None:
