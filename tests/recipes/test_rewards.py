@@ -170,15 +170,37 @@ def test_scores_are_the_weighted_sum_of_the_rewards(grpo_config: GrpoConfigs, sc
         assert line["rewards/task/failed_fraction"] == line["reward_failed_fraction"] == 0
 
 
-def test_a_reward_scores_only_rows_of_its_data_sources(
-    grpo_config: GrpoConfigs, task_folder: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def two_sources(grpo_config: GrpoConfigs, task_folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """Settings `data` of prompts that alternate between the data sources `odd` and `even`."""
     rows = [json.loads(line) for line in (task_folder / "train.jsonl").read_text().splitlines()]
     path = tmp_path / "train.jsonl"
     path.write_text(
         "".join(json.dumps(row | {"data_source": "even" if i % 2 else "odd"}) + "\n" for i, row in enumerate(rows))
     )
-    data = grpo_config().data.model_dump() | {"train": path, "test": None, "evaluation_rows": None}
+    return grpo_config().data.model_dump() | {"train": path, "test": None, "evaluation_rows": None}
+
+
+@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+def test_dynamic_sampling_by_a_reward_keeps_groups_of_other_data_sources(
+    grpo_config: GrpoConfigs, two_sources: dict[str, Any], schedule: str
+) -> None:
+    parity = {"name": "task", "function": f"{HERE}:parity", "data_sources": ["even"]}
+    settings: dict[str, Any] = {
+        "data": two_sources,
+        "reward": [parity, TWO[1] | {"data_sources": ["odd"]}],
+        "dynamic_sampling": {"max_rounds": 20, "column": "task"},
+    }
+    config = grpo_config(schedule=SCHEDULES[schedule], steps=1, **settings, **APART, **ALL_ROWS)
+    train_grpo(config)
+    trained = [row for rows in saved_rows(config) for row in rows]
+    assert {name for row in trained for name in row["rewards"]} == {"task", "size"}
+
+
+def test_a_reward_scores_only_rows_of_its_data_sources(
+    grpo_config: GrpoConfigs, two_sources: dict[str, Any], tmp_path: Path
+) -> None:
+    data = two_sources
     rewards = [TWO[0] | {"data_sources": ["even"]}, TWO[1] | {"data_sources": ["odd", "even"]}]
     config = grpo_config(data=data, reward=rewards, **ALL_ROWS)
     train_grpo(config)
