@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage] (the profiler returns it)
 from torch.profiler import ProfilerActivity, profile
 
 from flowrl.config import EngineConfig, OptimizerConfig
@@ -120,22 +121,23 @@ def _measure(setup: TrainingSetup, device: torch.device) -> str:
 
 def _find_longest_kernels(setup: TrainingSetup, device: torch.device) -> str:
     """Prints the kernels with the largest total time in one step, on a CPU the operators."""
+    free_memory(device)
     engine = TimedEngine(setup, device)
     for _ in range(_WARMUP):
         engine.step()
-    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    is_gpu = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as profiled:  # else torch warns
         engine.step()
-    averages = profiled.key_averages()
-    times = [(_own_ms(event, device), event.count, event.key) for event in averages]
+    if is_gpu:
+        # Without the calls on the CPU that start kernels.
+        events = [event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA]
+        times = [(event.self_device_time_total / 1e3, event.count, event.key) for event in events]
+    else:
+        times = [(event.self_cpu_time_total / 1e3, event.count, event.key) for event in profiled.key_averages()]
     total_ms = sum(milliseconds for milliseconds, _, _ in times)
     longest = sorted(times, reverse=True)[:_NUM_KERNELS]
     for milliseconds, count, name in longest:
         print_line(f"  {milliseconds:8.2f} ms {milliseconds / total_ms:6.1%} {count:5d} x {name[:90]}")
     share = sum(milliseconds for milliseconds, _, _ in longest) / total_ms
     return f"{len(longest)} kernels above take {share:.0%} of {total_ms:.1f} ms"
-
-
-def _own_ms(event, device: torch.device) -> float:
-    microseconds = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-    return microseconds / 1e3

@@ -55,7 +55,7 @@ def make_rows(num_rows: int, length: int, vocabulary: int) -> TensorDict:
 
 
 def token_loss(
-    model: nn.Module, micro: MicroBatch, counts: Denominators, *, entropy: Literal["none", "gradient"] = "none"
+    model: nn.Module, micro: MicroBatch, counts: Denominators, *, entropy: Literal["none", "value", "gradient"] = "none"
 ) -> tuple[Tensor, dict]:
     """Returns the mean negative log-probability of the trained tokens, minus a hundredth of their entropy."""
     mask_BL = micro.tokens["response_mask"]
