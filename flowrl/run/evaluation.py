@@ -437,4 +437,6 @@ class EvaluationHistory:
         by_step = {int(record["step"]): record for record in records} if pending else {}
         for step, num_rows in pending:
             record = by_step.get(step, {})
-            self.add(step, Evaluation({name: record[name] for name in names if name in record}, num_rows))
+            failures = [name for name in record if name.startswith(NUM_FAILED)]  # the first evaluation may have none
+            own = [name for name in dict.fromkeys((*names, *failures)) if name in record]
+            self.add(step, Evaluation({name: record[name] for name in own}, num_rows))

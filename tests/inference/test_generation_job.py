@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -22,11 +24,12 @@ from flowrl.config import ModelConfig
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.messages import Message
 from flowrl.engines.models.loading import load_reward_model, save_model
+from flowrl.inference.bulk_generation import _select_best
 from flowrl.inference.model_source import resolve_model
 from flowrl.inference.response_file import ResumableFile, StreamOutput
-from flowrl.inference.text_generator import open_chat
+from flowrl.inference.text_generator import GeneratedText, TextRequest, open_chat
 from flowrl.memory.model_fit import read_max_positions
-from tests.errors import missing_facts
+from tests.errors import missing_facts, rejects
 
 ROOT = Path(__file__).parents[2]
 REWARD = f"{Path(__file__).parent}/length_reward.py:count_letters"
@@ -248,6 +251,17 @@ def test_raw_prompts_need_no_chat_template(run_folder: Path, folder: Path, capsy
     assert "--raw" in capsys.readouterr().err
     assert generate(model, "--prompts", "prompts.txt", "--raw", "--stop", "0") == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_of_a_reward_model_that_is_no_finite_number_selects_no_response(score: float) -> None:
+    rows = []
+    for sample, value in enumerate((1.0, score)):
+        future: Future[float] = Future()
+        future.set_result(value)
+        rows.append((GeneratedText(TextRequest(7, sample, [1]), [2], "a", "stop", -0.5), future))
+    with rejects("--reward", score, 7):
+        _select_best(rows)
 
 
 def test_a_reward_model_selects_the_response_with_its_best_score(

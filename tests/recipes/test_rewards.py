@@ -576,3 +576,22 @@ def test_a_judge_can_be_the_only_reward(grpo_config: GrpoConfigs, task_folder: P
     config = grpo_config(reward={"judge": judge, "on_failure": "drop", "max_failure_rate": 1.0}, **ALL_ROWS)
     train_grpo(config)
     assert all(row["score"] > 0 for rows in saved_rows(config) for row in rows)
+
+
+def test_an_evaluation_has_no_score_without_a_verdict(grpo_config: GrpoConfigs, task_folder: Path) -> None:
+    judge = {
+        "model": {"path": task_folder / "model"},
+        "prompt": "{prompt}{response}",
+        "max_response_tokens": 4,
+        "verdict": {"kind": f"{__name__}:shout"},
+    }
+    data = grpo_config().data.model_dump() | {"evaluation_rows": 64}
+    settings: dict[str, Any] = {"data": data, "steps": 1, "evaluate_every": 1}
+    config = grpo_config(reward={"judge": judge, "on_failure": "zero", "max_failure_rate": 1.0}, **settings)
+    train_grpo(config)
+    scores = [row["score"] for row in read_rows(config.output / "rollouts", "evaluation", 1)]
+    known = [score for score in scores if score is not None]
+    assert 0 < len(known) < 64 and min(known) > 0
+    record = metrics_of(config)[-1]
+    assert record["evaluation/failed"] == 64 - len(known)
+    assert record["accuracy"] == pytest.approx(sum(known) / len(known))

@@ -263,6 +263,16 @@ def test_the_first_and_the_last_result_are_kept_and_restored() -> None:
     assert [step for step, _ in restored.results] == [0, 6]
 
 
+def test_the_failures_of_a_pending_evaluation_are_restored() -> None:
+    """The first evaluation has no failures. Its metrics name those of the log record that belong to evaluations."""
+    history = EvaluationHistory()
+    history.add(0, rising(0))
+    failures = {"evaluation/failed": 3.0, "evaluation/failed_as_best/hard": 0.75}
+    restored = EvaluationHistory()
+    restored.restore(history.state(), [(2, 4)], [{"step": 2, "reward": 0.5, "accuracy": 0.25, **failures}])
+    assert dict(restored.results[-1][1]) == {"accuracy": 0.25, **failures}
+
+
 def test_results_of_one_step_are_merged() -> None:
     history = EvaluationHistory()
     history.add(0, rising(0))
