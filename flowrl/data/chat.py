@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from flowrl.config.data.data_settings import TEMPLATE_FILE
-from flowrl.data.input_paths import MAX_POSITIONS, find_model_problem
+from flowrl.data.input_paths import MAX_POSITIONS, find_model_problem, read_vocabulary_size
 from flowrl.data.messages import DataError, Message, Speaker
 from flowrl.data.template import (
     INCLUDED,
@@ -26,6 +26,7 @@ __all__ = [
     "ChatTokenizer",
     "DataError",
     "Message",
+    "MissingEmbeddingError",
     "Speaker",
     "UnknownTokens",
     "compare_vocabularies",
@@ -49,8 +50,16 @@ class UnknownTokens:
     """One entry per unknown token."""
 
 
+class MissingEmbeddingError(DataError):
+    """Raised if a text has a token whose id is beyond the embeddings of the model."""
+
+
 class ChatTokenizer:
-    """A tokenizer with a chat template. It produces the same tokens for a prompt in training and in generation."""
+    """A tokenizer with a chat template. It produces the same tokens for a prompt in training and in generation.
+
+    A tokenizer may have more ids than its model has embeddings. Every method that returns ids raises
+    MissingEmbeddingError if the text contains such a token.
+    """
 
     def __init__(
         self, path: Path | str, template: Path | ConversationTemplate | None = None, *, model: Path | None = None
@@ -74,13 +83,23 @@ class ChatTokenizer:
         self._settings = read_template(source) if isinstance(source, Path) else source or ConversationTemplate()
         if self.tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer in {path} has no end token; set eos_token in its tokenizer_config.json")
+        self._num_embeddings = read_vocabulary_size(self._model)
+        self.check_ids([self.eos_id])
         self._layouts: dict[tuple[Speaker, ...], TurnLayout | None] = {}
 
     def check_chat_template(self) -> None:
-        """Raises DataError if there is no chat template or a value of the template is invalid. Plain text does not need
-        a chat template.
+        """Raises DataError if there is no chat template, if a value of the template is invalid, or if the template adds
+        a token for which the model has no embedding. Plain text does not need a chat template.
         """
         _ = self.template
+        turns = [Message("user", "a"), Message("assistant", "a")]
+        for messages, generate in ((turns[:1], True), (turns, False)):
+            try:
+                self.encode(self._render(self._with_system(messages), generate=generate))
+            except MissingEmbeddingError as error:
+                raise MissingEmbeddingError(f"the chat template of {self._source}: {error}") from error
+            except DataError:
+                continue  # A row with these roles reports the problem.
 
     @cached_property
     def _template(self) -> ConversationTemplate:
@@ -193,7 +212,19 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without special tokens that the text does not contain."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        self.check_ids(ids)
+        return ids
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises MissingEmbeddingError if the model has no embedding for an id."""
+        if self._num_embeddings is None or (largest := max(ids, default=-1)) < self._num_embeddings:
+            return
+        raise MissingEmbeddingError(
+            f"token {self._tokenizer.convert_ids_to_tokens(largest)!r} of the tokenizer in {self.path} has the id "
+            f"{largest}, but the model in {self._model} has embeddings for the ids 0 to {self._num_embeddings - 1}: "
+            f"remove the token from the text or the template, or use the tokenizer of the model"
+        )
 
     def encode_text(self, text: str, spans: Sequence[Span] = ()) -> tuple[list[int], list[bool]]:
         """Returns the token ids of plain text, which has no chat template, and a mask of the tokens in the spans.
@@ -203,6 +234,7 @@ class ChatTokenizer:
         """
         ids, mask = self.encode_spans(text, spans)
         before = list(self.text_prefix)
+        self.check_ids(before)
         if ids[: len(before)] == before:
             return ids, mask
         return [*before, *ids], [*(False for _ in before), *mask]
@@ -313,6 +345,8 @@ class ChatTokenizer:
         """Returns the tokens of consecutive pieces of a text."""
         if self._can_encode_parts and self._backend is not None:
             encoded = self._backend.encode_batch_fast(list(pieces), add_special_tokens=False)
+            for piece in encoded:
+                self.check_ids(piece.ids)
             return [piece.ids for piece in encoded]
         if self._can_encode_parts:
             return [self.encode(piece) if piece else [] for piece in pieces]

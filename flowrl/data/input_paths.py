@@ -1,12 +1,17 @@
-"""Checks the paths of models and datasets, before a library that loads them retries or is imported."""
+"""Checks the paths of models and datasets, and reads the configs of models, before a library that loads them retries
+or is imported.
+"""
 
+import json
 import os
 import re
 import ssl
 import threading
+from collections.abc import Mapping
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -37,6 +42,27 @@ def find_model_file(model: Path, name: str) -> Path | None:
         except OSError:
             return None
     return folder / name if (folder / name).is_file() else None
+
+
+def read_text_config(model: Path) -> Mapping[str, Any]:  # Any: JSON values
+    """Returns the settings of the language model in `config.json`, in the folder of the model or in the cache of the Hub;
+    an empty mapping if the file cannot be read.
+    """
+    file = find_model_file(model, "config.json")
+    try:
+        settings = None if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(settings, Mapping):
+        return {}
+    text = settings.get("text_config")  # of a model with several modalities
+    return text if isinstance(text, Mapping) else settings
+
+
+def read_vocabulary_size(model: Path) -> int | None:
+    """Returns the number of embeddings of a model, which token ids must not reach; None if its config is missing."""
+    size = read_text_config(model).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def download_model_file(model: Path, name: str) -> Path | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowrl.config import DifficultyConfig
 from flowrl.data.batch.fields import FIELDS
-from flowrl.data.chat import ChatTokenizer
+from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
 from flowrl.data.messages import Conversation, DataError
 from flowrl.data.order.epoch_order import EpochOrder
 from flowrl.data.order.success_order import SuccessOrder
@@ -136,6 +136,8 @@ def tokenize_prompt(
 def _encode(prompt: Conversation, tokenizer: ChatTokenizer) -> list[int]:
     try:
         return tokenizer.encode_prompt(prompt.messages)
+    except MissingEmbeddingError as error:
+        raise RowProblem("no_embedding", str(error)) from error
     except DataError as error:
         raise RowProblem("template", str(error)) from error
 

@@ -1,15 +1,13 @@
-"""Checks a model's `config.json` against parallel sizes, LoRA targets, sequence lengths and token ids, before it is
+"""Checks the files of a model against parallel sizes, LoRA targets, sequence lengths and token ids, before it is
 loaded.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flowrl.config import ConfigError, ModelRoleConfig, TrainedConfig
 from flowrl.controller.placement.plan import RolePlan
-from flowrl.data.input_paths import MAX_POSITIONS, find_model_file
+from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
 from flowrl.memory.model_size import ModelSize, read_model_size
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -44,32 +42,29 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
 
 def read_max_positions(model: Path) -> int | None:
     """Returns the maximum sequence length in a model's `config.json`; None if there is none or it is unknown."""
-    sizes = _read_text_config(model)
+    sizes = read_text_config(model)
     return next((sizes[name] for name in MAX_POSITIONS if name in sizes), None)
-
-
-def read_vocabulary_size(model: Path) -> int | None:
-    """Returns the number of token ids that a model accepts; None if its `config.json` does not state it."""
-    size = _read_text_config(model).get("vocab_size")
-    return size if isinstance(size, int) else None
 
 
 def has_experts(model: Path) -> bool:
     """Returns whether a model is a mixture of experts, by its `config.json`. False if the file cannot be read."""
-    settings = _read_text_config(model)
+    settings = read_text_config(model)
     counts = (settings.get(name) for name in NUM_EXPERTS)
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def read_num_token_ids(folder: Path) -> int | None:
-    """Returns the largest token id of the tokenizer in `folder` plus 1; None if `tokenizer.json` cannot be read."""
+def read_num_token_ids(folder: Path) -> tuple[int, int] | None:
+    """Returns the largest token id of the tokenizer in `folder` plus 1, without and with its added tokens.
+
+    An added token occurs only if a text or a template contains it. Returns None if `tokenizer.json` cannot be read.
+    """
     try:
         settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = settings["model"]["vocab"]
         # Unigram models have a list of (token, score), in which the index is the id.
-        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
-        added = [token["id"] for token in settings.get("added_tokens") or ()]
-        return max((*ids, *added)) + 1
+        ids = set(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
+        added = {token["id"] for token in settings.get("added_tokens") or ()}
+        return max(ids - added, default=-1) + 1, max(ids | added) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -85,21 +80,6 @@ def read_weight_names(folder: Path) -> frozenset[str]:
         return frozenset(header) - {"__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
         return frozenset()
-
-
-def _read_text_config(model: Path) -> Mapping[str, Any]:  # Any: JSON values
-    """Returns the settings of the language model in `config.json`, in the folder of the model or in the cache of the
-    Hub; an empty mapping if the file cannot be read.
-    """
-    file = find_model_file(model, "config.json")
-    try:
-        settings = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(settings, Mapping):
-        return {}
-    text = settings.get("text_config")  # of a model with several modalities
-    return text if isinstance(text, Mapping) else settings
 
 
 def excess_tokens_message(setting: str, num_tokens: int, model: Path, max_positions: int) -> str:

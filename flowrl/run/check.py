@@ -164,8 +164,8 @@ class _Checks:
     def tokenizer(self) -> str:
         """Loads the tokenizer, renders a message with its chat template, and compares its ids with all models."""
         data = next((value for _, value in self.config if isinstance(value, DataConfig)), None)
-        tokenizer = read_tokenizer(self._encoder, data)
         check_vocabularies(self.config)
+        tokenizer = read_tokenizer(self._encoder, data)
         num_tokens = len(tokenizer.encode_prompt([Message("user", "")]))
         return f"{len(tokenizer)} tokens; the chat template adds {num_tokens} to a prompt"
 

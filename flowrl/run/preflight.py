@@ -39,7 +39,7 @@ from flowrl.config.roles import quantized_device_problem
 from flowrl.config.rollout.engines import DEFAULT_ENGINE, name_alternatives
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
-from flowrl.data.input_paths import find_dataset_problem, find_model_problem
+from flowrl.data.input_paths import find_dataset_problem, find_model_problem, read_vocabulary_size
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.environments.base import EnvironmentLoadError, create_environment
@@ -52,7 +52,6 @@ from flowrl.memory.model_fit import (
     has_experts,
     read_max_positions,
     read_num_token_ids,
-    read_vocabulary_size,
     read_weight_names,
 )
 from flowrl.report.trackers.open_trackers import check_trackers
@@ -155,9 +154,11 @@ def _sequence_lengths(config: RunConfig, role: RoleConfig) -> Iterator[tuple[str
 
 
 def check_vocabularies(config: RunConfig) -> None:
-    """Raises ConfigError if a local model has fewer embeddings than the tokenizer whose ids it receives has ids.
+    """Raises ConfigError if a local model can receive token ids for which it has no embeddings.
 
-    All roles receive ids of one tokenizer, except reward models, which can have a tokenizer of their own.
+    All roles receive ids of one tokenizer, except reward models, which can have a tokenizer of their own. Many
+    published tokenizers have added tokens beyond the embeddings of their model. They are allowed, because
+    `ChatTokenizer` rejects a template and rows that contain such a token.
     """
     models = models_of(config)
     encoder = find_tokenizer_role(config)
@@ -166,13 +167,21 @@ def check_vocabularies(config: RunConfig) -> None:
         if value.model is None or source is None or (tokenizer := models[source].model) is None:
             continue
         size, num_ids = read_vocabulary_size(value.model.path), read_num_token_ids(tokenizer.tokenizer_path)
-        if size is None or num_ids is None or num_ids <= size:
+        if size is None or num_ids is None:
+            continue
+        without_added, num_needed = num_ids
+        if role == encoder:
+            num_needed = without_added
+        elif source == encoder and (encoder_size := read_vocabulary_size(tokenizer.path)) is not None:
+            # The policy may sample every id for which it has an embedding.
+            num_needed = min(num_needed, max(without_added, encoder_size))
+        if num_needed <= size:
             continue
         key = f"{source}.model.{'path' if tokenizer.tokenizer is None else 'tokenizer'}"
         fix = "use the model's own tokenizer" if role == source else f"use a model with the tokenizer of {source}"
         raise ConfigError(
             f"{role}.model.path is {value.model.path}, which has embeddings for {size} tokens, but the tokenizer of "
-            f"{key} in {tokenizer.tokenizer_path} has {num_ids}: {fix}"
+            f"{key} in {tokenizer.tokenizer_path} gives it {num_needed} ids: {fix}"
         )
 
 

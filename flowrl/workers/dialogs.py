@@ -205,6 +205,7 @@ class Dialogs:
                 f"the prompt that the environment returned has the token id {largest}, but the vocabulary of the "
                 f"policy has the ids 0 to {len(self._tokenizer) - 1}: return tokens of the policy's tokenizer"
             )
+        self._tokenizer.check_ids(token_ids)
         return replace(dialog.first, token_ids=token_ids)
 
     def _next_request(self, episode: "Episode", response: Response, observation: Observation) -> Request | None:

@@ -98,7 +98,7 @@ class Rollout(Worker["RolloutGroup"]):
         self.shares_weights = self._actor is not None and config.can_share_weights
         """Whether the rollout generates with the actor's own weights."""
         weights = None if self._actor is None else ActorWeights(self._actor.model, self._actor.has_gathered_weights)
-        self.tokenizer = ChatTokenizer(model.tokenizer_path, config.template)
+        self.tokenizer = ChatTokenizer(model.tokenizer_path, config.template, model=model.path)
         stop_ids = tuple(dict.fromkeys((*config.stop_ids, *self.tokenizer.stop_ids)))
         config = config.model_copy(update={"stop_ids": stop_ids})
         self._environment = None

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
 
-from flowrl.data.chat import ChatTokenizer, DataError, Message
+from flowrl.data.chat import ChatTokenizer, DataError, Message, MissingEmbeddingError
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
 from tests.inference.byte_tokenizer import BEGIN, END, save_byte_tokenizer
@@ -109,6 +110,38 @@ def test_decoding_omits_special_tokens(tmp_path: Path) -> None:
 def test_the_end_token_and_the_size_of_the_vocabulary_are_known(tmp_path: Path) -> None:
     chat = make(tmp_path)
     assert (chat.eos_id, len(chat)) == (1, 9)
+
+
+def make_larger(folder: Path, template: str = MARKED, eos: str = "</s>") -> ChatTokenizer:
+    """Returns a tokenizer with the added token <i>, id 9, of a model with embeddings for the ids 0 to 8."""
+    tokenizer = make(folder, template).tokenizer
+    tokenizer.add_tokens(["<i>"])
+    tokenizer.eos_token = eos
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 9}))
+    return ChatTokenizer(folder)
+
+
+def test_a_text_with_a_token_without_an_embedding_is_rejected(tmp_path: Path) -> None:
+    chat, image = make_larger(tmp_path), [Message("user", "a<i>b")]
+    chat.check_chat_template()
+    assert text(chat, chat.encode_prompt(ASKED)) == "<u>ab|<a>"
+    for encode in (
+        lambda: chat.encode("a<i>"),
+        lambda: chat.encode_text("a<i>"),
+        lambda: chat.encode_prompt(image),
+        lambda: chat.encode_example([*image, Message("assistant", "a")]),
+    ):
+        with rejects(tmp_path, 9, 8, error=MissingEmbeddingError):
+            encode()
+
+
+def test_a_template_or_an_end_token_without_an_embedding_is_rejected(tmp_path: Path) -> None:
+    chat = make_larger(tmp_path / "template", MARKED + "{{ '<i>' if add_generation_prompt else '' }}")
+    with rejects(tmp_path / "template", 9, error=MissingEmbeddingError):
+        chat.check_chat_template()
+    with rejects(tmp_path / "end", 9, error=MissingEmbeddingError):
+        make_larger(tmp_path / "end", eos="<i>")
 
 
 def test_dropped_characters_are_unknown_and_white_space_is_not(tmp_path: Path) -> None:

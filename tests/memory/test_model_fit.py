@@ -123,13 +123,16 @@ def test_unknown_maximum_positions_are_none(tmp_path: Path, text: str | None) ->
 @pytest.mark.parametrize(
     ("settings", "num_ids"),
     [
-        ({"model": {"vocab": {"a": 0, "b": 6}}}, 7),
-        ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 2}]}, 3),
+        ({"model": {"vocab": {"a": 0, "b": 6}}}, (7, 7)),
+        ({"model": {"vocab": {"a": 0, "b": 1, "<end>": 6}}, "added_tokens": [{"id": 6}]}, (2, 7)),
+        ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 2}]}, (2, 3)),
         ({"model": {}}, None),
         ([], None),
     ],
 )
-def test_token_ids_are_counted_from_the_tokenizer_file(tmp_path: Path, settings: object, num_ids: int | None) -> None:
+def test_token_ids_are_counted_from_the_tokenizer_file(
+    tmp_path: Path, settings: object, num_ids: tuple[int, int] | None
+) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     assert read_num_token_ids(tmp_path) == num_ids
 

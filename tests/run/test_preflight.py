@@ -296,45 +296,58 @@ def test_only_the_actor_must_support_the_length_of_the_ptx_text(tmp_path: Path) 
         check_positions(config("small", "large"))
 
 
-def save_vocabulary(folder: Path, num_embeddings: int, num_ids: int) -> Path:
-    """Writes the sizes of a model and its tokenizer. The last id is an added token."""
+def save_vocabulary(folder: Path, num_embeddings: int, num_ids: int, num_added: int = 0) -> Path:
+    """Writes the sizes of a model and its tokenizer, whose last ids are added tokens."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": num_embeddings}))
-    vocabulary = {f"t{i}": i for i in range(num_ids - 1)}
-    added = [{"id": num_ids - 1, "content": "<end>"}]
+    vocabulary = {f"t{i}": i for i in range(num_ids - num_added)}
+    added = [{"id": i, "content": f"<{i}>"} for i in range(num_ids - num_added, num_ids)]
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
     return folder
+
+
+def with_critic(actor: Path, critic: Path) -> PPOConfig:
+    settings = ppo_settings(model=actor)
+    return PPOConfig.model_validate(settings | {"critic": settings["critic"] | {"model": {"path": critic}}})
+
+
+def with_tokenizer(model: Path, tokenizer: Path | None) -> ActorRun:
+    run = run_with(on(1))
+    settings = run.actor.model_dump() | {"model": {"path": model, "tokenizer": tokenizer}}
+    return ActorRun.model_validate(run.model_dump() | {"actor": settings})
 
 
 def test_a_role_with_fewer_embeddings_than_the_tokenizer_of_the_actor_has_ids_is_rejected(tmp_path: Path) -> None:
     actor = save_vocabulary(tmp_path / "actor", 24, 20)
     fitting = save_vocabulary(tmp_path / "fitting", 20, 5)
     small = save_vocabulary(tmp_path / "small", 19, 19)
-
-    def config(critic: Path) -> PPOConfig:
-        settings = ppo_settings(model=actor)
-        return PPOConfig.model_validate(settings | {"critic": settings["critic"] | {"model": {"path": critic}}})
-
-    check_vocabularies(config(fitting))
+    check_vocabularies(with_critic(actor, fitting))
     with rejects("critic.model.path", small, 19, "actor.model.path", actor, 20, error=ConfigError):
-        check_vocabularies(config(small))
+        check_vocabularies(with_critic(actor, small))
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings_is_rejected(tmp_path: Path) -> None:
+def test_a_role_needs_embeddings_for_added_tokens_that_the_actor_can_sample(tmp_path: Path) -> None:
+    actor = save_vocabulary(tmp_path / "actor", 18, 20, num_added=4)
+    same = save_vocabulary(tmp_path / "same", 18, 18)
+    small = save_vocabulary(tmp_path / "small", 17, 17)
+    check_vocabularies(with_critic(actor, same))
+    with rejects("critic.model.path", small, 17, "actor.model.path", actor, 18, error=ConfigError):
+        check_vocabularies(with_critic(actor, small))
+
+
+def test_a_tokenizer_whose_vocabulary_is_larger_than_the_models_is_rejected(tmp_path: Path) -> None:
     model, larger = save_vocabulary(tmp_path / "model", 19, 19), save_vocabulary(tmp_path / "larger", 24, 20)
-
-    def config(tokenizer: Path | None) -> ActorRun:
-        run = run_with(on(1))
-        settings = run.actor.model_dump() | {"model": {"path": model, "tokenizer": tokenizer}}
-        return ActorRun.model_validate(run.model_dump() | {"actor": settings})
-
-    check_vocabularies(config(None))
+    check_vocabularies(with_tokenizer(model, None))
     with rejects("actor.model.path", model, 19, "actor.model.tokenizer", larger, 20, error=ConfigError):
-        check_vocabularies(config(larger))
+        check_vocabularies(with_tokenizer(model, larger))
+
+
+def test_added_tokens_beyond_the_embeddings_of_the_model_are_allowed(tmp_path: Path) -> None:
+    check_vocabularies(with_tokenizer(save_vocabulary(tmp_path / "model", 19, 24, num_added=5), None))
 
 
 def test_a_reward_model_needs_embeddings_for_the_ids_of_its_own_tokenizer_only(tmp_path: Path) -> None:
-    actor, reward = save_vocabulary(tmp_path / "actor", 24, 20), save_vocabulary(tmp_path / "reward", 10, 10)
+    actor, reward = save_vocabulary(tmp_path / "actor", 24, 20, 1), save_vocabulary(tmp_path / "reward", 10, 10)
     config = ppo_settings(model=actor, reward={"model": {"path": reward}})
     check_vocabularies(PPOConfig.model_validate(config))
     config["reward"]["model"]["tokenizer"] = actor

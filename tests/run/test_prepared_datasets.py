@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from flowrl.cli.main import main
 from flowrl.config import DataConfig, ModelConfig, PreferenceActorConfig, PreparationConfig, RewardModelConfig
@@ -53,6 +54,26 @@ def prepared(path: Path, output: Path, task: Path, **settings: Any) -> Path:
 
 def data_config(train: object, **settings: Any) -> DataConfig:
     return DataConfig.model_validate({"train": train, "max_prompt_tokens": 8, **settings})
+
+
+def test_a_row_with_a_token_without_an_embedding_is_rejected_with_its_location(task: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    tokenizer.add_tokens(["<i>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [ask(f"1+{text}") for text in ("1", "1", "<i>")]
+    for row in rows:
+        row["messages"].append({"from": "assistant", "content": "2"})
+    file, model = write(tmp_path / "a.jsonl", *rows), ModelConfig(path=task / "model", tokenizer=tmp_path / "tokenizer")
+    with rejects(file, 3, len(tokenizer) - 1, task / "model", error=DataError):
+        SftExamples(file, model, max_tokens=8)
+    settings = {"files": [file], "tokenizer": tmp_path / "tokenizer", "duplicates": "keep"}
+    prepare(PreparationConfig.model_validate(settings | {"output": tmp_path / "out"}))
+    with rejects(file, 3, len(tokenizer) - 1, task / "model", error=DataError):
+        SftExamples(tmp_path / "out", model, max_tokens=8)
+    write(file, *rows[:2])
+    assert len(SftExamples(file, model, max_tokens=8)) == 2
+    prepare(PreparationConfig.model_validate(settings | {"output": tmp_path / "small"}))
+    assert len(SftExamples(tmp_path / "small", model, max_tokens=8)) == 2
 
 
 def test_a_prepared_folder_has_the_rows_and_the_order_of_its_file(task: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from flowrl.data.reading.raw_rows import MANIFEST, import_library
 from flowrl.data.reading.row_problems import RowCounts
 
 _PERCENTILES = (50, 95, 99)
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of the folder's contents. Raise it if equal rows and tokenizers give other files, tokens, masks or hashes."""
 
 
@@ -24,6 +24,7 @@ class Rows(Protocol):
     counts: RowCounts
     lengths: np.ndarray
     num_trained: np.ndarray
+    largest_ids: np.ndarray
     columns: list[tuple[str, ...]]
     num_bytes: int
 
@@ -43,6 +44,7 @@ class FolderWriter:
         self._columns: dict[str, int] = {}
         self._lengths = np.zeros(0, dtype=np.int64)
         self._trained = np.zeros(0, dtype=np.int64)
+        self._largest_id = 0
         for name in ("arrow", "jsonl"):
             (folder / name).mkdir()
 
@@ -71,6 +73,7 @@ class FolderWriter:
         self.num_rows += len(lines)
         self._lengths = _add_histogram(self._lengths, rows.lengths[is_kept])
         self._trained = _add_histogram(self._trained, rows.num_trained[is_kept])
+        self._largest_id = max(self._largest_id, int(rows.largest_ids[is_kept].max()))
         for names, kept in zip(rows.columns, is_kept, strict=True):
             for name in names if kept else ():
                 self._columns[name] = self._columns.get(name, 0) + 1
@@ -94,6 +97,7 @@ class FolderWriter:
             "num_tokens": _total(self._lengths),
             "lengths": _statistics(self._lengths),
             "trained_tokens": _statistics(self._trained),
+            "largest_id": self._largest_id,
             "columns": self._columns,
             "shards": self._shards,
             **values,

@@ -47,6 +47,8 @@ class PreparedChunk:
     """int64 [rows], tokens of the longest side."""
     num_trained: np.ndarray
     """int64 [rows], trained tokens of all sides."""
+    largest_ids: np.ndarray
+    """int64 [rows], largest token id of each row."""
     columns: list[tuple[str, ...]]
     """Names of the columns of each row that are not null."""
     num_bytes: int
@@ -93,6 +95,7 @@ class ChunkPreparation:
             counts,
             np.array([row.length for row in rows], dtype=np.int64),
             np.array([sum(side.num_trained for side in row.sides) for row in rows], dtype=np.int64),
+            np.array([max(side.ids.max(initial=0) for side in row.sides) for row in rows], dtype=np.int64),
             [tuple(name for name, value in row.columns.items() if value is not None) for row in conversations],
             chunk.num_bytes,
             np.array([row_key(row) for row in conversations], dtype=np.uint64) if config.duplicates == "drop" else None,

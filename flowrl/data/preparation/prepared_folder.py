@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.data.chat import ChatTokenizer
+from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
 from flowrl.data.messages import Conversation, DataError, Message
 from flowrl.data.preparation.folder_writer import FORMAT_VERSION
 from flowrl.data.preparation.tokenized_rows import TokenizedRow, Tokens
@@ -135,6 +135,15 @@ class PreparedFolder(Sequence[TokenizedRow]):
                     f"(hash {self.manifest[f'{name}_hash']} instead of {now}): prepare the data again with this "
                     f"{name}, or use the model that it was prepared for"
                 )
+
+    def check_ids(self, tokenizer: ChatTokenizer) -> None:
+        """Raises DataError with the location of a row that has a token for which the model has no embedding."""
+        try:
+            tokenizer.check_ids([self.manifest["largest_id"]])
+        except MissingEmbeddingError as error:
+            largest = self.manifest["largest_id"]
+            row = next(row for row in self if any(largest in side.ids for side in row.sides))
+            raise DataError(f"{row.conversation.location}: {error}") from error
 
     def check_columns(self, needs: Sequence[str]) -> None:
         """Raises DataError if a row lacks one of these columns."""

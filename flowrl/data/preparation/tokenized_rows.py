@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from flowrl.data.chat import ChatTokenizer
+from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
 from flowrl.data.messages import Conversation, DataError
 from flowrl.data.prompts import tokenize_prompt
 from flowrl.data.reading.kinds import Kind
@@ -74,6 +74,8 @@ def tokenize_row(
         else:
             sides = tuple(_encode_sides(row, kind, tokenizer, turns))
             tokenized = _truncate(TokenizedRow(row, sides), limits)
+    except MissingEmbeddingError as error:
+        raise RowProblem("no_embedding", str(error)) from error
     except DataError as error:
         raise RowProblem("template", str(error)) from error
     _check_lengths(tokenized, limits, has_response=kind != "prompts")

@@ -26,6 +26,7 @@ REASONS: Mapping[str, str] = {
     "reserved_column": "a column has a name that is reserved for flowrl",
     "missing_column": "a column that the reward function requires is missing or null",
     "template": "the chat template rejects the conversation, or the responses cannot be located in the rendered text",
+    "no_embedding": "the text has a token whose id is beyond the embeddings of the model",
     "too_long": "the row has more than `max_tokens` tokens",
     "too_short": "the row has fewer than `min_tokens` tokens",
     "short_response": "the response has fewer than `min_response_tokens` tokens",

@@ -226,6 +226,7 @@ def open_prepared(
                 f"the data with kind={kind}"
             )
         folder.check_tokenizer(tokenizer)
+        folder.check_ids(tokenizer)
         longest = int(folder.manifest["lengths"]["max"])
         if longest > data.max_prompt_tokens and data.too_long != "drop":
             raise DataError(
