@@ -1,4 +1,4 @@
-"""Checksums of a run's inputs: data files, frozen models, tokenizer, templates, reward and environment functions.
+"""Checksums of a run's inputs: data files, frozen models, tokenizer, templates, and the user's functions and classes.
 
 Checkpoints contain only the checksums. For rows that reasoning-gym generates, the input is the version of the package.
 A resumed run rejects changed inputs.
@@ -10,22 +10,25 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from flowrl.checkpoints.checkpoints import Checkpoint
 from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import (
+    Config,
     DataConfig,
-    EvaluationConfig,
     ImportNameError,
     JudgeConfig,
     PtxConfig,
+    ReportConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
     TrainedConfig,
     find_tokenizer_role,
-    import_function,
+    import_attribute,
     imported_module_name,
+    is_import_name,
     models_of,
 )
 from flowrl.config.data.data_settings import TEMPLATE_FILE
@@ -57,12 +60,30 @@ def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]
     for name, value in config:
         if isinstance(value, DataConfig | PtxConfig):
             yield from ((key, data_paths(path), False) for key, path in value.files(name).items())
-        else:
-            functions = _functions(value)
-            sources = {key: _source_files(function) for key, function in functions.items() if function is not None}
-            yield from ((f"{name}.{key}", files, False) for key, files in sources.items() if files)
+        if isinstance(value, Config) and not isinstance(value, ReportConfig):
+            sources = {key: _source_files(function) for key, function in _named_objects(name, value)}
+            yield from ((key, files, False) for key, files in sources.items() if files)
         yield from ((f"{name}.{key}", [path], False) for key, path in _templates(value).items() if path is not None)
+    for name, role in config.role_settings.items():
+        if isinstance(role, JudgeConfig):
+            yield from ((f"{name}.{key}", [path], False) for key, path in role.files.items())
     yield from _model_files(config)
+
+
+def _named_objects(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yields the key and the name of every function and class below a setting, `module:name` or `path/file.py:name`."""
+    match value:
+        case str() if is_import_name(value):
+            yield key, value
+        case Config():
+            for name, part in value:
+                yield from _named_objects(f"{key}.{name}", part)
+        case Mapping():
+            for name, part in value.items():
+                yield from _named_objects(f"{key}.{name}", part)
+        case list() | tuple():
+            for index, part in enumerate(value):
+                yield from _named_objects(f"{key}.{index}", part)
 
 
 def _generated_inputs(config: RunConfig) -> Iterator[str]:
@@ -78,30 +99,13 @@ def _generator_checksum() -> FileChecksum | None:
     return None if version is None else FileChecksum(len(version), zlib.crc32(version.encode()))
 
 
-def _functions(settings: object) -> dict[str, str | None]:
-    """Returns the user's functions of a role by setting."""
-    match settings:
-        case RewardConfig():
-            return dict(settings.functions())
-        case RolloutConfig():
-            return {"environment": settings.environment}
-        case EvaluationConfig():
-            return {"extract_answer": settings.extract_answer}
-        case JudgeConfig():
-            return dict(settings.functions)
-        case _:
-            return {}
-
-
 def _templates(settings: object) -> dict[str, Path | None]:
-    """Returns the conversation templates and prompts of a section of the config by setting."""
+    """Returns the conversation templates of a section of the config by setting."""
     match settings:
         case DataConfig() | RolloutConfig():
             return {"template": settings.template}
         case RewardConfig():
             return {"policy_template": settings.policy_template}
-        case JudgeConfig():
-            return dict(settings.files)
         case _:
             return {}
 
@@ -138,16 +142,17 @@ def _files_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _source_files(name: str) -> list[Path]:
-    """Returns the file of the module in `module:function`, and the file that defines the function.
+    """Returns the file of the module in `module:name`, and the file that defines the function or class.
 
-    Returns no file if the function cannot be imported, because then the role reports the error.
+    Returns no file if the module cannot be imported, because then the role reports the error.
     """
-    try:
-        function = inspect.unwrap(import_function(name))
-    except ImportNameError:
-        return []
+    objects: list[Any] = []  # Any: a module, a function or a class
+    with suppress(ImportNameError):  # a decorator may have registered a function under another name than its own
+        objects.append(inspect.unwrap(import_attribute(name)))
+    if (module := sys.modules.get(imported_module_name(name))) is not None:
+        objects.append(module)
     files = set()
-    for source in (sys.modules[imported_module_name(name)], function):
+    for source in objects:
         with suppress(TypeError):  # a built-in, or an object with __call__, has no file
             files.add(inspect.getsourcefile(source))
     return sorted(Path(file) for file in files if file is not None)

@@ -36,6 +36,7 @@ from flowrl.config.base import (
     import_attribute,
     import_function,
     imported_module_name,
+    is_import_name,
     parse,
 )
 from flowrl.config.data.data_settings import (
@@ -110,6 +111,6 @@ __all__ = [
     "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
     "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
     "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
-    "import_function", "import_recipe", "imported_module_name", "load", "load_located", "loading", "models_of", "parse",
-    "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
+    "import_function", "import_recipe", "imported_module_name", "is_import_name", "load", "load_located", "loading",
+    "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

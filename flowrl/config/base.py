@@ -44,11 +44,16 @@ def check_import_name(name: str) -> str:
     """Returns `name` if it has the form `module:attribute` or `path/to/file.py:attribute`, otherwise raises
     ImportNameError. Does not import the module.
     """
-    if not re.fullmatch(r"([A-Za-z_][\w.]*|[^:]*[^:/]\.py):[A-Za-z_]\w*", name):
+    if not is_import_name(name):
         raise ImportNameError(
             f"{name!r} must have the form module:name, like flowrl.rewards.final_number:score, or path/to/file.py:name"
         )
     return name
+
+
+def is_import_name(text: str) -> bool:
+    """Returns whether a text has the form `module:attribute` or `path/to/file.py:attribute`."""
+    return re.fullmatch(r"([A-Za-z_][\w.]*|[^:]*[^:/]\.py):[A-Za-z_]\w*", text) is not None
 
 
 def import_attribute(name: str) -> Any:  # Any: the named object has any type

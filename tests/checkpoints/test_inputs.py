@@ -1,4 +1,4 @@
-"""A resumed run rejects changed data, frozen models, tokenizers, chat templates and reward functions."""
+"""A resumed run rejects changed data, frozen models, tokenizers, chat templates and functions of the user."""
 
 import importlib
 import sys
@@ -104,6 +104,70 @@ def test_changed_reward_functions_and_models_are_rejected(
     (tmp_path / changed).write_text((tmp_path / changed).read_text() + "\n# changed\n")
     with rejects(key, error=RunFolderError):
         check_same_inputs(before, grpo)
+
+
+USER_CODE: dict[str, dict[str, Any]] = {
+    "actor.loss.kind": {"actor": {"loss": {"kind": "own_code:used"}}},
+    "actor.kl_loss_kind": {"actor": {"kl_loss_kind": "own_code:used"}},
+    "algorithm.estimator": {"algorithm": {"estimator": "own_code:used"}},
+    "algorithm.shaping.0.kind": {"algorithm": {"estimator": "grpo", "shaping": [{"kind": "own_code:used"}]}},
+    "algorithm.correction.kind": {"algorithm": {"estimator": "grpo", "correction": {"kind": "own_code:used"}}},
+    "environment.name": {"reward": None, "environment": {"name": "own_code:Used"}},
+    "environment.options.tools.0": {
+        "reward": None,
+        "environment": {
+            "name": "flowrl.environments.tool_environment:ToolEnvironment",
+            "options": {"tools": ["own_code:used"]},
+        },
+    },
+    "data.tests.hard.evaluation.extract_answer": {
+        "data": {"tests": {"hard": {"files": "t.jsonl", "evaluation": {"extract_answer": "own_code:used"}}}}
+    },
+}
+"""Key of a user's function or class -> settings that name it."""
+
+
+@pytest.mark.parametrize("key", USER_CODE)
+def test_changed_functions_and_classes_of_the_user_are_rejected(
+    key: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    code = tmp_path / "own_code.py"
+    code.write_text("def used():\n    return 1\n\n\nclass Used:\n    pass\n")
+    importlib.invalidate_caches()
+    settings = grpo_settings(model=model)
+    for section, values in USER_CODE[key].items():
+        settings[section] = None if values is None else settings.get(section, {}) | values
+    config = GRPOConfig.model_validate(settings)
+    before = input_checksums(config)
+    assert key in before
+    check_same_inputs(before, config)
+    code.write_text(code.read_text().replace("return 1", "return 2"))
+    with rejects(key, error=RunFolderError):
+        check_same_inputs(before, config)
+
+
+def test_a_function_that_a_decorator_registered_is_an_input(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_registered.py").write_text("def other():\n    return 1\n")
+    importlib.invalidate_caches()
+    config = grpo_settings(model=model)
+    config["actor"]["loss"] = {"kind": "own_registered:named_by_a_decorator"}
+    assert "actor.loss.kind" in input_checksums(GRPOConfig.model_validate(config))
+
+
+def test_a_changed_prompt_of_a_judge_is_rejected(model: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Rate {response} from 1 to 10.")
+    reward = {"judge": {"model": {"path": model}, "prompt_file": prompt}}
+    config = GRPOConfig.model_validate(grpo_settings(model=model, reward=reward))
+    before = input_checksums(config)
+    prompt.write_text("Rate {response} from 1 to 5.")
+    with rejects("reward.prompt_file", error=RunFolderError):
+        check_same_inputs(before, config)
 
 
 @pytest.mark.parametrize("key", ["data.template", "rollout.template", "reward.policy_template"])
