@@ -45,8 +45,8 @@ def find_model_file(model: Path, name: str) -> Path | None:
 
 
 def read_text_config(model: Path) -> Mapping[str, Any]:  # Any: JSON values
-    """Returns the settings of the language model in `config.json`, in the folder of the model or in the cache of the Hub;
-    an empty mapping if the file cannot be read.
+    """Returns the settings of the language model in `config.json`, in the folder of the model or in the cache of the
+    Hub; an empty mapping if the file cannot be read.
     """
     file = find_model_file(model, "config.json")
     try:

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Mapping
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +13,7 @@ from flowrl.config import ActorConfig, ModelConfig, PreferenceActorConfig, Stude
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.dtypes import torch_dtype
-from flowrl.engines.checkpoint.export import describe_export
-from flowrl.engines.models.loading import load_policy, save_model
+from flowrl.engines.models.loading import Policy, load_policy
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.weights import export_weights, full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, WeightMetadata
@@ -50,7 +48,7 @@ class Actor(TrainedWorker["ActorGroup"]):
         self.temperature = (isinstance(config, ActorConfig | StudentConfig) and config.temperature) or 1.0
         """The logits are divided by it before the log-softmax."""
         mesh = build_rank_mesh(self, config.engine)
-        self.model = load_policy(config.model, on_meta=is_sharded(config.engine, mesh))
+        self.model: Policy = load_policy(config.model, on_meta=is_sharded(config.engine, mesh))
         if config.lora is not None:
             add_adapter(self.model, config.lora)
         self.engine = TrainEngine(
@@ -102,11 +100,6 @@ class Actor(TrainedWorker["ActorGroup"]):
     ) -> dict[str, torch.Tensor]:
         return policy_inputs(model, micro, mask_BL, loss, temperature=self.temperature)
 
-    @register(Dispatch.ALL_TO_ONE)
-    def save(self, folder: Path) -> None:
-        """Saves model and tokenizer in the format of `save_pretrained`."""
-        save_model(self.model, self.config.model.tokenizer_path, folder, is_writer=self.rank == 0)
-
     def can_share_weights(self, other: Worker) -> bool:
         """Returns whether the worker `other` can use this model's weights. For a sharded model, the ranks of both roles
         must be aligned.
@@ -130,14 +123,6 @@ class Actor(TrainedWorker["ActorGroup"]):
                 or (reference.mesh == self.mesh and reference.context.role in self.context.aligned_roles)
             )
         )
-
-    def description(self) -> dict[str, bytes]:
-        """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""
-        return self._description if self.rank == 0 else {}
-
-    @cached_property
-    def _description(self) -> dict[str, bytes]:
-        return describe_export(self.model, self.config.model, self.config.lora)
 
     # Weight export. `WeightSync` calls these methods; see docs/weight_transfer.md.
 

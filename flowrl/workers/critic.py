@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowrl.config import CriticConfig
 from flowrl.controller.worker import Dispatch, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
-from flowrl.engines.models.loading import load_critic
+from flowrl.engines.models.loading import CriticModel, load_critic
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
@@ -33,12 +33,12 @@ class Critic(TrainedWorker["CriticGroup"]):
         self.config = config
         mesh = build_rank_mesh(self, config.engine)
         parts = is_sharded(config.engine, mesh)
-        model = load_critic(config.model, head=config.head, seed=config.head_seed, on_meta=parts)
+        self.model: CriticModel = load_critic(config.model, head=config.head, seed=config.head_seed, on_meta=parts)
         if config.lora is not None:
-            add_adapter(model.backbone, config.lora)
-            model.value_head.to(torch.promote_types(model.value_head.weight.dtype, torch.float32))
+            add_adapter(self.model.backbone, config.lora)
+            self.model.value_head.to(torch.promote_types(self.model.value_head.weight.dtype, torch.float32))
         self.engine = TrainEngine(
-            model,
+            self.model,
             config.optimizer,
             config.engine,
             mesh=mesh,

@@ -31,10 +31,6 @@ class ActorGroup(TypedGroup):
     def response_logprobs(self, batch: Batch) -> Batch:
         """Returns the log-probability of each row's response, `[B]`, summed over the tokens of `response_mask`."""
 
-    @blocking
-    def save(self, folder: OrFuture[Path]) -> None:
-        """Saves model and tokenizer in the format of `save_pretrained`."""
-
     @nonblocking
     def num_buckets(self, bucket_mb: OrFuture[float], dtype: OrFuture[str | None] = None) -> int:
         """Returns the number of buckets of one weight sync."""
@@ -155,6 +151,12 @@ class ActorGroup(TypedGroup):
     def load_checkpoint(self, folder: OrFuture[Path]) -> list[None]:
         """Restores the training state from a folder that any number of ranks wrote."""
 
+    @blocking
+    def save(self, folder: OrFuture[Path]) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
+        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+        """
+
 class CriticGroup(TypedGroup):
     """Group of `Critic` workers."""
 
@@ -210,6 +212,12 @@ class CriticGroup(TypedGroup):
     @nonblocking
     def load_checkpoint(self, folder: OrFuture[Path]) -> list[None]:
         """Restores the training state from a folder that any number of ranks wrote."""
+
+    @blocking
+    def save(self, folder: OrFuture[Path]) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
+        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+        """
 
 class EnvironmentGroup(TypedGroup):
     """Group of `EnvironmentWorker` workers."""
@@ -494,10 +502,12 @@ class TrainedRewardModelGroup(TypedGroup):
     def load_checkpoint(self, folder: OrFuture[Path]) -> list[None]:
         """Restores the training state from a folder that any number of ranks wrote."""
 
+    @blocking
+    def save(self, folder: OrFuture[Path]) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
+        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+        """
+
     @batched
     def scores(self, batch: Batch) -> Batch:
         """Returns the score of each row under the current weights, `[B]`."""
-
-    @blocking
-    def save(self, folder: OrFuture[Path]) -> None:
-        """Saves the model, a sequence classifier with one label, and its tokenizer in the `save_pretrained` format."""

@@ -24,6 +24,8 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric, merge_metrics
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
+from flowrl.engines.checkpoint.export import describe_export
+from flowrl.engines.models.loading import TrainedModel, save_model
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
@@ -106,6 +108,7 @@ class TrainedWorker(ModelWorker[GroupType]):
     """Inputs of a loss that `compute_inputs` returns."""
 
     config: Any  # Any: the config class of the role
+    model: TrainedModel
 
     @classmethod
     def configured_loss(cls, config: Any, *_: Any, **__: Any) -> Loss:  # Any: the constructor's
@@ -180,9 +183,20 @@ class TrainedWorker(ModelWorker[GroupType]):
         """Restores the training state from a folder that any number of ranks wrote."""
         load(self.engine, folder)
 
+    @register(Dispatch.ALL_TO_ONE)
+    def save(self, folder: Path) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
+        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+        """
+        save_model(self.model, self.config.model.tokenizer_path, folder, is_writer=self.rank == 0)
+
     def description(self) -> dict[str, bytes]:
-        """Returns additional checkpoint files, as name -> contents."""
-        return {}
+        """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""
+        return self._description if self.rank == 0 else {}
+
+    @cached_property
+    def _description(self) -> dict[str, bytes]:
+        return describe_export(self.model, self.config.model, self.config.lora)
 
     @cached_property
     def _checkpoints(self) -> EngineCheckpoints:

@@ -1,7 +1,5 @@
 """Worker that trains a reward model on preferences."""
 
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +9,7 @@ from torch import Tensor, nn
 from flowrl.config import RewardModelConfig
 from flowrl.controller.worker import Dispatch, register
 from flowrl.data.batch.tensordicts import make_tensordict
-from flowrl.engines.checkpoint.export import describe_export
-from flowrl.engines.models.loading import RewardModel, load_reward_model, save_model
+from flowrl.engines.models.loading import RewardModel, load_reward_model
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.train.engine import TrainEngine, is_sharded
 from flowrl.engines.train.microbatch import MicroBatch
@@ -57,16 +54,3 @@ class TrainedRewardModel(TrainedWorker["TrainedRewardModelGroup"]):
 
     def compute_inputs(self, model: nn.Module, micro: MicroBatch, mask_BL: Tensor, loss: Loss) -> dict[str, Tensor]:
         return {"scores": row_scores(model, micro).masked_fill(~mask_BL.any(-1), 0)}
-
-    def description(self) -> dict[str, bytes]:
-        """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""
-        return self._description if self.rank == 0 else {}
-
-    @cached_property
-    def _description(self) -> dict[str, bytes]:
-        return describe_export(self.model.model, self.config.model, self.config.lora)
-
-    @register(Dispatch.ALL_TO_ONE)
-    def save(self, folder: Path) -> None:
-        """Saves the model, a sequence classifier with one label, and its tokenizer in the `save_pretrained` format."""
-        save_model(self.model, self.config.model.tokenizer_path, folder, is_writer=self.rank == 0)

@@ -43,6 +43,9 @@ class Filled(TrainedWorker):
     def __init__(self) -> None:
         self.engine = engine()
 
+    def description(self) -> dict[str, bytes]:
+        return {}
+
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def fill(self, step: int) -> None:
         assert step == 1 or is_filled(self.engine, step - 1), "resumed from another step"

@@ -8,8 +8,8 @@ from torch import Tensor, distributed
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
-from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter
-from flowrl.engines.models.loading import describe_model, load_critic, load_policy, save_model
+from flowrl.engines.checkpoint.export import describe_export
+from flowrl.engines.models.loading import CriticModel, load_critic, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.engine import TrainEngine, is_sharded
@@ -79,12 +79,11 @@ def main(rank: int, folder: Path) -> None:
             critic.update(table(5, seed=step), critic_loss)
         assert isinstance(policy.model, PolicyModel)
         language_model = policy.model.language_model
-        described = describe_model(language_model, folder / START)
-        if case.lora is not None:
-            described |= describe_adapter(ModelConfig(path=folder / START), case.lora)
-        _save(policy, folder / name / "actor", {f"{DESCRIPTION}/{file}": data for file, data in described.items()})
-        _save(critic, folder / name / "critic", {})
-        save_model(language_model, folder / START, folder / name / "policy", is_writer=rank == 0)
+        assert isinstance(critic.model, CriticModel)
+        for role, engine, model in (("actor", policy, language_model), ("critic", critic, critic.model)):
+            files = describe_export(model, ModelConfig(path=folder / START), case.lora)
+            _save(engine, folder / name / role, files)
+            save_model(model, folder / START, folder / name / f"saved-{role}", is_writer=rank == 0)
         results[name] = values(critic)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

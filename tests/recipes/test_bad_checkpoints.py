@@ -214,6 +214,9 @@ def test_checkpoints_are_listed_and_exported_from_the_command_line(
     assert main(["export", str(folder), "--step", "2"]) == 0
     exported = folder / "export-step-000002" / "model.safetensors"
     assert exported.read_bytes() == (folder / "model" / "model.safetensors").read_bytes()
+    critic = folder / "critic"
+    assert main(["export", str(folder), "--role", "critic", "--output", str(critic)]) == 0
+    assert (critic / "value_head.safetensors").is_file() and "critic" in (critic / "README.md").read_text()
     assert main(["export", str(folder), "--adapter"]) == 2
     assert not missing_facts(capsys.readouterr().err, checkpoints / "step-000002" / "actor", "--adapter", "lora")
     assert main(["export", str(folder), "--step", "7"]) == 2

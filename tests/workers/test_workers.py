@@ -31,6 +31,7 @@ from flowrl.controller.errors import ContractError, WorkerUserError
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.metric import Mean
 from flowrl.data.prompts import PromptStream, read_conversations
+from flowrl.engines.checkpoint.export import export_model
 from flowrl.engines.models.weights import to_tensors
 from flowrl.engines.rollout.cuda_ipc import read_bucket
 from flowrl.rewards.reward_function import RewardError
@@ -349,6 +350,30 @@ def test_a_critic_with_an_adapter_trains_it_and_its_head(cluster: Cluster, model
     losses = [critic.update(rows).get()["critic/loss"].result() for _ in range(20)]
     assert losses[0] == pytest.approx(0.5)
     assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_saved_and_an_exported_critic_have_the_values_of_the_trained_one(
+    cluster: Cluster, model: ModelConfig, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    config = CriticConfig(model=model, optimizer=OptimizerConfig(lr=0.01), value_clip=None, lora=lora)
+    critic = cluster.group("critic", Critic, config)
+    for _ in range(2):
+        critic.update(batch(values=[0.0] * 12, returns=[1.0] * 12)).get()
+    expected = critic.values(batch()).get("values")
+    assert expected.abs().max() > 0.01
+    critic.save(tmp_path / "saved")
+    (tmp_path / "checkpoint").mkdir()
+    critic.save_checkpoint(tmp_path / "checkpoint").get()
+    critic.checkpoint_saved()
+    export_model(tmp_path / "checkpoint", tmp_path / "exported")
+    for name in ("saved", "exported"):
+        with inline_cluster() as other:
+            own = ModelConfig(path=tmp_path / name)
+            loaded = other.group("critic", Critic, CriticConfig(model=own, optimizer=OptimizerConfig(lr=0.01)))
+            values = loaded.values(batch()).get("values")
+        assert_norm_close(values, expected)  # an adapter is merged into the weights
+        assert lora is not None or torch.equal(values, expected)
 
 
 @pytest.mark.parametrize("lora", [None, LORA])

@@ -1,4 +1,4 @@
-"""Exports a policy, its adapter, or a reward model from a checkpoint that any number of ranks wrote."""
+"""Exports a policy, its adapter, a critic or a reward model from a checkpoint that any number of ranks wrote."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from flowrl.config import LoraConfig, ModelConfig
 from flowrl.data.checksums import CheckpointError
@@ -15,10 +14,14 @@ from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.checkpoint.engine_checkpoint import MODEL
 from flowrl.engines.checkpoint.shards import read_index, read_into
 from flowrl.engines.models.loading import (
+    CriticModel,
     RewardModel,
+    TrainedModel,
+    build_critic,
     build_policy,
     build_reward_model,
     describe_model,
+    load_critic,
     load_policy,
     load_reward_model,
     save_model,
@@ -39,12 +42,18 @@ _POLICY = MODEL + "language_model."
 _REWARD_MODEL = MODEL + "model."
 """Prefix of all weights in a reward model's checkpoint."""
 
+_VALUE_HEAD = MODEL + "value_head."
+"""Prefix of the weights of the value head in a critic's checkpoint."""
 
-def describe_export(model: PreTrainedModel, config: ModelConfig, lora: LoraConfig | None) -> dict[str, bytes]:
+_CRITIC = (MODEL + "backbone.", _VALUE_HEAD)
+"""Prefixes of all weights in a critic's checkpoint."""
+
+
+def describe_export(model: TrainedModel, config: ModelConfig, lora: LoraConfig | None) -> dict[str, bytes]:
     """Returns {file name: contents} for the files that an export needs besides the weights in a checkpoint.
 
     Args:
-        model: the transformers model, which may have an adapter.
+        model: the model, which may have an adapter.
         config: settings with which it was loaded.
         lora: settings of the adapter. None: the model has no adapter.
     """
@@ -67,11 +76,13 @@ def roles_with_model(checkpoint: Path) -> list[str]:
 
 
 def export_model(checkpoint: Path, output: Path) -> None:
-    """Exports the model of a role to a folder that transformers can load: a policy as a causal language model, and a
-    reward model as a sequence classifier. Merges an adapter into the weights.
+    """Exports the model of a role to a folder that transformers can load. Merges an adapter into the weights.
+
+    A policy becomes a causal language model, and a reward model a sequence classifier. A critic becomes its backbone,
+    with its value head in `value_head.safetensors`.
 
     Args:
-        checkpoint: folder written by `Actor.save_checkpoint` or `TrainedRewardModel.save_checkpoint`.
+        checkpoint: folder written by `save_checkpoint` of a worker with a trained model.
         output: a new folder, which is created atomically.
     Raises:
         CheckpointError: the checkpoint has no model, or does not match the base model.
@@ -81,6 +92,8 @@ def export_model(checkpoint: Path, output: Path) -> None:
     description, weights = _description_folder(checkpoint), _read_weights(checkpoint)
     if adapter_base(checkpoint) is not None:
         model = _load_adapted(description, weights)
+    elif _is_critic(weights):
+        model = build_critic(description, _without_prefix(weights, MODEL))
     elif _is_reward_model(weights):
         model = build_reward_model(description, _without_prefix(weights, _REWARD_MODEL))
     else:
@@ -101,9 +114,10 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
             f"--adapter"
         )
     model = _load_adapted(description, _read_weights(checkpoint))
-    if isinstance(model, RewardModel):
+    if isinstance(model, CriticModel | RewardModel):
+        kind = "critic" if isinstance(model, CriticModel) else "reward model"
         raise CheckpointError(
-            f"{checkpoint} has the adapter of a reward model, which needs its trained head: export without --adapter"
+            f"{checkpoint} has the adapter of a {kind}, which needs its trained head: export without --adapter"
         )
     save_adapter(model, base, output)
 
@@ -116,7 +130,9 @@ def adapter_base(checkpoint: Path) -> Path | None:
 
 def _description_folder(checkpoint: Path) -> Path:
     if not (checkpoint / _CONFIG).is_file():
-        raise CheckpointError(f"{checkpoint} has no model that can be exported: choose an actor or a reward model")
+        raise CheckpointError(
+            f"{checkpoint} has no model that can be exported: choose an actor, a critic or a reward model"
+        )
     return checkpoint / DESCRIPTION
 
 
@@ -126,7 +142,7 @@ def _read_weights(checkpoint: Path) -> dict[str, Tensor]:
     weights: dict[str, Any] = {
         name: torch.empty(stored["size"], dtype=torch_dtype(stored["dtype"]))
         for name, stored in index.tensors.items()
-        if name.startswith((_POLICY, _REWARD_MODEL))
+        if name.startswith((_POLICY, _REWARD_MODEL, *_CRITIC))
     }
     read_into(weights, checkpoint, index, None)
     return weights
@@ -136,17 +152,25 @@ def _is_reward_model(weights: Mapping[str, Tensor]) -> bool:
     return any(name.startswith(_REWARD_MODEL) for name in weights)
 
 
+def _is_critic(weights: Mapping[str, Tensor]) -> bool:
+    return any(name.startswith(_VALUE_HEAD) for name in weights)
+
+
 def _without_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): weight for name, weight in weights.items()}
 
 
-def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel | RewardModel:
-    """Loads the base model, and adds the trained weights of a checkpoint: the adapter, and the head of a reward
-    model.
+def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> TrainedModel:
+    """Loads the base model, and adds the trained weights of a checkpoint: the adapter, and the head of a critic or a
+    reward model.
     """
     settings = json.loads((description / _ADAPTER).read_text())
     base, lora = ModelConfig.model_validate(settings["model"]), LoraConfig.model_validate(settings["lora"])
-    if _is_reward_model(weights):
+    if _is_critic(weights):
+        model = load_critic(base)
+        add_adapter(model.backbone, lora)
+        weights = _without_prefix(weights, MODEL)
+    elif _is_reward_model(weights):
         model = load_reward_model(base, head="fresh")  # the checkpoint has the head
         add_adapter(model.language_model, lora)
         weights = _without_prefix(weights, MODEL)
@@ -160,5 +184,5 @@ def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> PreTraine
             f"the adapter in {description.parent} does not match the model in {settings['model']['path']}: restore the "
             f"model that the run started with"
         )
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(weights, strict=False, assign=True)  # a trained head may have another dtype
     return model

@@ -211,9 +211,13 @@ def _with_score(model: PreTrainedModel, path: Path) -> RewardModel:
     return RewardModel(model, score)
 
 
-def save_model(
-    model: PreTrainedModel | CriticModel | RewardModel, tokenizer_path: Path, folder: Path, *, is_writer: bool = True
-) -> None:
+Policy = PreTrainedModel
+"""A causal language model."""
+
+TrainedModel = Policy | CriticModel | RewardModel
+
+
+def save_model(model: TrainedModel, tokenizer_path: Path, folder: Path, *, is_writer: bool = True) -> None:
     """Saves a model and its tokenizer to a folder that transformers can load. The folder is created atomically.
 
     Adapters are merged into the saved weights, but not in `model`. A reward model is saved with a pad token that never
@@ -281,8 +285,9 @@ def _add_embedding(model: PreTrainedModel, state_dict: dict[str, Tensor], token:
         state_dict[name] = nn.functional.pad(state_dict[name], (0, 0, 0, num_missing))
 
 
-def describe_model(model: PreTrainedModel, tokenizer_path: Path) -> dict[str, bytes]:
-    """Returns the files that `save_pretrained` writes, except the weights, as name -> contents."""
+def describe_model(model: TrainedModel, tokenizer_path: Path) -> dict[str, bytes]:
+    """Returns the files that `save_model` writes, except the weights, as name -> contents."""
+    model, _ = _inner_model(model)
     with TemporaryDirectory() as name, _quiet():
         model.config.save_pretrained(name)
         if model.can_generate() and model.generation_config is not None:
@@ -298,6 +303,16 @@ def build_policy(description: Path, weights: Mapping[str, Tensor]) -> PreTrained
     Raises ModelError if the weights do not match the model.
     """
     return _build(AutoModelForCausalLM, description, weights)
+
+
+def build_critic(description: Path, weights: Mapping[str, Tensor]) -> CriticModel:
+    """Builds a critic. The arguments and errors are those of `build_policy`."""
+    head, prefix = "value_head.", "backbone."
+    backbone = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+    critic = CriticModel(_build(AutoModel, description, backbone))
+    trained = {name.removeprefix(head): weight for name, weight in weights.items() if name.startswith(head)}
+    critic.value_head.load_state_dict(trained, assign=True)
+    return critic
 
 
 def build_reward_model(description: Path, weights: Mapping[str, Tensor]) -> RewardModel:
@@ -317,7 +332,7 @@ def _build(auto: Any, description: Path, weights: Mapping[str, Tensor]) -> PreTr
     return model
 
 
-def _inner_model(model: PreTrainedModel | CriticModel | RewardModel) -> tuple[PreTrainedModel, str]:
+def _inner_model(model: TrainedModel) -> tuple[PreTrainedModel, str]:
     """Returns the transformers model inside `model`, and the prefix that `model` adds to weight names."""
     if isinstance(model, PreTrainedModel):
         return model, ""

@@ -12,7 +12,7 @@ from flowrl.data.checksums import CheckpointError
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, export_adapter, export_model
 from flowrl.engines.checkpoint.shards import INDEX
-from flowrl.engines.models.loading import ModelError, describe_model
+from flowrl.engines.models.loading import ModelError, describe_model, load_critic
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.engine import TrainEngine
@@ -94,7 +94,7 @@ def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder per case, saved by two processes, with `actor`, `critic` and the exported `policy`."""
+    """Returns a folder per case with the checkpoints `actor` and `critic` of two processes, and their saved models."""
     folder = tmp_path_factory.mktemp("ranks")
     save(qwen2(), folder / START)
     run_ranks(main, (folder,), 2)
@@ -106,7 +106,7 @@ def test_one_process_exports_a_checkpoint_of_two_ranks(of_two_ranks: Path, tmp_p
     export_model(of_two_ranks / name / "actor", tmp_path / "out")
     exported, expected, start = (
         load_file(path / "model.safetensors")
-        for path in (tmp_path / "out", of_two_ranks / name / "policy", of_two_ranks / START)
+        for path in (tmp_path / "out", of_two_ranks / name / "saved-actor", of_two_ranks / START)
     )
     assert exported.keys() == expected.keys() == start.keys()
     assert all(torch.equal(exported[weight], expected[weight]) for weight in expected)
@@ -123,9 +123,25 @@ def test_one_process_resumes_a_critic_saved_by_two_ranks(of_two_ranks: Path, nam
         assert_norm_close(values(critic), expected_values)
 
 
-def test_a_critic_is_not_exported_as_a_policy(of_two_ranks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_critic_of_two_ranks_has_the_values_of_the_trained_one(
+    of_two_ranks: Path, tmp_path: Path, name: str
+) -> None:
+    export_model(of_two_ranks / name / "critic", tmp_path / "out")
+    for file in ("model.safetensors", "value_head.safetensors"):
+        exported, saved_weights = (
+            load_file(path / file) for path in (tmp_path / "out", of_two_ranks / name / "saved-critic")
+        )
+        assert exported.keys() == saved_weights.keys()
+        assert all(torch.equal(exported[weight], saved_weights[weight]) for weight in exported)
+    loaded = load_critic(ModelConfig(path=tmp_path / "out"))
+    engine = TrainEngine(loaded, OptimizerConfig(lr=1e-3), EngineConfig())
+    assert_norm_close(values(engine), torch.load(of_two_ranks / "0.pt")[name])
+
+
+def test_the_adapter_of_a_critic_is_not_exported_without_its_head(of_two_ranks: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="critic"):
-        export_model(of_two_ranks / "fsdp" / "critic", tmp_path / "out")
+        export_adapter(of_two_ranks / "an adapter, ddp" / "critic", tmp_path / "out")
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
