@@ -38,7 +38,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "worker": {"placement"},
         "dispatch": {"placement", "errors", "worker"},
         "wire": {"placement", "errors", "worker", "dispatch"},
-        "host": {"errors", "worker", "wire"},
+        "host": {"placement", "errors", "worker", "wire"},
         "backends": {"placement", "errors", "wire", "host"},
         "calls": {"placement", "errors", "worker", "dispatch", "wire", "host", "backends"},
         "group": {"placement", "errors", "worker", "dispatch", "wire", "backends", "calls"},

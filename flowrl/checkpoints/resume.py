@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,26 @@ def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
             f"rollouts of step {step + 1}, so a {config.schedule.kind} run cannot continue from it: set steps to "
             f"{step}, or set output to a new folder"
         )
+
+
+def warn_about_threads(
+    config: RunConfig, checkpoint: Checkpoint, threads: Mapping[str, int], notify: Callable[[str], None]
+) -> None:
+    """Shows a message if roles have other numbers of threads than before the checkpoint, which changes rounding.
+
+    `threads` has the current numbers. There is no message if `threads` is set, because the change is then deliberate.
+    """
+    before = checkpoint.driver().get("threads", {})
+    changed = {role: count for role, count in threads.items() if before.get(role, count) != count}
+    if config.threads is not None or not changed:
+        return
+    counts = ", ".join(f"{role} {before[role]}, now {count}" for role, count in changed.items())
+    kept = {before[role] for role in changed}
+    remedy = f"threads={kept.pop()} keeps the number" if len(kept) == 1 else "set threads to choose the number"
+    notify(
+        f"the number of torch CPU threads per process has changed ({counts}), so results may differ in the last bits "
+        f"from those of an uninterrupted run: {remedy}"
+    )
 
 
 # Settings.

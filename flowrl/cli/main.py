@@ -37,9 +37,10 @@ from flowrl.config import (
 )
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
+from flowrl.controller.placement.cpu_threads import count_usable_cpus, read_requested_threads
 from flowrl.controller.placement.inventory import local_inventory
-from flowrl.controller.placement.plan import plan
-from flowrl.controller.placement.plan_table import render_plan
+from flowrl.controller.placement.plan import Plan, plan
+from flowrl.controller.placement.plan_table import render_plan, render_threads
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
@@ -228,23 +229,35 @@ def _plan(arguments: argparse.Namespace) -> None:
         with loading(arguments.config, arguments.overrides, Placement) as placement:
             planned = plan(placement, local_inventory(placement.device, arguments.devices))
             check_routes(placement, planned)
+        threads = _describe_threads(planned, is_local=arguments.devices is None)
         details = ""
     else:
         with loading(arguments.config, arguments.overrides, _run_config(arguments.config)) as config:
             check_functions(config)
             check_positions(config)
             planned = plan_run(config, arguments.devices)
-            available = memory_budget(config, planned, is_local=arguments.devices is None and config.address is None)
+            is_local = arguments.devices is None and config.address is None
+            available = memory_budget(config, planned, is_local=is_local)
             devices = estimate_memory(config, planned)
             check_memory(config, planned, devices, available)
             log_doubts(config, planned)
+        is_inline = config.backend == "inline"
+        threads = _describe_threads(planned, is_local=is_local, setting=config.threads, is_inline=is_inline)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, RolloutRunConfig) else ""
         num_ranks = planned.roles["actor"].mesh.dp if "actor" in planned.roles else 1
         sizes = [*describe_batches(config, num_ranks), *describe_planned_updates(config)]
         updates = "".join(f"{line}\n" for line in sizes)
         unknown = "".join(f"{line}\n" for line in explain_unknown_sizes(config))
         details = f"{graph}\n{updates}\n{render_memory(devices, available)}\n{unknown}"
-    sys.stdout.write(f"{render_plan(planned)}\n{details}")
+    sys.stdout.write(f"{render_plan(planned)}\n{threads}\n{details}")
+
+
+def _describe_threads(planned: Plan, *, is_local: bool, setting: int | None = None, is_inline: bool = False) -> str:
+    if is_local:
+        requested, usable_cpus = setting or read_requested_threads(), count_usable_cpus()
+    else:  # a machine with an environment of its own
+        requested, usable_cpus = setting, None
+    return render_threads(planned, requested, usable_cpus, is_inline=is_inline)
 
 
 def _run_config(path: Path) -> type[RunConfig]:

@@ -217,7 +217,9 @@ class RunConfig(Config):
     """Number of devices to use on each node, such as [8, 8]; null uses all devices of the machine."""
 
     threads: PositiveInt | None = None
-    """Number of torch CPU threads per process; null divides the cores evenly among the processes."""
+    """Number of torch CPU threads per process; null is the environment variable OMP_NUM_THREADS, or else divides the
+    usable CPUs of a node evenly among its processes.
+    """
 
     call_timeout_s: PositiveFloat | None = 1800.0
     """Timeout of one worker call in seconds. After the timeout, its process counts as stuck. Null disables the

@@ -1,9 +1,7 @@
 """Cluster: assigns devices to roles, starts the processes, and creates worker groups."""
 
 import logging
-import os
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self
@@ -14,6 +12,7 @@ from flowrl.controller.backends.inline_backend import InlineBackend
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.errors import ContractError
 from flowrl.controller.group import DeviceEviction, DeviceOwnership, GroupTasks, Tasks, WorkerGroup
+from flowrl.controller.placement.cpu_threads import divide_cpus, read_requested_threads, use_threads
 from flowrl.controller.placement.plan import FailureGroup, Mesh, PlacementError, Plan, PoolPlan, RolePlan, Slot, plan
 from flowrl.controller.wire import Construction
 from flowrl.controller.worker import GroupType, Worker
@@ -71,7 +70,8 @@ class Cluster:
         devices: number of usable devices per node; None detects the number.
         roles: roles that the program uses; None means all roles of the placement.
         dedicated: roles whose engines cannot share a process. They get separate processes on the same devices.
-        num_threads: torch CPU threads per process; None divides the cores of a node among its processes.
+        num_threads: torch CPU threads per process; None is OMP_NUM_THREADS, or else divides the usable CPUs of a node
+            among its processes.
         prepare: modules that worker processes import early: in the fork server, or else in the task worker.
         call_timeout_s: timeout in seconds of calls, unless the method sets `timeout_s`.
         start_timeout_s: timeout in seconds of constructors, and of the start of a replacement process.
@@ -79,6 +79,7 @@ class Cluster:
         notify: shows a message about a non-fatal event, such as a replaced process; None logs a warning.
     Raises:
         PlacementError: the placement does not fit the available devices.
+        UserError: OMP_NUM_THREADS is needed and invalid.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class Cluster:
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self._inline = backend == "inline"
-        self._num_threads = num_threads
+        # Read before Ray starts. None: divided by the usable CPUs.
+        self._num_threads = read_requested_threads() if num_threads is None else num_threads
         if TASKS in placement.pools or TASKS in placement.roles:
             raise PlacementError(f"placement: the name {TASKS!r} is reserved by flowrl; rename the pool or role")
         self.notify = notify or _log.warning
@@ -123,8 +125,9 @@ class Cluster:
             for failure_group in (*self.plan.failure_groups(), FailureGroup(TASKS, (_TASK_POOL,))):
                 self.calls.failures.add_failure_group(failure_group)
                 self._failure_groups |= {pool.name: failure_group for pool in failure_group.pools}
-            self._num_processes = Counter(slot.node for slot in slots)
             self._backend.reserve(pools, self.plan.kind)
+            self._threads_by_node = self._divide_threads()
+            use_threads(self._threads_by_node[0])
             self._tasks = self._make_tasks()
         except BaseException:
             self.close()
@@ -214,7 +217,7 @@ class Cluster:
                 role_plan.local_rank(rank),
                 slot.node,
                 device,
-                self._get_num_threads(slot),
+                self._threads_by_node[slot.node],
                 aligned_roles,
                 role_plan.num_tp_devices,
                 self._eviction.ledger.is_shared(slot) and cls.can_offload_device(device, *args, **kwargs),
@@ -265,20 +268,25 @@ class Cluster:
         # A Ray process sees only its own device.
         return f"cuda:{slot.device}" if self._inline else "cuda:0"
 
-    def _get_num_threads(self, slot: Slot) -> int:
-        cores = os.cpu_count() or 1
+    def _divide_threads(self) -> Mapping[int, int]:
+        """Returns node index -> number of threads of each process. Node 0 also has the driver and the task worker."""
+        num_processes = {0: 0} | self.plan.count_processes()
         if self._num_threads is not None:
-            return self._num_threads
-        return cores if self._inline else max(1, cores // max(1, self._num_processes[slot.node]))
+            return dict.fromkeys(num_processes, self._num_threads)
+        usable = self._backend.count_usable_cpus(num_processes)
+        return {
+            node: usable[node] if self._inline else divide_cpus(usable[node], count)
+            for node, count in num_processes.items()
+        }
 
     @property
     def groups(self) -> dict[str, WorkerGroup]:
         """Groups by role, without the task worker."""
         return {role: entry.group for role, entry in self._groups.items() if role != TASKS}
 
-    def num_threads(self, group: WorkerGroup) -> int:
-        """Returns the number of torch CPU threads of the processes of a group: the largest over its ranks."""
-        return max(self._get_num_threads(slot) for slot in group.slots)
+    def count_threads(self) -> dict[str, int]:
+        """Returns role -> number of torch CPU threads of the processes of its group: the largest over its ranks."""
+        return {role: max(self._threads_by_node[s.node] for s in group.slots) for role, group in self.groups.items()}
 
     def pool(self, name: str) -> ResourcePool:
         """Returns the number of devices of a pool on each node."""

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Self, overload
 
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.checkpoints.inputs import input_checksums
-from flowrl.checkpoints.resume import find_checkpoint, is_resuming
+from flowrl.checkpoints.resume import find_checkpoint, is_resuming, warn_about_threads
 from flowrl.checkpoints.run_folder import (
     RunFolder,
     folder_lock,
@@ -283,6 +283,7 @@ class Run:
         if rollout is not None and self._policy is not None:
             self._weight_sync.prepare(self._policy, rollout)
         if self._resumed is not None:
+            warn_about_threads(self.config, self._resumed, self.cluster.count_threads(), self._progress.notify)
             self._saver.restore(self._resumed)
             if rollout is not None and self._policy is not None:
                 self._checks.rollout.follow(self._weight_sync.send(self._policy, rollout, self.version))
@@ -397,6 +398,7 @@ class Run:
             "peak_mb": self._memory.peak_mb,
             "seconds": time.monotonic() - self.started_s,
             "inputs": self._input_checksums,
+            "threads": self.cluster.count_threads(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:

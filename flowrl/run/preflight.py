@@ -37,6 +37,7 @@ from flowrl.config import (
 from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
 from flowrl.config.roles import quantized_device_problem
 from flowrl.config.rollout.engines import DEFAULT_ENGINE, name_alternatives
+from flowrl.controller.placement.cpu_threads import read_requested_threads
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
 from flowrl.data.input_paths import find_dataset_problem, find_model_problem, read_vocabulary_size
@@ -92,6 +93,8 @@ def check_start(config: RunConfig) -> None:
 
     Raises UserError if a check fails.
     """
+    if config.threads is None:
+        read_requested_threads()
     check_trackers(config.report)
     check_functions(config)
     check_rollouts(config)

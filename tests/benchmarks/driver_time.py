@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,9 @@ class InstantBackend:
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return Inventory((max(RANKS),), "cpu")
+
+    def count_usable_cpus(self, nodes: Collection[int]) -> Mapping[int, int]:
+        return dict.fromkeys(nodes, 1)
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None: ...
 

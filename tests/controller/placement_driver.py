@@ -71,6 +71,12 @@ def layouts(address: str) -> object:
     return {"ids": ids, "own": own, "cases": cases, "rejected": rejections}
 
 
+def usable_cpus(address: str) -> object:
+    """Returns the numbers of usable CPUs of the first and the last node."""
+    nodes = RayNodes(address)
+    return sorted(nodes.count_usable_cpus([0, len(nodes._nodes) - 1]).items())
+
+
 def sums(address: str) -> object:
     """Returns the all-reduced sum of three ranks on two nodes."""
     from tests.controller.workers import Summing  # noqa: PLC0415 (the other drivers do without torch)
@@ -200,7 +206,9 @@ def deadline(address: str) -> object:
     raise AssertionError("the call did not fail at its deadline")
 
 
-DRIVERS = {driver.__name__: driver for driver in (layouts, sums, gpus, waiting, node_loss, rank_loss, deadline)}
+DRIVERS = {
+    driver.__name__: driver for driver in (layouts, usable_cpus, sums, gpus, waiting, node_loss, rank_loss, deadline)
+}
 
 if __name__ == "__main__":
     sys.stdout.write(f"result {json.dumps(DRIVERS[sys.argv[1]](sys.argv[2]))}\n")

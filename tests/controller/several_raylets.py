@@ -1,8 +1,8 @@
 """A Ray cluster of several nodes on this machine, as a program: each node has an address of the loopback network.
 
-Prints the cluster's address, then executes one command per line and prints a line: `add CPUS ADDRESS`; `kill` ends
-the node that was added last; `freeze` stops it without a word, as a machine that lost its power does. It ends its nodes
-when its input ends.
+Prints the cluster's address, then executes one command per line and prints a line: `add CPUS ADDRESS`; `pinned CPUS
+ADDRESS` adds a node whose processes may use one CPU; `kill` ends the node that was added last; `freeze` stops it
+without a word, as a machine that lost its power does. It ends its nodes when its input ends.
 """
 
 import os
@@ -26,6 +26,11 @@ def main() -> None:
         words = line.split()
         if words[0] == "add":
             added.append(add(cluster, int(words[1]), words[2]))
+        elif words[0] == "pinned":
+            cpus = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, [min(cpus)])  # the processes of the node inherit it
+            added.append(add(cluster, int(words[1]), words[2]))
+            os.sched_setaffinity(0, cpus)
         elif words[0] == "freeze":
             os.kill(added[-1].all_processes["raylet"][0].process.pid, signal.SIGSTOP)
         else:

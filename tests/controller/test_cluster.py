@@ -1,6 +1,9 @@
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from flowrl import ContractError, FlowError, ResourcePool
 from flowrl.controller.placement.plan import PlacementError
@@ -50,6 +53,55 @@ def test_a_closed_cluster_releases_its_processes(backend: BackendName, open_clus
 def test_workers_have_the_priority_of_their_driver(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"main": [2]}, {"actor": "main"})
     assert cluster.group("actor", Arithmetic).niceness() == [os.nice(0)] * 2
+
+
+def get_torch_threads(worker: Worker) -> int:
+    return torch.get_num_threads()
+
+
+def open_pair(backend: BackendName, open_cluster: ClusterMaker, **settings: Any) -> list[int]:
+    """Returns the numbers of torch threads of two workers."""
+    cluster = open_cluster(backend, {"main": [2]}, {"actor": "main"}, **settings)
+    return cluster.group("actor", Arithmetic).run(get_torch_threads)
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """Restores the number of torch threads and the CPU affinity of this process."""
+    num_threads, cpus = torch.get_num_threads(), os.sched_getaffinity(0)
+    yield
+    torch.set_num_threads(num_threads)
+    os.sched_setaffinity(0, cpus)
+
+
+def test_every_process_has_the_threads_of_the_environment(
+    backend: BackendName, open_cluster: ClusterMaker, own_threads: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert open_pair(backend, open_cluster) == [3, 3]
+
+
+def test_the_setting_precedes_the_environment(
+    open_cluster: ClusterMaker, own_threads: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert open_pair("inline", open_cluster, num_threads=2) == [2, 2]
+
+
+def test_without_the_environment_the_usable_cpus_are_divided(
+    backend: BackendName, open_cluster: ClusterMaker, own_threads: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    num_cpus = len(os.sched_getaffinity(0))
+    assert open_pair(backend, open_cluster) == [num_cpus if backend == "inline" else max(1, num_cpus // 2)] * 2
+
+
+def test_the_affinity_limits_the_number_of_threads(
+    open_cluster: ClusterMaker, own_threads: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    assert open_pair("inline", open_cluster) == [1, 1]
 
 
 def get_aligned_roles(worker: Worker) -> frozenset[str]:

@@ -50,6 +50,15 @@ def test_responses_depend_neither_on_their_order_nor_on_the_batch(source: ModelS
     assert by_request(list(other.generate(requests(generator)))) != expected
 
 
+def test_the_engine_has_the_threads_of_the_environment(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    TextGenerator(source, SAMPLING)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert num_threads == 3
+
+
 def test_a_stop_string_cuts_the_response_of_the_same_random_numbers(source: ModelSource) -> None:
     generator = TextGenerator(source, SAMPLING)
     plain = {text.request.request_id: text for text in generator.generate(requests(generator))}

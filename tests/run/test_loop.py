@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flowrl import Batch
 from flowrl.checkpoints.checkpoints import Checkpoints
@@ -360,3 +361,38 @@ def test_a_run_on_another_thread_is_not_interrupted(config: Callable[..., EchoCo
     with ThreadPoolExecutor(1) as pool:
         summary = pool.submit(train, config()).result()
     assert summary["steps"] == 4 and summary["interrupted_by"] is None and summary["restarts"] == 0
+
+
+def train_counting(settings: EchoConfig) -> None:
+    with Run(settings) as run:
+        actor: Any = run.group("actor", Counting)
+        run.add_checkpointable(actor)
+        rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(8)])
+        for _ in run.batches(rows.minibatches(2), policy=actor):
+            if run.due(settings.checkpoint.every):
+                run.save_checkpoint()
+        run.finish()
+
+
+@pytest.mark.parametrize(
+    ("variable", "threads", "warned"),
+    [("2", None, False), ("1", None, True), ("1", 1, False)],
+    ids=["equal", "changed", "set"],
+)
+def test_a_resume_with_another_number_of_threads_warns_once(
+    variable: str,
+    threads: int | None,
+    warned: bool,
+    config: Callable[..., EchoConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = {"report": QUIET, "checkpoint": {"every": 1}, "evaluate_every": 0, "resume": "auto"}
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    train_counting(config(**settings, threads=None, steps=1))
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    capsys.readouterr()
+    train_counting(config(**settings, threads=threads, steps=2))
+    torch.set_num_threads(before)
+    assert capsys.readouterr().out.count("actor 2, now 1") == warned

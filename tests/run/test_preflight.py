@@ -19,6 +19,7 @@ from flowrl.config import (
     RolloutConfig,
     RunConfig,
     TrainedConfig,
+    UserError,
 )
 from flowrl.controller.placement.plan import Inventory, plan
 from flowrl.run.preflight import (
@@ -26,6 +27,7 @@ from flowrl.run.preflight import (
     check_positions,
     check_quantization,
     check_rollouts,
+    check_start,
     check_vocabularies,
     log_doubts,
     plan_run,
@@ -76,6 +78,12 @@ def test_training_of_a_mixture_of_experts_is_logged(tmp_path: Path, caplog: pyte
     log_doubts(config, None)
     (record,) = caplog.records
     assert not missing_facts(record.getMessage(), "actor.model.path", tmp_path)
+
+
+def test_an_invalid_number_of_threads_in_the_environment_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with rejects("OMP_NUM_THREADS", "many", error=UserError):
+        check_start(run_with(on(1)))
 
 
 def test_a_run_is_planned_on_a_stated_inventory() -> None:

@@ -1,6 +1,6 @@
 """Backend: the protocol of systems that run worker processes (Ray, or the driver's own process)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from flowrl.config.base import Device
@@ -22,6 +22,10 @@ class Backend(Protocol):
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         """Returns the available devices. `devices` replaces the detected number of devices per node."""
+        ...
+
+    def count_usable_cpus(self, nodes: Collection[int]) -> Mapping[int, int]:
+        """Returns the number of CPUs that a worker process may use, for each of these nodes, after `reserve`."""
         ...
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:

@@ -1,13 +1,14 @@
 """Inline backend: runs all workers synchronously in the driver's process, where `breakpoint()` works."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from flowrl.config.base import Device
 from flowrl.controller.errors import WorkerError, describe_unpicklable
 from flowrl.controller.host.host import Host
 from flowrl.controller.host.process_probe import StackDump
+from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
 from flowrl.controller.wire import Construction, RecoveryPlan, Request
@@ -25,6 +26,9 @@ class InlineBackend:
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return local_inventory(device, devices)
+
+    def count_usable_cpus(self, nodes: Collection[int]) -> Mapping[int, int]:
+        return dict.fromkeys(nodes, count_usable_cpus())
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         """Does nothing: the driver's process needs no reservation."""

@@ -239,6 +239,9 @@ class RayBackend:
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
 
+    def count_usable_cpus(self, nodes: Collection[int]) -> Mapping[int, int]:
+        return self._nodes.count_usable_cpus(nodes)
+
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         if self._forks(kind):
             fork_server(self._prepare)  # starts it early: its imports run while Ray starts

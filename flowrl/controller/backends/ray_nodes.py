@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from flowrl.config.base import Device
 from flowrl.controller.backends.local_ray import RAY_SETTINGS, LocalRay
 from flowrl.controller.errors import BackendError
+from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.inventory import cluster_inventory, local_inventory
 from flowrl.controller.placement.plan import Inventory, PlacementError, PoolPlan, Slot
 
@@ -178,6 +179,27 @@ class RayNodes:
         bundles, own = self._bundles[slot.owner], _Bundle(slot.node, slot.device)
         index = bundles.index(own if own in bundles else _Bundle(slot.node))
         return PlacementGroupSchedulingStrategy(self._groups[slot.owner], placement_group_bundle_index=index)
+
+    def count_usable_cpus(self, nodes: Collection[int]) -> dict[int, int]:
+        """Returns the number of CPUs that processes on each node may use. Raises `PlacementError` if a node is lost."""
+        if self.address is None:
+            return dict.fromkeys(nodes, count_usable_cpus())
+        # The affinity and the quota of a node are those of its raylet, which starts the processes.
+        counting = ray.remote(num_cpus=0)(count_usable_cpus)
+        counts = {
+            node: counting.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._nodes[node].id, soft=False)
+            ).remote()
+            for node in nodes
+        }
+        try:
+            return dict(zip(counts, ray.get(list(counts.values()), timeout=self._wait_limit_s), strict=True))
+        except RayError as error:
+            names = ", ".join(map(self._describe_node, nodes))
+            raise PlacementError(
+                f"the number of usable CPUs of {names} is unknown ({error}): set threads, or restart the nodes that do "
+                f"not respond"
+            ) from error
 
     def id_of(self, slot: Slot) -> str:
         return self._nodes[slot.node].id

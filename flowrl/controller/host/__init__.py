@@ -3,6 +3,6 @@
 Entry points: `host.Host` (constructs and calls workers), `fork_server.ForkServer` (starts processes quickly),
 `rendezvous` (creates process groups), `process_probe` (reads stacks of processes), `private_folder` (folders for
 sockets, Ray's files and large temporary files).
-May import `flowrl.config`, `flowrl.data`, `flowrl.controller.errors`, `flowrl.controller.wire` and
-`flowrl.controller.worker`.
+May import `flowrl.config`, `flowrl.data`, `flowrl.controller.errors`, `flowrl.controller.placement`,
+`flowrl.controller.wire` and `flowrl.controller.worker`.
 """

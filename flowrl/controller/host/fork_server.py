@@ -64,7 +64,7 @@ class ForkServer:
                 path=sys.path, listener=listener.fileno(), modules=(*PRELOADED, *modules), exits=str(self._exits)
             )
             # The server must not start OpenMP threads. Workers set their own number of threads.
-            environment = {"OMP_NUM_THREADS": "1"} | os.environ
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,

@@ -21,6 +21,7 @@ from flowrl.controller.errors import (
     WorkerUserError,
 )
 from flowrl.controller.host.rendezvous import join_process_group, role_process_group
+from flowrl.controller.placement.cpu_threads import use_threads
 from flowrl.controller.wire import Construction, FutureArgument, Report, Request, TableArgument
 from flowrl.controller.worker import Worker, WorkerContext
 from flowrl.data.batch.block import Description
@@ -121,8 +122,7 @@ class Host:
             return None, _simple_report(started_ns)
 
     def _construct(self, construction: Construction) -> None:
-        if torch := sys.modules.get("torch"):
-            torch.set_num_threads(construction.num_threads)
+        use_threads(construction.num_threads)
         worker = construction.cls.__new__(construction.cls)
         worker.context = WorkerContext(
             role=construction.role,

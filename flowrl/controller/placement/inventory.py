@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.config.base import Device
+from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.plan import Inventory, PlacementError
 
 
 def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inventory:
     """Returns the devices of this machine. `auto` selects cuda if the machine has GPUs.
 
-    `devices` replaces the detected number. By default, there is one CPU slot per core, and a placement may use more.
+    `devices` replaces the detected number. By default, there is one slot per usable CPU, and a placement may use
+    more.
     """
     gpus = _num_gpus() if device == "auto" or (device == "cuda" and devices is None) else 0
     kind = "cuda" if device == "cuda" or gpus else "cpu"
@@ -22,7 +24,7 @@ def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inv
         return Inventory(tuple(devices), kind)
     if kind == "cuda":
         return Inventory((gpus,), kind)
-    return Inventory((_num_cores(),), kind, bounded=False)
+    return Inventory((count_usable_cpus(),), kind, bounded=False)
 
 
 def cluster_inventory(
@@ -68,11 +70,6 @@ def _gpu_memory() -> int | None:
     listing = _run_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     mebibytes = [int(line) for line in listing.split() if line.isdecimal()]
     return min(mebibytes) * 2**20 if mebibytes else None
-
-
-def _num_cores() -> int:
-    # A container or job scheduler may restrict the process to some cores.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _num_gpus() -> int:

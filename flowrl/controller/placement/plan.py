@@ -136,6 +136,10 @@ class Plan:
     def slots(self, role: str) -> Sequence[Slot]:
         return self.roles[role].slots
 
+    def count_processes(self) -> dict[int, int]:
+        """Returns node index -> number of processes of all roles."""
+        return dict(Counter(slot.node for group in self.failure_groups() for slot in group.slots))
+
     def failure_groups(self) -> list[FailureGroup]:
         """Returns the failure groups: sets of pools whose processes fail together.
 

@@ -1,7 +1,8 @@
-"""Renders a plan as a text table."""
+"""Renders a plan as text."""
 
 from collections.abc import Iterable, Sequence
 
+from flowrl.controller.placement.cpu_threads import divide_cpus
 from flowrl.controller.placement.plan import Plan
 
 
@@ -22,6 +23,26 @@ def render_plan(plan: Plan) -> str:
     kind = "CPU" if plan.kind == "cpu" else "CUDA"
     title = f"{used} {kind} device{'s' * (used != '1')}; columns are node:device, cells are ranks"
     return "\n".join([title, *aligned(rows, 3)])
+
+
+def render_threads(plan: Plan, requested: int | None, usable_cpus: int | None, *, is_inline: bool = False) -> str:
+    """Returns a line with the number of torch CPU threads per process.
+
+    Args:
+        plan: the plan.
+        requested: number of the setting or of the environment; None divides the usable CPUs of a node.
+        usable_cpus: number of usable CPUs of this machine; None if the plan is for another machine.
+        is_inline: whether all roles share one process.
+    """
+    counts = [1] if is_inline else sorted(set(plan.count_processes().values()))
+    if requested is not None:
+        value = f"{requested}"
+    elif usable_cpus is not None:
+        num_threads = divide_cpus(usable_cpus, counts[-1])
+        value = f"{num_threads} (usable CPUs: {usable_cpus}, processes: {counts[-1]})"
+    else:
+        value = f"OMP_NUM_THREADS, or else usable CPUs of the node / {' or '.join(map(str, counts))}, at least 1"
+    return f"torch CPU threads per process: {value}"
 
 
 def aligned(rows: Sequence[Sequence[str]], num_words: int) -> Iterable[str]:

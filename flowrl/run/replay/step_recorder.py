@@ -177,10 +177,9 @@ class StepRecorder:
     def _finish(self, step: int) -> None:
         self._step = None
         called = {call.role: call.world_size for call in self._log.entries if call.role != TASKS}
-        groups = {role: self._cluster.groups[role] for role in called}
+        threads = self._cluster.count_threads()
         self._values["roles"] = {
-            role: {"world_size": called[role], "threads": self._cluster.num_threads(group)}
-            for role, group in groups.items()
+            role: {"world_size": world_size, "threads": threads[role]} for role, world_size in called.items()
         }
         self._saver.add_files({STEP: write_json_with_checksum(self._path / STEP, self._values)})
         self._saver.advance([{"step": step}], wait=True)

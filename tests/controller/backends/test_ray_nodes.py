@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
+from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.plan import PlacementError, PoolPlan, Slot
 from tests.errors import missing_facts, rejects
 
@@ -129,6 +130,16 @@ def test_nodes_are_numbered_from_the_driver_node_by_address_and_id(layouts: dict
     ids = layouts["ids"]
     assert len(set(ids)) == 3
     assert ids == [layouts["own"], *sorted(ids[1:])]
+
+
+@pytest.mark.slow
+def test_the_usable_cpus_of_a_node_are_those_of_its_processes(
+    several: Several, run_driver: Callable[[str], Any]
+) -> None:
+    several.execute("pinned 1 127.0.0.4")
+    counts = run_driver("usable_cpus")
+    several.execute("kill")
+    assert counts == [[0, count_usable_cpus()], [3, 1]]
 
 
 @pytest.mark.slow

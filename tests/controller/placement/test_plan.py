@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowrl.config import Placement, RolePlacement, load
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Coordinates, Inventory, Mesh, PlacementError, Plan, plan
-from flowrl.controller.placement.plan_table import render_plan
+from flowrl.controller.placement.plan_table import render_plan, render_threads
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.errors import rejects
@@ -293,3 +293,29 @@ def test_devices_of_a_dedicated_role_have_no_other_process() -> None:
         "main[1:3]/rollout": [(1, 0.5), (2, 1)],
         "makers/reward": [(3, 1)],
     }
+
+
+@pytest.mark.parametrize(
+    ("requested", "usable_cpus", "is_inline", "shown"),
+    [
+        (3, 64, False, "3"),
+        (None, 64, False, "5 (usable CPUs: 64, processes: 12)"),
+        (None, 8, False, "1 (usable CPUs: 8, processes: 12)"),
+        (None, 8, True, "8 (usable CPUs: 8, processes: 1)"),
+        (None, None, False, "OMP_NUM_THREADS, or else usable CPUs of the node / 12, at least 1"),
+    ],
+)
+def test_a_plan_shows_the_threads_of_a_process(
+    requested: int | None, usable_cpus: int | None, is_inline: bool, shown: str
+) -> None:
+    """8 processes of the actor, and 4 of the rollout on the first half of the same devices."""
+    placement = Placement(pools={"main": [8]}, roles={"actor": "main", "rollout": "main[0:4]"})
+    planned = plan(placement, gpus(8), dedicated=("rollout",))
+    line = render_threads(planned, requested, usable_cpus, is_inline=is_inline)
+    assert line == f"torch CPU threads per process: {shown}"
+
+
+def test_the_processes_of_every_node_are_counted() -> None:
+    planned = plan(Placement(pools={"main": [2, 1]}, roles={"actor": "main"}), gpus(2, 1))
+    assert planned.count_processes() == {0: 2, 1: 1}
+    assert "/ 1 or 2," in render_threads(planned, None, None)

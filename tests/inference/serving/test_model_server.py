@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from flowrl.cli import main
 from flowrl.controller.host.private_folder import remove_abandoned_folders
+from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.data.template import ConversationTemplate
 from flowrl.inference.model_source import resolve_model
 from flowrl.inference.serving.api_key import API_KEY, LIVENESS_PATHS, KeyMiddleware
@@ -86,6 +87,13 @@ def test_the_server_requires_the_key_for_all_paths_and_reads_it_from_its_environ
     assert not any("secret" in text for text in (*command, repr(settings)))
     assert "--middleware" not in server_command(source, chat, ServerSettings(), tmp_path)
     assert API_KEY not in server_environment(ServerSettings())
+
+
+def test_the_server_has_the_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert server_environment(ServerSettings())["OMP_NUM_THREADS"] == "3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert server_environment(ServerSettings())["OMP_NUM_THREADS"] == str(count_usable_cpus())
 
 
 def test_the_template_of_the_server_adds_the_system_message(run_folder: Path) -> None:
