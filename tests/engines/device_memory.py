@@ -5,12 +5,6 @@ import torch
 from flowrl.controller.host.host import release_cached_memory
 
 
-def allocated_bytes() -> int:
-    """Returns the bytes that tensors use. Frees the workspaces of cuBLAS first, which torch would count."""
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
-
-
 def reserved_bytes() -> int:
     """Returns the bytes that torch keeps from other processes after an eviction, without the workspaces of cuBLAS."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -1,6 +1,5 @@
 """Random models of the sizes of Qwen2.5, rows to train on, and a loss."""
 
-import gc
 from typing import Literal
 
 import torch
@@ -8,6 +7,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from flowrl.controller.host.host import release_cached_memory
 from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.engines.train.engine import Denominators
 from flowrl.engines.train.microbatch import MicroBatch
@@ -71,7 +71,6 @@ def synchronize(device: torch.device) -> None:
 
 def free_memory(device: torch.device) -> None:
     """Returns the memory of models that are no longer used to the driver, and resets the peak."""
-    gc.collect()  # engines have reference cycles
+    release_cached_memory()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
