@@ -118,12 +118,10 @@ def log_doubts(config: RunConfig, planned: Plan | None) -> None:
                 role,
                 value.model.path,
             )
-        if planned is not None and planned.kind == "cpu" and value.engine.offload != "none":
-            _logger.warning(
-                "%s.engine.offload is %s, but the devices are CPUs, so it has no effect: remove it",
-                role,
-                value.engine.offload,
-            )
+    offloads = {role: value.engine.offload for role, value in models_of(config).items()}
+    settings = [f"{role}.engine.offload is {offload}" for role, offload in offloads.items() if offload != "none"]
+    if planned is not None and planned.kind == "cpu" and settings:
+        _logger.warning("%s, but the devices are CPUs, so it has no effect: remove it", " and ".join(settings))
 
 
 def check_positions(config: RunConfig) -> None:
