@@ -1,6 +1,7 @@
 """Chat tokenization: converts conversations to token ids with a saved tokenizer and its chat template."""
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +36,15 @@ __all__ = [
 
 _TEXT_PROBES = ("a", "0", "+")
 """Texts, of which each tokenizer should know one."""
+
+_NUM_TAG_TOKENS = 32
+"""Number of tokens at the end of a prompt that are searched for tags."""
+
+_NUM_SPACE_TOKENS = 4
+"""Number of tokens at the end of a prompt that contain the end of its last tag, before white space."""
+
+_TAG = re.compile(r"</?\w+>")
+_OPENED_TAGS = re.compile(r"(?:<\w+>\s*)+\Z")
 
 _MAX_LAYOUTS = 1000
 """Maximum number of cached layouts."""
@@ -412,6 +422,41 @@ class ChatTokenizer:
         Rewards, environments, saved rows and generated files have this text.
         """
         return self.decode(self.split_stop(ids)[0])
+
+    def decode_tags(self, prompt_ids: Sequence[int], ids: Sequence[int], text: str) -> str:
+        """Returns the text of a response with special tokens, after the tags at the end of the prompt.
+
+        Parsers of tags read this text, because a tokenizer may have a tag such as `<tool_call>` as a special token, and
+        the generation prompt of a chat template may open `<think>`. The text has neither the tokens that ended the
+        response nor those for BOS, EOS, padding and unknown text.
+
+        Args:
+            prompt_ids: all tokens before the response.
+            ids: the response.
+            text: `decode_response(ids)`.
+        """
+        body = self.split_stop(ids)[0]
+        if not self._special_ids.isdisjoint(body):
+            # The model's generation config and `rollout.stop_ids` may have further end tokens.
+            while body and body[-1] in self._special_ids and not _TAG.fullmatch(self.decode_all(body[-1:]).strip()):
+                body.pop()
+            own = self._tokenizer
+            control = {own.bos_token_id, own.eos_token_id, own.pad_token_id, own.unk_token_id}
+            text = self.decode_all([token for token in body if token not in control])
+        return self.opened_tags(prompt_ids) + text
+
+    def opened_tags(self, prompt_ids: Sequence[int]) -> str:
+        """Returns the tags at the end of a prompt, such as `<think>` and a line break."""
+        if not self.decode_all(prompt_ids[-_NUM_SPACE_TOKENS:]).rstrip().endswith(">"):
+            return ""
+        match = _OPENED_TAGS.search(self.decode_all(prompt_ids[-_NUM_TAG_TOKENS:]))
+        return "" if match is None else match[0]
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that `decode` omits."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(self._tokenizer.all_special_ids) | {token_id for token_id, token in added if token.special}
 
     def split_stop(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Returns the tokens of a response, and those that have ended it: EOS, or a stop sequence of the template."""

@@ -27,6 +27,14 @@ class ModelResponse:
     turn: int = 0
     """Number of earlier responses of the episode."""
 
+    tagged_text: str | None = None
+    """Text with special tokens, after the tags at the end of the prompt, such as `<think>`. None: equal to `text`."""
+
+    @property
+    def parsed_text(self) -> str:
+        """Text in which to search for tags."""
+        return self.text if self.tagged_text is None else self.tagged_text
+
 
 @dataclass(frozen=True)
 class Observation:

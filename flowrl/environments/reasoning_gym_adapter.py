@@ -49,7 +49,8 @@ class ReasoningGymEnvironment:
         return [{"role": "user", "content": f"{entry['question']}\n\n{self._instruction}".strip()}]
 
     def step(self, response: ModelResponse) -> Observation:
-        reward = scorer.score(response.text, only_tagged=self._only_tagged, **self._columns)
+        tagged = response.parsed_text
+        reward = scorer.score(response.text, only_tagged=self._only_tagged, tagged_response=tagged, **self._columns)
         return Observation(reward=reward, done=True)
 
     def close(self) -> None:

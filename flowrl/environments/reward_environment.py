@@ -51,6 +51,7 @@ def response_columns(response: ModelResponse) -> dict[str, Any]:
     """Returns the columns of a response that a reward function can receive."""
     return {
         "response": response.text,
+        "tagged_response": response.parsed_text,
         "token_ids": list(response.token_ids),
         "finish_reason": response.finish_reason,
     }

@@ -46,7 +46,10 @@ class _ParseError(ValueError):
 
 
 def parse_response(text: str, tool_format: ToolFormat) -> ParsedResponse:
-    """Returns the tool calls of a response. Text within `<think>` is ignored. Never raises an exception."""
+    """Returns the tool calls of a response. Text within `<think>` is ignored. Never raises an exception.
+
+    `text` has special tokens, and begins with the tags at the end of the prompt (`ModelResponse.parsed_text`).
+    """
     results = list(_PARSERS[tool_format](_THOUGHT.sub("", text)))
     calls = tuple(result for result in results if isinstance(result, ToolCall))
     return ParsedResponse(calls, tuple(str(result) for result in results if isinstance(result, _ParseError)))

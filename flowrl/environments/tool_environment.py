@@ -82,7 +82,7 @@ class ToolEnvironment:
         if response.finish_reason == "length":
             counts["truncated"] += 1
             return await self._end(response, counts)
-        parsed = parse_response(response.text, self._format)
+        parsed = parse_response(response.parsed_text, self._format)
         counts["parse_error"] += len(parsed.errors)
         if not parsed.calls and not parsed.errors:
             counts["answer"] += 1

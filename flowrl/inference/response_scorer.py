@@ -54,6 +54,7 @@ class FunctionScorer:
         row = {
             **columns,
             "response": response.text,
+            "tagged_response": response.tagged_text,
             "token_ids": list(response.token_ids),
             "finish_reason": response.finish_reason,
         }

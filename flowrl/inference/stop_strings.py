@@ -48,9 +48,11 @@ class StopStrings:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._contains(self._decode(token_ids[:middle])) else (middle + 1, high)
-        text = self._decode(token_ids[:low])
-        start = min(position for position in map(text.find, self._texts) if position >= 0)
-        return StopMatch(low, text[:start])
+        return StopMatch(low, self.cut(self._decode(token_ids[:low])))
+
+    def cut(self, text: str) -> str:
+        """Returns the text before the first stop string."""
+        return text[: min((position for position in map(text.find, self._texts) if position >= 0), default=len(text))]
 
     def can_contain(self, token_ids: Sequence[int], num_searched: int) -> bool:
         """Returns whether a stop string may end after the first `num_searched` tokens. False may be wrong if more than

@@ -68,6 +68,8 @@ class GeneratedText:
     """Response tokens up to the end of the first stop string, including the tokens that ended the response."""
     text: str
     """Text without special tokens, without the end of the turn, and without the stop string."""
+    tagged_text: str
+    """Text with special tokens, after the tags at the end of the prompt, and without the stop string."""
     finish_reason: Literal["stop", "length", "interrupted"]
     logprob: float
     """Sum of the log-probabilities of `token_ids`."""
@@ -250,12 +252,11 @@ class TextGenerator:
 
     def _complete(self, request: TextRequest, response: Response) -> GeneratedText:
         stop = self._stops.find(response.token_ids)
-        if stop is not None:
-            ids, text = response.token_ids[: stop.num_tokens], stop.text
-        else:
-            ids, text = response.token_ids, self.chat.decode_response(response.token_ids)
+        ids = response.token_ids if stop is None else response.token_ids[: stop.num_tokens]
+        text = self.chat.decode_response(ids) if stop is None else stop.text
+        tagged = self.chat.opened_tags(request.token_ids) + self._stops.cut(self.chat.decode_tags((), ids, text))
         reason = "length" if response.truncated and stop is None else "stop"
-        return GeneratedText(request, ids, text, reason, sum(response.logprobs[: len(ids)]))
+        return GeneratedText(request, ids, text, tagged, reason, sum(response.logprobs[: len(ids)]))
 
 
 def open_chat(source: ModelSource, template: ConversationTemplate | None = None) -> ChatTokenizer:

@@ -49,6 +49,7 @@ def score(
     answer: str | None = None,
     task: str | None = None,
     task_options: Mapping[str, Any] | None = None,
+    tagged_response: str | None = None,
     *,
     only_tagged: bool = False,
     timeout_s: int = 5,
@@ -62,6 +63,7 @@ def score(
         answer: reference answer. Tasks with many solutions have none.
         task: name of the task. None: `source_dataset` in the metadata.
         task_options: options of the task with which the row was generated.
+        tagged_response: the text with special tokens, after the tags at the end of the prompt. None: `response`.
         only_tagged: scores a response without `<answer>...</answer>` as an empty answer.
         timeout_s: seconds after which an answer that is hard to evaluate is scored as an empty answer. The limit needs
             the main thread of a process. In other threads, only `reward.timeout_s` applies.
@@ -79,11 +81,12 @@ def score(
     for key in _TUPLES.get(name, ()):
         values[key] = tuple(tuple(row) for row in values[key])
     entry = {"answer": answer, "metadata": values}
+    text = response if tagged_response is None or _CLOSE not in tagged_response else tagged_response
     options = repr(sorted((task_options or {}).items()))
     dataset = _load_dataset(name, options) if task_options else _load_dataset(name)
     try:
         with time_limit(timeout_s):
-            return float(dataset.score_answer(_checked(_find_answer(response, only_tagged), name, answer), entry))
+            return float(dataset.score_answer(_checked(_find_answer(text, only_tagged), name, answer), entry))
     except (TimeLimitError, Exception):  # noqa: BLE001 (some scorers fail for answers of an unexpected form)
         return float(dataset.score_answer("", entry))
 

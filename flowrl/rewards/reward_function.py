@@ -103,7 +103,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 """Kinds of parameters that can receive one column by its name."""
 
 
-ONLY_IF_NAMED = ("conversation", "data_source", "token_ids", "finish_reason")
+ONLY_IF_NAMED = ("conversation", "data_source", "token_ids", "tagged_response", "finish_reason")
 """Columns that a function with `**columns` receives only if it names them."""
 
 

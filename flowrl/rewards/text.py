@@ -11,24 +11,35 @@ _MAX_CHARACTERS = 100_000
 
 
 def has_tags(
-    response: str, *, tags: Sequence[str] = ("think", "answer"), strict: bool = True, **columns: object
+    response: str,
+    tagged_response: str | None = None,
+    *,
+    tags: Sequence[str] = ("think", "answer"),
+    strict: bool = True,
+    **columns: object,
 ) -> float:
     """Returns 1 if a response has one section per tag in this order, such as `<think>...</think><answer>...</answer>`.
 
     Args:
         response: the text.
+        tagged_response: the text with special tokens, after the tags at the end of the prompt, such as `<think>`. These
+            tags count as part of the response. None: equal to `response`.
         tags: names of the tags. Each occurs exactly once, has a section that is not blank, and contains no other tag.
         strict: also rejects text outside of the sections, except white space.
         columns: ignored.
     """
+    text = response if tagged_response is None else tagged_response
+    # The prompt may end with another tag, such as the name of a role. It is no text of the response.
+    while (tag := re.match(r"<(\w+)>\s*", text)) and tag[1] not in tags and not response.startswith(f"<{tag[1]}>"):
+        text = text[tag.end() :]
     names = "|".join(map(re.escape, tags))
-    found = list(re.finditer(rf"<(/?)({names})>", response))
+    found = list(re.finditer(rf"<(/?)({names})>", text))
     if [match[0] for match in found] != [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]:
         return 0.0
-    sections = [response[found[i].end() : found[i + 1].start()] for i in range(0, len(found), 2)]
+    sections = [text[found[i].end() : found[i + 1].start()] for i in range(0, len(found), 2)]
     ends = [0, *(match.end() for match in found[1::2])]
-    starts = [*(match.start() for match in found[::2]), len(response)]
-    outside = "".join(response[end:start] for end, start in zip(ends, starts, strict=True))
+    starts = [*(match.start() for match in found[::2]), len(text)]
+    outside = "".join(text[end:start] for end, start in zip(ends, starts, strict=True))
     return float(all(section.strip() for section in sections) and not (strict and outside.strip()))
 
 

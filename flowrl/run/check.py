@@ -366,7 +366,7 @@ def _score_answers(
     answers = [str(row["answer"]) if isinstance(row["answer"], str | int | float) else None for row in rows]
     inputs = [
         {key: value for key, value in row.items() if key not in ("prompt_ids", "prompt_id", "group")}
-        | {"response": response}
+        | {"response": response, "tagged_response": response}
         for row, answer in zip(rows, answers, strict=True)
         for response in ((answer, "") if answer is not None else ("",))
     ]

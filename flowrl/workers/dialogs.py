@@ -126,10 +126,15 @@ class Dialogs:
             dialog = _dialog(episode)
             dialog.response = response
             text = self._tokenizer.decode_response(response.token_ids)
-            reason = "length" if response.truncated else "stop"
-            turn = len(dialog.rewards)
-            step = Step(self._id(episode), ModelResponse(text, tuple(response.token_ids), reason, turn))
-            requests.append((episode, step))
+            tagged = self._tokenizer.decode_tags(episode.request.context, response.token_ids, text)
+            step = ModelResponse(
+                text,
+                tuple(response.token_ids),
+                finish_reason="length" if response.truncated else "stop",
+                turn=len(dialog.rewards),
+                tagged_text=None if tagged == text else tagged,
+            )
+            requests.append((episode, Step(self._id(episode), step)))
             servers.append(dialog.server)
         self._send(requests, servers)
 

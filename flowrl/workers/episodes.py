@@ -199,9 +199,11 @@ class Episodes:
         segments = (*episode.request.segments, Segment.policy(episode.response))
         token_ids = [token for segment in segments for token in segment.token_ids]
         finish_reason = "length" if episode.response.truncated else "stop"
+        text = self._tokenizer.decode_response(token_ids)
         return {
             **episode.columns,
-            "response": self._tokenizer.decode_response(token_ids),
+            "response": text,
+            "tagged_response": self._tokenizer.decode_tags(episode.request.token_ids, token_ids, text),
             "token_ids": token_ids,
             "finish_reason": finish_reason,
         }

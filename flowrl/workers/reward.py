@@ -32,8 +32,8 @@ _FUNCTION_COLUMNS = ("prompt", "response", "answer?", "data_source?", "conversat
 columns.
 """
 
-_RESPONSE_COLUMNS = ("input_ids?", "response_mask?", "truncated?")
-"""Columns from which a reward function receives `token_ids` and `finish_reason`."""
+_RESPONSE_COLUMNS = ("input_ids?", "response_mask?", "truncated?", "tagged_response?")
+"""Columns from which a reward function receives `token_ids`, `finish_reason` and `tagged_response`."""
 
 
 def score_rows(scorer: RowScorer, batch: TensorDict, names: Sequence[str], *, evaluation: bool) -> TensorDict:
@@ -49,8 +49,11 @@ def score_rows(scorer: RowScorer, batch: TensorDict, names: Sequence[str], *, ev
 
 
 def _response_columns(batch: TensorDict) -> dict[str, list]:
-    """Returns the columns `token_ids` and `finish_reason` of responses that a rollout has generated."""
+    """Returns `token_ids`, `finish_reason` and `tagged_response` of responses that a rollout has generated."""
     tokens, columns = batch["tokens"], {}
+    if "tagged_response" in batch["rows"].keys():  # noqa: SIM118 (a TensorDict)
+        texts = zip(objects(batch, "response"), objects(batch, "tagged_response"), strict=True)
+        columns["tagged_response"] = [text if tagged is None else tagged for text, tagged in texts]
     if "truncated" in batch["rows"].keys():  # noqa: SIM118 (a TensorDict)
         columns["finish_reason"] = ["length" if value else "stop" for value in batch["rows", "truncated"].tolist()]
     if {"input_ids", "response_mask"} <= set(tokens.keys()):
@@ -177,7 +180,7 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        reads=("input_ids", "response_mask?", "truncated?", *_FUNCTION_COLUMNS),
+        reads=("input_ids", *_RESPONSE_COLUMNS[1:], *_FUNCTION_COLUMNS),
         writes=("scores", "reward_truncated"),
         balance="tokens",
         resolve=select_score_columns,

@@ -57,7 +57,15 @@ if TYPE_CHECKING:
     from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
     from flowrl.workers.groups import RolloutGroup
 
-RESPONSE_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs", "weight_version", "truncated", "response")
+RESPONSE_COLUMNS = (
+    "input_ids",
+    "response_mask",
+    "rollout_logprobs",
+    "weight_version",
+    "truncated",
+    "response",
+    "tagged_response",
+)
 
 
 def add_columns(
@@ -578,5 +586,12 @@ def responses_to_tensordict(
             in_response_T, responses.versions
         ),
     }
-    texts = [tokenizer.decode_response(ids) for ids in responses.token_lists()]
-    return make_tensordict({"truncated": responses.truncated, "response": texts, **columns}, tokens, lengths_B)
+    ids = responses.token_lists()
+    texts = [tokenizer.decode_response(row) for row in ids]
+    tagged = [tokenizer.decode_tags(*row) for row in zip(prompts, ids, texts, strict=True)]
+    rows = {
+        "truncated": responses.truncated,
+        "response": texts,
+        "tagged_response": [None if a == b else b for a, b in zip(texts, tagged, strict=True)],
+    }
+    return make_tensordict({**rows, **columns}, tokens, lengths_B)

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message, MissingEmbeddingError
+from flowrl.data.template import ConversationTemplate
 from recipes.quickstart.prepare import save_tokenizer
+from tests.data.test_golden_templates import tokenizer
 from tests.errors import rejects
 from tests.inference.byte_tokenizer import BEGIN, END, save_byte_tokenizer
 
@@ -105,6 +108,56 @@ def test_decoding_omits_special_tokens(tmp_path: Path) -> None:
     chat = make(tmp_path)
     ids, mask = chat.encode_example(ANSWERED)
     assert chat.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "ba"
+
+
+THINKING = ConversationTemplate(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    end_of_assistant="<|im_end|>",
+)
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def decode_tags(chat: ChatTokenizer, prompt: str, response: str) -> str:
+    ids = chat.encode(response)
+    return chat.decode_tags(chat.encode(prompt), ids, chat.decode_response(ids))
+
+
+@pytest.mark.parametrize("special", [(), TAGS])
+def test_the_text_for_parsers_has_tags_that_the_prompt_opened_or_that_are_special(
+    tmp_path: Path, special: Sequence[str]
+) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path, "<|endoftext|>", "<|im_end|>", special), THINKING)
+    ids = chat.encode("a</think><tool_call>b</tool_call><|im_end|>")
+    text = chat.decode_response(ids)
+    assert text == ("ab" if special else "a</think><tool_call>b</tool_call>")
+    expected = "<think>\na</think><tool_call>b</tool_call>"
+    assert chat.decode_tags(chat.encode_prompt(ASKED), ids, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("<|im_start|>assistant\n", ""),
+        ("a", ""),
+        ("", ""),
+        ("2 > 1", ""),
+        ("2 >", ""),
+        ("<think>\n\n</think>\n\n", ""),
+        ("a <b>\n<think> \n", "<b>\n<think> \n"),
+    ],
+)
+def test_only_tags_at_the_end_of_a_prompt_are_open(tmp_path: Path, prompt: str, opened: str) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate("chatml"))
+    assert decode_tags(chat, prompt, "b") == f"{opened}b"
+
+
+def test_the_text_for_parsers_has_no_control_tokens(tmp_path: Path) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path, "<s>", "</s>", TAGS), ConversationTemplate("chatml"))
+    assert decode_tags(chat, "", "<|user|>a<s>b</s>c<|im_end|>") == "<|user|>abc"
+    assert decode_tags(chat, "", "a<|endoftext|>") == "a"
+    assert decode_tags(chat, "", "<tool_call>a</tool_call><|eot_id|>") == "<tool_call>a</tool_call>"
+    assert decode_tags(chat, "", "ab") == "ab"
 
 
 def test_the_end_token_and_the_size_of_the_vocabulary_are_known(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The texts are those of the publishers or of independent implementations, which e
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,15 @@ SPECIAL = (
 )  # fmt: skip
 
 
-def tokenizer(folder: Path, bos: str = "<s>", eos: str = "</s>") -> Path:
-    """Saves a tokenizer with one token per character, and the special tokens of all templates."""
+def tokenizer(folder: Path, bos: str = "<s>", eos: str = "</s>", special: Sequence[str] = ()) -> Path:
+    """Saves a tokenizer with one token per character, and the special tokens of all templates and `special`."""
     characters = [chr(code) for code in (10, *range(32, 127))]
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate((*SPECIAL, *characters))}, unk_token="</s>"))
+    tokens = (*SPECIAL, *special, *characters)
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="</s>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     saved = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=bos, eos_token=eos, additional_special_tokens=list(SPECIAL)
+        tokenizer_object=core, bos_token=bos, eos_token=eos, additional_special_tokens=[*SPECIAL, *special]
     )
     saved.save_pretrained(folder)
     return folder

@@ -172,7 +172,7 @@ def named_ids(response: str, token_ids: list[int], finish_reason: str) -> float:
 
 @pytest.mark.parametrize(("function", "expected"), [(named_ids, ["token_ids", "finish_reason"]), (of_response, [])])
 def test_token_ids_and_the_finish_reason_are_received_only_by_name(function: Any, expected: list[str]) -> None:
-    assert accepted_columns(function, ["token_ids", "finish_reason"]) == expected
+    assert accepted_columns(function, ["token_ids", "finish_reason", "tagged_response"]) == expected
 
 
 def test_the_signature_of_verl_is_explained() -> None:

@@ -1,5 +1,6 @@
 """Dialogs with an environment worker whose replies are scripted."""
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -9,17 +10,26 @@ import pytest
 
 from flowrl.data.batch.tensordicts import lengths, objects
 from flowrl.data.chat import ChatTokenizer
+from flowrl.data.template import ConversationTemplate
 from flowrl.engines.rollout.base import Request, Response
-from flowrl.environments.base import Observation
-from flowrl.environments.requests import Close, Reply
+from flowrl.environments.base import ModelResponse, Observation
+from flowrl.environments.requests import Close, Reply, Step
+from flowrl.environments.tool_calls import parse_response
 from flowrl.rewards.reward_function import RewardError
 from flowrl.workers.channel import RequestClient, RequestServer
 from flowrl.workers.dialogs import Dialogs, turn_columns
 from flowrl.workers.episodes import Episode
 from flowrl.workers.rollout import episodes_to_tensordict
+from tests.data.test_golden_templates import tokenizer
 from tests.data.test_turn_delta import make_chat, user
 
 KEY = b"key"
+THINKING = ConversationTemplate(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think>\n' if m.role == 'assistant' }}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    end_of_assistant="<|im_end|>",
+)
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 START = Reply(Observation([user("a")]))
 ASKS_AGAIN = Reply(Observation([user("b")], reward=0.5))
 FAILS = Reply(failure="raised", message="the tool broke")
@@ -27,12 +37,23 @@ ENDS = Reply(Observation(reward=1.0, done=True, info={"reason": "answer"}))
 
 
 def play(
-    chat: ChatTokenizer, replies: Sequence[Reply], *, stops_on_failure: bool = False, max_response_tokens: int = 100
+    chat: ChatTokenizer,
+    replies: Sequence[Reply],
+    *,
+    text: str = "c",
+    responses: list[ModelResponse] | None = None,
+    stops_on_failure: bool = False,
+    max_response_tokens: int = 100,
 ) -> Episode:
-    """Returns an episode of two turns at most, whose environment gives these replies."""
+    """Returns an episode of two turns at most, whose environment gives these replies.
+
+    `text` is the response of the policy in each turn. `responses` receives them as the environment does.
+    """
     script = iter(replies)
 
     def answer(request: object, connection: object) -> Future[Reply]:
+        if isinstance(request, Step) and responses is not None:
+            responses.append(request.response)
         future: Future[Reply] = Future()
         future.set_result(Reply() if isinstance(request, Close) else next(script))
         return future
@@ -53,7 +74,7 @@ def play(
         (episode.dialog,) = dialogs.start([episode])
         while not dialogs.pop_ended():
             for request in dialogs.receive(10.0):
-                token_ids = chat.encode("c")
+                token_ids = chat.encode(text)
                 dialogs.send(
                     [(episode, Response(request.request_id, token_ids, [0.0] * len(token_ids), [0] * len(token_ids)))]
                 )
@@ -71,6 +92,31 @@ def test_the_score_is_the_sum_of_the_rewards_of_turns(chat: ChatTokenizer) -> No
     rewards, records = turn_columns([episode])
     assert [reward for reward in rewards if reward] == [0.5, 1.0]
     assert records == [{"turns": 2, "restarts": 0, "counts": {}, "reason": "answer"}]
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("special", [(), TAGS])
+def test_calls_are_found_if_the_prompt_opened_a_thought_and_if_tags_are_special(
+    tmp_path: Path, special: Sequence[str]
+) -> None:
+    """In both turns, the generation prompt ends with `<think>`. A call within the thought is not executed."""
+    chat = ChatTokenizer(tokenizer(tmp_path, "<|endoftext|>", "<|im_end|>", special), THINKING)
+    for text, num_calls in ((f"{CALL} no</think>42", 0), (f"no</think>{CALL}", 1), (CALL, 0)):
+        responses: list[ModelResponse] = []
+        play(chat, [START, ASKS_AGAIN, ENDS], text=f"{text}<|im_end|>", responses=responses)
+        parsed = [parse_response(response.parsed_text, "hermes") for response in responses]
+        assert [(len(one.calls), one.errors) for one in parsed] == [(num_calls, ())] * 2
+        assert {response.text for response in responses} == {re.sub("</?[a-z_]+>", "", text) if special else text}
+
+
+def test_an_environment_gets_the_text_before_the_stop_string(tmp_path: Path) -> None:
+    template = ConversationTemplate("{{ messages[-1].content }}", end_of_assistant="\nUser:")
+    chat, responses = ChatTokenizer(tokenizer(tmp_path), template), []
+    play(chat, [START, ENDS], text="c\nUser:", responses=responses)
+    assert [(response.text, response.tagged_text) for response in responses] == [("c", None)]
+    assert list(responses[0].token_ids) == chat.encode("c\nUser:")
 
 
 def test_a_record_has_the_prompt_of_reset_if_it_differs(chat: ChatTokenizer) -> None:

@@ -278,6 +278,7 @@ def test_a_complete_response_is_scored_with_its_columns(model: ModelConfig, rewa
         "prompt": "1+1",
         "answer": "2",
         "response": text.decode(ids),
+        "tagged_response": text.decode(ids),
         "token_ids": ids,
         "finish_reason": "length",
     }

@@ -468,6 +468,12 @@ def test_a_reward_function_without_further_parameters_gets_prompt_response_and_a
     assert reward.score(rows).get("scores").tolist() == [1.0, 0.0]
 
 
+def test_a_reward_function_for_tags_gets_those_of_the_prompt(cluster: Cluster) -> None:
+    config = RewardConfig.model_validate({"function": "flowrl.rewards.text:has_tags", "options": {"tags": ["think"]}})
+    rows = rows_with(response=["a</think>", "<think>a</think>"], tagged_response=["<think>\na</think>", None])
+    assert cluster.group("reward", Reward, config).score(rows).get("scores").tolist() == [1.0, 1.0]
+
+
 def test_a_reward_that_is_not_finite_is_rejected(cluster: Cluster) -> None:
     config = RewardConfig(function=f"{FUNCTIONS}:broken")
     with pytest.raises(WorkerUserError, match=r"broken .*\bnan\b"):

@@ -30,6 +30,11 @@ FIELDS: dict[str, Field] = {
     "response": Field(
         "row, object", "rollout", "text of all segments, without special tokens and the stop sequence at the end"
     ),
+    "tagged_response": Field(
+        "row, object",
+        "rollout",
+        "`response` with special tokens, after the tags at the end of the prompt; None if equal to `response`",
+    ),
     "segments": Field(
         "row, object",
         "rollout",

@@ -15,7 +15,7 @@ from flowrl.rewards.reward_function import (
 
 _logger = logging.getLogger(__name__)
 
-RESPONSE_COLUMNS = ("prompt", "response", "conversation", "token_ids", "finish_reason")
+RESPONSE_COLUMNS = ("prompt", "response", "tagged_response", "conversation", "token_ids", "finish_reason")
 """Columns that flowrl writes and that a reward function can receive."""
 
 
