@@ -52,8 +52,8 @@ class FailureWatch:
             self._counts_as_zero = False
             self._notify(
                 f"{self._role} failed for {share:.0%} of the responses of step {step}, and other responses have "
-                f"negative scores: with {self._role}.on_failure: zero, training prefers the failed responses to them; "
-                "set drop"
+                f"negative scores: with {self._role}.on_failure: zero, training prefers the failed responses, so set it "
+                "to drop"
             )
         if share is not None and self._is_above_limit(share):
             names = [
