@@ -51,9 +51,8 @@ class FailureWatch:
         if share and self._counts_as_zero and values.get("reward_min", 0.0) < 0:
             self._counts_as_zero = False
             self._notify(
-                f"{self._role} failed for {share:.0%} of the responses of step {step}, and other responses have "
-                f"negative scores: with {self._role}.on_failure: zero, training prefers the failed responses, so set it "
-                "to drop"
+                f"{self._describe([], share)} responses of step {step}, and other responses have negative scores: with "
+                f"{self._role}.on_failure: zero, training prefers the failed responses, so set it to drop"
             )
         if share is not None and self._is_above_limit(share):
             names = [
