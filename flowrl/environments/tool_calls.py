@@ -14,7 +14,7 @@ ToolFormat = Literal["hermes", "llama3", "json"]
 - `json`: the complete response, or each code block in it, is one object with `name` and `arguments` or a list of them.
 """
 
-_MAX_DEPTH_ERROR = "is nested too deeply"
+_TRAILING_TEXT = "text follows the JSON of a tool call"
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 """A code block. It ends at the end of a line, because a string of JSON may contain the characters of a fence."""
@@ -60,9 +60,13 @@ def _parse_hermes(text: str) -> Iterator[ToolCall | _ParseError]:
         if not match[2]:
             yield _ParseError("a tool call has no </tool_call>")
             continue
-        values, error = _load_items(match[1])
-        # An element is one call, so with text after it, the call is malformed.
-        yield error or _read_call(values[0], ("arguments",))
+        try:
+            value, end = _decode(match[1], 0)
+            if end < len(match[1]):
+                raise _ParseError(_TRAILING_TEXT)
+            yield _read_call(value, ("arguments",))
+        except _ParseError as error:
+            yield error
 
 
 def _parse_llama3(text: str) -> Iterator[ToolCall | _ParseError]:
@@ -124,7 +128,7 @@ def _load_items(text: str) -> tuple[list[Any], _ParseError | None]:  # Any: valu
         if is_list and not text.startswith("]", position):
             raise _ParseError("the tool calls of a list must be separated by commas and end with ]")
         if text[position + is_list :].strip():
-            raise _ParseError("text follows the JSON of a tool call")
+            raise _ParseError(_TRAILING_TEXT)
     except _ParseError as error:
         return items, error
     return items, None
@@ -135,7 +139,7 @@ def _decode(text: str, position: int) -> tuple[Any, int]:
     try:
         value, end = json.JSONDecoder().raw_decode(text, _skip_space(text, position))
     except RecursionError as error:
-        raise _ParseError(f"the JSON of a tool call {_MAX_DEPTH_ERROR}") from error
+        raise _ParseError("the JSON of a tool call is nested too deeply") from error
     except ValueError as error:
         raise _ParseError(f"a tool call is not JSON: {error}") from error
     return value, _skip_space(text, end)
