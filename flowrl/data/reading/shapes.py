@@ -65,7 +65,8 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
     )
 
 
-_PROMPT_KEYS = ("system", "history", "tools", "functions", "chat_template_kwargs", "images", "videos", "audios")
+_PROMPT_KEYS = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs",
+                "images", "videos", "audios")  # fmt: skip
 """Keys next to the turns that belong to the prompt in public formats."""
 
 
@@ -73,7 +74,7 @@ def _check_prompt_keys(values: Values, used: set[str]) -> None:
     """Raises RowProblem if a key belongs to the prompt, but the shape does not read it."""
     name = next((name for name in _PROMPT_KEYS if name not in used and not _is_empty(values.get(name))), None)
     if name is not None:
-        fix = "write it as the first turn" if name == "system" else "remove the key"
+        fix = "write it as the first turn" if name in ("system", "system_prompt") else "remove the key"
         raise RowProblem(
             "unknown_key",
             f"the key {name!r} ({_show(values[name])}) belongs to the prompt, but the model would not receive it: "

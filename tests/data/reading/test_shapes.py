@@ -162,6 +162,7 @@ PROBLEMS: list[tuple[Any, Kind, str]] = [
     ({"messages": [ONE, answer()], "tools": CALL}, "sft", "unknown_key"),
     ({"conversations": [ONE, answer()], "system": "s"}, "sft", "unknown_key"),
     ({"prompt": "u", "chosen": "a", "rejected": "b", "tools": CALL}, "preference", "unknown_key"),
+    ({"prompt": "u", "completion": "a", "system_prompt": "s"}, "sft", "unknown_key"),
     ({"instruction": "u", "output": "a", "history": [["v", "b"]]}, "sft", "unknown_key"),
     ({"question": "u", "answer": "a", "functions": CALL}, "prompts", "unknown_key"),
     ({"messages": turns("user:u", "assistant: ")}, "sft", "empty_turn"),
