@@ -69,26 +69,20 @@ def sample_tokens(
         distribution after temperature, top-k and top-p. At temperature 0, they refer to the unscaled logits.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
-    if temperature == 0:
-        sampled = [_greedy(logits_bV) for logits_bV in logits_BV.split(rows)]
-    else:
-        chunks = zip(logits_BV.split(rows), uniforms_B.split(rows), strict=True)
-        sampled = [_sample(logits_bV, uniforms_b, temperature, top_k, top_p) for logits_bV, uniforms_b in chunks]
-    if len(sampled) == 1:
-        return sampled[0]
+    if logits_BV.shape[0] <= rows:
+        return _sample(logits_BV, uniforms_B, temperature, top_k, top_p)
+    chunks = zip(logits_BV.split(rows), uniforms_B.split(rows), strict=True)
+    sampled = [_sample(logits_bV, uniforms_b, temperature, top_k, top_p) for logits_bV, uniforms_b in chunks]
     return torch.cat([tokens for tokens, _ in sampled]), torch.cat([logprobs for _, logprobs in sampled])
-
-
-def _greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    logits_BV = _at_least_float32(logits_BV)
-    tokens_B = logits_BV.argmax(-1)
-    return tokens_B, _logprobs(logits_BV, tokens_B)
 
 
 def _sample(
     logits_BV: Tensor, uniforms_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> tuple[Tensor, Tensor]:
-    logits_BV = _at_least_float32(logits_BV)
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    if temperature == 0:
+        tokens_B = logits_BV.argmax(-1)
+        return tokens_B, _logprobs(logits_BV, tokens_B)
     if temperature != 1:
         logits_BV = logits_BV / temperature
     if 0 < top_k < logits_BV.shape[1]:
@@ -115,10 +109,6 @@ def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
 
 def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
     return logits_BV.log_softmax(-1).gather(1, tokens_B[:, None]).squeeze(1)
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _signed(bits: int) -> int:

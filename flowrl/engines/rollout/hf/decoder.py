@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from flowrl.config import RolloutConfig
 from flowrl.engines.rollout.base import Request, Response
-from flowrl.engines.rollout.hf.decode_step import has_short_step, short_step
+from flowrl.engines.rollout.hf.decode_step import ShortStep, has_short_step
 from flowrl.engines.rollout.hf.kv_cache import SLOT_MULTIPLE, SlotCache, round_up
 from flowrl.engines.rollout.hf.turn_cache import LayerStates, TurnCache, TurnCaches
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
@@ -155,7 +155,7 @@ class Decoder:
         """
         self._model, self._config, self._device, self._max_length = model, config, device, max_length
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
-        self._has_short_step = has_short_step(model)
+        self._short_step = ShortStep(model) if has_short_step(model) else None
         self._end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
         self._num_heads: int = model.config.get_text_config().num_attention_heads
         self.turn_caches = TurnCaches()
@@ -370,8 +370,8 @@ class Decoder:
         """Runs one token per slot and returns the logits [R, V] of the next token."""
         position_R = self._slots.position.clone()
         cache.begin_step(position_R, self._longest)
-        if self._has_short_step:
-            return short_step(self._model, self._slots.next_token, position_R, cache)
+        if self._short_step is not None:
+            return self._short_step.logits(self._slots.next_token, position_R, cache)
         output = self._model(
             input_ids=self._slots.next_token[:, None],
             position_ids=position_R[:, None],

@@ -91,7 +91,7 @@ def attend_slots(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tens
     """Returns the attention outputs of a decode step, [B, H x G x D]. The arguments are those of `_slot_attention`,
     except that `query` is [B, H x G, D].
     """
-    query_BHGD = (query * scale).unflatten(1, (key.shape[1], -1))
+    query_BHGD = (query * scale).view(query.shape[0], key.shape[1], -1, query.shape[2])
     weights_BHGC = torch.matmul(query_BHGD, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
     return _sum_values(weights_BHGC, value).flatten(1)
 
@@ -101,6 +101,8 @@ def _sum_values(weights_BHMC: Tensor, value_BHCD: Tensor) -> Tensor:
 
     Further positions with weight 0 do not change the bits of the result.
     """
+    if weights_BHMC.shape[-1] <= _BLOCK:
+        return torch.matmul(weights_BHMC, value_BHCD)
     attended = torch.matmul(weights_BHMC[..., :_BLOCK], value_BHCD[:, :, :_BLOCK])
     for start in range(_BLOCK, weights_BHMC.shape[-1], _BLOCK):
         block = slice(start, start + _BLOCK)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flowrl.engines.models.int8 import quantized_copy
-from flowrl.engines.rollout.hf.decode_step import has_short_step, short_step
+from flowrl.engines.rollout.hf.decode_step import ShortStep, has_short_step
 from flowrl.engines.rollout.hf.kv_cache import SlotCache, with_slot_attention
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import convolving, llama, qwen2, to_float64
@@ -22,6 +22,10 @@ def full_step(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Slo
     mask = cache.mask(model.dtype)
     output = model(ids[:, None], position_ids=positions[:, None], attention_mask=mask, past_key_values=cache)
     return output.logits[:, -1]
+
+
+def short_step(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+    return ShortStep(model).logits(ids, positions, cache)
 
 
 @torch.no_grad()
@@ -79,8 +83,9 @@ def hooked() -> PreTrainedModel:
         lambda: qwen2(dtype=torch.bfloat16),
         lambda: quantized_copy(qwen2(), torch.device("cpu")),
         lambda: qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        lambda: qwen2(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
     ],
-    ids=["another layer", "hook", "float64", "bfloat16", "int8", "sliding window"],
+    ids=["another layer", "hook", "float64", "bfloat16", "int8", "sliding window", "rope that depends on the length"],
 )
 def test_models_that_compute_something_else_are_excluded(build: Callable[[], PreTrainedModel]) -> None:
     assert not has_short_step(build())
