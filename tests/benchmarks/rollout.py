@@ -43,6 +43,9 @@ ROWS = {"1M": 64, "26M": 32}
 """Model size -> number of rows that an engine generates concurrently. A long-tailed call has twice as many rows."""
 
 LIMIT = 256
+EQUAL, LONG_TAILED = "equal", "long-tailed"
+"""Forms of the response lengths."""
+
 BOUND = 0.9
 """Smallest ratio of tokens per second to those of the baseline."""
 
@@ -69,7 +72,7 @@ class Line:
 
 def lengths(shape: str, rows: int, seed: int) -> list[int]:
     """Returns response lengths: constant, or log-normal with a truncated tail."""
-    if shape == "equal":
+    if shape == EQUAL:
         return [LIMIT // 2] * rows
     drawn = torch.empty(2 * rows).log_normal_(3.5, 1.0, generator=torch.Generator().manual_seed(seed))
     return drawn.round().clamp(1, LIMIT).int().tolist()
@@ -150,21 +153,21 @@ def steps(group: WorkerGroup, what: str, rows: int, repeats: int) -> Line:
     return Line(f"{what}: decode step of {rows} rows, {best}", "ms", ms["ours"], ms[best], ratio, cpu, STEP_BOUND)
 
 
-def figures(size: str, engines: Sequence[str], repeats: int) -> Iterator[Line]:
-    """Yields all rows of a model as they are measured."""
+def figures(size: str, engines: Sequence[str], shapes: Sequence[str], repeats: int) -> Iterator[Line]:
+    """Yields all rows of a model as they are measured, with decode steps if a shape is long-tailed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(size, folder)
         for engine in engines:
             with opened(engine, folder, ROWS[size]) as (group, sides):
-                for shape in ("equal", "long-tailed"):
+                for shape in shapes:
                     rounds = run_rounds(sides, shape, ROWS[size], repeats)
                     what = f"{engine}, {size}, {shape}"
                     yield throughput(what, rounds, "engine", "bare", BOUND)
                     if "bare, seeded" in sides:
                         yield throughput(f"{what}, per-request seeds", rounds, "engine", "bare, seeded", None)
                     yield throughput(f"{what}, call", rounds, "call", "bare", None)
-                if engine == "hf":
+                if engine == "hf" and LONG_TAILED in shapes:
                     yield from (steps(group, f"{engine}, {size}", rows, repeats) for rows in STEP_ROWS[size])
 
 
@@ -183,11 +186,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--engines", nargs="+", default=["hf", "vllm"], choices=["hf", "vllm"])
+    parser.add_argument("--shapes", nargs="+", default=[EQUAL, LONG_TAILED], choices=[EQUAL, LONG_TAILED])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true")
-    arguments = read_arguments(parser, sizes=["1M"], repeats=1)
+    arguments = read_arguments(parser, sizes=["1M"], engines=["hf"], shapes=[EQUAL], repeats=1)
     ran_on = machine() | {"transformers": version("transformers")}
-    lines = (line for size in arguments.sizes for line in figures(size, arguments.engines, arguments.repeats))
+    lines = (
+        line
+        for size in arguments.sizes
+        for line in figures(size, arguments.engines, arguments.shapes, arguments.repeats)
+    )
     print_lines(lines, ran_on, HEAD, row_of, is_table=arguments.table)
 
 

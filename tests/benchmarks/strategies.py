@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="besides `single`")
-    arguments = read_arguments(parser, repeats=1, cases=["ddp"])
+    arguments = read_arguments(parser, repeats=1, cases=["single"])
     names = [name for name in CASES if name == "single" or name in arguments.cases]
     ran_on = machine()
     with tempfile.TemporaryDirectory() as name:
