@@ -211,9 +211,9 @@ class Line:
     cpu_ratios: list[float] = field(repr=False)
 
 
-def flowrl(algorithm: str, prompt_tokens: int = 8, backend: str = "inline") -> Side:
+def flowrl(algorithm: str, prompt_tokens: int = 8, backend: str = "inline", *, threads: int | None = 1) -> Side:
     def command(folder: Path, socket: Path, steps: int) -> list[str]:
-        settings = flowrl_settings(folder, algorithm, backend, steps, prompt_tokens)
+        settings = flowrl_settings(folder, algorithm, backend, steps, prompt_tokens) | {"threads": threads}
         name = socket.stem
         engine = {"engine": "tests.benchmarks.step_engine:SteppedEngine", "options": {"socket": str(socket)}}
         settings |= {"output": str(folder / f"run-{name}"), "rollout": engine | {"max_response_tokens": RESPONSE}}
@@ -281,13 +281,16 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 @contextmanager
-def started(command: list[str], server: TurnServer, log: Path) -> Iterator[psutil.Process]:
-    """Starts a program and waits until it is about to take its first step."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+def started(
+    command: list[str], server: TurnServer, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[psutil.Process]:
+    """Starts a program and waits until it is about to take its first step. By default, the program has one thread."""
+    if environment is None:
+        environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     offline = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **threads, **offline}
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**environment, **offline}
         )
         try:
             deadline = time.monotonic() + START_TIMEOUT_S
