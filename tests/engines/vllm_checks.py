@@ -14,6 +14,7 @@ from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
 from flowrl.engines.models.weights import to_tensors
 from flowrl.engines.rollout.base import Request, Response, Segment, find_missing_methods
+from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
 from flowrl.engines.rollout.response_tensors import make_requests, stack_responses
 from flowrl.engines.rollout.weight_check import WeightSamples
 from flowrl.workers import Rollout
@@ -280,6 +281,18 @@ def update_asleep(worker: Rollout, weights: dict[str, Any], version: int) -> lis
     states += [state(worker), error_of(worker, "poll"), error_of(worker, "wake", (("weights",),))]
     engine.wake(("kv_cache",))
     return [*states, state(worker)]
+
+
+def load_from_buffers(worker: Rollout, weights: dict[str, Any], version: int) -> None:
+    """Runs an update with three weights per shared buffer, as the transport `cuda_ipc` does on a GPU."""
+    engine, sender, named = engine_of(worker), IpcSender(torch.device("cpu")), list(to_tensors(weights).items())
+    engine.begin_update(version)
+    for start in range(0, len(named), 3):
+        chunk = named[start : start + 3]
+        metadata = WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in chunk)
+        engine.receive(sender.share(chunk, metadata))
+    engine.commit()
+    sender.release()
 
 
 def process_id(worker: Rollout) -> int:

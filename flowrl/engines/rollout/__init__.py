@@ -1,6 +1,6 @@
 """Rollout engines, which generate responses with log-probabilities and load new weights.
 
 Entry points: the protocol `RolloutEngine` and `load_engine_class` (base.py). `HfRollout` (hf/engine.py) and
-`VllmRollout` (vllm/engine.py) implement the protocol. May import `flowrl.config`, `flowrl.data` and
-`flowrl.engines.models`.
+`VllmRollout` (vllm/engine.py) implement the protocol. `IpcSender` and `read_bucket` (cuda_ipc.py) share weights between
+two processes on a GPU. May import `flowrl.config`, `flowrl.data` and `flowrl.engines.models`.
 """

@@ -1,14 +1,17 @@
 """Weights arrive bit for bit through device memory that two processes share: on the CPU, and on a GPU where one is."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.engines.models.weights import full_weights, weight_buckets, weight_shapes
+from flowrl.engines.rollout import cuda_ipc
 from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, WeightMetadata, read_bucket
 from tests.engines.ipc_receiver import Receiver, start_receiver
 
@@ -74,6 +77,10 @@ def test_a_merged_bucket_has_the_handles_of_all_ranks() -> None:
     merged = IpcBucket.merged(buckets)
     assert merged.handles == {f"GPU-{rank}": (torch.zeros, (rank,)) for rank in range(3)}
     assert merged.names == ("a",)
+
+
+def test_torch_has_the_device_at_the_expected_position_of_a_handle() -> None:
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[cuda_ipc._DEVICE_INDEX] == "storage_device"
 
 
 def test_every_dtype_and_shape_arrives_bit_for_bit(device: torch.device, receiver: Receiver) -> None:

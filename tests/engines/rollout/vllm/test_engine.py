@@ -132,6 +132,14 @@ def test_responses_match_transformers_before_and_after_updates(architecture: str
                 assert logits_LV[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
+def test_weights_arrive_in_shared_buffers(pair: Pair) -> None:
+    pair.change(6)
+    pair.group.run(vllm_checks.load_from_buffers, export_weights(pair.model), pair.version)
+    responses = pair.generate(PROMPTS)
+    assert pair.relative_error(PROMPTS, responses) < FLOAT32_RTOL
+    assert {version for row in responses["versions"] for version in row} == {pair.version}
+
+
 def test_a_response_does_not_depend_on_the_batch_but_on_the_sample(pair: Pair) -> None:
     together = pair.generate(PROMPTS)["tokens"]
     alone = [pair.generate([prompt], [row])["tokens"][0] for row, prompt in enumerate(PROMPTS[:3])]
