@@ -354,7 +354,8 @@ def test_an_evaluation_with_too_many_failures_ends_the_run(
 @pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, schedule: str) -> None:
     reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "zero", "max_failure_rate": 0.01}
-    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, steps=8, checkpoint={"every": 100}, **APART)
+    settings: dict[str, Any] = {"steps": 8, "checkpoint": {"every": 100}, "evaluate_every": 0, **APART}
+    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **settings)
     with pytest.raises(UserError, match="max_failure_rate"):
         train_grpo(config)
     records = [line for line in metrics_of(config) if line["step"]]
