@@ -33,6 +33,12 @@ def test_of_overlapping_strings_the_one_that_is_complete_first_ends_the_text(cha
     assert match is not None and (match.num_tokens, match.text) == (3, "ab")
 
 
+def test_a_text_is_cut_before_the_string_that_begins_first(chat: ChatTokenizer) -> None:
+    stops = StopStrings(chat, ["bcd", "c"])
+    assert [stops.cut(text) for text in ("abcd", "ac", "ab", "")] == ["a", "a", "ab", ""]
+    assert StopStrings(chat, []).cut("ab") == "ab"
+
+
 def test_special_tokens_can_be_stop_strings(chat: ChatTokenizer) -> None:
     ids = [*chat.encode("ab"), chat.eos_id, *chat.encode("c")]
     match = StopStrings(chat, ["<end>"]).find(ids)

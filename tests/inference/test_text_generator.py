@@ -68,7 +68,7 @@ def test_a_stop_string_cuts_the_response_of_the_same_random_numbers(source: Mode
     assert len(cut) == len(plain) and any(letter in text.text for text in plain.values())
     for text in cut:
         full = plain[text.request.request_id]
-        assert text.text == full.text.partition(letter)[0]
+        assert text.text == text.tagged_text == full.text.partition(letter)[0]
         assert list(text.token_ids) == list(full.token_ids)[: len(text.token_ids)]
         assert text.finish_reason == ("stop" if letter in full.text else full.finish_reason)
 
