@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from flowrl.config import RolloutRunConfig, RunConfig
+from flowrl.config import OnPolicyConfig, RolloutRunConfig, RunConfig
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, Logged, merge_metrics
@@ -19,10 +19,12 @@ class FailureWatch:
         self._notify = notify
         self._limit: float | None = None
         self._counts_as_zero = False
-        """Whether failed rewards have the score 0. False after the warning about negative scores."""
+        """Whether failed rewards have the score 0 in training. False after the warning about negative scores."""
         self._role = "reward"
         if isinstance(config, RolloutRunConfig) and config.on_failure != "stop":
-            self._limit, self._counts_as_zero = config.max_failure_rate, config.on_failure == "zero"
+            self._limit = config.max_failure_rate
+            # Rejection sampling does not select failed responses.
+            self._counts_as_zero = config.on_failure == "zero" and isinstance(config, OnPolicyConfig)
             self._role = "reward" if config.environment is None else "environment"
         self.error: str | None = None
         """Reason for which the run must end after the current step, or None."""

@@ -2,14 +2,15 @@
 
 import json
 import os
+import shlex
 import subprocess
-import sys
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from recipes.install_vllm import choose_requirement
+from recipes.install_vllm import DISTRIBUTIONS, choose_requirement, install, pip_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +80,13 @@ def test_vllm_is_installed_unless_a_supported_version_is(
     assert choose_requirement(installed, has_driver=has_driver) == requirement
 
 
-def test_a_dry_run_installs_nothing() -> None:
-    command = [sys.executable, "-m", "recipes.install_vllm", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "already installed" in done.stdout or "-m pip" in done.stdout
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_a_dry_run_prints_the_command_of_pip(has_driver: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    installed = {each.name: each.version for each in metadata.distributions() if each.name in DISTRIBUTIONS}
+    requirement = choose_requirement(installed, has_driver=has_driver)
+    install(has_driver=has_driver, is_dry_run=True)
+    printed = capsys.readouterr().out
+    if requirement is None:
+        assert "already installed" in printed
+    else:
+        assert shlex.split(printed) == pip_command("install", requirement)

@@ -24,8 +24,9 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
 
     Args:
         lengths: [B], response lengths l in tokens, counted as the length limit counts them.
-        max_length: > 0, in tokens. The penalty is -1 from this length on. Set it to the length limit, so that truncated
-            responses have the full penalty.
+        max_length: > 0, in tokens. The penalty is -1 from this length on. Set it to the length limit, so that a
+            response that reaches the limit has the full penalty. An episode whose next observation does not fit ends
+            below the limit.
         buffer: in [1, max_length], number of tokens over which the penalty grows (paper: 4,096 of 20,480).
     Returns: [B] in [-1, 0], float32.
 
