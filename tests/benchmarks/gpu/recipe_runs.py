@@ -14,6 +14,7 @@ from tests.benchmarks.gpu.cells import Cell
 _NUM_STEPS = 100
 LEAST_GAIN = 0.1
 """Required gain in held-out accuracy of GRPO in 100 steps. On CPUs, it is +0.216."""
+GRPO_CONFIG = "recipes/grpo/arithmetic.yaml"
 _REPORT = ("report.plots=false", "report.tensorboard=false")
 _SHOWN_LINES = 25
 """Number of the last lines of a failed program that are shown."""
@@ -77,21 +78,22 @@ class Task:
     def train_grpo(self, name: str, *settings: str, num_steps: int) -> RecipeRun:
         """Runs recipes/grpo from the model after the warm start. A rehearsal on the CPU has four steps."""
         self._prepare()
-        output = self._folder / name
+        run_program("recipes.grpo.train", GRPO_CONFIG, *self.grpo_settings(name, *settings, num_steps=num_steps))
+        return RecipeRun.read(self._folder / name)
+
+    def grpo_settings(self, name: str, *settings: str, num_steps: int) -> list[str]:
+        """Returns all settings of recipes/grpo for a run with the output folder `name`."""
         steps = num_steps if self._device == "cuda" else 4
-        run_program(
-            "recipes.grpo.train",
-            "recipes/grpo/arithmetic.yaml",
-            f"output={output}",
+        return [
+            f"output={self._folder}/{name}",
             f"steps={steps}",
             f"evaluate_every={max(1, steps // 4)}",
-            f"actor.model.path={self._folder}/sft/model",
+            *(f"{role}.model.path={self._folder}/sft/model" for role in ("actor", "reference")),
             f"data.train={self._folder}/data/train.jsonl",
             f"data.test={self._folder}/data/test.jsonl",
             *settings,
             *_REPORT,
-        )
-        return RecipeRun.read(output)
+        ]
 
 
 def single_device(device: str) -> tuple[str, str]:

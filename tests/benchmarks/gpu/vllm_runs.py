@@ -43,6 +43,11 @@ class VllmRun:
     cpu_obstacle: str | None = None
     """Reason why a CPU cannot run it; None if it can."""
 
+    def all_settings(self, device: str) -> tuple[str, ...]:
+        """Returns the settings of the recipe on a device, `cpu` or `cuda`."""
+        on_gpu = (*_BFLOAT16, *self.gpu_settings) if device == "cuda" else ()
+        return "rollout.engine=vllm", f"placement={self.placement % device}", *self.settings, *on_gpu
+
 
 RUNS = (
     VllmRun(
@@ -52,7 +57,13 @@ RUNS = (
         learns=True,
     ),
     VllmRun("vLLM on the actor's GPU, offload idle, sleep", _IDLE, gpu_settings=("rollout.vllm.sleep=true",)),
-    VllmRun("vLLM on another GPU, async, NCCL", ("schedule.kind=async",), placement=_SPLIT, num_gpus=2),
+    VllmRun(
+        "vLLM on another GPU, async, NCCL",
+        ("schedule.kind=async",),
+        gpu_settings=("rollout.transfer.via=nccl",),
+        placement=_SPLIT,
+        num_gpus=2,
+    ),
     VllmRun("vLLM with int8", ("rollout.quantization=int8",), package="torchao"),
     VllmRun(
         "vLLM with int4",
@@ -85,10 +96,7 @@ def _train(run: VllmRun, name: str, task: Task, device: str) -> str:
     """
     if obstacle := _find_obstacle(run, device):
         raise CellSkipped(obstacle)
-    settings = ("rollout.engine=vllm", f"placement={run.placement % device}", *run.settings)
-    if device == "cuda":
-        settings += (*_BFLOAT16, *run.gpu_settings)
-    trained = task.train_grpo(name, *settings, num_steps=run.num_steps)
+    trained = task.train_grpo(name, *run.all_settings(device), num_steps=run.num_steps)
     figures = f"{trained.describe()}, {_describe_gap(trained)}"
     if run.learns and device == "cuda":
         assert trained.gain >= LEAST_GAIN, f"{figures}, but a gain of at least {LEAST_GAIN} is required"
