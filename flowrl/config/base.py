@@ -124,8 +124,8 @@ class Dependency:
     """Completes the message `NAME is VALUE, but ...`: the reason why a setting has no effect, and the fix."""
 
     is_error: bool = True
-    """Whether a setting without effect is rejected. False logs a warning when a run starts: a switch such as a
-    coefficient or an interval disables the setting, and the user may change the switch only.
+    """Whether a setting without effect is rejected. If False, the run logs a warning when it starts. False is for
+    settings that a coefficient or an interval of 0 disables, because users also set it to 0 temporarily.
     """
 
 
@@ -146,20 +146,21 @@ class Config(BaseModel):
 
     DEPENDENCIES: ClassVar[tuple[Dependency, ...]] = ()
     """Conditions without which settings have no effect. Only values that differ from the default are reported, because
-    the `config.yaml` of a run has all settings.
+    the `config.yaml` of a run contains all settings.
     """
 
     @classmethod
     def unsupported_settings(cls) -> Mapping[str, str]:
-        """Returns settings that the class has, but does not accept: name within the group -> reason, and the fix.
+        """Returns name within the group -> reason and fix, for each setting that the class has but does not accept.
 
         docs/config.md and the templates of recipes omit them.
         """
         return {}
 
     def find_unused(self, *, is_error: bool) -> Iterator[str]:
-        """Yields a message per setting without effect: unsupported settings and those of dependencies with this
-        `is_error`.
+        """Yields a message per changed setting without effect.
+
+        Checks the dependencies with this `is_error`. Unsupported settings are errors.
         """
         reasons = {} if not is_error else dict(self.unsupported_settings())
         for dependency in self.DEPENDENCIES:

@@ -129,7 +129,7 @@ class ActorConfig(TrainedConfig):
 RANDOM_HEAD = Dependency(
     ("head_seed",),
     lambda group: group.head == "fresh",
-    "only head fresh is random: set head: fresh, or remove head_seed",
+    "it applies only to a random head: set head: fresh, or remove head_seed",
     is_error=False,
 )
 
@@ -228,7 +228,7 @@ class ScoringModelConfig(RoleConfig):
         Dependency(
             ("head", "head_seed", "engine", "policy_tokenizer", "policy_template"),
             lambda group: group.model,
-            "only a reward model has it: set model, or remove it",
+            "it applies only to reward models: set model, or remove it",
         ),
         RANDOM_HEAD,
     )

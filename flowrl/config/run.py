@@ -50,8 +50,8 @@ class CheckpointConfig(Config):
 
     keep_best: NonNegativeInt = 0
     """Number of best checkpoints to keep in addition. With evaluate_every, they are ranked by the held-out accuracy,
-    the validation loss of SFT, or the agreement of distillation. Otherwise, they are ranked by the reward, or without a
-    reward by the training loss.
+    the validation loss of SFT, or the agreement of a student with its teacher. Otherwise, they are ranked by the
+    reward, or without a reward by the training loss.
     """
 
     asynchronous: bool = True
@@ -217,8 +217,8 @@ class RunConfig(Config):
     """Number of devices to use on each node, such as [8, 8]; null uses all devices of the machine."""
 
     threads: PositiveInt | None = None
-    """Number of torch CPU threads per process; null is the environment variable OMP_NUM_THREADS, or else divides the
-    usable CPUs of a node evenly among its processes.
+    """Number of torch CPU threads per process. Null uses the environment variable OMP_NUM_THREADS. Without this
+    variable, the usable CPUs of a node are divided evenly among its processes.
     """
 
     call_timeout_s: PositiveFloat | None = 1800.0

@@ -150,7 +150,7 @@ class _Section:
     keys: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Key -> names of the recipes."""
     omitted: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Key -> settings of the section that are not accepted there."""
+    """Key -> settings of the section that the group with this key does not accept."""
     recipes: str = ""
     """Names of the recipes, if the section of other recipes has the same title."""
 
@@ -210,16 +210,17 @@ A setting is a key of the YAML file of a run, or an argument such as `actor.opti
 settings. Each group has a section below. A top-level group can also be the path of a YAML file with its settings, such
 as `placement: layouts/mine.yaml`. `flowrl config RECIPE` prints a YAML file with all settings of a recipe.
 
-A setting that cannot have an effect is rejected, such as `reward.engine` with a reward function. A setting that another
-one disables, such as `checkpoint.keep_last` with `checkpoint.every: 0`, has no effect, and the run logs a warning. Both
-rules apply only to values that differ from the default."""
+A setting that cannot have an effect is rejected, such as `reward.engine` with a reward function. For a setting that
+another setting disables, such as `checkpoint.keep_last` with `checkpoint.every: 0`, the run logs a warning. Both rules
+apply only to values that differ from the default."""
 
 
 def _groups(
     cls: type[Config], prefix: str = "", omitted: Sequence[str] = ()
 ) -> Iterator[tuple[str, Classes, tuple[str, ...]]]:
-    """Yields key, classes and omitted settings of every group below `cls`, except groups inside themselves. `omitted`
-    are settings that a group around `cls` does not accept.
+    """Yields key, classes and omitted settings of every group below `cls`, except groups inside themselves.
+
+    `omitted` contains the settings of `cls` that an enclosing group does not accept.
     """
     for name, info, inner in accepted_fields(cls, omitted):
         if classes := config_classes(info.annotation):

@@ -36,9 +36,9 @@ def names_of(members: Sequence[type[Member]]) -> list[str]:
 def accepted_fields(
     cls: type[Config], omitted: Collection[str] = ()
 ) -> Iterator[tuple[str, FieldInfo, tuple[str, ...]]]:
-    """Yields name, field, and unsupported settings within the field, of each field of a class that it accepts.
+    """Yields each accepted field of a class: its name, its information, and the unsupported settings within it.
 
-    `omitted` are further settings of `cls` that a group around it does not accept.
+    `omitted` contains further settings of `cls` that an enclosing group does not accept.
     """
     omitted = {*omitted, *cls.unsupported_settings()}
     for name, field in cls.model_fields.items():
@@ -48,7 +48,7 @@ def accepted_fields(
 
 
 def setting_paths(cls: type[Config], prefix: str = "", omitted: Collection[str] = ()) -> Iterator[str]:
-    """Yields the dotted key of every setting and every group below `cls` that it accepts."""
+    """Yields the dotted key of every accepted setting and every accepted group below `cls`."""
     for name, field, inner in accepted_fields(cls, omitted):
         yield prefix + name
         groups = config_classes(field.annotation)
@@ -67,7 +67,10 @@ def find_unions(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, list
 
 
 def find_disabled_settings(config: Config, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Yields the group and a message for every setting that another setting disables. `key` is the group `config`."""
+    """Yields the key of the group and a message, for every setting that another setting disables.
+
+    `key` is the key of `config`.
+    """
     for message in config.find_unused(is_error=False):
         yield key, message
     for name, value in config:

@@ -179,12 +179,12 @@ class JudgeConfig(RoleConfig):
         Dependency(
             ("compare_with", "max_comparisons"),
             lambda group: group.kind == "pairwise",
-            "a pointwise judge does not compare: set kind: pairwise, or remove it",
+            "a pointwise judge compares no responses: set kind: pairwise, or remove it",
         ),
         Dependency(
             ("max_comparisons",),
             lambda group: group.compare_with is None,
-            "compare_with is set, so each response has one comparison: remove one of them",
+            "compare_with is set, so each response has one comparison: remove compare_with or max_comparisons",
             is_error=False,
         ),
     )

@@ -48,7 +48,7 @@ class RewardSource(ScoringModelConfig):
         Dependency(
             ("options", "rows_per_call"),
             lambda group: group.function,
-            "only a function has it: set function, or remove it",
+            "it applies only to functions: set function, or remove it",
         ),
     )
 
@@ -124,8 +124,8 @@ class RewardConfig(RewardSource):
     on_failure: Literal["stop", "zero", "drop"] = "stop"
     """Treatment of a row whose reward failed: an exception, a timeout, a lost process, no verdict, or a result that is
     not a finite number. `stop` ends the run. `zero`: the score is 0, which is better than a negative score. `drop`: the
-    row is not trained, and neither is a group of which fewer than two rows are left. In an evaluation, `zero` and
-    `drop` leave the row without a score.
+    row is not trained, and neither is a group with fewer than two remaining rows. In an evaluation, the row has no
+    score with `zero` and `drop`.
     """
 
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -145,7 +145,7 @@ class RewardConfig(RewardSource):
 
     @classmethod
     def unsupported_settings(cls) -> Mapping[str, str]:
-        reason = "models are supported in components only: name a function, or add the model to them with weight 0"
+        reason = "a model is supported only in components: set function, or add the model to components with weight 0"
         return {f"evaluation.{name}": reason for name in ("judge", *ScoringModelConfig.model_fields)}
 
     @model_validator(mode="before")

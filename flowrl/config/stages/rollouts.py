@@ -37,8 +37,8 @@ class DynamicSampling(Config):
     """
 
     column: str = "scores"
-    """Column whose values must differ: `scores`, or the name of a reward. `scores` replaces it for prompts of data
-    sources to which the reward does not apply.
+    """Column whose values must differ: `scores`, or the name of a reward. For prompts whose data source
+    is not in the reward's `data_sources`, `scores` is used instead.
     """
 
 
@@ -106,7 +106,7 @@ class RolloutRunConfig(DatasetConfig):
 
     @property
     def calls_functions(self) -> bool:
-        """Whether the run calls functions of the user in the processes of its reward."""
+        """Whether the processes of the reward call functions: rewards, or `evaluation.extract_answer`."""
         reward = self.reward_settings
         evaluations = (self.evaluation, *self.evaluation_by_set.values())
         has_answers = any(evaluation.extract_answer is not None for evaluation in evaluations)

@@ -28,12 +28,12 @@ FIELDS: dict[str, Field] = {
     ),
     "truncated": Field("row, bool", "rollout", "the response reached the length limit before a stop token"),
     "response": Field(
-        "row, object", "rollout", "text of all segments, without special tokens and the stop sequence at the end"
+        "row, object", "rollout", "text of all segments, without special tokens and the stop sequence that ends it"
     ),
     "tagged_response": Field(
         "row, object",
         "rollout",
-        "`response` with special tokens, after the tags at the end of the prompt; None if equal to `response`",
+        "the tags at the end of the prompt, then `response` with special tokens; None if equal to `response`",
     ),
     "segments": Field(
         "row, object",

@@ -12,7 +12,7 @@ REASONS: Mapping[str, str] = {
     "invalid_utf8": "the row is not UTF-8 text, or contains an unpaired surrogate",
     "invalid_json": "the row is not valid JSON, or the line is empty",
     "unknown_shape": "the keys of the row match no known shape",
-    "unknown_key": "a turn has a key that is not read, such as `tool_calls`, or the prompt has one, such as `tools`",
+    "unknown_key": "a turn or the prompt has a key that flowrl does not read, such as `tool_calls` or `tools`",
     "content_not_text": "a message is null, a number, a date, bytes or a list instead of text",
     "unknown_role": "the role of a message is unknown",
     "empty_turn": "a message is empty",
