@@ -57,7 +57,7 @@ ensure_environment() {
 
 # _has_copy: returns 0 if flowrl is installed in the active environment as a copy, which is not editable.
 _has_copy() {
-    # -P: a folder flowrl.egg-info in the working directory is no installation.
+    # -P: a folder flowrl.egg-info in the working directory is not an installation.
     python -P - <<'PYTHON'
 import json, sys
 from importlib.metadata import PackageNotFoundError, distribution

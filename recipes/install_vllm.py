@@ -30,8 +30,8 @@ CPU_VERSION = "0.32.0"
 """Tested version of the build for CPUs."""
 
 UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vLLM installs as CUDA builds. These fail with the CPU build of torch and make transformers fail. Text
-models do not need them.
+"""Packages that vLLM installs as CUDA builds. With the CPU build of torch, importing them fails, and so does
+transformers. Text models do not need them.
 """
 
 

@@ -31,7 +31,7 @@ _ROUNDING = 1e-9
 
 @torch.no_grad()
 def mean_at_k(scores: Tensor) -> Tensor:
-    """Returns the mean score of each prompt, float64 [P]. NaN for a prompt without a score.
+    """Returns the mean score of each prompt, float64 [P]; NaN for a prompt without a score.
 
     Args:
         scores: [P, N]. NaN: the response has no score.
@@ -97,7 +97,7 @@ def best_at_k(scores: Tensor, k: int) -> Tensor:
 
     counts, index_P = _count_scored(scores_PN).unique(return_inverse=True)
     weights_CN = torch.tensor([weights(scored) for scored in counts.tolist()], dtype=torch.float64)
-    weights_PN = weights_CN.reshape(len(counts), num_samples)[index_P]  # also of no prompts
+    weights_PN = weights_CN.reshape(len(counts), num_samples)[index_P]  # the shape is also valid without prompts
     ordered_PN = scores_PN.sort(dim=1).values.nan_to_num(0.0)  # NaN is last
     return _sum_rows(ordered_PN * weights_PN)
 
@@ -116,7 +116,7 @@ def majority_at_k(scores: Tensor, answers: Sequence[Sequence[Hashable | None]]) 
     Args:
         scores: [P, N]. NaN: the response has no score.
         answers: the answer of each response, N per prompt. None: the response has no answer.
-    Raises: ValueError if a score is infinite, if the scores are not a matrix, or for another number of answers.
+    Raises: ValueError if a score is infinite, if the scores are not a matrix, or if the number of answers differs.
 
     Self-consistency: Wang et al. 2022, https://arxiv.org/abs/2203.11171.
     """
@@ -293,7 +293,7 @@ def _checked_scores(scores: Tensor) -> Tensor:
     if scores.ndim != 2 or not scores.shape[1]:
         raise ValueError(f"scores has shape {list(scores.shape)}, but must be prompts x samples, with at least one")
     if bool(scores.isinf().any()):
-        raise ValueError("scores has infinity: replace it by NaN, which marks a response without a score")
+        raise ValueError("scores contains infinity: replace it by NaN, which marks a response without a score")
     return scores.double()
 
 

@@ -70,8 +70,8 @@ class Cluster:
         devices: number of usable devices per node; None detects the number.
         roles: roles that the program uses; None means all roles of the placement.
         dedicated: roles whose engines cannot share a process. They get separate processes on the same devices.
-        num_threads: torch CPU threads per process; None is OMP_NUM_THREADS, or else divides the usable CPUs of a node
-            among its processes.
+        num_threads: torch CPU threads per process. None uses OMP_NUM_THREADS; without it, the usable CPUs of a node
+            are divided among its processes.
         prepare: modules that worker processes import early: in the fork server, or else in the task worker.
         call_timeout_s: timeout in seconds of calls, unless the method sets `timeout_s`.
         start_timeout_s: timeout in seconds of constructors, and of the start of a replacement process.
@@ -99,7 +99,7 @@ class Cluster:
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self._inline = backend == "inline"
-        # Read before Ray starts. None: divided by the usable CPUs.
+        # Read before anything starts, because an invalid value is an error. None: usable CPUs are divided.
         self._num_threads = read_requested_threads() if num_threads is None else num_threads
         if TASKS in placement.pools or TASKS in placement.roles:
             raise PlacementError(f"placement: the name {TASKS!r} is reserved by flowrl; rename the pool or role")
@@ -285,7 +285,7 @@ class Cluster:
         return {role: entry.group for role, entry in self._groups.items() if role != TASKS}
 
     def count_threads(self) -> dict[str, int]:
-        """Returns role -> number of torch CPU threads of the processes of its group: the largest over its ranks."""
+        """Returns role -> largest number of torch CPU threads of its processes."""
         return {role: max(self._threads_by_node[s.node] for s in group.slots) for role, group in self.groups.items()}
 
     def pool(self, name: str) -> ResourcePool:

@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 _TEXT_PROBES = ("a", "0", "+")
-"""Texts, of which each tokenizer should know one."""
+"""Texts. Each tokenizer should know at least one of them."""
 
 _NUM_TAG_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for tags."""
 
 _NUM_SPACE_TOKENS = 4
-"""Number of tokens at the end of a prompt that contain the end of its last tag, before white space."""
+"""Number of tokens at the end of a prompt that are searched for `>`. White space may follow the last tag."""
 
 _TAG = re.compile(r"</?\w+>")
 _OPENED_TAGS = re.compile(r"(?:<\w+>\s*)+\Z")
@@ -417,18 +417,18 @@ class ChatTokenizer:
         return text
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        """Returns the text of a response, without special tokens and without the stop sequence that has ended it.
+        """Returns the text of a response, without special tokens and without the stop sequence that ended it.
 
-        Rewards, environments, saved rows and generated files have this text.
+        Rewards, environments, saved rows and generated files contain this text.
         """
         return self.decode(self.split_stop(ids)[0])
 
     def decode_tags(self, prompt_ids: Sequence[int], ids: Sequence[int], text: str) -> str:
-        """Returns the text of a response with special tokens, after the tags at the end of the prompt.
+        """Returns the tags at the end of the prompt, followed by the text of the response with special tokens.
 
         Parsers of tags read this text, because a tokenizer may have a tag such as `<tool_call>` as a special token, and
-        the generation prompt of a chat template may open `<think>`. The text has neither the tokens that ended the
-        response nor those for BOS, EOS, padding and unknown text.
+        the generation prompt of a chat template may open `<think>`. The text excludes the tokens that ended the
+        response, and the tokens for BOS, EOS, padding and unknown text.
 
         Args:
             prompt_ids: all tokens before the response.
@@ -459,7 +459,7 @@ class ChatTokenizer:
         return frozenset(self._tokenizer.all_special_ids) | {token_id for token_id, token in added if token.special}
 
     def split_stop(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the tokens of a response, and those that have ended it: EOS, or a stop sequence of the template."""
+        """Returns the tokens of a response without its end, and the tokens that ended it: EOS or a stop sequence."""
         for stop in self.end_sequences:
             if stop and tuple(ids[-len(stop) :]) == stop:
                 return list(ids[: -len(stop)]), list(stop)

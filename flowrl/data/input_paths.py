@@ -1,5 +1,6 @@
-"""Checks the paths of models and datasets, and reads the configs of models, before a library that loads them retries
-or is imported.
+"""Checks the paths of models and datasets, and reads the configs of models, without the libraries that load them.
+
+Such a library takes seconds to import, and retries if a path does not exist.
 """
 
 import json

@@ -95,7 +95,7 @@ NUM_FAILED, FAILED_FRACTION = "evaluation/failed", "evaluation/failed_fraction"
 """Number and share of the responses of an evaluation whose reward failed. Only logged if there are any."""
 
 FAILED_AS_WORST, FAILED_AS_BEST = "evaluation/failed_as_worst", "evaluation/failed_as_best"
-"""`accuracy` if these responses had the worst score, or the best one. Only logged together with the share."""
+"""`accuracy` if these responses had the worst score, or the best score. Only logged together with the share."""
 
 
 def held_out_bounds(values: Mapping[str, float], name: str) -> tuple[float, float]:

@@ -28,7 +28,7 @@ class ModelResponse:
     """Number of earlier responses of the episode."""
 
     tagged_text: str | None = None
-    """Text with special tokens, after the tags at the end of the prompt, such as `<think>`. None: equal to `text`."""
+    """Tags at the end of the prompt, such as `<think>`, then the text with special tokens. None: equal to `text`."""
 
     @property
     def parsed_text(self) -> str:

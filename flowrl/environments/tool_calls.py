@@ -48,7 +48,7 @@ class _ParseError(ValueError):
 def parse_response(text: str, tool_format: ToolFormat) -> ParsedResponse:
     """Returns the tool calls of a response. Text within `<think>` is ignored. Never raises an exception.
 
-    `text` has special tokens, and begins with the tags at the end of the prompt (`ModelResponse.parsed_text`).
+    `text` contains special tokens, and begins with the tags at the end of the prompt (`ModelResponse.parsed_text`).
     """
     results = list(_PARSERS[tool_format](_THOUGHT.sub("", text)))
     calls = tuple(result for result in results if isinstance(result, ToolCall))
@@ -99,7 +99,7 @@ def _parse_json(text: str) -> Iterator[ToolCall | _ParseError]:
         values, error = _load_items(block)
         has_name = any(isinstance(value, dict) and "name" in value for value in values)
         if not blocks and not has_name and (error is None or '"name"' not in block):
-            continue  # an answer in JSON, or one that begins with a bracket
+            continue  # an answer in JSON, or an answer that begins with a bracket
         yield from (_read_call(value, ("arguments", "parameters")) for value in values)
         if error is not None:
             yield error
@@ -113,7 +113,7 @@ _PARSERS: Mapping[ToolFormat, Callable[[str], Iterator[ToolCall | _ParseError]]]
 
 
 def _load_items(text: str) -> tuple[list[Any], _ParseError | None]:  # Any: values of JSON
-    """Returns the items of a JSON list, or another value alone. After an error, returns the items before it."""
+    """Returns the items of a JSON list, or a list with another value. After an error, returns the items before it."""
     items: list[Any] = []
     is_list = text.startswith("[")
     try:

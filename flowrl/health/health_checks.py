@@ -125,8 +125,8 @@ def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | 
     better one of its values in the first step and at that evaluation. A held-out reward must also have lost at least a
     tenth of the largest reward of any response so far. A single noisy evaluation has little effect: the fall is the
     smaller one of the last two evaluations, and two adjacent evaluations must reach the best value. With only two
-    evaluations, half of the fall counts. If rewards failed in an evaluation, they count with the worst score for the
-    best value, and with the best score for a fall, so that failures alone cause no fall.
+    evaluations, half of the fall counts. If rewards failed in an evaluation, its best value assumes the worst
+    score for them, and its last value the best score, so that failures alone cause no fall.
     """
     if not window.is_evaluated:
         return None

@@ -24,7 +24,7 @@ class EvaluationPoint:
     """A held-out metric in one evaluation, and the corresponding training metric at that time."""
 
     low: float
-    """Value of the metric if failed rewards had the worst score. Without failed rewards, both bounds are the value."""
+    """Value of the metric if failed rewards had the worst score. Without failed rewards, both bounds are equal."""
     high: float
     """Value of the metric if failed rewards had the best score."""
     training: Record

@@ -105,8 +105,8 @@ def _select_best(rows: Sequence[tuple[GeneratedText, Future[float]]]) -> tuple[G
     if not scores.isfinite().all():
         index, score = ordered[0][0].request.index, float(scores[~scores.isfinite()][0])
         raise UserError(
-            f"--reward gave {score} for a response to prompt {index}, which is no finite number: correct the reward, "
-            "or use another one"
+            f"--reward gave {score} for a response to prompt {index}, which is not a finite number: correct the "
+            "reward, or use another one"
         )
     return ordered[int(best_of_n(scores, torch.zeros(len(ordered), dtype=torch.int64)))]
 

@@ -69,7 +69,7 @@ class GeneratedText:
     text: str
     """Text without special tokens, without the end of the turn, and without the stop string."""
     tagged_text: str
-    """Text with special tokens, after the tags at the end of the prompt, and without the stop string."""
+    """Tags at the end of the prompt, then the text with special tokens and without the stop string."""
     finish_reason: Literal["stop", "length", "interrupted"]
     logprob: float
     """Sum of the log-probabilities of `token_ids`."""

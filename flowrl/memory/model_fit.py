@@ -11,7 +11,7 @@ from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
 from flowrl.memory.model_size import ModelSize, read_model_size
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts of a layer in the configuration of a language model."""
+"""Keys of the number of experts per layer in the configuration of a language model."""
 
 _WITHOUT_TP_PLAN = ("gpt2", "opt")
 """Model families without a tensor-parallel plan in transformers (docs/models.md)."""
@@ -47,7 +47,7 @@ def read_max_positions(model: Path) -> int | None:
 
 
 def has_experts(model: Path) -> bool:
-    """Returns whether a model is a mixture of experts, by its `config.json`. False if the file cannot be read."""
+    """Returns whether `config.json` describes a mixture of experts. False if the file cannot be read."""
     settings = read_text_config(model)
     counts = (settings.get(name) for name in NUM_EXPERTS)
     return any(isinstance(count, int) and count > 1 for count in counts)

@@ -242,7 +242,7 @@ def _compare_scores(
 
 
 def _has_score(row: Row) -> bool:
-    # An earlier version saved 0 as the score of a failed reward.
+    # Saved rows of other versions have the score 0 if a reward failed.
     return row.get("score") is not None and not row.get("reward_failures")
 
 

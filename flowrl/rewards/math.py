@@ -24,7 +24,7 @@ _MAX_CHARACTERS = 20_000
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3})")
 """Separators of thousands in LaTeX."""
 _EXPONENT = re.compile(r"(?<![\w.])(?<!\d,)(?:\d+(?:\.\d+)?|\.\d+)[eE][-+]?[0-3]?\d{1,2}(?!\w)")
-"""A number with an exponent below 400, which math-verify reads as a product with e."""
+"""A number with an exponent below 400. math-verify would read it as a product with e."""
 _HAS_LATEX = re.compile(r"\\boxed|\\fbox|\\\(|\\\[|\$[^$]+\$")
 _BOX = "\\boxed{"
 _BRACE = re.compile(r"(?<!\\)[{}]")

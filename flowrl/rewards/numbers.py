@@ -3,8 +3,8 @@
 A number has an optional sign (`-`, U+2212 or `+`), digits, decimals and an exponent: `-3`, `.5`, `1,234.50`, `1e-5`.
 Two numbers around a slash are a fraction (`3/4`); more than two, as in the date `1/2/2024`, are separate numbers.
 
-- A sign directly follows neither a letter, a digit, `%` nor a closing bracket. There, it is a hyphen, the dash of a
-  range or an operator: `10-12` has the numbers 10 and 12.
+- Directly after a letter, a digit, `%` or a closing bracket, `-` and `+` are not signs, but hyphens, dashes of ranges
+  or operators: `10-12` has the numbers 10 and 12.
 - Separators of thousands are commas, `{,}`, `\\,`, `\\!`, and no-break or thin spaces. Other commas separate numbers:
   `1,23` has two.
 - A currency symbol may stand before or after the sign. Units, percent signs and a period at the end have no effect:
@@ -86,8 +86,8 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def canonical_text(number: Fraction) -> str:
-    """Returns the only text of a number: a decimal without an exponent if it is finite (`1000`, `-0.5`), otherwise the
-    reduced fraction (`-1/3`).
+    """Returns the canonical text of a number: a decimal without an exponent if it is finite (`1000`, `-0.5`), otherwise
+    the reduced fraction (`-1/3`).
     """
     try:
         quotient = _EXACT.divide(Decimal(number.numerator), Decimal(number.denominator))

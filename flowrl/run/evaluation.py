@@ -303,7 +303,7 @@ def measure_sets(
 def _without_failed_scores(batch: Batch) -> Batch:
     """Returns a batch in which the score of a response is NaN if its reward failed. Waits for the scores.
 
-    With `on_failure: zero`, such a score is 0. A reward model that is called directly may give NaN or infinity.
+    With `on_failure: zero`, such a score is 0. A reward model that is called directly may return NaN or infinity.
     """
     if "scores" not in batch:
         return batch
@@ -437,6 +437,7 @@ class EvaluationHistory:
         by_step = {int(record["step"]): record for record in records} if pending else {}
         for step, num_rows in pending:
             record = by_step.get(step, {})
-            failures = [name for name in record if name.startswith(NUM_FAILED)]  # the first evaluation may have none
+            # `names` are those of the first evaluation, which may have no failures.
+            failures = [name for name in record if name.startswith(NUM_FAILED)]
             own = [name for name in dict.fromkeys((*names, *failures)) if name in record]
             self.add(step, Evaluation({name: record[name] for name in own}, num_rows))

@@ -91,14 +91,15 @@ class GroupFilter:
     def select_values(self, values: Mapping[str, Any]) -> list[SelectedGroup]:
         """Returns one result per group, given the values of `columns`.
 
-        `scores` replaces the configured column in groups to which it does not apply, where all its values are NaN.
+        `scores` replaces the configured column in groups in which all values of this column are NaN. The reward of the
+        column does not apply to their data sources.
         """
         column_GS, scores_GS = (
             np.asarray(values[name], dtype=np.float64).reshape(-1, self._samples) for name in (self._column, "scores")
         )
-        judged_GS = np.where(np.isnan(column_GS).all(-1, keepdims=True), scores_GS, column_GS)
-        failed_B = np.asarray(values[FAILED]) if self._reads_failed else np.zeros(judged_GS.size, dtype=bool)
-        return list(map(self.select_group, judged_GS, failed_B.reshape(judged_GS.shape)))
+        compared_GS = np.where(np.isnan(column_GS).all(-1, keepdims=True), scores_GS, column_GS)
+        failed_B = np.asarray(values[FAILED]) if self._reads_failed else np.zeros(compared_GS.size, dtype=bool)
+        return list(map(self.select_group, compared_GS, failed_B.reshape(compared_GS.shape)))
 
     def select_group(self, scores: np.ndarray, failed: np.ndarray) -> SelectedGroup:
         """Returns the result for the rows of one group. A NaN is not compared with the other scores."""

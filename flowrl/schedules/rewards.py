@@ -317,7 +317,7 @@ def _describe_failure(part: RewardComponent, call: RewardCall) -> str:
     if part.model is None:
         text = SHORT_REPR.repr(call.message)
         return f"judge {part.name} returned no verdict: {text}; correct its prompt, or set reward.on_failure"
-    return f"{call.message}, which is no finite number: use another model or dtype, or set reward.on_failure"
+    return f"{call.message}, which is not a finite number: use another model or dtype, or set reward.on_failure"
 
 
 def reward_metrics(batches: Sequence[Batch]) -> list[Future | LocalRef]:

@@ -282,7 +282,7 @@ class EpisodeConnections:
 
     @contextmanager
     def share(self, *, is_scored: bool) -> Iterator[Episodes]:
-        """Yields an empty set of episodes, whose connections later blocks reuse. The block completes all episodes."""
+        """Yields an empty set of episodes, whose connections later blocks reuse. Blocks must complete all episodes."""
         if not is_scored and self.environment is None:
             yield self.open(is_scored=False)
             return

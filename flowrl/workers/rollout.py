@@ -189,7 +189,7 @@ class Rollout(Worker["RolloutGroup"]):
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Replaces the connections of the stream of prompt groups. Calls of `generate` connect when they need it."""
+        """Replaces the connections of the stream of prompt groups. The next call of `generate` connects again."""
         self._connections.close()
         self._groups.episodes.close()
         self._groups = PromptGroups(self._connections.open(is_scored=True))

@@ -62,8 +62,8 @@ def reinforce_plus_plus(
     Args:
         rewards: [B, T], reward for token t, of the whole batch. The paper includes the penalty of `kl_shaped_rewards`.
         mask: bool [B, T], as in `gae`.
-        trained_mask: bool [B, T], the tokens of the mask that the loss trains on. The others have rewards, but do not
-            enter the whitening, and their advantages are 0. None: all tokens of the mask.
+        trained_mask: bool [B, T], the tokens of the mask that the loss trains on. Other tokens have rewards, but do
+            not enter the whitening, and their advantages are 0. None: all tokens of the mask.
         gamma: discount per sampled token, in [0, 1] (paper: 1).
         eps: small number that `whiten` adds to the variance.
     Returns: [B, T]. All advantages are 0 if all G are equal.

@@ -23,7 +23,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
         P = -1                                   where l > max_length
 
     Args:
-        lengths: [B], response lengths l in tokens, counted as the length limit counts them.
+        lengths: [B], response lengths l in tokens, counted in the same way as the length limit.
         max_length: > 0, in tokens. The penalty is -1 from this length on. Set it to the length limit, so that a
             response that reaches the limit has the full penalty. An episode whose next observation does not fit ends
             below the limit.

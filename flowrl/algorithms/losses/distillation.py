@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.algorithms.masking import at_least_float32
 
 MIN_REST = 1e-6
-"""Probability added to that of all tokens outside of the candidates. It exceeds the rounding errors of float32 sums."""
+"""Added to the total probability of the tokens outside of the candidates. It exceeds the rounding errors of float32."""
 
 
 def sampled_reverse_kl_loss(

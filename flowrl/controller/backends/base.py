@@ -25,7 +25,7 @@ class Backend(Protocol):
         ...
 
     def count_usable_cpus(self, nodes: Collection[int]) -> Mapping[int, int]:
-        """Returns the number of CPUs that a worker process may use, for each of these nodes, after `reserve`."""
+        """Returns node index -> number of CPUs that a worker process may use. `reserve` must have returned."""
         ...
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:

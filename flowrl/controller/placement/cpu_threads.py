@@ -15,7 +15,7 @@ _VARIABLE = "OMP_NUM_THREADS"
 
 
 def read_requested_threads(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the number of threads in OMP_NUM_THREADS, None without it. Raises UserError if it is invalid.
+    """Returns the number of threads in OMP_NUM_THREADS; None if it is not set. Raises UserError if it is invalid.
 
     Only the driver reads it, because Ray and the fork server set it in worker processes.
     """
@@ -104,5 +104,5 @@ def _read_quota(group: Path, kind: str) -> float | None:
         else:
             quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):  # `max` is no number
+    except (OSError, ValueError):  # `max` is not a number
         return None

@@ -30,7 +30,7 @@ def render_threads(plan: Plan, requested: int | None, usable_cpus: int | None, *
 
     Args:
         plan: the plan.
-        requested: number of the setting or of the environment; None divides the usable CPUs of a node.
+        requested: number in the setting or in OMP_NUM_THREADS; None divides the usable CPUs of a node.
         usable_cpus: number of usable CPUs of this machine; None if the plan is for another machine.
         is_inline: whether all roles share one process.
     """

@@ -83,7 +83,7 @@ def _check_prompt_keys(values: Values, used: set[str]) -> None:
 
 
 def _is_empty(value: Any) -> bool:  # Any: a value of the row
-    """Returns whether a value says nothing. Tables store keys that a row lacks as null."""
+    """Returns whether a value is null or empty. Tables store keys that a row lacks as null."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
@@ -160,7 +160,7 @@ def _read_turn(turn: Any, key: str) -> Message:
 
 
 _DEFAULTS = (("weight", 1),)
-"""Values of other keys of a turn that change nothing: a response with the weight 1 is trained."""
+"""Allowed pairs of an unread key of a turn and its value. A response is trained with the weight 1 anyway."""
 
 
 def _message(role: str, content: str, key: str) -> Message:

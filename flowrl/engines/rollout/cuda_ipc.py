@@ -1,7 +1,7 @@
 """Weights in GPU memory that two processes on the same GPU share through CUDA IPC.
 
 The actor copies a bucket of weights into one buffer, and the rollout copies the weights out of it. Only torch is
-needed. On the CPU, the buffer is in shared memory, which a connection of `torch.multiprocessing` passes on.
+needed. On the CPU, the buffer is in shared memory, which a connection of `torch.multiprocessing` can send.
 """
 
 import itertools
@@ -79,12 +79,12 @@ class IpcSender:
         for part, (_, weight) in zip(self._buffer.split(sizes), weights, strict=True):
             part.copy_(_bytes(weight))
         if self._device.type == "cuda":
-            # The receiver reads on a stream of its own process.
+            # The receiver's stream does not wait for the copies on this stream.
             torch.cuda.current_stream(self._device).synchronize()
         return IpcBucket(metadata, {_device_id(self._device): reduce_tensor(self._buffer)})
 
     def release(self) -> None:
-        """Returns the memory of the last bucket to the GPU, for the receiver's process."""
+        """Returns the memory of the last bucket to the GPU, so that other processes can allocate it."""
         self._drop_buffer()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -56,7 +56,7 @@ def evaluate_models(
         rows: file of JSON lines for all responses. None: no file.
     Raises:
         UserError: a model, a task, a file or a setting is invalid, or more rewards failed than `max_failure_rate`
-            allows. In the last case, the table and the files have the results up to this model.
+            allows. In the last case, the table and the files contain the results up to this model.
         WorkerError: a worker failed. The table and the files have the models that were evaluated before.
     """
     for option, path in (("--output", output), ("--rows", rows)):
@@ -109,7 +109,8 @@ def _check_failures(
 ) -> None:
     """Notifies the user if rewards failed. Raises UserError if their share is above `max_failure_rate`.
 
-    `evaluated` has the scores by task for each config, and then those of lm-eval, which has no rewards.
+    `evaluated` contains the scores by task of each config. The scores of lm-eval follow, and are ignored: lm-eval has
+    no rewards.
     """
     for config, scores in zip(configs, evaluated, strict=False):
         watch = FailureWatch(config, notify)

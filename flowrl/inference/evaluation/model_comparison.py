@@ -35,7 +35,7 @@ class TaskResult:
     prompts have the same data source.
     """
     difference: Difference | None = None
-    """Mean score minus that of the first model, over the prompts that both models have a score of. None for the first
+    """Mean score minus that of the first model, over the prompts with a score of both models. None for the first
     model, or if the prompts differ.
     """
     num_compared: int | None = None

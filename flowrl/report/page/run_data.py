@@ -112,7 +112,7 @@ def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
 
     The interval of `accuracy` is `evaluation/accuracy_low` to `evaluation/accuracy_high`; for the set NAME,
     `accuracy/NAME` and `evaluation/accuracy_low/NAME`. It is None if the run has not logged it. `has_failures` is
-    whether rewards failed in one of the two evaluations, whose values are then means over different responses.
+    true if rewards failed in one of the two evaluations. Their values are then means over different responses.
     """
     names = dict.fromkeys(name for record in records for name in record if name.startswith(_EVALUATED))
     bounds = {bound for name in names for bound in _interval_names(name)}
@@ -139,8 +139,9 @@ def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _value(record: Record, name: str) -> float:
-    """Returns the value of a metric, or NaN. Metrics of failed rewards are only logged if there are any, and their
-    values in other evaluations are 0 or the accuracy.
+    """Returns the value of a metric, or NaN.
+
+    An evaluation without failed rewards does not log their metrics. Their values are then 0, or the accuracy.
     """
     if name in record or not name.startswith(NUM_FAILED):
         return record.get(name, nan)

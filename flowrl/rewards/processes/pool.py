@@ -320,7 +320,7 @@ class ScoringPool:
             return
         for row, outcome in zip(call.rows, outcomes, strict=True):
             self._end_attempt(process, row, replace(outcome, seconds=seconds))
-            if outcome.failure == "memory":  # libraries may not work any more
+            if outcome.failure == "memory":  # libraries may be in an invalid state
                 process.is_retiring = True
 
     def _handle_row(self, process: ProcessState, message: Mapping[str, Any], call: CallInFlight) -> None:
@@ -339,13 +339,13 @@ class ScoringPool:
             self._events.watch_output(process.process)
         else:
             del process.calls[message["id"]]
-            if call.rows:  # it may not begin another row
+            if call.rows:  # the process begins none of the other rows
                 process.process.reclaim_rows()
                 self._queue_first(call.rows)
             elif now_s < call.reclaim_s < math.inf:
                 row.function.rows_per_message = min(2 * row.function.rows_per_message, _MAX_ROWS_PER_MESSAGE)
         self._end_attempt(process, row, outcome)
-        process.is_retiring |= outcome.failure == "memory"  # libraries may not work any more
+        process.is_retiring |= outcome.failure == "memory"  # libraries may be in an invalid state
 
     def _end_attempt(self, process: ProcessState, row: QueuedRow, outcome: Outcome) -> None:
         """Sets the outcome of a row, or queues the row for another attempt."""
@@ -516,7 +516,7 @@ class ScoringPool:
         return not has_others or time.monotonic() - process.session_start_s < _SESSION_S
 
     def _take(self, function: LoadedFunction, process: ProcessState, num_idle: int) -> list[QueuedRow]:
-        """Removes the rows of the next call of a process from the queue, which `num_idle` processes share."""
+        """Removes the rows of a process's next call from the queue. `num_idle` processes share the queue."""
         queue, skipped, rows = function.queue, [], []
         size = function.spec.batch_size or 1
         if function.is_sequential:

@@ -14,7 +14,7 @@ from flowrl.rewards.processes.process import ScoringProcess
 from flowrl.rewards.reward_function import MAX_SCORE, Failure, FunctionKind
 
 MESSAGE_S = 0.01
-"""Time for the rows of a message. The pool then reclaims those that have not begun."""
+"""Time after which the pool reclaims the rows of a message that have not begun."""
 
 _FAILURES = ("raised", "invalid", "memory", "timeout")
 """Failures that a process reports itself."""
@@ -110,7 +110,7 @@ class ProcessState:
 
     @property
     def call_deadline_s(self) -> float:
-        """Time at which a call has exceeded its timeout."""
+        """Time at which the first call exceeds its timeout."""
         return min((call.deadline_s for call in self._running_calls), default=math.inf)
 
     @property
@@ -129,11 +129,11 @@ class ProcessState:
         return any(call.num_rows > 1 for call in self.calls.values()) and time.monotonic() < self.reclaim_s < math.inf
 
     def reclaim(self) -> list[QueuedRow]:
-        """Removes the rows of a slow message that the process has not begun. Returns them.
+        """Removes and returns the rows of a slow message that the process has not begun.
 
         The next messages with rows of this function have one row.
         """
-        (call,) = self.calls.values()  # of a sequential function
+        (call,) = self.calls.values()  # a process of a sequential function has one call at a time
         num_begun = max(1, len(call.rows) - self.process.reclaim_rows())
         rows, call.rows, call.reclaim_s = call.rows[num_begun:], call.rows[:num_begun], math.inf
         call.rows[0].function.rows_per_message = 1

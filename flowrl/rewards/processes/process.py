@@ -99,7 +99,7 @@ class ScoringProcess:
         self.output, output = os.pipe()
         self.stacks, stacks = os.pipe()
         self._rows = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
-        """Number of sent rows that the process has not begun. Its main loop takes one before each row but the first."""
+        """Number of sent rows that the process has not begun. The process takes one before all rows but the first."""
         self.has_ended = False
         # A process that is killed cannot remove its temporary files.
         self._folder = tempfile.mkdtemp(dir=launcher.folder)
@@ -158,7 +158,7 @@ class ScoringProcess:
         self._allowance = _OUTPUT_PER_CALL
 
     def reclaim_rows(self) -> int:
-        """Returns the number of sent rows that the process has not begun. It does not begin them any more."""
+        """Reclaims the sent rows that the process has not begun, and returns their number."""
         num_rows = 0
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -122,7 +122,7 @@ class Scorer:
             return
         for i, row in enumerate(rows):
             result = self._call(name, [row])
-            # After a failure for lack of memory, libraries may not work any more.
+            # After a failure for lack of memory, libraries may be in an invalid state.
             continues = i + 1 < len(rows) and result.get("failure") != "memory" and self._claim_row()
             self._send({"kind": "result", "id": number, "continues": continues, **result})
             if not continues:

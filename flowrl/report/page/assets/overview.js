@@ -108,7 +108,7 @@ function evaluationTable(runs) {
   return el("div", { class: "card pad scroll" }, el("h3", {}, "Evaluation before and after"),
     el("table", {}, el("thead", {}, el("tr", {}, several ? el("th", {}, "Run") : null, el("th", {}, "Metric"), el("th", { class: "num" }, ...stepHead("First", "first_step")), el("th", { class: "num" }, ...stepHead("Last", "last_step")), el("th", { class: "num" }, "Change"))),
       el("tbody", {}, ...rows)),
-    hasIntervals ? el("p", { class: "note", style: { marginTop: "8px" } }, "The second line of a value is its 95 % interval over the prompts. A change in color is larger than both intervals, and no reward failed.") : null);
+    hasIntervals ? el("p", { class: "note", style: { marginTop: "8px" } }, "The second line of a value is its 95 % interval over the prompts. A change in color is larger than both intervals, in evaluations without failed rewards.") : null);
 }
 
 function healthCard() {
