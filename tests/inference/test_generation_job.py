@@ -259,7 +259,7 @@ def test_a_score_of_a_reward_model_that_is_no_finite_number_selects_no_response(
     for sample, value in enumerate((1.0, score)):
         future: Future[float] = Future()
         future.set_result(value)
-        rows.append((GeneratedText(TextRequest(7, sample, [1]), [2], "a", "stop", -0.5), future))
+        rows.append((GeneratedText(TextRequest(7, sample, [1]), [2], "a", "a", "stop", -0.5), future))
     with rejects("--reward", score, 7):
         _select_best(rows)
 
