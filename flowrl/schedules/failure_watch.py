@@ -19,7 +19,7 @@ class FailureWatch:
         self._notify = notify
         self._limit: float | None = None
         self._counts_as_zero = False
-        """Whether to warn about negative scores: failed rewards have the score 0 in training, and no warning was shown."""
+        """Whether failed rewards have the score 0 in training, and no warning about negative scores has been shown."""
         self._role = "reward"
         if isinstance(config, RolloutRunConfig) and config.on_failure != "stop":
             self._limit = config.max_failure_rate
