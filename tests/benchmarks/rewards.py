@@ -1,44 +1,35 @@
-"""Throughput of `ScoringPool` with a reward function that sleeps 0.1 s, and the overhead per row.
+"""Throughput of `ScoringPool` with a reward function that sleeps 0.1 s, and the overhead per row and per `generate`.
 
 python -m tests.benchmarks.rewards [--rows N] [--repeats N]
 """
 
 import argparse
-import asyncio
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
+import psutil
+
+from flowrl import Batch, Cluster, Placement
+from flowrl.config import ModelConfig, RewardConfig, RolloutConfig
 from flowrl.rewards.processes.pool import FunctionSpec, PoolLimits, ScoringPool
+from flowrl.schedules.rewards import Rewards
+from flowrl.workers import Reward, Rollout
+from tests.benchmarks import reward_functions, step
 from tests.benchmarks.measure import Figure, alone, machine, read_arguments, table
+from tests.benchmarks.reward_functions import SLEEP_S
 
-SLEEP_S = 0.1
 WORKERS = 16
 """Calls that run at the same time: in one process each, or as async calls in `ASYNC_PROCESSES`."""
 
 ASYNC_PROCESSES = 2
 BATCH_SIZE = 8
-HERE = "tests.benchmarks.rewards"
+CALLS = 10
+"""Calls of `generate` between two readings of the CPU time, whose resolution is 10 ms."""
 
-
-def sleep(response: str) -> float:
-    time.sleep(SLEEP_S)
-    return float(len(response))
-
-
-async def sleep_async(response: str) -> float:
-    await asyncio.sleep(SLEEP_S)
-    return float(len(response))
-
-
-def sleep_batch(response: list[str]) -> list[float]:
-    """Sleeps as long as calls per row."""
-    time.sleep(SLEEP_S * len(response))
-    return [float(len(text)) for text in response]
-
-
-def no_operation(response: str) -> float:
-    return float(len(response))
+FUNCTIONS = reward_functions.__name__
 
 
 def seconds_of(spec: FunctionSpec, limits: PoolLimits, num_rows: int, repeats: int) -> tuple[float, float]:
@@ -57,8 +48,47 @@ def seconds_of(spec: FunctionSpec, limits: PoolLimits, num_rows: int, repeats: i
     return statistics.median(times), warm_up_s
 
 
+def generate_figures(repeats: int) -> list[Figure]:
+    """Returns by how much a function that returns at once prolongs a call of `generate` with 32 rows."""
+    roles = {"rollout": "main", "reward": "main"}
+    placement = Placement(device="cpu", pools={"main": [1]}, roles=roles)
+    prompts = Batch.from_rows(
+        [{"prompt_ids": [20 + i // 8] * 8, "prompt_id": i // 8, "sample": i % 8} for i in range(32)]
+    )
+    config = RewardConfig(function=f"{FUNCTIONS}:score")
+    with tempfile.TemporaryDirectory() as folder, Cluster(placement, backend="inline", num_threads=1) as cluster:
+        step.write_inputs(Path(folder), "81k", 8)
+        reward = cluster.group("reward", Reward, config)
+        model = ModelConfig(path=Path(folder) / "policy")
+        rollout = cluster.group("rollout", Rollout, RolloutConfig(max_response_tokens=32), model, seed=0)
+        rewards = Rewards(config, {"reward": reward}, "reward")
+        rewards.connect(rollout)
+        sides = (
+            lambda: rollout.generate(prompts, **rewards.generate_arguments).get("scores"),
+            lambda: rollout.generate(prompts).get("response"),
+        )
+        times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
+        for number in range(repeats + 1):
+            for side in (0, 1) if number % 2 else (1, 0):
+                start_cpu_s, start_s = step.cpu_seconds(psutil.Process()), time.perf_counter()
+                for _ in range(CALLS):
+                    sides[side]()
+                seconds = time.perf_counter() - start_s
+                if number:  # after a warmup
+                    times[side].append((seconds, step.cpu_seconds(psutil.Process()) - start_cpu_s))
+    scored, unscored = (
+        [statistics.median(column) / CALLS * 1e3 for column in zip(*side, strict=True)] for side in times
+    )
+    return [
+        alone(f"generate, 32 rows: {what} of a function that returns at once", "ms", ours - raw, bound=10)
+        for what, ours, raw in zip(("wall time", "CPU time"), scored, unscored, strict=True)
+    ]
+
+
 def main() -> None:
-    """Prints shares of the ideal throughput (workers / seconds of a call), milliseconds per row, and start times."""
+    """Prints shares of the ideal throughput (workers / seconds of a call), milliseconds per row, start times, and the
+    cost of a reward per call of `generate`.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
@@ -68,17 +98,18 @@ def main() -> None:
     ideal_s = arguments.rows * SLEEP_S / WORKERS
     figures: list[Figure] = []
     for what, spec, limits in (
-        ("sync", FunctionSpec("sync", f"{HERE}:sleep"), per_process),
-        ("async", FunctionSpec("async", f"{HERE}:sleep_async"), concurrent),
-        ("batched", FunctionSpec("batched", f"{HERE}:sleep_batch", batch_size=BATCH_SIZE), per_process),
+        ("sync", FunctionSpec("sync", f"{FUNCTIONS}:sleep"), per_process),
+        ("async", FunctionSpec("async", f"{FUNCTIONS}:sleep_async"), concurrent),
+        ("batched", FunctionSpec("batched", f"{FUNCTIONS}:sleep_batch", batch_size=BATCH_SIZE), per_process),
     ):
         run_s, warm_up_s = seconds_of(spec, limits, arguments.rows, arguments.repeats)
         figures.append(alone(f"{what}: share of the ideal throughput", "", ideal_s / run_s, bound=0.9))
         figures.append(alone(f"{what}: start of {limits.workers} processes", "s", warm_up_s))
-    spec = FunctionSpec("none", f"{HERE}:no_operation")
+    spec = FunctionSpec("none", f"{FUNCTIONS}:no_operation")
     for workers in (1, 2):
         run_s, _ = seconds_of(spec, PoolLimits(workers, timeout_s=60), arguments.rows, arguments.repeats)
         figures.append(alone(f"no-op, {workers} processes: per row", "ms", run_s / arguments.rows * 1e3))
+    figures += generate_figures(4 * arguments.repeats)
     ran_on = "\n".join(f"{name}: {value}" for name, value in machine().items())
     sys.stdout.write(f"{ran_on}\n\n{table(figures)}\n")
 

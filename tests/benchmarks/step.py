@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,8 +41,9 @@ import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from flowrl.report.chrome_trace import read_trace
 from tests.benchmarks.measure import machine, print_lines, read_arguments
-from tests.benchmarks.step_reward import RESPONSE
+from tests.benchmarks.reward_functions import RESPONSE
 from tests.benchmarks.turns import TurnServer
 
 ROOT = Path(__file__).parents[2]
@@ -61,8 +63,8 @@ MODELS = {
     "2.9M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4},
 }
 TARGETS = {
-    ("grpo", "trl"): {"81k": 0.85, "2.9M": 0.85},
-    ("ppo", "trl, no gc"): {"81k": 0.7, "2.9M": 0.9},
+    ("grpo", "trl"): {"81k": 0.85, "2.9M": 0.97},
+    ("ppo", "trl, no gc"): {"81k": 1.0, "2.9M": 1.0},
     ("samples", "trl"): {"81k": 0.7, "2.9M": 0.7},
     ("ray, grpo", "inline"): {"81k": 1.1, "2.9M": 1.1},
     ("ray, ppo", "inline"): {"81k": 1.1, "2.9M": 1.1},
@@ -127,7 +129,7 @@ def flowrl_settings(folder: Path, algorithm: str, backend: str, steps: int, prom
         "samples_per_prompt": SAMPLES,
         "actor": {"model": policy, "optimizer": optimizer, "kl_loss_coef": 0.04, "kl_loss_kind": "k3"},
         "reference": {"model": policy},
-        "reward": {"function": "tests.benchmarks.step_reward:score"},
+        "reward": {"function": "tests.benchmarks.reward_functions:score"},
         "algorithm": {"estimator": "grpo"},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": prompt_tokens},
         "report": {"plots": False, "tensorboard": False, "rollouts": None},
@@ -209,6 +211,8 @@ class Line:
     ratios: list[float] = field(repr=False)
     """Ratio of wall times of each round."""
     cpu_ratios: list[float] = field(repr=False)
+    calls: dict[str, float] = field(repr=False)
+    """Wall time of each call of flowrl, median in milliseconds. Reward functions score responses in `generate`."""
 
 
 def flowrl(algorithm: str, prompt_tokens: int = 8, backend: str = "inline", *, threads: int | None = 1) -> Side:
@@ -312,35 +316,50 @@ def started(
                 process.wait(60)
 
 
+def call_ms(run: Path) -> dict[str, float]:
+    """Returns the median milliseconds of each call of a finished run that takes at least 1 ms."""
+    times = defaultdict[str, list[int]](list)
+    for event in read_trace(run).events:
+        times[f"{event.role}.{event.method}"].append(event.ended_ns - event.started_ns)
+    medians = {name: statistics.median(own) / 1e6 for name, own in times.items() if len(own) > 2}
+    return {name: round(ms, 1) for name, ms in medians.items() if ms >= 1}
+
+
 def measure(case: Case, rounds: int) -> list[Line]:
     """Runs all programs of a case in turns."""
     count = STEPS_PER_TURN[case.size]
     steps = 1 + count * (WARMUP_TURNS + rounds)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in case.sides}
-    with tempfile.TemporaryDirectory(prefix="step-") as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="step-") as name:
         folder = Path(name)
         write_inputs(folder, case.size, case.prompt_tokens)
-        sides = {}
-        for number, (side, command) in enumerate(case.sides.items()):
-            server = TurnServer(folder / f"{number}.sock")
-            arguments = command(folder, server.path, steps)
-            sides[side] = server, stack.enter_context(started(arguments, server, folder / f"{number}.log"))
-        names = list(sides)
-        for turn in range(WARMUP_TURNS + rounds):
-            first = turn % len(names)
-            for side in (*names[first:], *names[:first]):
-                server, process = sides[side]
-                start_cpu_s, start_s = cpu_seconds(process), time.perf_counter()
-                server.run_steps(count)
-                seconds = time.perf_counter() - start_s
-                if turn >= WARMUP_TURNS:
-                    times[side].append((seconds / count, (cpu_seconds(process) - start_cpu_s) / count))
+        with ExitStack() as stack:
+            sides = {}
+            for number, (side, command) in enumerate(case.sides.items()):
+                server = TurnServer(folder / f"{number}.sock")
+                arguments = command(folder, server.path, steps)
+                sides[side] = server, stack.enter_context(started(arguments, server, folder / f"{number}.log"))
+            names = list(sides)
+            for turn in range(WARMUP_TURNS + rounds):
+                first = turn % len(names)
+                for side in (*names[first:], *names[:first]):
+                    server, process = sides[side]
+                    start_cpu_s, start_s = cpu_seconds(process), time.perf_counter()
+                    server.run_steps(count)
+                    seconds = time.perf_counter() - start_s
+                    if turn >= WARMUP_TURNS:
+                        times[side].append((seconds / count, (cpu_seconds(process) - start_cpu_s) / count))
+        calls = call_ms(folder / "run-0")
     ours, *baselines = case.sides
-    return [_line(case, baseline, times[ours], times[baseline]) for baseline in baselines]
+    return [_line(case, baseline, times[ours], times[baseline], calls) for baseline in baselines]
 
 
 def _line(
-    case: Case, baseline: str, ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]
+    case: Case,
+    baseline: str,
+    ours: Sequence[tuple[float, float]],
+    theirs: Sequence[tuple[float, float]],
+    calls: dict[str, float],
 ) -> Line:
     ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)] for i in (0, 1))
 
@@ -360,12 +379,13 @@ def _line(
         TARGETS.get((case.part, baseline), {}).get(case.size),
         [round(ratio, 3) for ratio in ratios],
         [round(ratio, 3) for ratio in cpu_ratios],
+        calls,
     )
 
 
 HEAD = (
-    "| step | model | baseline | wall time | baseline | ratio | CPU time | baseline | ratio | target |\n"
-    "|---|---|---|---|---|---|---|---|---|---|\n"
+    "| step | model | baseline | wall time | baseline | ratio | CPU time | baseline | ratio | target | calls, ms |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -374,7 +394,8 @@ def row_of(line: Line) -> str:
     target = "" if line.target is None else f"{line.target:g}"
     return (
         f"| {line.part} | {line.size} | {line.baseline} | {line.ms:.0f} ms | {line.baseline_ms:.0f} ms | "
-        f"{line.ratio:.2f} | {line.cpu_ms:.0f} ms | {line.baseline_cpu_ms:.0f} ms | {line.cpu_ratio:.2f} | {target} |\n"
+        f"{line.ratio:.2f} | {line.cpu_ms:.0f} ms | {line.baseline_cpu_ms:.0f} ms | {line.cpu_ratio:.2f} | {target} | "
+        f"{', '.join(f'{name} {ms:.0f}' for name, ms in line.calls.items())} |\n"
     )
 
 

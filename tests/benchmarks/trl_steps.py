@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports] (the environment of TRL)
-from step_reward import RESPONSE, score  # pyright: ignore[reportMissingImports] (this folder is on the path)
+from reward_functions import RESPONSE, score  # pyright: ignore[reportMissingImports] (this folder is on the path)
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
