@@ -60,8 +60,8 @@ def paired(
 def read_arguments(parser: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:
     """Adds the option `--smoke` and returns the arguments of the command line.
 
-    With `--smoke`, a benchmark measures its smallest case once, to show that it runs: `smoke` has the defaults of the
-    other options.
+    With `--smoke`, a benchmark measures its smallest case once, as a test of the benchmark. `smoke` contains the
+    defaults of the other options for this case.
     """
     parser.add_argument("--smoke", action="store_true", help="measure the smallest case once, to test the benchmark")
     if "--smoke" in sys.argv[1:]:

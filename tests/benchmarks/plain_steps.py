@@ -2,9 +2,9 @@
 
 python -m tests.benchmarks.plain_steps {grpo,ppo} FOLDER SOCKET STEPS
 
-A step has the passes of a step of `tests.benchmarks.step`, without anything else: sampling with `generate`, the passes
+A step has the passes of a step of `tests.benchmarks.step`, and nothing else: sampling with `generate`, the passes
 without gradient, and one update of each trained model with AdamW. FOLDER has the models and the prompts that
-`tests.benchmarks.step` has written. It is a floor for a step with the same matrix products.
+`tests.benchmarks.step` has written. Its time is a lower bound for a step with the same matrix products.
 """
 
 import argparse

@@ -6,7 +6,7 @@ A cost is a ratio of the CPU times of flowrl and of a baseline in the same run (
 regress.json has the committed values, and the machine that measured them. A ratio that is more than 15 % too large is
 measured again. Exits with 1 if it is too large both times, or if a count is more than 5 % too large.
 
-`--update` writes the measured values to regress.json, so that a commit that makes flowrl costlier contains them.
+`--update` writes the measured values to regress.json. A commit that raises a cost must contain them.
 """
 
 import argparse

@@ -28,7 +28,7 @@ def test_smallest_case_runs(program: str) -> None:
     command = [sys.executable, "-m", f"tests.benchmarks.{program}", "--smoke"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.strip(), "a benchmark prints its figures, or why it skips"
+    assert done.stdout.strip(), "a benchmark prints its figures, or the reason for skipping them"
 
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in OF_OTHER_PROGRAMS])

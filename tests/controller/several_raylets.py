@@ -2,7 +2,7 @@
 
 Prints the cluster's address, then executes one command per line and prints a line: `add CPUS ADDRESS`; `pinned CPUS
 ADDRESS` adds a node whose processes may use one CPU; `kill` ends the node that was added last; `freeze` stops it
-without a word, as a machine that lost its power does. It ends its nodes when its input ends.
+without closing its connections, like a machine that loses power. It ends its nodes when its input ends.
 """
 
 import os

@@ -17,7 +17,7 @@ class Receiver:
         self._connection = connection
 
     def read(self, bucket: IpcBucket) -> list[tuple[str, torch.Tensor]]:
-        """Returns the weights on the CPU, as the other process has read them."""
+        """Returns the weights that the other process has read, on the CPU."""
         self._connection.send(bucket)
         return self._connection.recv()
 

@@ -82,7 +82,7 @@ def load_ipc_bucket(worker: Worker) -> list[tuple[str, Tensor]]:
 
 
 def nccl_receiver(worker: Worker) -> tuple[int, tuple[str, ...]]:
-    """Joins vLLM's NCCL receiver to a group without other ranks: (buffer size, rank and config)."""
+    """Joins vLLM's NCCL receiver to a group without other ranks. Returns (buffer size, rank and config)."""
     transfer, ranks = join_nccl(SimpleNamespace(disabled=False))
     return transfer.nccl_receiver._engine.packed_buffer_size_bytes, ranks[0]
 
@@ -101,7 +101,7 @@ def error_of_disabled_nccl(worker: Worker) -> str:
 
 
 def join_nccl(communicator: Any) -> tuple[Any, list[tuple[str, ...]]]:
-    """Joins the transfer engine to a group: (transfer engine, rank and config of each join)."""
+    """Joins the transfer engine to a group. Returns (transfer engine, rank and config of each join)."""
     from vllm.distributed.weight_transfer import nccl_engine  # noqa: PLC0415 (as above)
 
     from flowrl.engines.rollout.vllm.nccl_transfer import TransferGroup  # noqa: PLC0415

@@ -281,13 +281,13 @@ def test_less_than_a_collapse_of_both_metrics_is_no_finding(rows: list[dict[str,
 @pytest.mark.parametrize(
     ("accuracy", "worst", "best", "fall"),
     [
-        # All evaluations have 0.5 or more, if the failed rewards of the last two had the best score.
+        # With the best score for the failed rewards of the last two, all evaluations have 0.5 or more.
         ([0.5, 0.5, 0.2, 0.2], [None, None, 0.1, 0.1], [None, None, 0.6, 0.5], 0.0),
-        # The first two evaluations are only known to have 0.4. The last two have at most 0.3.
+        # With the worst score for failed rewards, the first two evaluations have 0.4. The last two have at most 0.3.
         ([0.8, 0.8, 0.2, 0.2], [0.4, 0.4, 0.1, 0.1], [0.9, 0.9, 0.3, 0.3], 0.25),
     ],
 )
-def test_failed_rewards_cause_no_fall(
+def test_a_fall_exists_for_all_possible_scores_of_failed_rewards(
     accuracy: list[float], worst: list[float | None], best: list[float | None], fall: float
 ) -> None:
     rows = records(

@@ -63,7 +63,7 @@ def selected(rows: dict[str, torch.Tensor], keep: int = 1) -> tuple[list[float],
 
 
 def test_a_response_whose_reward_failed_is_never_selected() -> None:
-    """Its score of 0 would be the best one. All rewards of the last prompt failed."""
+    """The score of 0 of a failed response would be the best score. All rewards of the last prompt failed."""
     rows = {
         "scores": torch.tensor([-1.0, 0.0, -2.0, 0.0, -3.0, -4.0, 0.0]),
         "reward_failed": torch.tensor([False, True, False, True, False, False, True]),

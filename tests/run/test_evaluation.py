@@ -264,7 +264,7 @@ def test_the_first_and_the_last_result_are_kept_and_restored() -> None:
 
 
 def test_the_failures_of_a_pending_evaluation_are_restored() -> None:
-    """The first evaluation has no failures. Its metrics name those of the log record that belong to evaluations."""
+    """The first evaluation, whose metrics select the values of the log record, has no failures."""
     history = EvaluationHistory()
     history.add(0, rising(0))
     failures = {"evaluation/failed": 3.0, "evaluation/failed_as_best/hard": 0.75}

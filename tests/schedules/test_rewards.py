@@ -42,7 +42,7 @@ MODEL_SCORES = [2.0, math.nan, math.inf, math.nan]
 
 
 def table(last_source: str = "c") -> Any:
-    """Rows whose models give `MODEL_SCORES`. The last row has another data source."""
+    """Returns rows with the scores `MODEL_SCORES` of the models. The last row has the data source `last_source`."""
     return make_tensordict(
         {
             "task": torch.tensor([1.0, 0.0, 1.0, 1.0]),

@@ -25,8 +25,8 @@ class Cell:
 def run_cells(cells: Sequence[Cell], *, start_within_s: float | None = None) -> int:
     """Runs cells in turn and prints one line per cell as soon as it ends. Returns 1 if a cell failed, otherwise 0.
 
-    The lines begin with `* ` for figures, or with SKIPPED or FAILED. A failed cell does not prevent later cells. No
-    cell starts later than `start_within_s` after the call.
+    The lines begin with `* ` for figures, or with SKIPPED or FAILED. A failed cell does not prevent later cells. Cells
+    that would start later than `start_within_s` after the call are skipped.
     """
     begun_s, status = time.monotonic(), 0
     for cell in cells:

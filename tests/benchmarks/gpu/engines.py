@@ -35,7 +35,7 @@ _GRADIENT_RTOL = 0.05
 """
 _LOGPROBS_RTOL = 1e-3
 _PLAN_RTOL = 0.2
-"""Bound of the relative error of `flowrl plan`, which has been compared with measurements on CPUs only."""
+"""Bound of the relative error of `flowrl plan`. Its estimate has been compared with measurements only on CPUs."""
 
 
 def engine_cells(device: torch.device, folder: Path) -> list[Cell]:

@@ -15,8 +15,8 @@ def training_flops(config: Qwen2Config, lengths: Sequence[int], num_trained: int
 
     T is the number of tokens, P the number of elements of the layers' matrices, N `num_trained`, V the vocabulary and H
     the hidden size. A product of a token with a matrix of P elements has 2 P operations, and its backward pass has 4 P.
-    The head runs only for trained tokens. Norms, activations, the optimizer, and everything that is computed a second
-    time (gradient checkpointing, tiles of logits) are not counted. The result therefore gives the model FLOPs
+    The head runs only for trained tokens. Norms, activations, the optimizer, and repeated computations (gradient
+    checkpointing, tiles of logits) are not counted. The result therefore gives the model FLOPs
     utilization (MFU) of Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B.
     """
     width, key_width = _widths(config)

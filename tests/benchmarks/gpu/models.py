@@ -30,8 +30,8 @@ MODEL_SIZES = {
     | {"vocab_size": 8_192, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "eos_token_id": 1}
     | {"num_attention_heads": 4, "max_position_embeddings": 512},
 }
-"""Name -> settings of Qwen2.5-0.5B and Qwen2.5-1.5B, and of a model for rehearsals on the CPU, whose vocabulary is just
-large enough for tiled logits."""
+"""Name -> settings of Qwen2.5-0.5B and Qwen2.5-1.5B, and of a model for rehearsals on the CPU, whose vocabulary is
+just large enough for tiled logits."""
 
 
 def model_config(size: str) -> Qwen2Config:
@@ -70,7 +70,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Returns the memory of models that are no longer used to the driver, and resets the peak."""
+    """Frees the memory of unused models for other processes, and resets the peak."""
     release_cached_memory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -44,7 +44,7 @@ def start_observer(device: torch.device) -> Iterator[Observer]:
     own, other = context.Pipe()
     process = context.Process(target=_observe, args=(other, str(device)), daemon=True)
     process.start()
-    other.close()  # so that a read ends if the process has died
+    other.close()  # otherwise a read would not end if the process has died
     try:
         yield Observer(own)
     finally:

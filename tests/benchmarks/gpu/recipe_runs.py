@@ -13,11 +13,11 @@ from tests.benchmarks.gpu.cells import Cell
 
 _NUM_STEPS = 100
 LEAST_GAIN = 0.1
-"""Required gain in held-out accuracy of GRPO in 100 steps. On CPUs, it is +0.216."""
+"""Required gain in held-out accuracy of GRPO in 100 steps. The measured gain on CPUs is 0.216."""
 GRPO_CONFIG = "recipes/grpo/arithmetic.yaml"
 _REPORT = ("report.plots=false", "report.tensorboard=false")
 _SHOWN_LINES = 25
-"""Number of the last lines of a failed program that are shown."""
+"""Number of lines that are shown from the end of a failed program's output."""
 
 
 class ProgramFailed(Exception):
@@ -53,7 +53,7 @@ class RecipeRun:
 
 
 class Task:
-    """The quickstart's task, with a model after the warm start."""
+    """The quickstart's task, and a model that has been trained on examples of it (warm start)."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder, self._device = folder, device

@@ -1,4 +1,4 @@
-"""The settings of the runs on GPUs, which no CPU runs, and what is read from a run."""
+"""Settings of the runs that need a GPU, and metrics that are read from a run."""
 
 import json
 from pathlib import Path

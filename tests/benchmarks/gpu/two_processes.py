@@ -1,4 +1,4 @@
-"""Two processes on one GPU: the memory that an evicted trainer returns, and weights that travel by CUDA IPC.
+"""Two processes on one GPU: the memory that an evicted trainer returns, and weights that are sent by CUDA IPC.
 
 This process trains and sends. The process of observer.py measures and receives.
 """
@@ -31,7 +31,7 @@ _ROLE = "actor"
 _PROCESS_BYTES = 2e9
 """Largest GPU memory of a process without tensors: its CUDA context, its libraries and their workspaces."""
 _NOISE_BYTES = 64 * 1024**2
-"""Growth that is no leak, because drivers allocate in steps of a few MB."""
+"""Growth that is not a leak, because drivers allocate in steps of a few MB."""
 
 
 class Trainer(ModelWorker):

@@ -41,7 +41,7 @@ class VllmRun:
     capability: tuple[int, int] = (7, 5)
     """Required compute capability of a GPU."""
     cpu_obstacle: str | None = None
-    """Reason why a CPU cannot run it; None if it can."""
+    """Reason why the run is impossible on a CPU; None if it is possible."""
 
     def all_settings(self, device: str) -> tuple[str, ...]:
         """Returns the settings of the recipe on a device, `cpu` or `cuda`."""

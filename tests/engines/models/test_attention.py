@@ -91,7 +91,7 @@ class KeyHeads(TorchFunctionMode):
     ],
 )
 def test_key_heads_are_repeated_where_no_kernel_groups_them(device: str, dtype: torch.dtype, num_heads: int) -> None:
-    """Fake tensors have the type of a GPU without one."""
+    """Fake tensors have the device type of a GPU, although there is none."""
     with FakeTensorMode(), KeyHeads() as recorded:
         query, key, value = (torch.empty(3, heads, 16, 8, device=device, dtype=dtype) for heads in (4, 2, 2))
         attend(query, key, value, pack=None)
@@ -102,7 +102,7 @@ def test_key_heads_are_repeated_where_no_kernel_groups_them(device: str, dtype: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_on_a_gpu_saves_no_attention_weights(dtype: torch.dtype) -> None:
-    """The weights of four heads and 8192 tokens have 1 GB in float32, queries, keys, values and output 13 MB."""
+    """In float32, the weights of four heads and 8192 tokens have 1 GB; queries, keys, values and output have 13 MB."""
     inputs = [torch.randn(1, heads, 8192, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

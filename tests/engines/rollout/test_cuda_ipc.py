@@ -1,4 +1,4 @@
-"""Weights arrive bit for bit through device memory that two processes share: on the CPU, and on a GPU where one is."""
+"""Memory that two processes share transfers weights bit for bit, on the CPU, and on a GPU if there is one."""
 
 import inspect
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def bits(weights: list[tuple[str, Tensor]]) -> list[tuple[str, torch.dtype, tupl
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns a tensor with any bits, also those of infinities and NaN."""
+    """Returns a tensor of random bits, which may be infinities and NaN."""
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -84,7 +84,7 @@ def test_torch_has_the_device_at_the_expected_position_of_a_handle() -> None:
 
 
 def test_every_dtype_and_shape_arrives_bit_for_bit(device: torch.device, receiver: Receiver) -> None:
-    """Three bytes in front move all later weights to offsets that their dtypes do not divide."""
+    """After a weight of three bytes, the offsets of all weights are not multiples of their element sizes."""
     torch.manual_seed(0)
     weights = [("bytes", random_bits(torch.int8, 3))]
     weights += [(str(dtype), random_bits(dtype, 5, 3)) for dtype in DTYPES]
@@ -96,7 +96,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(device: torch.device, receive
 
 
 def test_weights_in_host_memory_are_sent_from_the_device(device: torch.device, receiver: Receiver) -> None:
-    """An engine with `offload: parameters` has its weights there."""
+    """An engine with `offload: parameters` has its weights in host memory."""
     weights, sender = [("a", torch.rand(7, 5))], IpcSender(device)
     assert bits(receiver.read(sender.share(weights, describe(weights)))) == bits(weights)
     sender.release()

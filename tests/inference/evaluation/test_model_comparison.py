@@ -74,14 +74,14 @@ NAN = math.nan
 
 
 def test_models_are_compared_on_the_prompts_with_a_score_of_both() -> None:
-    """Prompt 0 has no score of the second model, and prompt 3 none of the first. Prompt 2 has one score of each."""
+    """Only the first model has scores of prompt 0, and only the second of prompt 3. Prompt 2 has one score of each."""
     first = scored([[1.0, 0.0], [1.0, 0.0], [NAN, 0.0], [NAN, NAN]])
     second = scored([[NAN, NAN], [1.0, 1.0], [1.0, NAN], [1.0, 0.0]])
     one, other = compare({"first": {"sums": first}, "second": {"sums": second}})
     assert (one.score.value, other.score.value) == (pytest.approx(1 / 3), pytest.approx(2.5 / 3))
     assert other.difference == paired_difference(torch.tensor([1.0, 1.0]), torch.tensor([0.5, 0.0]))
     assert (one.num_compared, other.num_compared) == (None, 2)
-    # Prompts 0 and 1 have two scores, and prompts 0 to 2 have one.
+    # Of the first model, prompts 0 and 1 have two scores, and prompt 2 has one.
     assert {name: own.value for name, own in one.estimates.items()} == {
         "pass@1": pytest.approx(1 / 3),
         "pass@2": 1.0,
@@ -103,7 +103,7 @@ def test_models_without_a_common_score_have_no_difference() -> None:
 
 
 def test_a_metric_without_scores_has_a_value_only() -> None:
-    """A metric of lm-eval that is no mean over documents."""
+    """A metric of lm-eval that is not a mean over documents."""
     own = TaskScores({"accuracy": 7.5}, ["a", "b"], PromptScores(torch.full((2, 1), NAN), [0, 1], [None] * 2), 1.0, [])
     results = compare({"first": {"words": own}, "second": {"words": own}})
     assert all(result.score.value == 7.5 and math.isnan(result.score.low) for result in results)
