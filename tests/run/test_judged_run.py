@@ -115,7 +115,7 @@ def test_the_files_of_a_judge_are_inputs_of_the_run(folder: Path, tmp_path: Path
     file.write_text("{response}")
     config = config_of(folder, prompt_file=file, verdict="tests.workers.judges:score_text")
     before = input_checksums(config)
-    assert {"judge.prompt_file", "judge.verdict", "judge.model.path"} <= before.keys()
+    assert {"judge.prompt_file", "judge.verdict.kind", "judge.model.path"} <= before.keys()
     file.write_text("Rate {response}")
     changed = {key for key, checksum in input_checksums(config).items() if checksum != before[key]}
     assert changed == {"judge.prompt_file"}

@@ -81,4 +81,4 @@ def test_the_fragments_with_a_loss_run(model: ModelConfig) -> None:
         exec(example("extend_loss", 0).replace("run.log(", "logged.append("), names)
         exec(example("extend_loss", 2), names)
         assert names["logged"][0].get()["actor/skipped_update"].result() == 0
-        assert "teacher_logprobs" in names["batch"]
+        assert "teacher_topk_logprobs" in names["batch"]
