@@ -72,5 +72,5 @@ def synchronize(device: torch.device) -> None:
 def free_memory(device: torch.device) -> None:
     """Frees the memory of unused models for other processes, and resets the peak."""
     release_cached_memory()
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_initialized():  # torch cannot reset the peak before the first tensor
         torch.cuda.reset_peak_memory_stats(device)

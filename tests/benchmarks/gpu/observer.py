@@ -34,7 +34,10 @@ class Observer:
         self._connection.send(message)
         if not self._connection.poll(_TIMEOUT_S):
             raise TimeoutError(f"the observing process has not responded within {_TIMEOUT_S} s")
-        return self._connection.recv()
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise RuntimeError("the observing process has ended; its error is above") from None
 
 
 @contextmanager
