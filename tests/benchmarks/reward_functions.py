@@ -25,7 +25,7 @@ async def sleep_async(response: str) -> float:
 
 
 def sleep_batch(response: list[str]) -> list[float]:
-    """Sleeps as long as calls per row."""
+    """Sleeps for the same time as one call per row of a function that is not batched."""
     time.sleep(SLEEP_S * len(response))
     return [float(len(text)) for text in response]
 
