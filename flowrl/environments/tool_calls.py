@@ -16,12 +16,13 @@ ToolFormat = Literal["hermes", "llama3", "json"]
 
 _TRAILING_TEXT = "text follows the JSON of a tool call"
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_FENCE = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?:```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE)
 """A code block. It ends at the end of a line, because a string of JSON may contain the characters of a fence."""
 _PYTHON_TAG = "<|python_tag|>"
 _CALL_START = r'\{\s*"(?:name|type|parameters|arguments|function)"'
 _NEXT_CALL = re.compile(rf";\s*(?={_CALL_START})")
 """Separator before a call. It never matches in a string of JSON, where quotation marks are escaped."""
+_DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
@@ -75,20 +76,19 @@ def _parse_llama3(text: str) -> Iterator[ToolCall | _ParseError]:
     text = text.removeprefix(_PYTHON_TAG).strip()
     if not is_call and not re.match(_CALL_START, text):
         return
-    position = 0
-    while position < len(text):
-        try:
-            value, position = _decode(text, position)
-        except _ParseError as error:
-            yield error
-        else:
+    for part in _NEXT_CALL.split(text):
+        position = 0
+        while position < len(part):
+            try:
+                value, position = _decode(part, position)
+            except _ParseError as error:
+                yield error
+                break
             yield _read_call(value, ("parameters", "arguments"))
-            if position == len(text) or text[position] == ";":
-                position = _skip_space(text, position + 1)
-                continue
-            yield _ParseError("text follows a tool call: write only calls, separated by semicolons")
-        following = _NEXT_CALL.search(text, position)
-        position = len(text) if following is None else following.end()
+            if not part.startswith(";", position) and position < len(part):
+                yield _ParseError("text follows a tool call: write only calls, separated by semicolons")
+                break
+            position = _skip_space(part, position + 1)
 
 
 def _parse_json(text: str) -> Iterator[ToolCall | _ParseError]:
@@ -137,7 +137,7 @@ def _load_items(text: str) -> tuple[list[Any], _ParseError | None]:  # Any: valu
 def _decode(text: str, position: int) -> tuple[Any, int]:
     """Returns the JSON value at a position, and the position after it. Skips white space before and after."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text, _skip_space(text, position))
+        value, end = _DECODER.raw_decode(text, _skip_space(text, position))
     except RecursionError as error:
         raise _ParseError("the JSON of a tool call is nested too deeply") from error
     except ValueError as error:

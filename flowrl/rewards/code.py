@@ -16,9 +16,7 @@ from flowrl.rewards.sandbox.launch import Sandbox, SandboxLimits, find_missing_p
 
 _logger = logging.getLogger(__name__)
 
-_FENCE = re.compile(
-    r"^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
-)
+_OPENING = re.compile(r"([ \t]*+(?:(?:[-*+]|\d++[.)])[ \t]++)?)```[ \t]*+(\w*+)")
 _PYTHON = ("python", "python3", "py")
 _MAX_CODE = 200_000
 """Largest response, in characters, that is searched for code."""
@@ -92,12 +90,26 @@ def find_code(response: str) -> str | None:
     """Returns the content of the last fenced block with the language python, otherwise of the last block without a
     language, or None. A block in a list, whose fence is indented, loses the common indentation of its lines.
     """
-    blocks = _FENCE.findall(response[-_MAX_CODE:])
+    blocks = list(_find_blocks(response[-_MAX_CODE:]))
     for languages in (_PYTHON, ("",)):
         for prefix, language, code in reversed(blocks):
             if language.lower() in languages:
                 return textwrap.dedent(code) if prefix else code
     return None
+
+
+def _find_blocks(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the fenced blocks of a text: the text before the opening fence, the language, and the content."""
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if opening is None:
+            opening, lines = _OPENING.match(line), []
+        elif line.strip(" \t") == "```":
+            yield opening[1], opening[2], "".join(lines)
+            opening = None
+        else:
+            lines.append(f"{line}\n")
 
 
 def _is_valid(code: str) -> bool:

@@ -26,13 +26,24 @@ _MAX_SIZE = 500
 
 _SIGN = "[-+\u2212]"
 _SEPARATOR = r"(?:,|\{,\}|\\[,!]|[\u00a0\u2009\u202f])"
-_NUMBER = re.compile(
-    rf"""(?:(?<![^\W_])(?<![)\]}}%])(?P<sign>{_SIGN}))?
-    (?:\\?[$\u00a2-\u00a5\u20a0-\u20cf][ ]?(?P<inner_sign>{_SIGN})?)?
-    (?P<digits>(?:[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+(?!{_SEPARATOR}?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)
-    (?:[eE](?P<exponent>{_SIGN}?\d+))?""",
-    re.VERBOSE,
-)
+
+
+def _number_pattern(digits: str) -> re.Pattern[str]:
+    """Returns the pattern of a number that has these digits before its decimals."""
+    return re.compile(
+        rf"""(?:(?<![^\W_])(?<![)\]}}%])(?P<sign>{_SIGN}))?
+        (?:\\?[$\u00a2-\u00a5\u20a0-\u20cf][ ]?(?P<inner_sign>{_SIGN})?)?
+        (?P<number>(?P<digits>{digits})(?:\.\d++)?+|(?<![\w.])\.\d++)
+        (?:[eE](?P<exponent>{_SIGN}?\d++))?""",
+        re.VERBOSE,
+    )
+
+
+# A chain of digits and separators is one match. A search for groups of three digits would start again at each
+# separator, so its time would be quadratic.
+_CHAIN = _number_pattern(rf"\d++(?:{_SEPARATOR}\d++)*+")
+_SINGLE = _number_pattern(r"\d++")
+_GROUPS = re.compile(rf"[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})*+")
 _GROUPING = re.compile(_SEPARATOR)
 _SLASH = re.compile(r"[ \t]?[/\u2044\u2215][ \t]?")
 _MARKER = "####"
@@ -99,13 +110,22 @@ def canonical_text(number: Fraction) -> str:
 def _split(text: str) -> Iterator[Sequence[re.Match[str]]]:
     """Yields the numbers of a text: one match for each number, two for each fraction."""
     chain: list[re.Match[str]] = []
-    for match in _NUMBER.finditer(text):
+    for match in _find_numbers(text):
         if chain and _SLASH.fullmatch(text, chain[-1].end(), match.start()):
             chain.append(match)
             continue
         yield from _fractions(chain)
         chain = [match]
     yield from _fractions(chain)
+
+
+def _find_numbers(text: str) -> Iterator[re.Match[str]]:
+    """Yields a match for each number of a text, without regard to slashes."""
+    for match in _CHAIN.finditer(text):
+        if _GROUPS.fullmatch(match["digits"] or ""):
+            yield match
+        else:  # Commas separate numbers.
+            yield from _SINGLE.finditer(text, match.start(), match.end())
 
 
 def _fractions(chain: Sequence[re.Match[str]]) -> Iterator[Sequence[re.Match[str]]]:
@@ -130,5 +150,5 @@ def _match_value(match: re.Match[str]) -> Fraction | None:
     exponent = int((match["exponent"] or "0").replace("\u2212", "-"))
     if abs(exponent) > _MAX_SIZE:
         return None
-    value = Fraction(Decimal(_GROUPING.sub("", match["digits"])).scaleb(exponent, _EXACT))
+    value = Fraction(Decimal(_GROUPING.sub("", match["number"])).scaleb(exponent, _EXACT))
     return -value if (match["sign"] or match["inner_sign"] or "+") in "-\u2212" else value

@@ -1,6 +1,7 @@
 """Tool calls are found in each format, and malformed ones are errors."""
 
 import json
+import time
 
 import pytest
 
@@ -101,6 +102,29 @@ def test_a_call_within_a_string_of_a_malformed_call_is_not_executed() -> None:
     inner = json.dumps(f"; {LLAMA}")
     parsed = parse_response(f'{{"name": "add", "parameters": {{"a": {inner}, }}}}', "llama3")
     assert (parsed.calls, len(parsed.errors)) == ((), 1)
+
+
+LONG = [
+    "```" + "a" * 200_000,
+    "```" + " " * 200_000,
+    "```\n" * 50_000,
+    "```json\n" * 25_000,
+    "``` " * 50_000,
+    "<think>" * 30_000,
+    "<tool_call>" * 20_000,
+    '{"name":' + ';{"name":' * 25_000,
+    '{"name":"a"}' + ";3" * 20_000,
+    "[" + '{"name":"a"},' * 15_000,
+]
+"""Long texts without an end, most of which have no calls."""
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "json"])
+def test_the_time_of_a_search_is_linear(tool_format: ToolFormat) -> None:
+    for text in LONG:
+        start_s = time.process_time()
+        parse_response(text, tool_format)
+        assert time.process_time() - start_s < 2, text[:10]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import threading
+import time
 
 import pytest
 
@@ -105,7 +106,15 @@ def test_the_last_python_block_is_the_code() -> None:
     assert find_code("```py\na\n``` and `b`") is None
     assert find_code("no code") is None
     assert find_code("```python\nunclosed") is None
-    assert find_code("```\n" * 100_000) is not None
+    assert find_code("```python\n```python\na\n``` \n```") == "```python\na\n"
+
+
+@pytest.mark.parametrize("text", ["```\n", "```python\n", "```text", "```" + " " * 199_000 + "x", " ", "\n", "1"])
+def test_the_time_of_a_search_is_linear(text: str) -> None:
+    response = text * (200_000 // len(text))
+    start_s = time.process_time()
+    find_code(response)
+    assert time.process_time() - start_s < 2
 
 
 def test_a_python_block_counts_before_a_block_without_a_language() -> None:

@@ -1,6 +1,7 @@
 """Numbers in text and JSON have exact values."""
 
 import math
+import time
 from fractions import Fraction
 
 import pytest
@@ -78,6 +79,10 @@ def test_a_number_has_its_exact_value(text: str, value: Fraction) -> None:
         ("1,23", 1, 23),
         ("1,2,3", 1, 3),
         ("1,234,5", 1, 5),
+        ("1,23,456", 1, 456),
+        ("-1,23.5e1", -1, 235),
+        ("1,234.5,678", Fraction("1234.5"), 678),
+        ("1,2/4", 1, Fraction(1, 2)),
         ("0,123", 0, 123),
         ("2024-01-05", 2024, 5),
         ("1/2/2024", 1, 2024),
@@ -128,6 +133,14 @@ def test_a_reference_answer_is_a_json_number_or_follows_the_last_marker(answer: 
 def test_a_reference_answer_that_is_not_one_number_is_rejected(answer: object) -> None:
     with pytest.raises(ValueError, match="answer"):
         read_reference(answer)
+
+
+@pytest.mark.parametrize("group", [",234", "{,}234", ",23", "1-", "1.", "1/", "1e", "$ ", "- "])
+def test_the_time_of_a_search_is_linear(group: str) -> None:
+    text = ("1" + group * 200_000)[:200_000] + ",5"
+    start_s = time.process_time()
+    last_number(text)
+    assert time.process_time() - start_s < 2  # 150 s if quadratic
 
 
 def test_a_fraction_with_the_denominator_0_is_not_skipped() -> None:
