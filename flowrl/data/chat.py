@@ -44,7 +44,10 @@ _NUM_SPACE_TOKENS = 4
 """Number of tokens at the end of a prompt that are searched for `>`. White space may follow the last tag."""
 
 _TAG = re.compile(r"</?\w+>")
+_OPENING_TAG = re.compile(r"<(\w+)>\s*")
 _OPENED_TAGS = re.compile(r"(?:<\w+>\s*)+\Z")
+_THOUGHT_TAG = "think"
+"""Tag that hides the calls in a response even if the response does not close it."""
 
 _MAX_LAYOUTS = 1000
 """Maximum number of cached layouts."""
@@ -424,7 +427,7 @@ class ChatTokenizer:
         return self.decode(self.split_stop(ids)[0])
 
     def decode_tags(self, prompt_ids: Sequence[int], ids: Sequence[int], text: str) -> str:
-        """Returns the tags at the end of the prompt, followed by the text of the response with special tokens.
+        """Returns the tags that the prompt opened, followed by the text of the response with special tokens.
 
         Parsers of tags read this text, because a tokenizer may have a tag such as `<tool_call>` as a special token, and
         the generation prompt of a chat template may open `<think>`. The text excludes the tokens that ended the
@@ -443,14 +446,19 @@ class ChatTokenizer:
             own = self._tokenizer
             control = {own.bos_token_id, own.eos_token_id, own.pad_token_id, own.unk_token_id}
             text = self.decode_all([token for token in body if token not in control])
-        return self.opened_tags(prompt_ids) + text
+        return self.opened_tags(prompt_ids, text) + text
 
-    def opened_tags(self, prompt_ids: Sequence[int]) -> str:
-        """Returns the tags at the end of a prompt, such as `<think>` and a line break."""
+    def opened_tags(self, prompt_ids: Sequence[int], text: str) -> str:
+        """Returns the tags at the end of a prompt that a response continues, such as `<think>` and a line break.
+
+        These are `<think>` and the tags that the text of the response closes. A chat template may end with other tags,
+        such as the role `<assistant>`.
+        """
         if not self.decode_all(prompt_ids[-_NUM_SPACE_TOKENS:]).rstrip().endswith(">"):
             return ""
         match = _OPENED_TAGS.search(self.decode_all(prompt_ids[-_NUM_TAG_TOKENS:]))
-        return "" if match is None else match[0]
+        tags = () if match is None else _OPENING_TAG.finditer(match[0])
+        return "".join(tag[0] for tag in tags if tag[1] == _THOUGHT_TAG or f"</{tag[1]}>" in text)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

@@ -28,7 +28,7 @@ class ModelResponse:
     """Number of earlier responses of the episode."""
 
     tagged_text: str | None = None
-    """Tags at the end of the prompt, such as `<think>`, then the text with special tokens. None: equal to `text`."""
+    """Tags that the prompt opened, such as `<think>`, then the text with special tokens. None: equal to `text`."""
 
     @property
     def parsed_text(self) -> str:

@@ -49,7 +49,7 @@ class _ParseError(ValueError):
 def parse_response(text: str, tool_format: ToolFormat) -> ParsedResponse:
     """Returns the tool calls of a response. Text within `<think>` is ignored. Never raises an exception.
 
-    `text` contains special tokens, and begins with the tags at the end of the prompt (`ModelResponse.parsed_text`).
+    `text` contains special tokens, and begins with the tags that the prompt opened (`ModelResponse.parsed_text`).
     """
     results = list(_PARSERS[tool_format](_THOUGHT.sub("", text)))
     calls = tuple(result for result in results if isinstance(result, ToolCall))

@@ -63,7 +63,7 @@ def score(
         answer: reference answer. Tasks with many solutions have none.
         task: name of the task. None: `source_dataset` in the metadata.
         task_options: options of the task with which the row was generated.
-        tagged_response: the tags at the end of the prompt, then the text with special tokens. None: `response`.
+        tagged_response: the tags that the prompt opened, then the text with special tokens. None: `response`.
         only_tagged: scores a response without `<answer>...</answer>` as an empty answer.
         timeout_s: seconds after which an answer that is hard to evaluate is scored as an empty answer. The limit needs
             the main thread of a process. In other threads, only `reward.timeout_s` applies.

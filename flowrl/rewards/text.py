@@ -22,16 +22,13 @@ def has_tags(
 
     Args:
         response: the text.
-        tagged_response: the tags at the end of the prompt, such as `<think>`, then the text with special tokens. The
+        tagged_response: the tags that the prompt opened, such as `<think>`, then the text with special tokens. The
             tags of the prompt count as part of the response. None: equal to `response`.
         tags: names of the tags. Each occurs exactly once, has a section that is not blank, and contains no other tag.
         strict: also rejects text outside of the sections, except white space.
         columns: ignored.
     """
     text = response if tagged_response is None else tagged_response
-    # The prompt may end with another tag, such as the name of a role. Such a tag is not part of the response.
-    while (tag := re.match(r"<(\w+)>\s*", text)) and tag[1] not in tags and not response.startswith(f"<{tag[1]}>"):
-        text = text[tag.end() :]
     names = "|".join(map(re.escape, tags))
     found = list(re.finditer(rf"<(/?)({names})>", text))
     if [match[0] for match in found] != [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]:

@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message, MissingEmbeddingError
 from flowrl.data.template import ConversationTemplate
+from flowrl.environments.tool_calls import ToolCall, parse_response
+from flowrl.rewards.text import has_tags
 from recipes.quickstart.prepare import save_tokenizer
 from tests.data.test_golden_templates import tokenizer
 from tests.errors import rejects
@@ -145,11 +147,33 @@ def test_the_text_for_parsers_has_tags_that_the_prompt_opened_or_that_are_specia
         ("2 >", ""),
         ("<think>\n\n</think>\n\n", ""),
         ("a <b>\n<think> \n", "<b>\n<think> \n"),
+        ("<assistant>\n<think>\n", "<think>\n"),
+        ("<reserved_107>", ""),
     ],
 )
-def test_only_tags_at_the_end_of_a_prompt_are_open(tmp_path: Path, prompt: str, opened: str) -> None:
+@pytest.mark.parametrize("response", ["c</b>", "<b></b>"])
+def test_tags_at_the_end_of_a_prompt_are_open_if_the_response_closes_them(
+    tmp_path: Path, prompt: str, opened: str, response: str
+) -> None:
     chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate("chatml"))
-    assert decode_tags(chat, prompt, "b") == f"{opened}b"
+    assert decode_tags(chat, prompt, response) == f"{opened}{response}"
+
+
+def test_a_thought_that_the_prompt_opened_is_open_without_its_end(tmp_path: Path) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate("chatml"))
+    assert decode_tags(chat, "<think>\n<answer>", "a") == "<think>\na"
+
+
+CALL = '{"name": "add", "arguments": {}}'
+
+
+@pytest.mark.parametrize("prompt", ["<assistant>\n", "<reserved_107>"])
+def test_a_role_tag_at_the_end_of_the_prompt_is_no_text_of_the_response(tmp_path: Path, prompt: str) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path), ConversationTemplate("chatml"))
+    call = decode_tags(chat, prompt, CALL)
+    assert parse_response(call, "json").calls == parse_response(call, "llama3").calls == (ToolCall("add", {}),)
+    response = "<answer>3</answer>"
+    assert has_tags(response, decode_tags(chat, prompt, response), tags=("answer",)) == 1.0
 
 
 def test_the_text_for_parsers_has_no_control_tokens(tmp_path: Path) -> None:

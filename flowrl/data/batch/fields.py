@@ -33,7 +33,7 @@ FIELDS: dict[str, Field] = {
     "tagged_response": Field(
         "row, object",
         "rollout",
-        "the tags at the end of the prompt, then `response` with special tokens; None if equal to `response`",
+        "the tags that the prompt opened, then `response` with special tokens; None if equal to `response`",
     ),
     "segments": Field(
         "row, object",
