@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.data.batch.tensordicts import num_rows, objects
-from flowrl.data.chat import ChatTokenizer
+from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
 from flowrl.engines.rollout.base import (
     GatheringEngine,
     Request,
@@ -25,9 +25,11 @@ from flowrl.engines.rollout.request_batch import open_batch
 from flowrl.environments.environment_function import (
     ENVIRONMENT_COLUMNS,
     RESPONSE_PARAMETERS,
+    EnvironmentFunctionError,
     call_environment,
     load_environment_function,
 )
+from flowrl.rewards.reward_function import SHORT_REPR
 from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
 from flowrl.workers.channel import RequestClient, ServerAddress
 from flowrl.workers.dialogs import LOST, Dialog, Dialogs, EnvironmentServers
@@ -77,7 +79,13 @@ class Environment:
         result = call_environment(self._function, self._name, arguments, len(self._tokenizer))
         if result is None:
             return None
-        token_ids = self._tokenizer.encode(result) if isinstance(result, str) else result
+        try:
+            token_ids = self._tokenizer.encode(result) if isinstance(result, str) else result
+            self._tokenizer.check_ids(token_ids)
+        except MissingEmbeddingError as error:
+            raise EnvironmentFunctionError(
+                f"environment function {self._name} returned {SHORT_REPR.repr(result)}, but {error}"
+            ) from error
         following = replace(request, segments=(*segments, Segment.environment(token_ids)))
         if following.num_response_tokens < self._max_response_tokens:
             return following

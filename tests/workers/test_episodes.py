@@ -21,6 +21,7 @@ from flowrl.engines.models.weights import meta_copy
 from flowrl.engines.rollout.base import Request, Response, RolloutEngine
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
+from flowrl.environments.environment_function import EnvironmentFunctionError
 from flowrl.rewards.reward_function import RewardError
 from flowrl.rewards.row_scores import RewardCall, RowScores
 from flowrl.workers import Rollout
@@ -33,6 +34,7 @@ from flowrl.workers.episodes import (
     run_episodes,
     score_columns,
 )
+from tests.data.test_chat import make_larger
 from tests.engines.rollout.hf.test_engine import prompts, rollout
 from tests.engines.tiny import qwen2, tokenizer
 from tests.errors import rejects
@@ -214,6 +216,14 @@ def test_all_segments_use_weights_that_are_gathered_once(model: ModelConfig) -> 
         before = [id(parameter) for parameter in engine.model.parameters()]
         run_all(engine, requests[:2], environment, text)
         assert [id(parameter) for parameter in engine.model.parameters()] == before
+
+
+@pytest.mark.parametrize("value", ["a<i>", [5, 9]])
+def test_a_returned_token_without_an_embedding_is_an_error_of_the_function(tmp_path: Path, value: object) -> None:
+    environment = Environment(f"{ENVIRONMENTS}:given", make_larger(tmp_path), 40)
+    request, response = Request("0", [4], key=0), Response("0", [5], [0.0], [0])
+    with rejects(ENVIRONMENTS, "given", 9, 8, error=EnvironmentFunctionError):
+        environment.next_request(request, response, {"value": value})
 
 
 def test_kept_caches_are_released_with_their_episodes(model: ModelConfig) -> None:
