@@ -12,7 +12,7 @@ from flowrl.config import LoraConfig, ModelConfig
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.checkpoint.engine_checkpoint import MODEL
-from flowrl.engines.checkpoint.shards import read_index, read_into
+from flowrl.engines.checkpoint.shards import INDEX, read_index, read_into
 from flowrl.engines.models.loading import (
     CriticModel,
     RewardModel,
@@ -47,6 +47,9 @@ _VALUE_HEAD = MODEL + "value_head."
 
 _CRITIC = (MODEL + "backbone.", _VALUE_HEAD)
 """Prefixes of all weights in a critic's checkpoint."""
+
+_MODELS = (_POLICY, _REWARD_MODEL, *_CRITIC)
+"""Prefixes of the weights in the checkpoints of all roles with a trained model."""
 
 
 def describe_export(model: TrainedModel, config: ModelConfig, lora: LoraConfig | None) -> dict[str, bytes]:
@@ -129,11 +132,16 @@ def adapter_base(checkpoint: Path) -> Path | None:
 
 
 def _description_folder(checkpoint: Path) -> Path:
-    if not (checkpoint / _CONFIG).is_file():
+    if (checkpoint / _CONFIG).is_file():
+        return checkpoint / DESCRIPTION
+    if (checkpoint / INDEX).is_file() and any(name.startswith(_MODELS) for name in read_index(checkpoint).tensors):
         raise CheckpointError(
-            f"{checkpoint} has no model that can be exported: choose an actor, a critic or a reward model"
+            f"{checkpoint} was saved by an earlier version of flowrl, without the description of its model that an "
+            f"export needs: resume the run, and export a checkpoint that this version saves"
         )
-    return checkpoint / DESCRIPTION
+    raise CheckpointError(
+        f"{checkpoint} has no model that can be exported: choose an actor, a critic or a reward model"
+    )
 
 
 def _read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -142,7 +150,7 @@ def _read_weights(checkpoint: Path) -> dict[str, Tensor]:
     weights: dict[str, Any] = {
         name: torch.empty(stored["size"], dtype=torch_dtype(stored["dtype"]))
         for name, stored in index.tensors.items()
-        if name.startswith((_POLICY, _REWARD_MODEL, *_CRITIC))
+        if name.startswith(_MODELS)
     }
     read_into(weights, checkpoint, index, None)
     return weights

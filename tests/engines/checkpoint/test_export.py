@@ -1,5 +1,6 @@
 """A checkpoint is exported to a folder that transformers loads."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from flowrl.workers.policy_model import PolicyModel
 from tests.engines.closeness import assert_norm_close
 from tests.engines.export_ranks import CASES, START, critic_engine, main, values
 from tests.engines.tiny import llama, qwen2, save
+from tests.errors import rejects
 from tests.processes import run_ranks
 
 
@@ -153,6 +155,14 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_config_that_is_not_a_language_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         export_model(tmp_path, tmp_path / "out")
+
+
+def test_a_checkpoint_without_the_description_of_its_model_names_the_fix(of_two_ranks: Path, tmp_path: Path) -> None:
+    """Earlier versions saved critics without a description."""
+    checkpoint = shutil.copytree(of_two_ranks / "ddp" / "critic", tmp_path / "critic")
+    shutil.rmtree(checkpoint / DESCRIPTION)
+    with rejects(checkpoint, "resume", error=CheckpointError):
+        export_model(checkpoint, tmp_path / "out")
 
 
 def test_a_config_of_another_model_is_rejected(tmp_path: Path) -> None:
