@@ -7,12 +7,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flowrl.checkpoints.checkpoints import ROWS_FORMAT, Checkpoint, Checkpoints
 from flowrl.checkpoints.inputs import check_same_inputs
 from flowrl.checkpoints.run_folder import RunFolder, RunFolderError
-from flowrl.config import RolloutRunConfig, RunConfig
+from flowrl.config import ConfigError, RolloutRunConfig, RunConfig, load_recorded
+from flowrl.config.source import read
 from flowrl.data.checksums import CheckpointError
 
 MAY_DIFFER = (
@@ -169,20 +168,19 @@ def _check_same_settings(config: RunConfig, path: Path) -> int:
     Raises RunFolderError if a setting outside `MAY_DIFFER` differs.
     """
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
         # Checked first, because most settings of another recipe differ or are unknown.
-        recipe = saved.get("recipe") if isinstance(saved, Mapping) else None
+        recipe = read(path).values.get("recipe")
         if recipe is not None and config.recipe is not None and recipe != config.recipe:
             raise RunFolderError(
                 f"recipe was {recipe} in the run in {path.parent} and is now {config.recipe}, so this run cannot be "
                 f"resumed: set output to a new folder"
             )
         # Validation adds the default of every setting that did not exist when the earlier run started.
-        earlier = type(config).model_validate(saved)
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        earlier = load_recorded(path, type(config))
+    except ConfigError as error:
         raise RunFolderError(
-            f"{path} is not a valid {type(config).__name__} ({str(error).splitlines()[0]}), so this run cannot be "
-            f"resumed: set output to a new folder"
+            f"the settings of the run in {path.parent} are not a valid {type(config).__name__}, so this run cannot be "
+            f"resumed: correct them, or set output to a new folder\n  {error}"
         ) from error
     # A run of unknown length is checked again after it has read its data.
     may_differ = MAY_DIFFER if config.is_length_known(dict(config)) else (*MAY_DIFFER, "*optimizer.total_steps")

@@ -51,6 +51,7 @@ from flowrl.config.load import (
     import_recipe,
     load,
     load_located,
+    load_recorded,
     loading,
     recipe_class,
     to_yaml,
@@ -111,6 +112,7 @@ __all__ = [
     "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
     "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
     "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
-    "import_function", "import_recipe", "imported_module_name", "is_import_name", "load", "load_located", "loading",
-    "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
+    "import_function", "import_recipe", "imported_module_name", "is_import_name", "load", "load_located",
+    "load_recorded", "loading", "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml",
+    "training_module",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     TypeAdapter,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import core_schema
@@ -109,6 +110,11 @@ def import_function(name: str) -> Any:  # Any: the signature is the caller's
 
 # Settings and field types.
 
+RECORDED = "recorded"
+"""Context of the validation of a run's `config.yaml`. Settings that are rejected because they have no effect become
+their default, because an earlier version of flowrl may have accepted them.
+"""
+
 
 @dataclass(frozen=True)
 class Dependency:
@@ -162,12 +168,16 @@ class Config(BaseModel):
 
         Checks the dependencies with this `is_error`. Unsupported settings are errors.
         """
+        for name, reason in self._names_of_unused(is_error=is_error).items():
+            yield from (f"{change}, but {reason}" for change in self._describe_changes(name))
+
+    def _names_of_unused(self, *, is_error: bool) -> dict[str, str]:
+        """Returns the settings of `find_unused`, also those with their default: name within the group -> reason."""
         reasons = {} if not is_error else dict(self.unsupported_settings())
         for dependency in self.DEPENDENCIES:
             if dependency.is_error is is_error and not dependency.is_met(self):
                 reasons |= dict.fromkeys(dependency.settings, dependency.reason)
-        for name, reason in reasons.items():
-            yield from (f"{change}, but {reason}" for change in self._describe_changes(name))
+        return reasons
 
     def _describe_changes(self, name: str) -> Iterator[str]:
         """Yields `NAME is VALUE` if a setting within the group, or within a list in it, differs from its default."""
@@ -193,10 +203,31 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_dependencies(self) -> Self:
+    def _check_dependencies(self, info: ValidationInfo) -> Self:
+        if info.context is RECORDED:
+            return self._with_defaults(self._names_of_unused(is_error=True))
         for message in self.find_unused(is_error=True):
             raise ValueError(message)
         return self
+
+    def _with_defaults(self, names: Iterable[str]) -> Self:
+        """Returns a copy in which the settings `names` have their defaults, also in the entries of lists."""
+        changed: dict[str, Any] = {}
+        for name in names:
+            first, _, rest = name.partition(".")
+            field = type(self).model_fields.get(first)
+            if field is None:
+                continue
+            value = changed.get(first, dict(self)[first])
+            if not rest:
+                changed[first] = field.get_default(call_default_factory=True)
+            elif isinstance(value, Config):
+                changed[first] = value._with_defaults([rest])
+            elif isinstance(value, tuple):
+                changed[first] = tuple(
+                    entry._with_defaults([rest]) if isinstance(entry, Config) else entry for entry in value
+                )
+        return self.model_copy(update=changed) if changed else self
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from flowrl.config.base import Config, ConfigError, ImportNameError, import_attribute
+from flowrl.config.base import RECORDED, Config, ConfigError, ImportNameError, import_attribute
 from flowrl.config.error_messages import describe_errors, unknown_choice
 from flowrl.config.placement import Placement
 from flowrl.config.setting_tree import (
@@ -43,6 +43,15 @@ def load(path: str | Path | None, overrides: Sequence[str], cls: type[C]) -> C:
     directory or to the folder of `path`.
     """
     return _validate(_read_settings(None if path is None else Path(path), overrides, cls), cls)
+
+
+def load_recorded(path: Path, cls: type[C]) -> C:
+    """Returns the config in the `config.yaml` of a run. Raises ConfigError.
+
+    Settings that `load` rejects because they have no effect have their default, because the version of flowrl that
+    started the run may have accepted them.
+    """
+    return _validate(read(path), cls, RECORDED)
 
 
 def load_located(path: str | Path, overrides: Sequence[str], cls: type[C]) -> tuple[C, Callable[[str], str]]:
@@ -102,9 +111,9 @@ def _read_settings(path: Path | None, overrides: Sequence[str], cls: type[Config
     return _set_recipe(source, cls) if "recipe" in cls.model_fields else source
 
 
-def _validate(source: Source, cls: type[C]) -> C:
+def _validate(source: Source, cls: type[C], context: str | None = None) -> C:
     try:
-        return cls.model_validate(source.values)
+        return cls.model_validate(source.values, context=context)
     except ValidationError as error:
         raise ConfigError(describe_errors(error.errors(include_url=False), source, cls)) from error
 

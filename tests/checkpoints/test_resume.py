@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flowrl.checkpoints.checkpoints import Checkpoints, Role, new_manifest
 from flowrl.checkpoints.resume import MAY_DIFFER, RunComplete, differences, find_checkpoint, is_resuming
 from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import RunConfig, to_yaml
 from flowrl.data.checksums import CheckpointError, write_json_with_checksum
+from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
-from tests.configs import ppo_settings
+from tests.configs import grpo_settings, ppo_settings
 from tests.errors import missing_facts, rejects
 
 
@@ -169,6 +171,38 @@ def test_a_model_without_a_checkpoint_is_not_overwritten(tmp_path: Path, result:
 def test_the_config_of_another_recipe_is_rejected(run: Path) -> None:
     (run / "config.yaml").write_text("pools: {}\n")
     assert "SFTConfig" in error_of(config(run))
+
+
+@pytest.mark.parametrize(
+    ("section", "unused"),
+    [
+        ("data", {"difficulty": {"candidates": 7}}),
+        ("reward", {"head_seed": 3}),
+        ("reward", {"components": [{"function": "rewards:score", "name": "own", "head_seed": 3}], "function": None}),
+        ("actor", {"kl_loss_kind": "k1"}),
+    ],
+)
+def test_a_recorded_setting_without_effect_counts_as_its_default(
+    tmp_path: Path, section: str, unused: dict[str, Any]
+) -> None:
+    """Versions of flowrl that started the run accepted settings that are rejected now."""
+    recorded = grpo_settings(output=str(tmp_path), resume="auto")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded | {section: recorded[section] | unused}))
+    kept = {name: value for name, value in unused.items() if name in ("components", "function", "kl_loss_kind")}
+    if "components" in kept:
+        kept["components"] = [{"function": "rewards:score", "name": "own"}]
+    assert is_resuming(GRPOConfig.model_validate(recorded | {section: recorded[section] | kept}))
+
+
+def test_an_invalid_recorded_setting_is_rejected_with_its_line_value_and_fix(tmp_path: Path) -> None:
+    settings = grpo_settings(output=str(tmp_path), resume="auto")
+    recorded = settings | {"actor": settings["actor"] | {"kl_loss_kind": "k1", "kl_loss_coef": 0.1}}
+    text = yaml.safe_dump(recorded)
+    (tmp_path / "config.yaml").write_text(text)
+    line = text.splitlines().index("  kl_loss_kind: k1") + 1
+    facts = (f"{tmp_path}/config.yaml:{line}", "kl_loss_kind", "k1", "kl_loss_gradient", "k2")
+    with rejects(*facts, error=RunFolderError):
+        is_resuming(GRPOConfig.model_validate(settings))
 
 
 def test_config_differences_include_nested_and_missing_keys() -> None:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.config import ConfigError, EvaluationRunConfig, RolloutRunConfig, UserError, load, recipe_class
+from flowrl.config import (
+    ConfigError,
+    EvaluationRunConfig,
+    RolloutRunConfig,
+    UserError,
+    load,
+    load_recorded,
+    recipe_class,
+)
 from flowrl.data.input_paths import download_model_file
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.models.loading import stored_dtype
@@ -64,7 +72,7 @@ def read_run_settings(run: Path) -> Settings | None:
     schema = recipe_class(path)
     if not issubclass(schema, RolloutRunConfig):
         return None
-    config = load(path, [], schema)
+    config = load_recorded(path, schema)
     values = config.model_dump(mode="json")
     reward = next((name for name, value in config if value is config.reward_settings and value is not None), None)
     kept = ("data", "rollout", "evaluation", "environment", "seed", "threads")

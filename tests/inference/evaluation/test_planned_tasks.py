@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flowrl.config import EvaluationConfig, EvaluationRunConfig
 from flowrl.inference.evaluation.planned_tasks import (
@@ -14,6 +15,7 @@ from flowrl.inference.evaluation.planned_tasks import (
 )
 from flowrl.inference.model_source import ModelSource
 from recipes.quickstart.prepare import save_model, save_tokenizer
+from tests.configs import grpo_settings
 from tests.errors import rejects
 
 EXACT = "recipes.quickstart.task:exact"
@@ -126,3 +128,12 @@ def test_a_run_is_found_from_its_checkpoints(tmp_path: Path) -> None:
     assert find_run(str(checkpoint)) == find_run(str(tmp_path / "run")) == tmp_path / "run"
     assert find_run(str(tmp_path)) is None and find_run("some/model") is None
     assert read_run_settings(tmp_path / "run") is None
+
+
+def test_a_recorded_setting_without_effect_does_not_prevent_an_evaluation(tmp_path: Path) -> None:
+    settings = grpo_settings(recipe="recipes.grpo.config:GRPOConfig", data={"train": "t.jsonl", "max_prompt_tokens": 8})
+    settings["reward"]["head_seed"] = 3
+    settings["data"]["difficulty"] = {"candidates": 7}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    kept = read_run_settings(tmp_path)
+    assert kept is not None and kept["reward"]["head_seed"] == 0
