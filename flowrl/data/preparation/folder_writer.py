@@ -15,6 +15,11 @@ _PERCENTILES = (50, 95, 99)
 FORMAT_VERSION = 4
 """Version of the folder's contents. Raise it if equal rows and tokenizers give other files, tokens, masks or hashes."""
 
+VERSION_WITHOUT_TEXT_PREFIX = 2
+"""Version whose plain text lacks the tokens before a text, such as BOS, and whose manifest lacks `largest_id`. The rows
+of other kinds than `text` are the same.
+"""
+
 
 class Rows(Protocol):
     """Rows of one chunk. `prepare.PreparedChunk` implements this protocol."""

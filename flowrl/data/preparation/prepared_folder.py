@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
 from flowrl.data.messages import Conversation, DataError, Message
-from flowrl.data.preparation.folder_writer import FORMAT_VERSION
+from flowrl.data.preparation.folder_writer import FORMAT_VERSION, VERSION_WITHOUT_TEXT_PREFIX
 from flowrl.data.preparation.tokenized_rows import TokenizedRow, Tokens
 from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.raw_rows import MANIFEST, import_library, open_arrow
@@ -66,9 +66,9 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
     return arrow.RecordBatch.from_pydict(columns), lines
 
 
-def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
+def tokenizer_hash(tokenizer: ChatTokenizer, *, has_text_prefix: bool = True) -> str:
     """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, end token, and the tokens
-    before plain text.
+    before plain text if `has_text_prefix`.
 
     Excludes truncation and padding settings: they do not affect token ids, and tokenizer calls modify them.
     """
@@ -79,7 +79,7 @@ def tokenizer_hash(tokenizer: ChatTokenizer) -> str:
             rules.pop(name, None)
     else:
         rules = {"vocabulary": known.get_vocab()}
-    tokens = [str(known.bos_token), str(known.eos_token), *tokenizer.text_prefix]
+    tokens = [str(known.bos_token), str(known.eos_token), *(tokenizer.text_prefix if has_text_prefix else ())]
     return _hash(json.dumps([type(known).__name__ if not known.is_fast else "", rules, tokens], sort_keys=True))
 
 
@@ -106,7 +106,10 @@ class PreparedFolder(Sequence[TokenizedRow]):
         self.path = path
         try:
             self.manifest: Mapping[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            if self.manifest["version"] != FORMAT_VERSION:
+            self._version = self.manifest["version"]
+            self.kind: Kind = self.manifest["kind"]
+            is_same = self._version == VERSION_WITHOUT_TEXT_PREFIX and self.kind != "text"
+            if self._version != FORMAT_VERSION and not is_same:
                 raise DataError(
                     f"the prepared folder {path} was written by another version of flowrl: prepare it again"
                 )
@@ -118,7 +121,6 @@ class PreparedFolder(Sequence[TokenizedRow]):
             raise
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"the prepared folder {path} is corrupt ({error}): prepare it again") from error
-        self.kind: Kind = self.manifest["kind"]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         if len(self) != self.manifest["num_rows"]:
             raise DataError(
@@ -128,7 +130,8 @@ class PreparedFolder(Sequence[TokenizedRow]):
 
     def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
         """Raises DataError if the rows were tokenized with another tokenizer or template."""
-        for name, now in (("tokenizer", tokenizer_hash(tokenizer)), ("template", template_hash(tokenizer))):
+        own = tokenizer_hash(tokenizer, has_text_prefix=self._version != VERSION_WITHOUT_TEXT_PREFIX)
+        for name, now in (("tokenizer", own), ("template", template_hash(tokenizer))):
             if self.manifest[f"{name}_hash"] != now:
                 raise DataError(
                     f"the prepared folder {self.path} was made with a different {name} from that of {tokenizer.path} "
@@ -139,11 +142,18 @@ class PreparedFolder(Sequence[TokenizedRow]):
     def check_ids(self, tokenizer: ChatTokenizer) -> None:
         """Raises DataError with the location of a row that has a token for which the model has no embedding."""
         try:
-            tokenizer.check_ids([self.manifest["largest_id"]])
+            tokenizer.check_ids([self._largest_id])
         except MissingEmbeddingError as error:
-            largest = self.manifest["largest_id"]
-            row = next(row for row in self if any(largest in side.ids for side in row.sides))
+            row = next(row for row in self if any(self._largest_id in side.ids for side in row.sides))
             raise DataError(f"{row.conversation.location}: {error}") from error
+
+    @cached_property
+    def _largest_id(self) -> int:
+        """The largest token id of all rows."""
+        if self._version != VERSION_WITHOUT_TEXT_PREFIX:
+            return self.manifest["largest_id"]
+        columns = [batch.column(f"{name}_ids") for batch in self._batches for name in SIDES[self.kind]]
+        return max((int(column.flatten().to_numpy().max(initial=0)) for column in columns), default=0)
 
     def check_columns(self, needs: Sequence[str]) -> None:
         """Raises DataError if a row lacks one of these columns."""

@@ -288,6 +288,37 @@ def test_a_folder_of_another_version_is_not_reported_as_corrupt(model: Path, tmp
         assert "corrupt" not in str(caught.value)
 
 
+def as_version_2(folder: Path) -> None:
+    """Changes the manifest to that of a version 2 of the format, whose hash excludes the tokens before plain text."""
+    manifest = folder / "manifest.json"
+    values = json.loads(manifest.read_text())
+    del values["largest_id"]
+    tokenizer = ChatTokenizer(values["tokenizer"])
+    own = {"version": 2, "tokenizer_hash": tokenizer_hash(tokenizer, has_text_prefix=False)}
+    manifest.write_text(json.dumps(values | own))
+
+
+def test_version_2_is_read_except_plain_text(tmp_path: Path) -> None:
+    model = save_byte_tokenizer(tmp_path / "model", text_template="<begin> $A")
+    template = "{% for m in messages %}{{ m['content'] }}{{ '<end>' if m['role'] == 'assistant' else '=' }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    rows = write(tmp_path, example("1+1", "2"), example("2+3", "5"))
+    as_version_2(run(tmp_path, model, write(tmp_path, {"text": "1+1"}, name="text.jsonl"), "text").path)
+    with rejects(tmp_path / "text", "version", error=DataError):
+        PreparedFolder(tmp_path / "text")
+
+    as_version_2(run(tmp_path, model, rows).path)
+    folder = PreparedFolder(tmp_path / "out")
+    folder.check_tokenizer(ChatTokenizer(model))
+    largest = max(int(side.ids.max()) for row in folder for side in row.sides)
+    config = {"model_type": "qwen2"}
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": largest + 1}))
+    folder.check_ids(ChatTokenizer(model))
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": largest}))
+    with rejects(rows, largest, error=DataError):
+        folder.check_ids(ChatTokenizer(model))
+
+
 def test_the_hash_of_a_tokenizer_does_not_depend_on_earlier_calls(model: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(model)
     expected = tokenizer_hash(tokenizer)
