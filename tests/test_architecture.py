@@ -107,7 +107,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "rollout": {"base"},
         "roles": {"base", "algorithm", "model", "rollout"},
         "rewards": {"base", "model", "rollout", "roles"},
-        "setting_tree": {"base", "source"},
+        "setting_tree": {"base", "rollout", "source"},
         "monitoring": {"base"},
         "run": {
             "base",

@@ -17,6 +17,7 @@ from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import (
     Config,
     DataConfig,
+    EnvironmentConfig,
     ImportNameError,
     JudgeConfig,
     PtxConfig,
@@ -32,6 +33,7 @@ from flowrl.config import (
     models_of,
 )
 from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.config.setting_tree import may_name_code
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.reading.generated_rows import generator_version
 
@@ -42,6 +44,11 @@ _CHUNK_BYTES = 1024**2
 """Bytes per sampled chunk of a large file. Chunks are evenly spaced over the file."""
 
 _TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+_CODE_OPTIONS = ("tools", "reward", "function", "opponent")
+"""Options of environments that name functions. The driver does not import them, because they run in the processes of
+the environment only.
+"""
+
 _TEMPLATE_FILES = (TEMPLATE_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 
 
@@ -62,6 +69,7 @@ def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]
             yield from ((key, data_paths(path), False) for key, path in value.files(name).items())
         if isinstance(value, Config) and not isinstance(value, ReportConfig):
             sources = {key: _source_files(function) for key, function in _named_objects(name, value)}
+            sources |= {key: _module_files(function) for key, function in _named_options(name, value)}
             yield from ((key, files, False) for key, files in sources.items() if files)
         yield from ((f"{name}.{key}", [path], False) for key, path in _templates(value).items() if path is not None)
     for name, role in config.role_settings.items():
@@ -71,19 +79,31 @@ def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]
 
 
 def _named_objects(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yields the key and the name of every function and class below a setting, `module:name` or `path/file.py:name`."""
+    """Yields the key and the name of every function and class in the settings below `key` that are names of code."""
     match value:
-        case str() if is_import_name(value):
-            yield key, value
         case Config():
             for name, part in value:
-                yield from _named_objects(f"{key}.{name}", part)
+                if isinstance(part, str) and is_import_name(part) and may_name_code(type(value).model_fields[name]):
+                    yield f"{key}.{name}", part
+                else:
+                    yield from _named_objects(f"{key}.{name}", part)
         case Mapping():
             for name, part in value.items():
                 yield from _named_objects(f"{key}.{name}", part)
         case list() | tuple():
             for index, part in enumerate(value):
                 yield from _named_objects(f"{key}.{index}", part)
+
+
+def _named_options(key: str, settings: Config) -> Iterator[tuple[str, str]]:
+    """Yields the key and the name of every function in the options of an environment."""
+    options = settings.options if isinstance(settings, EnvironmentConfig) else {}
+    for name in _CODE_OPTIONS:
+        value = options.get(name)
+        entries = {f".{i}": entry for i, entry in enumerate(value)} if isinstance(value, list) else {"": value}
+        for index, entry in entries.items():
+            if isinstance(entry, str) and is_import_name(entry):
+                yield f"{key}.options.{name}{index}", entry
 
 
 def _generated_inputs(config: RunConfig) -> Iterator[str]:
@@ -156,6 +176,26 @@ def _source_files(name: str) -> list[Path]:
         with suppress(TypeError):  # a built-in, or an object with __call__, has no file
             files.add(inspect.getsourcefile(source))
     return sorted(Path(file) for file in files if file is not None)
+
+
+def _module_files(name: str) -> list[Path]:
+    """Returns the file of the module in `module:name`, or no file if it is not found. Executes no module, also no
+    package that contains it.
+    """
+    module = name.partition(":")[0]
+    if module.endswith(".py"):
+        return [path] if (path := Path(module)).is_file() else []
+    parts, spec = module.split("."), None
+    for depth in range(1, len(parts) + 1):
+        folders = None if spec is None else spec.submodule_search_locations
+        if depth > 1 and folders is None:
+            return []
+        parent = ".".join(parts[:depth])
+        specs = (finder.find_spec(parent, folders) for finder in sys.meta_path)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None:
+            return []
+    return [] if spec is None or not spec.has_location or spec.origin is None else [Path(spec.origin)]
 
 
 def source_checksum(name: str) -> FileChecksum | None:

@@ -1,11 +1,14 @@
 """The tree of settings of a config class: keys, groups of settings, and unions of groups."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from functools import partial
+from typing import Annotated, Any, get_args, get_origin
 
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from flowrl.config.base import Config, Member
+from flowrl.config.base import Config, Member, check_import_name, check_name
+from flowrl.config.rollout.engines import check_engine
 from flowrl.config.source import Key
 
 
@@ -21,6 +24,24 @@ def config_classes(annotation: Any) -> tuple[type[Config], ...]:  # Any: a type 
 def fields_of(classes: Sequence[type[Config]]) -> dict[str, FieldInfo]:
     """Returns the fields of all classes by name."""
     return {name: field for cls in classes for name, field in cls.model_fields.items()}
+
+
+def may_name_code(field: FieldInfo) -> bool:
+    """Returns whether a field accepts the name of a function or a class of the user, `module:name`."""
+    return _may_name_code(field.annotation, field.metadata)
+
+
+def _may_name_code(annotation: Any, metadata: Sequence[object]) -> bool:  # Any: a type of a field
+    checks = (entry.func for entry in metadata if isinstance(entry, AfterValidator))
+    if any((check.func if isinstance(check, partial) else check) in _NAME_CHECKS for check in checks):
+        return True
+    further = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return any(_may_name_code(part, further) for part in parts)
+
+
+_NAME_CHECKS = (check_import_name, check_name, check_engine)
+"""Validators of settings that accept `module:name`."""
 
 
 def select_members(classes: Sequence[type[Config]]) -> list[type[Member]]:

@@ -148,6 +148,26 @@ def test_changed_functions_and_classes_of_the_user_are_rejected(
         check_same_inputs(before, config)
 
 
+def test_options_are_never_executed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools of an environment run in its own processes. Options of a reward may be any text."""
+    monkeypatch.syspath_prepend(tmp_path)
+    executed = f"from pathlib import Path\nPath({str(tmp_path / 'executed')!r}).touch()\n"
+    (tmp_path / "own_package").mkdir()
+    for name in ("side.py", "own_package/__init__.py", "own_package/tools.py"):
+        (tmp_path / name).write_text(executed)
+    importlib.invalidate_caches()
+    names = [f"{tmp_path}/side.py:main", "own_package.tools:used", "own_package.none:used", "none.at.all:used"]
+    environment = {"name": "flowrl.environments.tool_environment:ToolEnvironment", "options": {"tools": names}}
+    with_tools = input_checksums(
+        GRPOConfig.model_validate(grpo_settings(model=model, reward=None, environment=environment))
+    )
+    assert {key for key in with_tools if "options" in key} == {f"environment.options.tools.{i}" for i in range(2)}
+    reward = {"function": "none:score", "options": {"mode": "os:path", "file": names[0], "list": names}}
+    with_options = input_checksums(GRPOConfig.model_validate(grpo_settings(model=model, reward=reward)))
+    assert not any("options" in key for key in with_options)
+    assert not (tmp_path / "executed").exists()
+
+
 def test_a_function_that_a_decorator_registered_is_an_input(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
