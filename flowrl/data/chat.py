@@ -44,10 +44,7 @@ _NUM_SPACE_TOKENS = 4
 """Number of tokens at the end of a prompt that are searched for `>`. White space may follow the last tag."""
 
 _TAG = re.compile(r"</?\w+>")
-_OPENING_TAG = re.compile(r"<(\w+)>\s*")
 _OPENED_TAGS = re.compile(r"(?:<\w+>\s*)+\Z")
-_THOUGHT_TAG = "think"
-"""Tag that hides the calls in a response even if the response does not close it."""
 
 _MAX_LAYOUTS = 1000
 """Maximum number of cached layouts."""
@@ -449,16 +446,13 @@ class ChatTokenizer:
         return self.opened_tags(prompt_ids, text) + text
 
     def opened_tags(self, prompt_ids: Sequence[int], text: str) -> str:
-        """Returns the tags at the end of a prompt that a response continues, such as `<think>` and a line break.
-
-        These are `<think>` and the tags that the text of the response closes. A chat template may end with other tags,
-        such as the role `<assistant>`.
-        """
+        """Returns the tags at the end of a prompt that are `<think>`, or that the text of the response closes."""
         if not self.decode_all(prompt_ids[-_NUM_SPACE_TOKENS:]).rstrip().endswith(">"):
             return ""
         match = _OPENED_TAGS.search(self.decode_all(prompt_ids[-_NUM_TAG_TOKENS:]))
-        tags = () if match is None else _OPENING_TAG.finditer(match[0])
-        return "".join(tag[0] for tag in tags if tag[1] == _THOUGHT_TAG or f"</{tag[1]}>" in text)
+        tags = re.finditer(r"<(\w+)>\s*", "" if match is None else match[0])
+        # Other tags name a role, such as <assistant>. A thought can be unfinished.
+        return "".join(tag[0] for tag in tags if tag[1] == "think" or f"</{tag[1]}>" in text)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
