@@ -39,11 +39,11 @@ def segment_key(key: int, num_response_tokens: int) -> int:
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Returns one uniform random number per row, float64 [B] in [0, 1).
+    """Returns one uniform random number per row and position, in float64 and [0, 1).
 
     Args:
         keys_B: int64 [B], from `row_keys`.
-        positions_B: int64 [B], position of the token to sample, counted from the start of the prompt.
+        positions_B: int64 [B] or [..., B], position of the token to sample, counted from the start of the prompt.
     """
     bits_B = _mix(keys_B + positions_B * _GOLDEN)
     return _shift_right(bits_B, 11).double() * 2.0**-53

@@ -15,7 +15,7 @@ The keys and values of a finished row whose episode may continue are copied out 
 the next turn copies them into its own slot, and an extension processes only the tokens that have followed.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -48,6 +48,9 @@ multiples of this number, so that the split does not depend on other rows.
 
 _EXTENSION_LOGITS = 2**26
 """Maximum number of attention logits of one layer in an extension pass. A pass with one row may exceed it."""
+
+_RANDOM_STEPS = 16
+"""Number of decode steps whose random numbers are computed together."""
 
 _SHRINK_SHARE = 0.75
 """The cache shrinks if at most this fraction of its slots is in use."""
@@ -168,6 +171,8 @@ class Decoder:
         self._rows: list[Row | None] = []
         self._cache: SlotCache | None = None
         self._slots = _Slots.free(0, self._padding, self._config.max_response_tokens, self._device)
+        self._uniforms: deque[Tensor] = deque()
+        """Random numbers of the next steps, float64 [R] each. Empty after rows have joined or changed their slots."""
         self.num_rows = 0
         self._temperatures = Counter[float]()
         """Number of rows per sampling temperature."""
@@ -304,6 +309,7 @@ class Decoder:
 
     def _start(self, rows: Sequence[Row], histories: Sequence[History], indices: Sequence[int]) -> None:
         slots, device = self._slots, self._device
+        self._uniforms.clear()
         index_N = torch.tensor(indices, device=device)
         lengths_N = torch.tensor([len(history) for history in histories], device=device)
         slots.is_used[index_N] = True
@@ -383,7 +389,10 @@ class Decoder:
 
     def _sample(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         config = self._config
-        random_R = uniforms(self._slots.key, self._slots.position + 1)
+        if not self._uniforms:
+            steps_S = torch.arange(1, _RANDOM_STEPS + 1, device=self._device)
+            self._uniforms.extend(uniforms(self._slots.key, self._slots.position + steps_S[:, None]))
+        random_R = self._uniforms.popleft()
         by_temperature = {
             temperature: sample_tokens(
                 logits_RV, random_R, temperature=temperature, top_k=config.top_k, top_p=config.top_p
@@ -482,6 +491,7 @@ class Decoder:
         index_R = torch.tensor(kept, device=self._device)
         self._rows = [self._rows[slot] for slot in kept]
         self._slots = self._slots.select(index_R)
+        self._uniforms.clear()
         self._cache.select(index_R)
 
 
