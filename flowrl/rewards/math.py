@@ -16,6 +16,7 @@ except ImportError as error:
         f"flowrl.rewards.math needs the library math-verify ({error}): pip install 'flowrl[rewards]'"
     ) from error
 
+from flowrl.rewards.numbers import join_signs
 from flowrl.rewards.time_limit import TimeLimitError, time_limit
 
 _MAX_CHARACTERS = 20_000
@@ -69,10 +70,10 @@ def score(response: str, answer: object, *, only_boxed: bool = False, timeout_s:
 def extract_answer(response: str) -> str | None:
     r"""Returns the content of the last `\boxed{...}` of a response, otherwise the text after its last `####`.
 
-    Returns None if it has neither. Use it for `evaluation.extract_answer`. Spaces are removed, but other differences of
-    notation count as different answers.
+    Returns None if it has neither. Use it for `evaluation.extract_answer`. Spaces are removed, and U+2212 becomes `-`.
+    Other differences of notation count as different answers.
     """
-    text = _answer_of(response[-_MAX_CHARACTERS:])
+    text = _answer_of(response[-_MAX_CHARACTERS:]).replace("\u2212", "-")
     if text.startswith(_BOX):
         return "".join(text[len(_BOX) : -1].split())
     return "".join(text.split()) if "####" in response[-_MAX_CHARACTERS:] else None
@@ -96,7 +97,7 @@ def _answer_of(response: str) -> str:
 
 
 def _parse(text: str) -> Expressions:
-    text = _THOUSANDS.sub("", text.replace("\u2212", "-").replace(r"\$", ""))
+    text = _THOUSANDS.sub("", join_signs(text.replace("\u2212", "-").replace(r"\$", "")))
     text = _EXPONENT.sub(lambda match: f"{Decimal(match[0]):f}", text)
     extraction = [
         math_verify.LatexExtractionConfig(boxed_match_priority=0),

@@ -5,6 +5,8 @@ Two numbers around a slash are a fraction (`3/4`); more than two, as in the date
 
 - Directly after a letter, a digit, `%` or a closing bracket, `-` and `+` are not signs, but hyphens, dashes of ranges
   or operators: `10-12` has the numbers 10 and 12.
+- One space may follow a sign at the start of a text, or of the part after `####`, and after one of `= < > ( [ { :` or
+  U+2248. Elsewhere, such a `-` is the bullet of a list, a dash or an operator: `7 - 3` has the numbers 7 and 3.
 - Separators of thousands are commas, `{,}`, `\\,`, `\\!`, and no-break or thin spaces. Other commas separate numbers:
   `1,23` has two.
 - A currency symbol may stand before or after the sign. Units, percent signs and a period at the end have no effect:
@@ -25,6 +27,11 @@ _MAX_SIZE = 500
 """Largest number of characters of a number, and largest absolute value of its exponent."""
 
 _SIGN = "[-+\u2212]"
+_CURRENCY = r"\\?[$\u00a2-\u00a5\u20a0-\u20cf][ ]?"
+_SPACED_SIGN = re.compile(
+    rf"((?:\A|(?<=[=<>\u2248(\[{{:])|(?<=[=<>\u2248(\[{{:][ ]))(?:{_CURRENCY})?{_SIGN})[ ](?=(?:{_CURRENCY}|\\)?[\w.])"
+)
+"""A sign and a space after a position where no operand precedes the sign."""
 _SEPARATOR = r"(?:,|\{,\}|\\[,!]|[\u00a0\u2009\u202f])"
 
 
@@ -32,7 +39,7 @@ def _number_pattern(digits: str) -> re.Pattern[str]:
     """Returns the pattern of a number that has these digits before its decimals."""
     return re.compile(
         rf"""(?:(?<![^\W_])(?<![)\]}}%])(?P<sign>{_SIGN}))?
-        (?:\\?[$\u00a2-\u00a5\u20a0-\u20cf][ ]?(?P<inner_sign>{_SIGN})?)?
+        (?:{_CURRENCY}(?P<inner_sign>{_SIGN})?)?
         (?P<number>(?P<digits>{digits})(?:\.\d++)?+|(?<![\w.])\.\d++)
         (?:[eE](?P<exponent>{_SIGN}?\d++))?""",
         re.VERBOSE,
@@ -47,6 +54,8 @@ _GROUPS = re.compile(rf"[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})*+")
 _GROUPING = re.compile(_SEPARATOR)
 _SLASH = re.compile(r"[ \t]?[/\u2044\u2215][ \t]?")
 _MARKER = "####"
+_LEADING = " \t\r\n*`"
+"""White space and markup before the start of a text."""
 
 _EXACT = Context(prec=10 * _MAX_SIZE, traps=[Inexact])
 """Decimal arithmetic that raises `Inexact` if a quotient has no finite decimal form."""
@@ -107,8 +116,14 @@ def canonical_text(number: Fraction) -> str:
     return f"{quotient.normalize(_EXACT):f}"
 
 
+def join_signs(text: str) -> str:
+    """Returns a text without its leading white space and markup, and without the space after signs of numbers."""
+    return _SPACED_SIGN.sub(r"\1", text.lstrip(_LEADING))
+
+
 def _split(text: str) -> Iterator[Sequence[re.Match[str]]]:
     """Yields the numbers of a text: one match for each number, two for each fraction."""
+    text = join_signs(text)
     chain: list[re.Match[str]] = []
     for match in _find_numbers(text):
         if chain and _SLASH.fullmatch(text, chain[-1].end(), match.start()):

@@ -22,6 +22,9 @@ EQUAL = [
     (r"\boxed{1.5e-3}", "0.0015"),
     ("1000", "1e3"),
     ("\u22121e\u22123", "-0.001"),
+    ("#### - 3", "-3"),
+    ("so x = \u2212 3", "-3"),
+    (r"#### - \frac{6}{2}", "-3"),
     (r"\boxed{2e^3}", "2e^3"),
     ("That is 50%", "50%"),
     (r"\boxed{50\%}", "0.5"),
@@ -56,6 +59,7 @@ EQUAL = [
 DIFFERENT = [
     (r"\boxed{(0,1)}", "[0, 1)"),
     (r"\boxed{Tuesday}", "Monday"),
+    ("#### - 3", "3"),
     (r"\boxed{3}, no, \boxed{4}", "3"),
     (r"\boxed{1,2,3}", "3"),
     (r"\boxed{3.14}", r"\pi"),
@@ -177,6 +181,8 @@ def test_a_missing_library_is_reported_with_its_extra() -> None:
         (r"\boxed{1} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{ 3 x }", "3x"),
         ("so #### 18 ", "18"),
+        ("so #### \u2212 3", "-3"),
+        ("\\boxed{\u22123}", "-3"),
         ("so 18", None),
     ],
 )

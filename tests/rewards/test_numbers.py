@@ -17,7 +17,21 @@ VALUES = [
     ("x=-3", Fraction(-3)),
     ("(-3)", Fraction(-3)),
     ("**-3**", Fraction(-3)),
-    ("- 3", Fraction(3)),
+    ("- 3", Fraction(-3)),
+    ("+ 3", Fraction(3)),
+    ("\n \u2212 3", Fraction(-3)),
+    ("**- 3**", Fraction(-3)),
+    ("x = - 3", Fraction(-3)),
+    ("x =- 3", Fraction(-3)),
+    ("Total: - 3", Fraction(-3)),
+    (r"\boxed{- 3}", Fraction(-3)),
+    ("- $3", Fraction(-3)),
+    ("$- 3$", Fraction(-3)),
+    ("= \u20ac - 3", Fraction(-3)),
+    ("x - 3", Fraction(3)),
+    ("$x$ - 3", Fraction(3)),
+    ("**Total** - 3 eggs", Fraction(3)),
+    ("eggs:\n- 3", Fraction(3)),
     ("COVID-19", Fraction(19)),
     # Decimals.
     ("0.5", Fraction(1, 2)),
@@ -74,6 +88,9 @@ def test_a_number_has_its_exact_value(text: str, value: Fraction) -> None:
     [
         ("10-12", 10, 12),
         ("10\u221212", 10, 12),
+        ("7 - 3", 7, 3),
+        ("3 $ - 5", 3, 5),
+        ("- 3 eggs\n- 5 eggs", -3, 5),
         ("5%-10%", 5, 10),
         ("f(2)-3", 2, 3),
         ("1,23", 1, 23),
@@ -135,7 +152,7 @@ def test_a_reference_answer_that_is_not_one_number_is_rejected(answer: object) -
         read_reference(answer)
 
 
-@pytest.mark.parametrize("group", [",234", "{,}234", ",23", "1-", "1.", "1/", "1e", "$ ", "- "])
+@pytest.mark.parametrize("group", [",234", "{,}234", ",23", "1-", "1.", "1/", "1e", "$ ", "- ", "= - ", " "])
 def test_the_time_of_a_search_is_linear(group: str) -> None:
     text = ("1" + group * 200_000)[:200_000] + ",5"
     start_s = time.process_time()
