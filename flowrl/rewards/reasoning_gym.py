@@ -92,7 +92,10 @@ def score(
 
 
 def extract_answer(response: str) -> str:
-    """Returns the content of the last `<answer>...</answer>`, otherwise all text, for `evaluation.extract_answer`."""
+    """Returns the content of the last `<answer>...</answer>`, otherwise all text, for `evaluation.extract_answer`.
+
+    The text has no tags that are special tokens or that the prompt opened, unlike `tagged_response` of `score`.
+    """
     return _find_answer(response, only_tagged=False)
 
 
