@@ -52,7 +52,7 @@ def describe_planned_updates(config: RunConfig) -> list[str]:
     roles = models_of(config).values()
     is_kto = any(isinstance(role, PreferenceActorConfig) and not role.loss.IS_PAIRED for role in roles)
     data = config.data
-    num_rows = count_rows(data.training_files, "kto" if is_kto else None)
+    num_rows = count_rows(data.training_files, "kto" if is_kto else None, data.ignored_message_keys)
     if not num_rows:
         return describe_updates(config)
     planned = config.with_steps(num_rows)

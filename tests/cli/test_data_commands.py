@@ -55,6 +55,15 @@ def test_check_has_an_exit_code_and_verifies_a_prepared_folder(folder: Path) -> 
     assert main(["data", "check", "out"]) == 2
 
 
+def test_ignored_keys_of_turns_are_a_setting_of_check_prepare_and_show(folder: Path) -> None:
+    turns = [{"role": role, "content": "1", "language": "en"} for role in ("user", "assistant")]
+    (folder / "own.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    ignored = ["tokenizer=model", "ignored_message_keys=[language]"]
+    assert main(["data", "check", "own.jsonl", "tokenizer=model"]) != 0
+    assert main(["data", "check", "own.jsonl", *ignored]) == main(["data", "show", "own.jsonl", *ignored]) == 0
+    assert main(["data", "prepare", "own.jsonl", "output=out", *ignored]) == 0
+
+
 def test_check_reports_a_turn_whose_tool_calls_the_model_would_not_receive(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

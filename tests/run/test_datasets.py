@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from flowrl.config import DataConfig, ModelConfig
 from flowrl.data.chat import ChatTokenizer, DataError
+from flowrl.data.reading.reader import count_rows
 from flowrl.rewards.reward_function import RewardError
 from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
+from flowrl.run.datasets.tokenized_data import read_files
 from recipes.grpo.config import GRPOConfig
 from recipes.quickstart.prepare import prepare
 from tests.configs import grpo_settings
@@ -72,6 +74,16 @@ def config_with_reward(data: Path, train: Path, test: Path | None = None, **rewa
     files = {"train": train, "test": test, "max_prompt_tokens": 32}
     reward = {key: f"{__name__}:{function}" for key, function in reward.items()}
     return GRPOConfig.model_validate(grpo_settings(model=data / "model", reward=reward, data=files))
+
+
+def test_a_run_ignores_the_listed_keys_of_turns(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": role, "language": "en"} for role in ("user", "assistant")]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    data = DataConfig(train=tmp_path / "a.jsonl", max_prompt_tokens=8, ignored_message_keys=("language",))
+    (row,), _ = read_files(data.training_files, data, "sft")
+    assert [message.content for message in row.messages] == ["user", "assistant"]
+    assert count_rows(data.training_files, ignored_message_keys=data.ignored_message_keys) == 1
+    assert count_rows(data.training_files) == 0
 
 
 def test_a_row_without_a_column_of_the_reward_function_is_rejected(data: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ TEMPLATE_FILE = "conversation_template.json"
 
 TooLong = Literal["refuse", "drop", "truncate"]
 RefuseOrDrop = Literal["refuse", "drop"]
+MessageKeys = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class TaskConfig(Config):
@@ -245,6 +246,11 @@ class DataConfig(Config):
     trailing_assistant: RefuseOrDrop = "refuse"
     """Prompts that end with the assistant. `refuse`: raise an error. `drop`: remove the last message."""
 
+    ignored_message_keys: MessageKeys = ()
+    """Keys of turns that are not read, such as `[language, timestamp]`. A row with another unknown key is invalid. Do
+    not list keys with text that the model should read or generate.
+    """
+
     strict: bool = True
     """Stop at the first invalid row, with file and line. False drops invalid rows, and logs the number of dropped rows
     per reason.
@@ -377,6 +383,11 @@ class RowsConfig(Config):
     trailing_assistant: RefuseOrDrop = "drop"
     """Prompts that end with the assistant. `refuse`: drop the row, or stop in strict mode. `drop`: remove the last
     message.
+    """
+
+    ignored_message_keys: MessageKeys = ()
+    """Keys of turns that are not read, such as `[language, timestamp]`. A row with another unknown key is invalid. Do
+    not list keys with text that the model should read or generate.
     """
 
     duplicates: Literal["keep", "drop"] = "drop"

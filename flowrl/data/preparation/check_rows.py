@@ -44,7 +44,7 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
 
     for source in config.files:
         for chunk in read_chunks(source, max_row_bytes=round(config.max_row_mb * (1 << 20))):
-            for _ in parse_rows(chunk, source.columns, counts, check, kind):
+            for _ in parse_rows(chunk, source.columns, counts, check, kind, config.ignored_message_keys):
                 pass
     return kind, counts
 

@@ -108,7 +108,8 @@ class ChunkPreparation:
 
     def tokenize(self, chunk: RawChunk, columns: Mapping[str, str], counts: RowCounts) -> Iterator[TokenizedRow]:
         """Yields the usable rows of a chunk, and counts all rows."""
-        for row in parse_rows(chunk, columns, counts, self._check, self._kind):
+        ignored = self._config.ignored_message_keys
+        for row in parse_rows(chunk, columns, counts, self._check, self._kind, ignored):
             try:
                 yield tokenize_row(row, self._kind, self.tokenizer, self._limits, turns=self._config.turns)
             except RowProblem as problem:
@@ -185,7 +186,7 @@ def find_kind(config: RowsConfig) -> Kind:
     counts = RowCounts(strict=config.strict)
     for source in config.files:
         for chunk in read_chunks(source, rows_per_chunk=100, max_row_bytes=round(config.max_row_mb * (1 << 20))):
-            for row in parse_rows(chunk, source.columns, counts):
+            for row in parse_rows(chunk, source.columns, counts, ignored_message_keys=config.ignored_message_keys):
                 return infer_kind(row)
     raise no_row_error(config, counts)
 

@@ -192,7 +192,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
         batch = self._batches[batch_index]
         offset = index - (int(self._ends[batch_index - 1]) if batch_index else 0)
         file, line = Path(batch.column("file")[offset].as_py()), batch.column("line")[offset].as_py()
-        row = parse_row(json.loads(batch.column("row")[offset].as_py()), {}, file, line)
+        row = parse_row(json.loads(batch.column("row")[offset].as_py()), {}, file, line, is_prepared=True)
         return TokenizedRow(row, tuple(self._side(batch, name, offset) for name in SIDES[self.kind]))
 
     def _side(self, batch: Any, name: str, offset: int) -> Tokens:  # Any: pyarrow.RecordBatch

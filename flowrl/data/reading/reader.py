@@ -3,7 +3,7 @@
 import codecs
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +31,12 @@ def parse_rows(
     counts: RowCounts,
     check: RowCheck | None = None,
     kind: Kind | None = None,
+    ignored_message_keys: Collection[str] = (),
 ) -> Iterator[Conversation]:
     """Yields the conversations of a chunk, and counts its rows.
 
-    `check` may convert or drop each conversation. For kto, a pair yields two conversations.
+    `check` may convert or drop each conversation. For kto, a pair yields two conversations. The keys
+    `ignored_message_keys` of turns are not read.
     """
     for line, raw in enumerate(chunk.rows, start=chunk.first_line):
         counts.num_read += 1
@@ -43,7 +45,7 @@ def parse_rows(
             if isinstance(raw, RowProblem):
                 raise raw
             values = _parse_json(raw) if isinstance(raw, bytes) else raw
-            conversation = parse_row(values, columns, chunk.file, line)
+            conversation = parse_row(values, columns, chunk.file, line, ignored_message_keys)
             conversation = replace(conversation, columns=to_json_columns(conversation.columns))
             for part in split_pair(conversation, kind):
                 yield part if check is None else check(part)
@@ -102,6 +104,7 @@ def read_conversations(
     reserved: frozenset[str] = frozenset(),
     kind: Kind | None = None,
     trailing_assistant: Literal["refuse", "drop"] = "refuse",
+    ignored_message_keys: Collection[str] = (),
     strict: bool = True,
     max_row_bytes: int = 8 << 20,
 ) -> list[Conversation]:
@@ -114,6 +117,7 @@ def read_conversations(
         reserved: names that no column may have.
         kind: the turns to keep; None keeps all.
         trailing_assistant: whether to refuse or to shorten a prompt that ends with the assistant.
+        ignored_message_keys: keys of turns that are not read.
         strict: True raises an error at the first row with a problem. False drops and counts these rows.
         max_row_bytes: largest size of a JSON line.
     Raises:
@@ -131,7 +135,7 @@ def read_conversations(
         conversation
         for source in sources
         for chunk in read_chunks(source, max_row_bytes=max_row_bytes)
-        for conversation in parse_rows(chunk, source.columns, counts, check, kind)
+        for conversation in parse_rows(chunk, source.columns, counts, check, kind, ignored_message_keys)
     ]
     names = ", ".join(str(source.source) for source in sources)
     if not counts.num_read:
@@ -143,7 +147,7 @@ def read_conversations(
     return conversations
 
 
-def count_rows(files: Files, kind: Kind | None = None) -> int | None:
+def count_rows(files: Files, kind: Kind | None = None, ignored_message_keys: Collection[str] = ()) -> int | None:
     """Returns the rows of an epoch in local files, without tokenizing them. None if a source is not a local file.
 
     Rows that a run drops, such as long ones, count. For kto, a pair counts as two rows.
@@ -156,7 +160,11 @@ def count_rows(files: Files, kind: Kind | None = None) -> int | None:
         if not source.path.exists():
             return None
         chunks, counts = read_chunks(source), RowCounts()
-        usable = sum(1 for chunk in chunks for _ in parse_rows(chunk, source.columns, counts, kind=kind))
+        usable = sum(
+            1
+            for chunk in chunks
+            for _ in parse_rows(chunk, source.columns, counts, kind=kind, ignored_message_keys=ignored_message_keys)
+        )
         num_rows += round(usable * source.weight)
     return num_rows
 

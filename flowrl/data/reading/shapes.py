@@ -5,7 +5,7 @@ docs/data.md lists the shapes.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,15 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _DIALOGUE = re.compile(r"\s*(Human|Assistant):")
 
 
-def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Conversation:  # Any: see `row` below
+def parse_row(
+    row: Any,  # Any: see `row` below
+    columns: Mapping[str, str],
+    file: Path,
+    line: int,
+    ignored_message_keys: Collection[str] = (),
+    *,
+    is_prepared: bool = False,
+) -> Conversation:
     """Returns the conversation of a row. Its columns have the values of the row, which may be dates or bytes.
 
     Args:
@@ -27,6 +35,8 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
         columns: name of a field -> its name in the file, where dots select nested fields.
         file: the file of the row, for error messages.
         line: number of the row in the file, from 1.
+        ignored_message_keys: keys of turns that are not read. Other unknown keys are a problem.
+        is_prepared: True for a row of a prepared folder, whose keys next to the turns are known to be columns.
     Raises:
         RowProblem: the row has no known shape, or a turn is malformed.
     """
@@ -46,8 +56,13 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
             f'"..."}}]}}, or name the keys in `columns` (docs/data.md)',
         )
     used = {*shape.keys, *shape.optional}
+    if ignored_message_keys:
+        values = {
+            name: _without_keys(value, ignored_message_keys) if name in _TURNS else value
+            for name, value in values.items()
+        }
     parts = shape.convert(values)
-    if parts.text is None:
+    if parts.text is None and not is_prepared:
         _check_prompt_keys(values, used)
     # Tables store keys that a row of another shape has as null.
     extra = {
@@ -65,13 +80,26 @@ def parse_row(row: Any, columns: Mapping[str, str], file: Path, line: int) -> Co
     )
 
 
-_PROMPT_KEYS = ("system", "system_prompt", "history", "tools", "functions", "chat_template_kwargs",
-                "images", "videos", "audios")  # fmt: skip
+_TURNS = ("messages", "conversations", "context", "prompt", "completion", "chosen", "rejected")
+"""Keys whose values may be turns."""
+
+
+def _without_keys(value: Any, names: Collection[str]) -> Any:  # Any: turns, one turn, or text
+    """Returns turns without the keys `names`."""
+    if isinstance(value, list):
+        return [_without_keys(turn, names) for turn in value]
+    return {name: part for name, part in value.items() if name not in names} if isinstance(value, dict) else value
+
+
+_PROMPT_KEYS = ("system", "system_prompt", "history", "tools", "functions", "documents", "chat_template_kwargs",
+                "image", "images", "video", "videos", "audio", "audios")  # fmt: skip
 """Keys next to the turns that belong to the prompt in public formats."""
 
 
 def _check_prompt_keys(values: Values, used: set[str]) -> None:
-    """Raises RowProblem if a key belongs to the prompt, but the shape does not read it."""
+    """Raises RowProblem if a key belongs to the prompt or excludes the row from training, but the shape does not read
+    it.
+    """
     name = next((name for name in _PROMPT_KEYS if name not in used and not _is_empty(values.get(name))), None)
     if name is not None:
         fix = "write it as the first turn" if name in ("system", "system_prompt") else "remove the key"
@@ -80,11 +108,22 @@ def _check_prompt_keys(values: Values, used: set[str]) -> None:
             f"the key {name!r} ({_show(values[name])}) belongs to the prompt, but the model would not receive it: "
             f"{fix}, or set columns: {{row_{name}: {name}}} to keep it as a column",
         )
+    if values.get("weight") == 0:
+        raise RowProblem(
+            "unknown_key",
+            "the key 'weight' (0) excludes the row from training in other libraries, but flowrl would train it: remove "
+            "the row, or set columns: {row_weight: weight} to keep it as a column",
+        )
 
 
 def _is_empty(value: Any) -> bool:  # Any: a value of the row
-    """Returns whether a value is null or empty. Tables store keys that a row lacks as null."""
-    return value is None or (isinstance(value, str | list | dict) and not value)
+    """Returns whether a value is null or empty. Tables store keys that a row lacks as null, or as JSON text."""
+    if isinstance(value, str):
+        return value.strip() in _EMPTY_TEXT
+    return value is None or (isinstance(value, list | dict) and not value)
+
+
+_EMPTY_TEXT = ("", "null", "[]", "{}")
 
 
 def _rename(row: Values, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -153,8 +192,9 @@ def _read_turn(turn: Any, key: str) -> Message:
         if name not in (role_key, content_key) and not _is_empty(value) and (name, value) not in _DEFAULTS:
             raise RowProblem(
                 "unknown_key",
-                f'a turn in "{key}" has the key {name!r} ({_show(value)}), which flowrl does not read: remove the key, '
-                f"and write all text that the model should read or generate in {content_key!r}",
+                f'a turn in "{key}" has the key {name!r} ({_show(value)}), which flowrl does not read: write all text '
+                f"that the model should read or generate in {content_key!r}, and remove the key or set "
+                f"ignored_message_keys: [{name}]",
             )
     return _message(role, content, key)
 

@@ -173,6 +173,7 @@ def read_files(
             needs=needs,
             reserved=RESERVED_COLUMNS,
             trailing_assistant=data.trailing_assistant,
+            ignored_message_keys=data.ignored_message_keys,
             strict=data.strict,
         )
         conversations += rows

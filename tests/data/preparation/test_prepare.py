@@ -319,6 +319,13 @@ def test_version_2_is_read_except_plain_text(tmp_path: Path) -> None:
         folder.check_ids(ChatTokenizer(model))
 
 
+def test_a_key_that_an_earlier_version_accepted_stays_a_column(model: Path, tmp_path: Path) -> None:
+    shard = run(tmp_path, model, write(tmp_path, example("1+1", "2", imagx="1"))).path / "arrow/part-00000.arrow"
+    shard.write_bytes(shard.read_bytes().replace(b"imagx", b"image"))
+    (row,) = PreparedFolder(tmp_path / "out")
+    assert row.conversation.columns == {"image": "1"}
+
+
 def test_the_hash_of_a_tokenizer_does_not_depend_on_earlier_calls(model: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(model)
     expected = tokenizer_hash(tokenizer)

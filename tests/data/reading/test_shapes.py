@@ -12,6 +12,7 @@ from flowrl.data.reading.kinds import Kind, infer_kind, select_turns
 from flowrl.data.reading.reader import read_conversations
 from flowrl.data.reading.row_problems import RowProblem
 from flowrl.data.reading.shapes import boxed, parse_row
+from tests.errors import rejects
 
 USER, BOT = Message("user", "u"), Message("assistant", "a")
 
@@ -123,6 +124,23 @@ def test_keys_without_a_meaning_are_not_refused() -> None:
     silent = {"tool_calls": [], "reasoning_content": None, "name": "", "weight": 1, "function_call": {}}
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", **silent}]
     assert row({"messages": messages, "tools": None, "images": [], "system": ""}).messages == (USER, BOT)
+    as_json = {"tool_calls": "[]", "reasoning_content": "null", "function_call": "{}"}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", **as_json}]
+    assert row({"messages": messages, "tools": "[]", "documents": "null"}).messages == (USER, BOT)
+
+
+def test_ignored_keys_of_turns_are_not_read() -> None:
+    own = {"language": "en", "toxic": False, "tool_calls": CALL}
+    messages = [{"role": "user", "content": "u", **own}, {"role": "assistant", "content": "a", **own}]
+    for value in (
+        {"messages": messages, "language": "en"},
+        {"prompt": messages[:1], "completion": messages[1], "language": "en"},
+        {"chosen": messages, "rejected": messages, "language": "en"},
+    ):
+        kept = parse_row(value, {}, Path("f"), 1, ["language", "toxic", "tool_calls"])
+        assert (*kept.messages, *kept.chosen) == (USER, BOT) and kept.columns == {"language": "en"}
+        with rejects("tool_calls", "ignored_message_keys", error=RowProblem):
+            parse_row(value, {}, Path("f"), 1, ["language", "toxic"])
 
 
 @pytest.mark.parametrize("name", ["tools", "system", "history"])
@@ -161,6 +179,10 @@ PROBLEMS: list[tuple[Any, Kind, str]] = [
     ({"prompt": [ONE], "completion": [answer(weight=0.5)], "label": True}, "kto", "unknown_key"),
     ({"messages": [ONE, answer()], "tools": CALL}, "sft", "unknown_key"),
     ({"conversations": [ONE, answer()], "system": "s"}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer()], "documents": ["d"]}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer()], "image": "i.png"}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer()], "audio": "a.wav"}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer()], "weight": 0}, "sft", "unknown_key"),
     ({"prompt": "u", "chosen": "a", "rejected": "b", "tools": CALL}, "preference", "unknown_key"),
     ({"prompt": "u", "completion": "a", "system_prompt": "s"}, "sft", "unknown_key"),
     ({"instruction": "u", "output": "a", "history": [["v", "b"]]}, "sft", "unknown_key"),
