@@ -511,6 +511,7 @@ class Run:
         """
         self._end_step()
         self._defer_signals("writing the results", f"after step {self.step}")
+        self._checks.failures.check_responses(self.step)
         self._write_records(self.step)
         self._records.flush(self.step)
         if self._source is not None:
@@ -521,8 +522,7 @@ class Run:
         self._progress.close()
         self.cluster.wait_for_calls()
         self._write_trace_and_plots(self._log.last_ended_ns)
-        summary = self._summary()
-        write_json(self.folder.summary, summary)
+        write_json(self.folder.summary, summary := self._summary())
         self._metrics.finish(summary)
         if self._checks.error is not None:
             raise UserError(self._checks.error)

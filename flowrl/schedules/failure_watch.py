@@ -7,9 +7,9 @@ from flowrl.config import OnPolicyConfig, RolloutRunConfig, RunConfig
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, Logged, merge_metrics
+from flowrl.schedules.rewards import FailedFraction, shorten_cause
 
-_MAX_CAUSE = 300
-"""Largest number of characters of a cause in a message."""
+_SHARE = "reward_failed_fraction"
 
 
 class FailureWatch:
@@ -28,41 +28,51 @@ class FailureWatch:
             self._role = "reward" if config.environment is None else "environment"
         self.error: str | None = None
         """Reason for which the run must end after the current step, or None."""
-        self._results: list[Future | LocalRef] = []
+        self._results: list[Future | LocalRef | Mapping[str, Any]] = []
         """Metrics of the responses of the current step."""
         self._has_warned = False
+        """Whether a warning about failures in training has been shown."""
+        self._has_warned_evaluation = False
 
     def follow(self, metrics: Logged) -> tuple[Logged, ...]:
         """Stores metrics of the responses of a step until `check_responses`, and returns them for the log."""
-        if isinstance(metrics, Future | LocalRef):
+        # Metrics of a resumed step are no future.
+        if isinstance(metrics, Future | LocalRef) or (isinstance(metrics, Mapping) and _SHARE in metrics):
             self._results.append(metrics)
         return (metrics,)
 
     def check_responses(self, step: int) -> None:
-        """Waits for the scores of a step, and checks them. Its policy update may still be running, so the driver can
-        check a step before it submits the next one.
+        """Waits for the scores of a step, and compares the share of failures with the limit. Notifies the user of the
+        first failures below the limit.
+
+        The policy update of the step may still be running, so the driver can check a step before it submits the next.
         """
         results, self._results = self._results, []
-        if self._limit is not None and results:
-            merged = merge_metrics([result.get() for result in results])
-            self.check_step(step, {name: metric.result() for name, metric in merged.items()})
+        if self._limit is None or not results:
+            return
+        merged = merge_metrics([result if isinstance(result, Mapping) else result.get() for result in results])
+        failed = merged.get(_SHARE)
+        if not isinstance(failed, FailedFraction) or not failed.total:
+            return
+        share, ending = failed.result(), "/failed_fraction"
+        names = [name.split("/")[1] for name, metric in merged.items() if name.endswith(ending) and metric.result()]
+        observation = f"{self._describe(names, share)} responses of step {step}"
+        if self._is_above_limit(share):
+            self._set_error(observation, f"first cause: {failed.cause}")
+        elif not self._has_warned:
+            self._has_warned = True
+            self._notify(
+                f"warning: {observation} (first cause: {failed.cause}); later failures are only counted, in {_SHARE}"
+            )
 
     def check_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Checks the metrics of a step. Notifies the user once if failed rewards are better than others."""
-        share = values.get("reward_failed_fraction")
+        """Notifies the user once if failed rewards are better than others, given the metrics of a step."""
+        share = values.get(_SHARE)
         if share and self._counts_as_zero and values.get("reward_min", 0.0) < 0:
             self._counts_as_zero = False
             self._notify(
-                f"{self._describe([], share)} responses of step {step}, and other responses have negative scores: with "
-                f"{self._role}.on_failure: zero, training prefers the failed responses, so set it to drop"
-            )
-        if share is not None and self._is_above_limit(share):
-            names = [
-                name.split("/")[1] for name, value in values.items() if name.endswith("/failed_fraction") and value
-            ]
-            self._set_error(
-                f"{self._describe(names, share)} responses of step {step}",
-                "the saved rows in rollouts/ have the causes in reward_failures",
+                f"warning: {self._describe([], share)} responses of step {step}, and other responses have negative "
+                f"scores: with {self._role}.on_failure: zero, training prefers the failed responses, so set it to drop"
             )
 
     def check_evaluation(self, where: str, values: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -80,16 +90,16 @@ class FailureWatch:
             causes = [row["reward_failures"] for row in own_rows if row.get("reward_failures")]
             names = dict.fromkeys(name for failures in causes for name in failures)
             observation = f"{self._describe(names, share)} held-out responses {where}" + f" (set {own})" * bool(own)
-            cause = next((cause for failures in causes for cause in failures.values()), "unknown")
-            cause = f"first cause: {' '.join(cause.split())[:_MAX_CAUSE]}"
+            cause = next((cause for failures in causes for cause in failures.values()), "")
+            cause = f"first cause: {shorten_cause(cause)}"
             if self._is_above_limit(share):
                 self._set_error(observation, cause)
-            elif not self._has_warned:
-                self._has_warned = True
+            elif not self._has_warned_evaluation:
+                self._has_warned_evaluation = True
                 worst, best = values[FAILED_AS_WORST + ending], values[FAILED_AS_BEST + ending]
                 self._notify(
-                    f"{observation}: accuracy is the mean over the others, and would be {worst:.3f} with the worst "
-                    f"score for these responses and {best:.3f} with the best ({cause})"
+                    f"warning: {observation}: accuracy is the mean over the others, and would be {worst:.3f} with "
+                    f"the worst score for these responses and {best:.3f} with the best ({cause})"
                 )
 
     def _is_above_limit(self, share: float) -> bool:

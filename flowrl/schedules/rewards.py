@@ -4,8 +4,8 @@ import math
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
 
 import torch
 from tensordict import TensorDict
@@ -320,6 +320,26 @@ def _describe_failure(part: RewardComponent, call: RewardCall) -> str:
     return f"{call.message}, which is not a finite number: use another model or dtype, or set reward.on_failure"
 
 
+_MAX_CAUSE = 300
+"""Largest number of characters of the cause of a failed reward in a message."""
+
+
+def shorten_cause(message: str) -> str:
+    """Returns the start of the cause of a failed reward, on one line."""
+    return " ".join(message.split())[:_MAX_CAUSE] or "unknown"
+
+
+@dataclass(frozen=True)
+class FailedFraction(Mean):
+    """Share of the responses whose reward failed."""
+
+    cause: str = ""
+    """Cause of the first failure; empty without failures."""
+
+    def merge(self, other: Self) -> "FailedFraction":
+        return FailedFraction(self.total + other.total, self.count + other.count, self.cause or other.cause)
+
+
 def reward_metrics(batches: Sequence[Batch]) -> list[Future | LocalRef]:
     """Returns futures of the metrics of scored batches, before rows and groups are dropped. Does not block."""
     names = (FAILED, CALLS, EPISODE)
@@ -333,13 +353,16 @@ def measure_rewards(table: TensorDict) -> dict[str, Metric]:
 
     Runs on the task worker.
     """
+    rows = objects(table, CALLS)
+    messages = (call["message"] for row in rows for call in row.values() if call["failure"] is not None)
+    cause = next(map(shorten_cause, messages), "")
     metrics: dict[str, Metric] = {
-        "reward_failed_fraction": Mean(float(table["rows", FAILED].sum()), num_rows(table)),
+        "reward_failed_fraction": FailedFraction(float(table["rows", FAILED].sum()), num_rows(table), cause),
     }
     if EPISODE in table["rows"].keys():  # noqa: SIM118 (a TensorDict)
         metrics |= _measure_episodes(objects(table, EPISODE))
     calls: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in objects(table, CALLS):
+    for row in rows:
         for name, call in row.items():
             calls[name].append(call)
     for name, records in calls.items():

@@ -24,7 +24,7 @@ from flowrl.data.events import CallEvent, Counted
 from flowrl.data.metric import Logged, Max, Mean, Metric, Min, Sum, merge_metrics
 from flowrl.data.prompts import PromptStream
 from flowrl.schedules.group_filter import DROP_REASONS, GroupFilter, SelectedGroup, no_groups_message
-from flowrl.schedules.rewards import Scoring, reward_metrics
+from flowrl.schedules.rewards import FailedFraction, Scoring, reward_metrics
 from flowrl.schedules.scheduler import TrainerRoutes
 from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights
@@ -392,7 +392,7 @@ class BatchRollouts:
 
     def _saved_metrics(self, state: Mapping[str, Any]) -> list[Any]:
         """Returns the metrics of the rewards of a step, as of `_state_of`."""
-        kinds = {kind.__name__: kind for kind in (Max, Mean, Min, Sum)}
+        kinds = {kind.__name__: kind for kind in (FailedFraction, Max, Mean, Min, Sum)}
         metrics = {name: kinds[kind](*values) for name, (kind, *values) in state.get("reward_metrics", {}).items()}
         return [metrics] if metrics else []
 

@@ -1,14 +1,15 @@
 """A run in which too many rewards fail has a reason to end."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from flowrl.data.batch.batch import Batch
-from flowrl.rewards.row_scores import CALLS, FAILED
+from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
 from flowrl.schedules.failure_watch import FailureWatch
-from flowrl.schedules.rewards import reward_metrics
+from flowrl.schedules.rewards import FailedFraction, reward_metrics
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 from tests.errors import missing_facts
@@ -19,36 +20,72 @@ def watch(notify: Callable[[str], None] = print, **reward: object) -> FailureWat
     return FailureWatch(GRPOConfig.model_validate(settings), notify)
 
 
-def values(failed: float) -> dict[str, float]:
-    return {"reward_failed_fraction": failed, "rewards/a/failed_fraction": failed, "rewards/b/failed_fraction": 0.0}
+def check(limited: FailureWatch, step: int, num_failed: int, name: str = "a") -> None:
+    """Checks a step of 8 responses, whose last ones fail."""
+    failed = [i >= 8 - num_failed for i in range(8)]
+    records = [
+        {
+            name: asdict(RewardCall(None, failure="timeout", message=f"cause-{i}") if failed[i] else RewardCall(1.0)),
+            "b": asdict(RewardCall(1.0)),
+        }
+        for i in range(8)
+    ]
+    for metrics in reward_metrics([Batch.from_columns(rows={FAILED: np.array(failed), CALLS: records})]):
+        limited.follow(metrics)
+    limited.check_responses(step)
 
 
-@pytest.mark.parametrize(("rate", "failed", "ends"), [(0.25, 0.25, False), (0.25, 0.5, True), (0.0, 0.125, True)])
-def test_a_run_ends_above_the_failure_rate(rate: float, failed: float, ends: bool) -> None:
+@pytest.mark.parametrize(("rate", "failed", "ends"), [(0.25, 2, False), (0.25, 4, True), (0.0, 1, True)])
+def test_a_run_ends_above_the_failure_rate(rate: float, failed: int, ends: bool) -> None:
     limited = watch(on_failure="zero", max_failure_rate=rate)
-    limited.check_step(3, values(failed))
+    check(limited, 3, failed)
     assert (limited.error is not None) == ends
 
 
 def test_the_reason_is_the_first_step_above_the_rate() -> None:
     limited = watch(on_failure="drop")
-    for step, failed in enumerate((0.0, 0.5, 0.75), start=1):
-        limited.check_step(step, values(failed))
+    for step, failed in enumerate((0, 4, 6), start=1):
+        check(limited, step, failed)
     assert limited.error is not None
-    for fact in ("reward a ", "step 2", "50%", "reward.max_failure_rate", "0.1", "reward_failures"):
+    for fact in ("reward a ", "step 2", "50%", "reward.max_failure_rate", "0.1", "cause-4"):
         assert fact in limited.error
+
+
+def test_the_first_failures_of_training_below_the_rate_are_reported_once() -> None:
+    messages: list[str] = []
+    limited = watch(messages.append, on_failure="drop", max_failure_rate=0.5)
+    for step, failed in enumerate((0, 2, 3), start=1):
+        check(limited, step, failed)
+    (message,) = messages
+    assert limited.error is None
+    assert not missing_facts(message, "a", 2, 25, "cause-6")
+
+
+def test_failures_of_a_resumed_step_are_checked() -> None:
+    limited = watch(on_failure="zero")
+    limited.follow({"reward_failed_fraction": FailedFraction(3, 8, "crashed")})
+    limited.check_responses(7)
+    assert limited.error is not None and not missing_facts(limited.error, 7, 38, "crashed")
+
+
+def test_merged_fractions_have_the_cause_of_the_first_failure() -> None:
+    first, *others = FailedFraction(0, 4), FailedFraction(1, 4, "crashed"), FailedFraction(2, 4, "timeout")
+    for other in others:
+        first = first.merge(other)
+    assert first == FailedFraction(3, 12, "crashed") and first.result() == 0.25
 
 
 def test_failed_episodes_name_the_setting_of_the_environment() -> None:
     own = {"name": "games:Game", "on_failure": "zero"}
     limited = FailureWatch(GRPOConfig.model_validate(grpo_settings(reward=None, environment=own)), print)
-    limited.check_step(1, {"reward_failed_fraction": 0.5, "rewards/environment/failed_fraction": 0.5})
+    check(limited, 1, 4, "environment")
     assert limited.error is not None and "environment.max_failure_rate" in limited.error
 
 
 def test_a_step_without_scores_is_not_checked() -> None:
     limited = watch(on_failure="zero")
-    limited.check_step(1, {"reward": 1.0})
+    limited.follow({"reward": 1.0})
+    limited.check_responses(1)
     assert limited.error is None
 
 
@@ -62,14 +99,14 @@ def test_a_failed_reward_that_is_better_than_others_is_reported_once(
     limited = watch(messages.append, on_failure=on_failure, max_failure_rate=1.0)
     limited.check_step(1, {"reward_failed_fraction": 0.0, "reward_min": -1.0})
     for step in (2, 3):
-        limited.check_step(step, values(0.5) | {"reward_min": lowest})
+        limited.check_step(step, {"reward_failed_fraction": 0.5, "reward_min": lowest})
     assert len(messages) == num_messages and limited.error is None
     assert all(not missing_facts(message, 2, 50, "reward.on_failure", "drop") for message in messages)
 
 
 def test_failures_that_end_the_run_at_once_have_no_rate() -> None:
     limited = watch(on_failure="stop")
-    limited.check_step(1, values(1.0))
+    check(limited, 1, 8)
     assert limited.error is None
 
 
