@@ -52,7 +52,7 @@ def parse_row(
         names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in keys.items()) or "none"
         raise RowProblem(
             "unknown_shape",
-            f'the keys ({names[:200]}) match no known shape: use {{"messages": [{{"from": "human", "content": '
+            f'the keys ({names[:200]}) match no known shape: use {{"messages": [{{"role": "user", "content": '
             f'"..."}}]}}, or name the keys in `columns` (docs/data.md)',
         )
     used = {*shape.keys, *shape.optional}
@@ -174,20 +174,12 @@ def read_turns(value: Any, key: str) -> tuple[Message, ...]:
 
 def _read_turn(turn: Any, key: str) -> Message:
     if not isinstance(turn, dict):
-        raise RowProblem(
-            "content_not_text", f'a turn in "{key}" is {{"from": ..., "content": "text"}}, not {_show(turn)}'
-        )
+        raise RowProblem("content_not_text", f'a turn in "{key}" is {_show(turn)}, but must be {_TURN}')
     role_key = "role" if turn.get("from") is None else "from"
-    content_key = "value" if turn.get("content") is None else "content"
+    content_key = "value" if turn.get("content") is None and "value" in turn else "content"
     role, content = turn.get(role_key), turn.get(content_key)
     if not isinstance(role, str) or role not in ROLE_NAMES:
         raise RowProblem("unknown_role", f"unknown message role {_show(role)}; allowed are {', '.join(ROLE_NAMES)}")
-    if not isinstance(content, str):
-        raise RowProblem(
-            "content_not_text",
-            f'a message is {{"from": ..., "content": "text"}}, but the content from the {ROLE_NAMES[role]} is '
-            f"{_show(content)}",
-        )
     for name, value in turn.items():
         if name not in (role_key, content_key) and not _is_empty(value) and (name, value) not in _DEFAULTS:
             raise RowProblem(
@@ -196,8 +188,17 @@ def _read_turn(turn: Any, key: str) -> Message:
                 f"that the model should read or generate in {content_key!r}, and remove the key or set "
                 f"ignored_message_keys: [{name}]",
             )
+    # After the unknown keys: in the format of OpenAI, the content of a message with `tool_calls` is null.
+    if not isinstance(content, str):
+        raise RowProblem(
+            "content_not_text",
+            f"the {content_key} from the {ROLE_NAMES[role]} is {_show(content)}, but a message is {_TURN}: write its "
+            f"text, or remove the row",
+        )
     return _message(role, content, key)
 
+
+_TURN = '{"role": "user", "content": "text"}'
 
 _DEFAULTS = (("weight", 1),)
 """Allowed pairs of an unread key of a turn and its value. A response is trained with the weight 1 anyway."""

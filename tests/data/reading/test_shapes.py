@@ -143,6 +143,20 @@ def test_ignored_keys_of_turns_are_not_read() -> None:
             parse_row(value, {}, Path("f"), 1, ["language", "toxic"])
 
 
+@pytest.mark.parametrize(
+    ("turn", "facts"),
+    [
+        ({"role": "user", "text": "u"}, ("text", "content")),
+        ({"from": "human", "value": "u", "lang": "en"}, ("lang", "value")),
+        ({"role": "user", "content": None}, ("role", "content", "user", "null")),
+        (7, ("role", "content", 7)),
+    ],
+)
+def test_a_malformed_turn_is_reported_with_the_keys_to_write(turn: Any, facts: tuple[Any, ...]) -> None:
+    with rejects(*facts, error=RowProblem):
+        row({"messages": [turn]})
+
+
 @pytest.mark.parametrize("name", ["tools", "system", "history"])
 def test_a_key_of_the_prompt_can_be_kept_as_a_column(name: str) -> None:
     kept = row({"messages": turns("user:u"), name: ["x"]}, **{f"row_{name}": name})
@@ -163,12 +177,14 @@ ONE = {"role": "user", "content": "u"}
 
 
 def answer(**keys: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": "a", **keys}
+    return {"role": "assistant", "content": "a"} | keys
 
 
 CALL = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
 PROBLEMS: list[tuple[Any, Kind, str]] = [
     ({"messages": [ONE, answer(tool_calls=CALL), *turns("tool:t", "assistant:a")]}, "sft", "unknown_key"),
+    ({"messages": [ONE, answer(content=None, tool_calls=CALL)]}, "sft", "unknown_key"),
+    ({"messages": [{"role": "user", "text": "u"}]}, "prompts", "unknown_key"),
     ({"messages": [ONE, answer(reasoning_content="r")]}, "sft", "unknown_key"),
     ({"messages": [ONE, answer(weight=0)]}, "sft", "unknown_key"),
     ({"messages": [ONE, answer(value="b")]}, "sft", "unknown_key"),
