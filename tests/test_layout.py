@@ -1,7 +1,8 @@
-"""Conventions for files and folders: names, docstrings of packages, numbers of modules, length of lines."""
+"""Conventions for files and folders: names, docstrings of packages, numbers of modules, length of lines, size."""
 
 import ast
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ PRAGMA = re.compile(r"\s*# (noqa|pyright|type):.*")
 MAX_MODULES = 13
 MAX_LINE = 120
 MAX_TERMS = 62
+MAX_TRACKED_BYTES = 11 * 1024**2
 
 
 def test_module_names_are_unique() -> None:
@@ -73,3 +75,12 @@ def test_lines_are_short(folder: str) -> None:
 def test_glossary_is_short() -> None:
     rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
     assert len([row for row in rows if not row.startswith("| term ")]) <= MAX_TERMS
+
+
+def test_tracked_files_are_small() -> None:
+    if not (ROOT / ".git").exists():  # a folder, or a file in a further worktree
+        pytest.skip("not a git checkout")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sizes = {name: (ROOT / name).lstat().st_size for name in names.split("\0") if name and (ROOT / name).exists()}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
+    assert sizes and sum(sizes.values()) < MAX_TRACKED_BYTES, f"the largest files are {largest}"
