@@ -7,7 +7,8 @@
 #
 # RESULTS is a file. It receives every figure as soon as it is measured, the most valuable ones first, and at the end a
 # summary with all figures, skips and failures. WHEELS is a folder of wheels that the host lacks; it may be absent.
-# Exits with 1 if a measurement or a test fails, or if there is a GPU and nothing runs; with 0 if there is no GPU.
+# Exits with 1 if a measurement or a test fails, or if there is a GPU and nothing runs, for example because torch does
+# not support its driver; with 0 if there is no GPU.
 set -uo pipefail
 usage="usage: tests/run_gpu.sh first|second|vllm RESULTS [WHEELS]"
 part=${1:-} results=${2:-}
@@ -58,15 +59,22 @@ find_missing() {
 from importlib.util import find_spec
 print(*(name for name in sys.argv[1:] if find_spec(name) is None))' "$@" 2>/dev/null || echo "$*"
 }
-if [ -n "$(find_missing torch)" ]; then
-    report "SKIPPED everything: torch is missing"
+# stop_without_gpu REASON: ends the part. That is a failure if the host has a GPU.
+stop_without_gpu() {
+    if nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || [ -e /dev/nvidia0 ]; then
+        report "FAILED everything, although there is a GPU: $1"
+        status=1
+    else
+        report "SKIPPED everything: $1"
+    fi
     finish
-fi
+}
+if [ -n "$(find_missing torch)" ]; then stop_without_gpu "torch is missing"; fi
 if [ "$device" = cpu ]; then
     gpu="none, rehearsal on the CPU with tiny sizes"
-elif ! gpu=$("$python" -c "import torch; print(torch.cuda.get_device_name(), torch.__version__)" 2>/dev/null); then
-    report "SKIPPED everything: no GPU"
-    finish
+elif ! gpu=$("$python" -c "import torch; print(torch.cuda.get_device_name(), torch.__version__)" 2>"$work/error"); then
+    tee -a "$results" <"$work/error"
+    stop_without_gpu "torch finds none: $(tail -n 1 "$work/error")"
 fi
 report "GPU: $gpu"
 

@@ -20,11 +20,15 @@ MARKED = sorted(
 )
 """Files with a test that is marked gpu."""
 
+UNUSABLE = [((), "RuntimeError: old driver"), (("torch",), "torch is missing")]
+"""Missing packages, and the reason why torch cannot use a GPU."""
+
 
 def run_script(folder: Path, part: str, python: str = sys.executable, device: str = "cuda") -> tuple[int, str]:
-    """Returns the exit code and the results file of the script."""
+    """Returns the exit code and the results file of the script. It finds the programs in the folder first."""
     results = folder / "results.txt"
-    environment = os.environ | {"PYTHON": python, "DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
+    path = f"{folder}:{os.environ['PATH']}"
+    environment = os.environ | {"PYTHON": python, "DEVICE": device, "CUDA_VISIBLE_DEVICES": "", "PATH": path}
     command = ["bash", str(SCRIPT), part, str(results), str(folder / "no_wheels")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     return done.returncode, results.read_text()
@@ -39,7 +43,7 @@ def interpreter(folder: Path, cases: str = "", *, missing: tuple[str, ...] = (),
     path.write_text(f"""#!/bin/sh
 echo "$*" >>{folder}/calls
 case "$*" in
-*get_device_name*) [ {num_gpus} -gt 0 ] && echo GPU;;
+*get_device_name*) [ {num_gpus} -gt 0 ] && echo GPU || {{ echo "RuntimeError: old driver" >&2; exit 1; }};;
 *find_spec*) shift 2; for name; do case " {" ".join(missing)} " in *" $name "*) echo "$name";; esac; done;;
 {cases}
 esac
@@ -81,9 +85,23 @@ def test_a_wrong_call_writes_nothing(tmp_path: Path, arguments: tuple[str, ...])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_everything_is_skipped_without_a_gpu(tmp_path: Path) -> None:
-    code, results = run_script(tmp_path, "first", interpreter(tmp_path, num_gpus=0))
-    assert (code, split_summary(results)[1]) == (0, ["SKIPPED everything: no GPU"])
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="the machine has a GPU")
+@pytest.mark.parametrize(("missing", "reason"), UNUSABLE)
+def test_everything_is_skipped_without_a_gpu(tmp_path: Path, missing: tuple[str, ...], reason: str) -> None:
+    code, results = run_script(tmp_path, "first", interpreter(tmp_path, missing=missing, num_gpus=0))
+    (line,) = split_summary(results)[1]
+    assert code == 0 and line.startswith("SKIPPED everything: ") and reason in line
+
+
+@pytest.mark.parametrize(("missing", "reason"), UNUSABLE)
+def test_the_script_fails_if_torch_cannot_use_the_gpu_that_the_driver_lists(
+    tmp_path: Path, missing: tuple[str, ...], reason: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-0)'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    code, results = run_script(tmp_path, "first", interpreter(tmp_path, missing=missing, num_gpus=0))
+    (line,) = split_summary(results)[1]
+    assert code == 1 and line.startswith("FAILED everything") and reason in line
 
 
 def test_the_script_fails_if_there_is_a_gpu_and_nothing_runs(tmp_path: Path) -> None:
