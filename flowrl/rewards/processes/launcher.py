@@ -54,7 +54,7 @@ _DESCRIPTOR = 900
 
 Serve = Callable[[socket.socket, int, int, dict[str, Any], Sequence[str]], NoReturn]  # Any: values of JSON
 """Main loop of a process. Receives the socket of its messages, the descriptor for the stacks that `STACK_SIGNAL`
-requests, the semaphore of rows that it may score, the settings of the process, and the protections that the system
+requests, the pipe of rows that it may score, the settings of the process, and the protections that the system
 does not offer.
 """
 

@@ -210,7 +210,10 @@ class ScoringPool:
                 process.load_deadline_s, process.kill_s = math.inf, now_s + _STACKS_S
                 process.process.request_stacks()
             elif now_s >= process.reclaim_s:
-                self._queue_first(process.reclaim())
+                try:
+                    self._queue_first(process.reclaim())
+                except ValueError as error:
+                    self._end_corrupt(process, error)
 
     # Events of a process.
 
@@ -266,8 +269,11 @@ class ScoringPool:
         except (FrameError, LookupError, TypeError, ValueError) as error:
             self._events.remove_unless(process.process.channel, False)
             if process.ending is None:
-                process.ending = ("corrupt", f"wrote invalid data to the descriptor of its results ({error})")
-                process.process.kill()
+                self._end_corrupt(process, error)
+
+    def _end_corrupt(self, process: ProcessState, error: Exception) -> None:
+        process.ending = ("corrupt", f"wrote invalid data to a descriptor of the pool ({error})")
+        process.process.kill()
 
     def _handle(self, process: ProcessState, message: Mapping[str, Any]) -> None:  # Any: unchecked values of JSON
         """Handles a message. Raises LookupError, TypeError or ValueError if it is not valid."""
@@ -332,6 +338,8 @@ class ScoringPool:
         now_s = time.monotonic()
         seconds = now_s - call.start_s
         outcome = replace(parse_outcome(outcome, call.rows[0].function.spec.kind), seconds=seconds)
+        if not continues:  # the process begins none of the other rows
+            process.process.reclaim_rows(len(call.rows) - 1)
         row = call.rows.pop(0)
         if continues:
             call.start_s, call.deadline_s = now_s, call.deadline_s + seconds
@@ -339,8 +347,7 @@ class ScoringPool:
             self._events.watch_output(process.process)
         else:
             del process.calls[message["id"]]
-            if call.rows:  # the process begins none of the other rows
-                process.process.reclaim_rows()
+            if call.rows:
                 self._queue_first(call.rows)
             elif now_s < call.reclaim_s < math.inf:
                 row.function.rows_per_message = min(2 * row.function.rows_per_message, _MAX_ROWS_PER_MESSAGE)
@@ -561,7 +568,11 @@ class ScoringPool:
         call = process.calls[number] = CallInFlight(rows, start_s, start_s + timeout_s + grace_s, len(rows))
         if function.is_sequential and not process.is_exclusive:
             call.reclaim_s = start_s + MESSAGE_S
-        process.process.start_call(len(rows) - 1 if function.is_sequential else 0)
+        try:
+            process.process.start_call(len(rows) - 1 if function.is_sequential else 0)
+        except ValueError as error:
+            self._end_corrupt(process, error)
+            return
         self._events.watch_output(process.process)
         message = {"kind": "call", "id": number, "name": function.spec.name, "rows": values}
         self._send(process, encode_frame(message))

@@ -131,10 +131,10 @@ class ProcessState:
     def reclaim(self) -> list[QueuedRow]:
         """Removes and returns the rows of a slow message that the process has not begun.
 
-        The next messages with rows of this function have one row.
+        The next messages with rows of this function have one row. Raises ValueError if the process has added rows.
         """
         (call,) = self.calls.values()  # a process of a sequential function has one call at a time
-        num_begun = max(1, len(call.rows) - self.process.reclaim_rows())
+        num_begun = max(1, len(call.rows) - self.process.reclaim_rows(len(call.rows) - 1))
         rows, call.rows, call.reclaim_s = call.rows[num_begun:], call.rows[:num_begun], math.inf
         call.rows[0].function.rows_per_message = 1
         return rows

@@ -98,15 +98,18 @@ class ScoringProcess:
         self.guard, guard = socket.socketpair()
         self.output, output = os.pipe()
         self.stacks, stacks = os.pipe()
-        self._rows = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
-        """Number of sent rows that the process has not begun. The process takes one before all rows but the first."""
+        rows, self._rows = os.pipe()
+        """Has a byte per sent row that may begin. The process takes one before all rows of a message but the first."""
+        # The process can change the flags of its own end, and could make reads of the pool block.
+        self._reclaimed_rows = os.open(f"/proc/self/fd/{rows}", os.O_RDONLY)
         self.has_ended = False
         # A process that is killed cannot remove its temporary files.
         self._folder = tempfile.mkdtemp(dir=launcher.folder)
         try:
-            os.set_blocking(stacks, False)  # a signal handler writes
+            for descriptor in (stacks, rows):  # a signal handler writes the stacks
+                os.set_blocking(descriptor, False)
             launcher.start(
-                {**settings, "folder": self._folder}, [channel.fileno(), output, guard.fileno(), stacks, self._rows]
+                {**settings, "folder": self._folder}, [channel.fileno(), output, guard.fileno(), stacks, rows]
             )
         except OSError:
             self.close()
@@ -114,11 +117,11 @@ class ScoringProcess:
         finally:
             for end in (channel, guard):
                 end.close()
-            for descriptor in (output, stacks):
+            for descriptor in (output, stacks, rows):
                 os.close(descriptor)
         for end in (self.channel, self.guard):
             end.setblocking(False)
-        for descriptor in (self.output, self.stacks):
+        for descriptor in (self.output, self.stacks, self._rows, self._reclaimed_rows):
             os.set_blocking(descriptor, False)
         self._reader = FrameReader(_MAX_RESULT_BYTES)
         self._unsent = bytearray()
@@ -146,23 +149,29 @@ class ScoringProcess:
     def start_call(self, num_further_rows: int = 0) -> None:
         """Resets the limit of the output of a call, and discards earlier output.
 
-        The process may also begin `num_further_rows` rows of the same message.
+        The process may also begin `num_further_rows` rows of the same message. Raises ValueError if the process has
+        made that impossible.
         """
         self.allow_output()
         self._output.clear()
         if num_further_rows:
-            os.eventfd_write(self._rows, num_further_rows)
+            try:
+                os.write(self._rows, bytes(num_further_rows))
+            except BlockingIOError:
+                raise ValueError("rows that were not sent") from None
 
     def allow_output(self) -> None:
         """Resets the limit of the output of a call."""
         self._allowance = _OUTPUT_PER_CALL
 
-    def reclaim_rows(self) -> int:
-        """Reclaims the sent rows that the process has not begun, and returns their number."""
-        num_rows = 0
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                num_rows += os.eventfd_read(self._rows)
+    def reclaim_rows(self, num_sent: int) -> int:
+        """Reclaims the sent rows that the process has not begun, and returns their number.
+
+        Raises ValueError if there are more than `num_sent`, because the process has added some.
+        """
+        num_rows = len(_read(self._reclaimed_rows, num_sent + 1) or b"")
+        if num_rows > num_sent:
+            raise ValueError("rows that were not sent")
         return num_rows
 
     def read_messages(self) -> Iterator[dict[str, Any]]:  # Any: values of JSON
@@ -225,7 +234,7 @@ class ScoringProcess:
         """Closes the sockets and pipes, so that the guard ends all processes, and removes their temporary files."""
         for end in (self.channel, self.guard):
             end.close()
-        for descriptor in (self.output, self.stacks, self._rows):
+        for descriptor in (self.output, self.stacks, self._rows, self._reclaimed_rows):
             os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 

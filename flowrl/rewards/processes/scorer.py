@@ -49,7 +49,7 @@ class Scorer:
     """Calls reward functions in this process, one call at a time, or many calls of async functions."""
 
     def __init__(self, channel: socket.socket, rows: int, timeout_s: float | None) -> None:
-        """`rows` is the semaphore of rows that the process may begin."""
+        """`rows` is a pipe with a byte per row that the process may begin."""
         self._channel, self._rows = channel, rows
         self._timeout_s = timeout_s
         self._reader = FrameReader(_MAX_CALL_BYTES)
@@ -131,10 +131,9 @@ class Scorer:
     def _claim_row(self) -> bool:
         """Begins the next row of the message. Returns False if the pool has reclaimed it."""
         try:
-            os.eventfd_read(self._rows)
+            return bool(os.read(self._rows, 1))
         except OSError:  # also if a function has closed the descriptor
             return False
-        return True
 
     def _call(self, name: str, rows: Sequence[Row]) -> dict[str, Any]:
         """Scores the rows by one call, and undoes changes of the process state that later calls would see."""

@@ -2,9 +2,11 @@
 
 import asyncio
 import ctypes
+import fcntl
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -57,6 +59,22 @@ def write_to_channels(data: bytes) -> float:
     for channel in channels():
         channel.send(data)
     time.sleep(600)
+    return 1.0
+
+
+def add_rows() -> float:
+    """Writes to all pipes from which this process reads, such as that of the rows that it may begin."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY and stat.S_ISFIFO(
+                os.fstat(descriptor).st_mode
+            ):
+                os.set_blocking(descriptor, True)
+                writer = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+                while True:
+                    os.write(writer, b"x")
+        except OSError:
+            continue
     return 1.0
 
 
@@ -160,6 +178,8 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "long_frame": lambda: write_to_channels(b"\xff" * 100),
     "nested_frame": lambda: write_to_channels(b"\x00\x01\x00\x00" + b"[" * 0x10000),
     "forged_score": lambda: write_to_channels(b'\x00\x00\x00\x2c{"kind":"result","id":-1,"outcomes":[{}],"a":1}'[:48]),
+    "add_rows": add_rows,
+    "doze": lambda: time.sleep(0.1) or 1.0,
     "fork_bomb": fork_without_end,
     "close_descriptors": lambda: os.closerange(0, 1 << 16),
     "change_process": change_process,

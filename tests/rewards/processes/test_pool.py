@@ -80,7 +80,7 @@ RAISED = (
 )  # fmt: skip
 KILLED = ("kill", "terminate", "segfault", "abort")
 TIMED_OUT = ("hang", "loop", "native_hang", "hang_without_signals", "stop", "print")
-CORRUPT = ("garbage", "long_frame", "nested_frame", "forged_score")
+CORRUPT = ("garbage", "long_frame", "nested_frame", "forged_score", "add_rows")
 HARMLESS = ("change_process", "daemon", "thread", "program", "fork_and_return", "close_output")
 CASES = [
     *((SYNC, kind, ("invalid",)) for kind in INVALID),
@@ -324,6 +324,14 @@ def test_each_row_of_a_message_fails_alone() -> None:
     assert [outcome.failure for outcome in outcomes] == failures
     assert [outcome.score for outcome in outcomes if outcome.failure is None] == [0, 2, 5, 7, 9]
     assert {outcome.num_attempts for outcome in outcomes} == {1}
+
+
+def test_rows_that_a_process_adds_end_it(mark: str) -> None:
+    """The slow row after them makes the pool count the rows that have not begun."""
+    with make_pool(SYNC, workers=1) as pool:
+        make_fast(pool)
+        outcomes = [future.result(timeout=200) for future in submit(pool, "", "add_rows", "doze", *[""] * 20)]
+    assert [outcome.failure for outcome in outcomes if outcome.failure] == ["corrupt"]
 
 
 def test_each_row_of_a_message_has_the_whole_timeout(tmp_path: Path) -> None:
