@@ -41,7 +41,7 @@ finish() {
 report "part $part, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(date -u +%Y-%m-%dT%H:%MZ)"
 if compgen -G "$wheels/*.whl" >/dev/null; then
     install=("$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/site")
-    if timeout -k 5 120 "${install[@]}" "$wheels"/*.whl >>"$results" 2>&1; then
+    if timeout -k 5 60 "${install[@]}" "$wheels"/*.whl >>"$results" 2>&1; then
         report "installed $(compgen -G "$wheels/*.whl" | wc -l) wheels from $wheels"
     else
         report "FAILED to install the wheels in $wheels"
@@ -78,15 +78,14 @@ elif ! gpu=$("$python" -c "import torch; print(torch.cuda.get_device_name(), tor
 fi
 report "GPU: $gpu"
 
-# run NAME SECONDS PACKAGES COMMAND...: runs a command for at most SECONDS, and not beyond the time of the part.
+# run NAME END PACKAGES COMMAND...: runs a command. It is ended END seconds after the start of this script.
 run() {
-    local name=$1 limit=$2 missing left code
+    local name=$1 limit missing code
+    limit=$(($2 - SECONDS))
     # shellcheck disable=SC2086 # several packages
     missing=$(find_missing $3)
     shift 3
     [ -z "$missing" ] || { report "SKIPPED $name: missing: $missing"; return; }
-    left=$((seconds - SECONDS))
-    [ "$left" -ge "$limit" ] || limit=$left
     [ "$limit" -gt 5 ] || { report "SKIPPED $name: the time is over"; return; }
     report "== $name"
     timeout -k 5 "$limit" "$@" 2>&1 | tee -a "$results"
@@ -103,8 +102,12 @@ run() {
 }
 
 packages="transformers tensordict pydantic"
-measure=("$python" -m tests.benchmarks.gpu --device "$device" --folder "$work")
-# run_tests NAME SECONDS PACKAGES FILES...: runs the tests marked gpu of these files.
+# measure NAME END PACKAGES CELLS: measures cells, and skips those that may take longer than until END.
+measure() {
+    run "${@:1:3}" "$python" -m tests.benchmarks.gpu --device "$device" --folder "$work" \
+        --end "$((EPOCHSECONDS - SECONDS + $2))" "$4"
+}
+# run_tests NAME END PACKAGES FILES...: runs the tests marked gpu of these files.
 run_tests() {
     # Without pyproject.toml, whose options belong to plugins that the host may lack, but with its markers.
     local markers='import tomllib
@@ -119,18 +122,18 @@ mapfile -t other_files < <(printf '%s\n' "${files[@]}" | grep -v /vllm/)
 
 case $part in
 first)
-    run "memory of two processes" 70 "$packages" "${measure[@]}" memory
-    # The last part needs 80 s.
-    run "speed of training steps" "$((seconds - SECONDS - 80 < 115 ? seconds - SECONDS - 80 : 115))" "$packages" \
-        "${measure[@]}" mfu
-    run "learning" "$seconds" "$packages rich" "${measure[@]}" grpo
+    # Expected ends: 65, 125, 205. Compilation takes 60 s, and begins only if this time remains.
+    measure "memory of two processes" 90 "$packages" memory
+    measure "speed of training steps" 145 "$packages" mfu
+    measure "learning" "$seconds" "$packages rich" grpo
+    measure "speed with compilation" "$seconds" "$packages" compile
     ;;
 second)
-    run "engines" 150 "$packages" "${measure[@]}" engines
+    measure "engines" 155 "$packages" engines # the tests need 70 s
     run_tests "tests marked gpu" "$seconds" "$packages pytest" "${other_files[@]}"
     ;;
 vllm)
-    run "GRPO with vLLM" 3600 "$packages ray vllm" "${measure[@]}" vllm
+    measure "GRPO with vLLM" 3600 "$packages ray vllm" vllm
     run_tests "tests of vLLM marked gpu" "$seconds" "$packages pytest ray vllm" "${vllm_files[@]}"
     ;;
 esac

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,11 @@ def test_the_script_fails_if_there_is_a_gpu_and_nothing_runs(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("part", "failing", "names"),
     [
-        ("first", "memory", ["memory of two processes", "speed of training steps", "learning"]),
+        (
+            "first",
+            "memory",
+            ["memory of two processes", "speed of training steps", "learning", "speed with compilation"],
+        ),
         ("second", "engines", ["engines", "tests marked gpu"]),
         ("vllm", "vllm", ["GRPO with vLLM", "tests of vLLM marked gpu"]),
     ],
@@ -162,6 +167,16 @@ def test_every_file_with_a_test_marked_gpu_runs_with_the_markers_of_the_project(
     assert re.search(r"markers=slow: .*\ngpu: .*\nvllm: ", call)
 
 
+def test_each_program_receives_the_time_at_which_it_is_ended(tmp_path: Path) -> None:
+    start_s = time.time()
+    run_script(tmp_path, "first", interpreter(tmp_path))
+    calls = re.findall(r"benchmarks\.gpu .*--end (\d+) (\w+)", (tmp_path / "calls").read_text())
+    assert [cells for _, cells in calls] == ["memory", "mfu", "grpo", "compile"]
+    ends_s = [int(end) - start_s for end, _ in calls]
+    assert 0 < ends_s[0] < ends_s[1] < ends_s[2] <= 240
+    assert ends_s[3] == pytest.approx(ends_s[2], abs=2)
+
+
 @pytest.mark.slow
 def test_tests_marked_gpu_load_without_missing_packages(tmp_path: Path) -> None:
     python = interpreter_without(tmp_path, MAYBE_MISSING)
@@ -180,7 +195,7 @@ def test_a_rehearsal_on_the_cpu_needs_no_missing_package(tmp_path: Path, part: s
     code, results = run_script(tmp_path, part, interpreter_without(tmp_path, MAYBE_MISSING), device="cpu")
     measured, summary = split_summary(results)
     assert code == 0, results
-    assert len(re.findall("^== ", measured, re.MULTILINE)) == {"first": 3, "second": 2}[part]
+    assert len(re.findall("^== ", measured, re.MULTILINE)) == {"first": 4, "second": 2}[part]
     assert len([line for line in summary if line.startswith("* ")]) == {"first": 12, "second": 6}[part]
     assert "Warning" not in results
 

@@ -1,20 +1,22 @@
 """Runs the cells of one part. See tests/run_gpu.sh, which sets the time limits.
 
-Usage: `python -m tests.benchmarks.gpu memory|mfu|grpo|engines|vllm [--device cpu] [--folder DIR]`. Prints one line per
-cell, and exits with 1 if a cell failed. `--device cpu` rehearses with tiny sizes.
+Usage: `python -m tests.benchmarks.gpu memory|mfu|compile|grpo|engines|vllm [--device cpu] [--folder DIR] [--end TIME]`.
+Prints one line per cell, and exits with 1 if a cell failed. `--device cpu` rehearses with tiny sizes. Cells that would
+end after the Unix time TIME are skipped.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from tests.benchmarks.gpu.cells import run_cells
+from tests.benchmarks.gpu.cells import Cell, run_cells
 from tests.benchmarks.measure import read_arguments
 
-PARTS = ("memory", "mfu", "grpo", "engines", "vllm")
+PARTS = ("memory", "mfu", "compile", "grpo", "engines", "vllm")
 
 
 def main() -> int:
@@ -22,34 +24,36 @@ def main() -> int:
     parser.add_argument("part", nargs="?", choices=PARTS, help="default: memory")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="folder for models and runs; default: a temporary folder")
+    parser.add_argument("--end", type=float, default=math.inf, help="Unix time; default: no limit")
     parser.set_defaults(part="memory")
     options = read_arguments(parser, part="mfu", device="cpu")
     with tempfile.TemporaryDirectory() as temporary:
-        return run_part(options.part, options.device, options.folder or Path(temporary))
+        cells = part_cells(options.part, options.device, options.folder or Path(temporary))
+        return run_cells(cells, end_s=options.end)
 
 
-def run_part(part: str, device_type: str, folder: Path) -> int:
-    """Runs the cells of a part. Returns the exit code. Needs only the packages of this part."""
+def part_cells(part: str, device_type: str, folder: Path) -> list[Cell]:
+    """Returns the cells of a part. Needs only the packages of this part."""
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     if part == "memory":
         from tests.benchmarks.gpu.two_processes import two_process_cells  # noqa: PLC0415 (see the docstring)
 
-        return run_cells(two_process_cells(device))
-    if part == "mfu":
-        from tests.benchmarks.gpu.mfu import START_WITHIN_S, mfu_cells  # noqa: PLC0415 (as above)
+        return two_process_cells(device)
+    if part in ("mfu", "compile"):
+        from tests.benchmarks.gpu.mfu import compile_cells, mfu_cells  # noqa: PLC0415 (as above)
 
-        return run_cells(mfu_cells(device), start_within_s=START_WITHIN_S)
+        return mfu_cells(device) if part == "mfu" else compile_cells(device)
     if part == "engines":
         from tests.benchmarks.gpu.engines import engine_cells  # noqa: PLC0415 (as above)
 
-        return run_cells(engine_cells(device, folder))
+        return engine_cells(device, folder)
     if part == "vllm":
         from tests.benchmarks.gpu.vllm_runs import vllm_cells  # noqa: PLC0415 (as above)
 
-        return run_cells(vllm_cells(folder, device_type))
+        return vllm_cells(folder, device_type)
     from tests.benchmarks.gpu.recipe_runs import grpo_cells  # noqa: PLC0415 (as above)
 
-    return run_cells(grpo_cells(folder, device_type))
+    return grpo_cells(folder, device_type)
 
 
 if __name__ == "__main__":

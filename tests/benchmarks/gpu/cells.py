@@ -1,5 +1,6 @@
 """Runs cells. A cell is a named measurement that returns one line of figures, or raises."""
 
+import math
 import sys
 import time
 import traceback
@@ -20,18 +21,21 @@ class Cell:
     name: str
     measure: Callable[[], str]
     """Returns the figures in one line, after lines that it has printed itself."""
+    expected_s: float = 0.0
+    """Estimated duration on an H100, rounded up. The cell is skipped if less time remains."""
 
 
-def run_cells(cells: Sequence[Cell], *, start_within_s: float | None = None) -> int:
+def run_cells(cells: Sequence[Cell], *, end_s: float = math.inf) -> int:
     """Runs cells in turn and prints one line per cell as soon as it ends. Returns 1 if a cell failed, otherwise 0.
 
     The lines begin with `* ` for figures, or with SKIPPED or FAILED. A failed cell does not prevent later cells. Cells
-    that would start later than `start_within_s` after the call are skipped.
+    that would end after the Unix time `end_s` are skipped.
     """
-    begun_s, status = time.monotonic(), 0
+    status = 0
     for cell in cells:
-        if start_within_s is not None and time.monotonic() - begun_s > start_within_s:
-            print_line(f"SKIPPED {cell.name}: {start_within_s:g} s are over")
+        remaining_s = end_s - time.time()
+        if remaining_s < cell.expected_s:
+            print_line(f"SKIPPED {cell.name}: {remaining_s:.0f} s remain, and it may take {cell.expected_s:g} s")
             continue
         try:
             print_line(f"* {cell.name}: {cell.measure()}")

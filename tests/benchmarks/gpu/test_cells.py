@@ -1,5 +1,7 @@
 """Cells run independently, and every result is one line."""
 
+import time
+
 import pytest
 
 from tests.benchmarks.gpu.cells import Cell, CellSkipped, run_cells
@@ -24,6 +26,13 @@ def test_a_skipped_cell_is_no_failure(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "SKIPPED first: no GPU\n"
 
 
-def test_no_cell_starts_after_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cells([Cell("first", lambda: "3 ms")], start_within_s=-1) == 0
+def test_a_cell_that_would_take_longer_than_the_rest_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [Cell("first", fail, expected_s=1000), Cell("second", lambda: "3 ms", expected_s=400)]
+    assert run_cells(cells, end_s=time.time() + 500) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("SKIPPED first: ") and second == "* second: 3 ms"
+
+
+def test_no_cell_starts_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cells([Cell("first", fail)], end_s=time.time() - 1) == 0
     assert capsys.readouterr().out.startswith("SKIPPED first: ")

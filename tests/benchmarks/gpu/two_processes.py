@@ -24,6 +24,7 @@ from tests.benchmarks.gpu.cells import Cell
 from tests.benchmarks.gpu.models import build_model, free_memory, make_rows, model_config, token_loss
 from tests.benchmarks.gpu.observer import Observer, draw_weight, start_observer
 
+_CELL_S = 15.0
 _NUM_SYNCS = 20
 _BUCKET_BYTES = 500e6
 _ROLE = "actor"
@@ -58,9 +59,9 @@ class Trainer(ModelWorker):
 
 def two_process_cells(device: torch.device) -> list[Cell]:
     return [
-        Cell("memory after eviction, offload idle", lambda: _measure_eviction(device, "idle")),
-        Cell("memory after eviction, offload none", lambda: _measure_eviction(device, "none")),
-        Cell(f"CUDA IPC, {_NUM_SYNCS} syncs", lambda: _measure_transfer(device)),
+        Cell("memory after eviction, offload idle", lambda: _measure_eviction(device, "idle"), _CELL_S),
+        Cell("memory after eviction, offload none", lambda: _measure_eviction(device, "none"), _CELL_S),
+        Cell(f"CUDA IPC, {_NUM_SYNCS} syncs", lambda: _measure_transfer(device), _CELL_S),
     ]
 
 
