@@ -81,6 +81,8 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "save_interval": "checkpoint.every",
     "save_steps": "checkpoint.every",
     "scale_rewards": "algorithm.normalize_std",
+    "stop": "data.template: a file with stop_strings",
+    "stop_strings": "data.template: a file with stop_strings",
     "test_freq": "evaluate_every",
     "total_epochs": ("epochs", "steps: total_epochs * prompts in data.train / prompts per step"),
     "total_training_steps": "steps",

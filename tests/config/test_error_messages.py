@@ -179,6 +179,8 @@ def test_a_name_that_two_unions_share_is_unknown_in_neither(ppo: Path) -> None:
         ("actor_rollout_ref.model.path=model", {"actor.model.path"}),
         ("num_iterations=2", {"ppo_epochs"}),
         ("trainer.n_gpus_per_node=8", {"devices"}),
+        ("rollout.stop_strings=[a]", {"data.template", "stop_strings"}),
+        ("rollout.stop=a", {"data.template", "stop_strings"}),
     ],
 )
 def test_a_key_of_another_library_names_the_setting(ppo: Path, override: str, suggested: set[str]) -> None:
