@@ -22,6 +22,9 @@ class RunFacts:
     prompts_per_step: int | None = None
     """Number of groups of a step; None without a rollout."""
 
+    can_mask_truncated: bool = False
+    """Whether `algorithm.mask_truncated` exists and is false."""
+
     gap_limit: float | None = None
     """Value of `rollout.gap_warning` in nats per token; None if the gap is not checked."""
 
@@ -67,7 +70,7 @@ class Check:
     meaning: str
     """Likely cause, as a clause."""
     remedy: str
-    """Remedy. Empty for `logprob_gap`, whose causes depend on the run."""
+    """Remedy. Empty for `logprob_gap` and `truncation`, whose remedies depend on the run."""
     settings: tuple[str, ...]
     """Settings to change. A finding names the first setting that the run has. `ROLE` stands for the trained role."""
     is_lower_bound: bool = False
@@ -214,7 +217,12 @@ def measure_length_limit(window: StepWindow, facts: RunFacts) -> Measurement | N
 def measure_truncation(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the median share of truncated responses."""
     share = window.recent_median("truncated_fraction")
-    return None if share is None else Measurement(share, f"{share:.0%} of the responses are truncated")
+    if share is None:
+        return None
+    remedy = "raise rollout.max_response_tokens"
+    if facts.can_mask_truncated:
+        remedy += ", or exclude truncated responses with algorithm.mask_truncated"
+    return Measurement(share, f"{share:.0%} of the responses are truncated", remedy=remedy)
 
 
 def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | None:
@@ -522,7 +530,7 @@ CHECKS: tuple[Check, ...] = (
         "truncation",
         measure_truncation,
         "the reward sees incomplete responses",
-        "raise rollout.max_response_tokens, or exclude truncated responses with algorithm.mask_truncated",
+        "",
         ("rollout.max_response_tokens",),
     ),
     Check(

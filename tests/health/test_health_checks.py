@@ -7,6 +7,7 @@ import pytest
 
 from flowrl.config import HealthConfig
 from flowrl.health.health_checks import CHECKS, RunFacts
+from tests.errors import missing_facts
 from tests.health.records import STEPS, find, measure, records
 
 ROLLOUT = RunFacts(max_response_tokens=20, prompts_per_step=10, gap_limit=0.05, gap_causes="stale weights")
@@ -374,6 +375,14 @@ def test_a_critic_gets_its_own_setting() -> None:
     facts = RunFacts(settings=frozenset({"critic.optimizer.lr", "actor.optimizer.lr"}))
     (finding,) = find(config, records(actor__grad_norm=[1] * 5, critic__grad_norm=[1, 1, 1, 1, 30]), facts)
     assert finding.setting == "critic.optimizer.lr" and "critic/grad_norm" in finding.message
+
+
+@pytest.mark.parametrize("can_mask", [False, True])
+def test_a_remedy_that_the_run_already_has_is_not_named(can_mask: bool) -> None:
+    facts = RunFacts(can_mask_truncated=can_mask)
+    (finding,) = find(HealthConfig(steps=STEPS), repeated(truncated_fraction=0.9), facts)
+    missing = missing_facts(finding.message, "rollout.max_response_tokens", "algorithm.mask_truncated")
+    assert missing == (set() if can_mask else {"algorithm.mask_truncated"})
 
 
 @pytest.mark.parametrize(

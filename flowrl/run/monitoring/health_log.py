@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoints.run_folder import replacing
-from flowrl.config import RolloutRunConfig, RunConfig, TrainedConfig
+from flowrl.config import OnPolicyConfig, RolloutRunConfig, RunConfig, TrainedConfig
 from flowrl.controller.placement.plan import Plan
 from flowrl.health.findings import FILE, Finding, format_findings
 from flowrl.health.health_checks import RunFacts
@@ -83,6 +83,7 @@ def run_facts(config: RunConfig, plan: Plan) -> RunFacts:
         devices=devices,
         max_response_tokens=rollout.max_response_tokens,
         prompts_per_step=config.prompts_per_step,
+        can_mask_truncated=isinstance(config, OnPolicyConfig) and not config.algorithm.mask_truncated,
         gap_limit=gap_limit(rollout, actor) if is_checked else None,
         gap_causes=f"likely causes, most likely first: {gap_causes(rollout)}",
     )
