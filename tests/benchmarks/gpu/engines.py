@@ -41,17 +41,19 @@ _PLAN_RTOL = 0.2
 def engine_cells(device: torch.device, folder: Path) -> list[Cell]:
     small, large = ("0.5B", "1.5B") if device.type == "cuda" else ("tiny", "tiny")
     return [
-        Cell("FSDP2 and NCCL on one rank, bfloat16", lambda: _compare_sharded(small, device, folder)),
-        Cell(f"peak memory and plan, {small}", lambda: _compare_peak(small, device, folder)),
+        Cell("FSDP2 and NCCL on one rank, bfloat16", lambda: _compare_sharded(small, device, folder), 20),
+        Cell("float32 log-probabilities", lambda: _compare_logprobs(device), 5),
+        Cell(f"peak memory and plan, {small}", lambda: _compare_peak(small, device, folder), 10),
         Cell(
             f"peak memory and plan, {large}, checkpointing",
             lambda: _compare_peak(large, device, folder, "actor.engine.gradient_checkpointing=true"),
+            12,
         ),
-        Cell(f"offload idle, {large}", lambda: _measure_idle_offload(large, device)),
-        Cell(f"offload parameters, {small}", lambda: _measure_parameter_offload(small, device, folder)),
-        Cell(f"decode, engine hf, {small}", lambda: _measure_decode(small, device)),
-        Cell(f"decode, engine hf, {large}", lambda: _measure_decode(large, device)),
-        Cell("float32 log-probabilities", lambda: _compare_logprobs(device)),
+        Cell(f"offload idle, {large}", lambda: _measure_idle_offload(large, device), 20),
+        Cell(f"decode, engine hf, {small}", lambda: _measure_decode(small, device), 20),
+        Cell(f"decode, engine hf, {large}", lambda: _measure_decode(large, device), 25),
+        # Last, because the optimizer steps on the CPU take longest, and depend most on the machine.
+        Cell(f"offload parameters, {small}", lambda: _measure_parameter_offload(small, device, folder), 35),
     ]
 
 
