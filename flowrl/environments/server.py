@@ -319,9 +319,17 @@ class EnvironmentServer:
 
 
 def serve(
-    channel: socket.socket, stacks: int, rows: int, settings: Mapping[str, Any], unavailable: Sequence[str]
+    channel: socket.socket,
+    output: int,
+    stacks: int,
+    rows: int,
+    settings: Mapping[str, Any],
+    unavailable: Sequence[str],
 ) -> NoReturn:
-    """Runs the main loop of the process. The arguments are those of `launcher.Serve`; `rows` is not used."""
+    """Runs the main loop of the process. The arguments are those of `launcher.Serve`.
+
+    `output` and `rows` are not used.
+    """
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     for number in (signal.SIGINT, signal.SIGALRM):  # of a timer that an environment has left running
         signal.signal(number, signal.SIG_IGN)

@@ -52,10 +52,10 @@ _DESCRIPTOR = 900
 """Smallest number of the descriptors of a process, which user code does not reach by accident."""
 
 
-Serve = Callable[[socket.socket, int, int, dict[str, Any], Sequence[str]], NoReturn]  # Any: values of JSON
-"""Main loop of a process. Receives the socket of its messages, the descriptor for the stacks that `STACK_SIGNAL`
-requests, the pipe of rows that it may score, the settings of the process, and the protections that the system
-does not offer.
+Serve = Callable[[socket.socket, int, int, int, dict[str, Any], Sequence[str]], NoReturn]  # Any: values of JSON
+"""Main loop of a process. Receives the socket of its messages, the descriptors for printed text and for the stacks that
+`STACK_SIGNAL` requests, the pipe of rows that it may score, the settings of the process, and the protections that the
+system does not offer.
 """
 
 
@@ -222,7 +222,7 @@ def _work(
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output, 1)):
         os.dup2(source, target)
-    channel, stacks, rows = (_move(descriptor) for descriptor in (channel, stacks, rows))
+    channel, output, stacks, rows = (_move(descriptor) for descriptor in (channel, output, stacks, rows))
     os.closerange(3, channel)
     os.environ["TMPDIR"] = tempfile.tempdir = settings["folder"]
     sys.stdout, sys.stderr = (
@@ -239,7 +239,7 @@ def _work(
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    serve(socket.socket(fileno=channel), stacks, rows, settings, (*unavailable, *missing))
+    serve(socket.socket(fileno=channel), output, stacks, rows, settings, (*unavailable, *missing))
 
 
 def _move(descriptor: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from flowrl.rewards import reward_function
 from flowrl.rewards.processes.frames import FrameReader
 from flowrl.rewards.processes.launcher import KILL, WRITE_STACKS
+from flowrl.rewards.processes.scorer import CALL_START
 
 _MAX_RESULT_BYTES = 1 << 23
 _OUTPUT_PER_CALL = 1 << 20
@@ -261,7 +262,7 @@ class ScoringProcess:
         """Returns the last printed text for an error message."""
         with contextlib.suppress(OSError):
             self.read_output()
-        text = self._output.decode(errors="replace").strip()
+        text = self._output.rpartition(CALL_START)[2].decode(errors="replace").strip()
         printed = f", after it printed more than {_OUTPUT_PER_CALL >> 20} MiB" if self._allowance <= 0 else ""
         return f"{printed}; its last output: {text}" if text else ""
 

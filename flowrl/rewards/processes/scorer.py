@@ -30,6 +30,9 @@ from flowrl.rewards.reward_function import (
 STACK_SIGNAL = signal.SIGRTMIN + 9
 """Signal that makes the process write the stacks of its threads. The C library reserves the first few."""
 
+CALL_START = b"\x1e"
+"""Separates the output of a call from earlier output: the record separator of ASCII."""
+
 _MAX_CALL_BYTES = 1 << 30
 _MAX_MESSAGE = 4000
 """Characters of an error message that is sent."""
@@ -48,9 +51,9 @@ Row = dict[str, Any]  # Any: values of JSON
 class Scorer:
     """Calls reward functions in this process, one call at a time, or many calls of async functions."""
 
-    def __init__(self, channel: socket.socket, rows: int, timeout_s: float | None) -> None:
-        """`rows` is a pipe with a byte per row that the process may begin."""
-        self._channel, self._rows = channel, rows
+    def __init__(self, channel: socket.socket, output: int, rows: int, timeout_s: float | None) -> None:
+        """`output` takes printed text. `rows` is a pipe with a byte per row that the process may begin."""
+        self._channel, self._output, self._rows = channel, output, rows
         self._timeout_s = timeout_s
         self._reader = FrameReader(_MAX_CALL_BYTES)
         self._functions: dict[str, RewardFunction] = {}
@@ -138,6 +141,8 @@ class Scorer:
     def _call(self, name: str, rows: Sequence[Row]) -> dict[str, Any]:
         """Scores the rows by one call, and undoes changes of the process state that later calls would see."""
         function = self._functions[name]
+        with contextlib.suppress(OSError):  # a function has closed the descriptor
+            os.write(self._output, CALL_START)
         try:
             return {"outcomes": self._compute(function, name, rows)}
         except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit
@@ -255,9 +260,14 @@ def _location(task: "asyncio.Task[Any]") -> str:
 
 
 def serve(
-    channel: socket.socket, stacks: int, rows: int, settings: Mapping[str, Any], unavailable: Sequence[str]
+    channel: socket.socket,
+    output: int,
+    stacks: int,
+    rows: int,
+    settings: Mapping[str, Any],
+    unavailable: Sequence[str],
 ) -> NoReturn:
     """Runs the main loop of the process. The arguments are those of `launcher.Serve`."""
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     channel.sendall(encode_frame({"kind": "ready", "unavailable": list(unavailable)}))
-    Scorer(channel, rows, settings["timeout_s"]).run()
+    Scorer(channel, output, rows, settings["timeout_s"]).run()

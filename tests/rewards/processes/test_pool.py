@@ -277,6 +277,25 @@ def test_the_last_output_is_reported(mark: str, tmp_path: Path) -> None:
         assert "reason 17" in pool.submit("printing", {"response": ""}).result(timeout=200).message
 
 
+def test_the_last_output_has_no_text_of_another_row(mark: str, tmp_path: Path) -> None:
+    (tmp_path / "printing.py").write_text(
+        "import os\n"
+        "def score(response):\n"
+        "    if response:\n        os.write(1, f'text of {response};'.encode())\n"
+        "    if response == 'row 20':\n        os._exit(3)\n"
+        "    return 1\n"
+    )
+    with make_pool(FunctionSpec("printing", f"{tmp_path / 'printing.py'}:score"), workers=1) as pool:
+        for _ in range(8):  # until the process receives many rows at a time
+            for future in [pool.submit("printing", {"response": ""}) for _ in range(32)]:
+                future.result(timeout=200)
+        rows = [f"row {i}" if i in (10, 20) else "" for i in range(32)]
+        futures = [pool.submit("printing", {"response": response}) for response in rows]
+        outcomes = [future.result(timeout=200) for future in futures]
+    assert [i for i, outcome in enumerate(outcomes) if outcome.failure] == [20]
+    assert outcomes[20].failure == "exited" and outcomes[20].message.endswith("its last output: text of row 20;")
+
+
 def test_async_calls_run_concurrently_in_one_process(mark: str, tmp_path: Path) -> None:
     """Each call waits until all 16 have started."""
     source = (
