@@ -5,6 +5,7 @@ Imports no torch.
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -72,13 +73,16 @@ def read_cpu_quota(root: Path = Path("/")) -> float | None:
 
 def _read_quotas(root: Path) -> Iterator[float]:
     try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
+        groups, mounts = (_read_lines(root / "proc/self" / name) for name in ("cgroup", "mountinfo"))
     except OSError:  # no Linux
         return
-    names = {controllers: name for _, controllers, name in (line.split(":", 2) for line in groups)}
-    for _, _, _, mounted, target, *options in mounts:
-        kind, *_, controllers = options[options.index("-") + 1 :]
+    names = {group[1]: group[2] for group in (line.split(":", 2) for line in groups) if len(group) == 3}
+    for line in mounts:
+        point, system = (part.split(" ") for part in line.partition(" - ")[::2])
+        if len(point) < 5 or len(system) < 2:
+            continue
+        mounted, target = map(_decode_escapes, point[3:5])
+        kind, controllers = system[0], system[-1]
         if kind not in ("cgroup", "cgroup2") or (kind == "cgroup" and "cpu" not in controllers.split(",")):
             continue
         name = next((name for key, name in names.items() if _is_hierarchy(kind, key)), "/")
@@ -89,6 +93,16 @@ def _read_quotas(root: Path) -> Iterator[float]:
             quota = _read_quota(folder / group, kind)
             if quota is not None:
                 yield quota
+
+
+def _read_lines(file: Path) -> list[str]:
+    """Returns the lines of a file with names, which may have any bytes except that of the end of a line."""
+    return os.fsdecode(file.read_bytes()).split("\n")
+
+
+def _decode_escapes(path: str) -> str:
+    """Returns a path of /proc/self/mountinfo, in which the kernel escapes white space and backslashes."""
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), path)
 
 
 def _is_hierarchy(kind: str, controllers: str) -> bool:

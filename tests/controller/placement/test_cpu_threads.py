@@ -23,8 +23,8 @@ def machine(root: Path, cgroup: str, mount: str) -> Path:
     """Creates the files of a process in /proc. Returns the root folder."""
     folder = root / "proc/self"
     folder.mkdir(parents=True)
-    (folder / "cgroup").write_text(cgroup)
-    (folder / "mountinfo").write_text(f"22 29 0:21 / /proc rw,nosuid - proc proc rw\n{mount}")
+    (folder / "cgroup").write_bytes(os.fsencode(cgroup))
+    (folder / "mountinfo").write_bytes(os.fsencode(f"22 29 0:21 / /proc rw,nosuid - proc proc rw\n{mount}"))
     return root
 
 
@@ -102,6 +102,25 @@ def test_a_container_without_a_namespace_mounts_its_own_cgroup(tmp_path: Path) -
     write(root, "cpu/cpu.cfs_quota_us", "50000\n")
     write(root, "cpu/cpu.cfs_period_us", "100000\n")
     assert read_cpu_quota(root) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("escaped", "name"),
+    [(r"my\040jobs", "my jobs"), (r"a\134040", r"a\040"), ("\udcff", "\udcff"), ("a\x85b\u00a0c", "a\x85b\u00a0c")],
+    ids=["space", "backslash", "not UTF-8", "Unicode white space"],
+)
+def test_names_of_cgroups_may_have_any_bytes(tmp_path: Path, escaped: str, name: str) -> None:
+    mount = f"30 23 0:26 /{escaped} /sys/fs/cgroup/{escaped} rw,nosuid - cgroup2 cgroup2 rw\n"
+    root = machine(tmp_path, f"0::/{name}/job\n", mount)
+    write(root, f"{name}/job/cpu.max", "150000 100000\n")
+    assert read_cpu_quota(root) == 1.5
+
+
+@pytest.mark.parametrize("line", ["\n", "31 23 0:27 /\n", "31 23 0:27 / /mnt rw - tmpfs\n", "31 23 0:27 / /mnt rw\n"])
+def test_incomplete_lines_are_ignored(tmp_path: Path, line: str) -> None:
+    root = machine(tmp_path, "\n0::/\n", f"{line}{V2_MOUNT}")
+    write(root, "cpu.max", "300000 100000\n")
+    assert read_cpu_quota(root) == 3.0
 
 
 def test_the_quota_of_another_group_does_not_apply(tmp_path: Path) -> None:
