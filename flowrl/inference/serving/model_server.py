@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.config import UserError
 from flowrl.config.rollout.engines import ENGINES
 from flowrl.controller.host.private_folder import create_folder
-from flowrl.controller.placement.cpu_threads import default_threads
+from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
 from flowrl.data.input_paths import download_model_file
 from flowrl.data.messages import DataError
 from flowrl.inference.model_source import ModelSource
@@ -152,12 +152,12 @@ def server_environment(settings: ServerSettings) -> Mapping[str, str]:
     """Returns the environment variables of the server that differ from those of this process."""
     import torch  # noqa: PLC0415 (after check_server)
 
-    values = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(default_threads()),
-    }
-    if not torch.cuda.is_available():
+    values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    on_gpu = torch.cuda.is_available()
+    # On a GPU, vLLM uses one thread while it serves, unless the variable is set.
+    if num_threads := read_requested_threads() if on_gpu else default_threads():
+        values["OMP_NUM_THREADS"] = str(num_threads)
+    if not on_gpu:
         values["TORCHDYNAMO_DISABLE"] = "1"  # as in the rollout engine
     if settings.api_key is not None:
         # vLLM would ignore the middleware if a user had selected its server that is written in Rust.
