@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sync_folder, write_json_with_checksum
 from flowrl.data.metric import finite, held_out_bounds
 
@@ -108,7 +109,7 @@ class Checkpoint:
     def check(self) -> None:
         """Verifies the checksum of every file. Raises CheckpointError if a file is missing, truncated or changed."""
         largest_first = sorted(self.manifest.files, key=lambda name: -self.manifest.files[name].size)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(count_usable_cpus()) as pool:
             problems = list(pool.map(lambda name: (name, self._problem(name)), largest_first))
         for name, problem in problems:
             if problem:

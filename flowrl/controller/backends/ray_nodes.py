@@ -107,7 +107,7 @@ class RayNodes:
         if not ray.is_initialized():
             self._owns_ray = True
             if self.address is None:
-                self._local_ray = LocalRay(max(num_slots, os.cpu_count() or 1))
+                self._local_ray = LocalRay(max(num_slots, count_usable_cpus()))
             else:
                 _join_ray(self.address)
         self._nodes = _nodes_in_order()
