@@ -28,11 +28,11 @@ def main() -> int:
     parser.set_defaults(part="memory")
     options = read_arguments(parser, part="mfu", device="cpu")
     with tempfile.TemporaryDirectory() as temporary:
-        cells = part_cells(options.part, options.device, options.folder or Path(temporary))
+        cells = part_cells(options.part, options.device, options.folder or Path(temporary), options.end)
         return run_cells(cells, end_s=options.end)
 
 
-def part_cells(part: str, device_type: str, folder: Path) -> list[Cell]:
+def part_cells(part: str, device_type: str, folder: Path, end_s: float) -> list[Cell]:
     """Returns the cells of a part. Needs only the packages of this part."""
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     if part == "memory":
@@ -50,10 +50,10 @@ def part_cells(part: str, device_type: str, folder: Path) -> list[Cell]:
     if part == "vllm":
         from tests.benchmarks.gpu.vllm_runs import vllm_cells  # noqa: PLC0415 (as above)
 
-        return vllm_cells(folder, device_type)
+        return vllm_cells(folder, device_type, end_s)
     from tests.benchmarks.gpu.recipe_runs import grpo_cells  # noqa: PLC0415 (as above)
 
-    return grpo_cells(folder, device_type)
+    return grpo_cells(folder, device_type, end_s)
 
 
 if __name__ == "__main__":
