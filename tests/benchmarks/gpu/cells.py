@@ -21,7 +21,7 @@ class Cell:
     name: str
     measure: Callable[[], str]
     """Returns the figures in one line, after lines that it has printed itself."""
-    expected_s: float = 0.0
+    expected_s: float
     """Estimated duration on an H100, rounded up. The cell is skipped if less time remains."""
 
 
