@@ -252,6 +252,7 @@ class ScoringPool:
     def _on_channel(self, process: ProcessState, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
             process.process.write()
+            process.delay_reclaim()
             self._events.watch_writes(process.process)
         if mask & selectors.EVENT_READ:
             self._read_messages(process)
@@ -566,16 +567,15 @@ class ScoringPool:
         process.is_exclusive = rows[0].is_alone
         number = next(self._numbers)
         call = process.calls[number] = CallInFlight(rows, start_s, start_s + timeout_s + grace_s, len(rows))
-        if function.is_sequential and not process.is_exclusive:
-            call.reclaim_s = start_s + MESSAGE_S
         try:
             process.process.start_call(len(rows) - 1 if function.is_sequential else 0)
         except ValueError as error:
             self._end_corrupt(process, error)
             return
         self._events.watch_output(process.process)
-        message = {"kind": "call", "id": number, "name": function.spec.name, "rows": values}
-        self._send(process, encode_frame(message))
+        self._send(process, encode_frame({"kind": "call", "id": number, "name": function.spec.name, "rows": values}))
+        if function.is_sequential and not process.is_exclusive:
+            call.reclaim_s = time.monotonic() + MESSAGE_S  # rows take time to encode and to write
 
     def _select_sendable(
         self, function: LoadedFunction, rows: Sequence[QueuedRow]

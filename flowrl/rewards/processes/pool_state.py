@@ -128,6 +128,12 @@ class ProcessState:
         """Whether results of a message with several rows follow soon."""
         return any(call.num_rows > 1 for call in self.calls.values()) and time.monotonic() < self.reclaim_s < math.inf
 
+    def delay_reclaim(self) -> None:
+        """Restarts the time until `reclaim`, because the process has only now received a part of its message."""
+        for call in self.calls.values():
+            if call.reclaim_s < math.inf:
+                call.reclaim_s = time.monotonic() + MESSAGE_S
+
     def reclaim(self) -> list[QueuedRow]:
         """Removes and returns the rows of a slow message that the process has not begun.
 

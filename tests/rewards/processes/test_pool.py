@@ -345,6 +345,26 @@ def test_each_row_of_a_message_fails_alone() -> None:
     assert {outcome.num_attempts for outcome in outcomes} == {1}
 
 
+class SlowlyEncoded:
+    def tolist(self) -> list[float]:
+        time.sleep(0.02)
+        return []
+
+
+def test_rows_with_slow_encodings_share_messages(tmp_path: Path) -> None:
+    """The score of a row is the time since the call before it. Between two messages, it includes an encoding."""
+    (tmp_path / "gaps.py").write_text(
+        "import time\nlast_s = 0\n"
+        "def score(response, values):\n"
+        "    global last_s\n    before_s, last_s = last_s, time.monotonic()\n"
+        "    return min(last_s - before_s, 1)\n"
+    )
+    with make_pool(FunctionSpec("gaps", f"{tmp_path / 'gaps.py'}:score"), workers=1) as pool:
+        futures = [pool.submit("gaps", {"response": "", "values": SlowlyEncoded()}) for _ in range(16)]
+        gaps_s = [future.result(timeout=200).score for future in futures]
+    assert min(gap_s for gap_s in gaps_s if gap_s is not None) < 0.02
+
+
 def test_rows_that_a_process_adds_end_it(mark: str) -> None:
     """The slow row after them makes the pool count the rows that have not begun."""
     with make_pool(SYNC, workers=1) as pool:
