@@ -54,7 +54,9 @@ def command_seconds(generator: TextGenerator, prompts: list[PromptRow], samples:
         return time.process_time() - begun_s, num_tokens
 
 
-def measure(task: Path, max_tokens: int, num_prompts: int, samples: int, repeats: int) -> list[tuple[float, float]]:
+def measure(
+    task: Path, max_tokens: int, num_prompts: int, samples: int, repeats: int, threads: int = 1
+) -> list[tuple[float, float]]:
     """Returns the tokens per CPU second of the engine and of the command, per repeat.
 
     Args:
@@ -62,9 +64,11 @@ def measure(task: Path, max_tokens: int, num_prompts: int, samples: int, repeats
         max_tokens: largest number of tokens of a response.
         num_prompts, samples: number of prompts, and of responses to each.
         repeats: number of measurements.
+        threads: number of threads of torch.
     """
     rows = read_prompt_rows(str(task / "train.jsonl"), sys.stdin.buffer)[:num_prompts]
     generator = TextGenerator(resolve_model(str(task / "model")), SamplingSettings(max_tokens=max_tokens))
+    torch.set_num_threads(threads)  # the generator has set the usable CPUs
     prompts = tokenize_rows(rows, generator.chat, max_length=generator.max_length, max_tokens=max_tokens, is_raw=False)
     speeds = []
     for _ in range(repeats):
@@ -83,13 +87,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     arguments = read_arguments(parser, prompts=8, samples=1, repeats=1)
-    torch.set_num_threads(arguments.threads)
     sys.stdout.write(f"{machine()}\n")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "data"
         prepare(folder, seed=0)
         for max_tokens in _TOKENS:
-            speeds = measure(folder, max_tokens, arguments.prompts, arguments.samples, arguments.repeats)
+            speeds = measure(
+                folder, max_tokens, arguments.prompts, arguments.samples, arguments.repeats, arguments.threads
+            )
             ratios = [command / engine for engine, command in speeds]
             engine, command = (statistics.median(values) for values in zip(*speeds, strict=True))
             sys.stdout.write(

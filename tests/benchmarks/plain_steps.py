@@ -115,9 +115,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     train = train_grpo if arguments.algorithm == "grpo" else train_ppo
-    turns = TurnClient(arguments.socket)
-    train(arguments.folder, turns, arguments.steps)
-    turns.wait()
+    train(arguments.folder, TurnClient(arguments.socket), arguments.steps)
 
 
 if __name__ == "__main__":

@@ -408,7 +408,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trl-env", type=Path, default=TRL_ENVIRONMENTS, help="folder of the environments of TRL")
     parser.add_argument("--table", action="store_true")
-    arguments = read_arguments(parser, parts=["ray"], models=["81k"], rounds=1)
+    arguments = read_arguments(parser, parts=["plain"], models=["81k"], rounds=1)
     disable_progress_bar()
     ran_on = machine() | {"transformers": version("transformers")}
     lines = (
