@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.algorithms.masking import at_least_float32
 
 MIN_REST = 1e-6
-"""Added to the total probability of the tokens outside of the candidates. It exceeds the rounding errors of float32."""
+"""Smallest total probability of the tokens outside of the candidates. A smaller rest is a rounding error of float32."""
 
 
 def sampled_reverse_kl_loss(
@@ -78,15 +78,14 @@ def topk_forward_kl_loss(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -
     Hinton et al. 2015, https://arxiv.org/abs/1503.02531; on tokens of the student: Agarwal et al. 2024,
     https://arxiv.org/abs/2306.13649. The class of the other tokens: Hübotter et al. 2026 (SDPO), published code of
     https://arxiv.org/abs/2601.20802. Without this class, the student with the smallest loss has no probability outside
-    of the candidates. Deviation: `MIN_REST` is added to r.
+    of the candidates. Deviation: r is at least `MIN_REST`.
     """
     if topk_logprobs.shape != teacher_topk_logprobs.shape:
         shapes = f"{list(topk_logprobs.shape)} and {list(teacher_topk_logprobs.shape)}"
         raise ValueError(f"topk_logprobs and teacher_topk_logprobs have shapes {shapes}, both must be [B, T, K]")
     student_BTK, teacher_BTK = at_least_float32(topk_logprobs), at_least_float32(teacher_topk_logprobs.detach())
     mass_BT, teacher_mass_BT = student_BTK.exp().sum(-1), teacher_BTK.exp().sum(-1)
-    # Rounding can make the rest negative. The added constant keeps the gradient of a student without any rest.
-    rest_BT, teacher_rest_BT = ((1 - mass).clamp(min=0) + MIN_REST for mass in (mass_BT, teacher_mass_BT))
+    rest_BT, teacher_rest_BT = (1 - mass_BT).clamp(min=MIN_REST), (1 - teacher_mass_BT).clamp(min=MIN_REST)
     loss_BT = (teacher_BTK.exp() * (teacher_BTK - student_BTK)).sum(-1)
     loss_BT = loss_BT + teacher_rest_BT * (teacher_rest_BT.log() - rest_BT.log())
     return loss_BT, {"forward_kl": loss_BT.detach(), "teacher_mass": teacher_mass_BT}
