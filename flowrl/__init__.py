@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-
-# Waiting OpenMP threads sleep. By default they spin, and take cores from other processes. OpenMP reads the environment
-# when torch is loaded, so the variable is set here: programs, workers on any node, and tests import this module first.
-if os.environ.keys().isdisjoint(_WAIT_SETTINGS):
-    os.environ["OMP_WAIT_POLICY"] = "passive"
+# Waiting OpenMP threads spin for microseconds and then sleep. With the default of libgomp, they spin for milliseconds,
+# and take cores from other processes; without any spin, waking them doubles the time of small operations. OpenMP reads
+# the environment when torch is loaded. Programs, workers on any node, and tests import this module first.
+if os.environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+    os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000"}
 
 # Loaded on first use: a config check or `flowrl plan` needs neither torch nor ray.
 _HOMES = {

@@ -120,7 +120,7 @@ def main() -> int:
     for kind, values in (("ratios", ratios), ("counts", measure_counts(arguments.only, arguments.schedules))):
         for name, value in values:
             old = committed[kind].get(name)
-            is_large = is_too_large(kind, value, old) and not arguments.smoke
+            is_large = is_too_large(kind, value, old) and not arguments.smoke and not arguments.update
             num_too_large += is_large
             shown = "" if old is None else f"{old:g}"
             sys.stdout.write(f"| {name} | {value:.4g} | {shown} | {'too large' if is_large else ''} |\n")
