@@ -172,7 +172,10 @@ class Config(BaseModel):
             yield from (f"{change}, but {reason}" for change in self._describe_changes(name))
 
     def _names_of_unused(self, *, is_error: bool) -> dict[str, str]:
-        """Returns the settings of `find_unused`, also those with their default: name within the group -> reason."""
+        """Returns name and reason of each setting without effect, also of settings that have their default.
+
+        The names are relative to the group. `is_error` selects dependencies, as in `find_unused`.
+        """
         reasons = {} if not is_error else dict(self.unsupported_settings())
         for dependency in self.DEPENDENCIES:
             if dependency.is_error is is_error and not dependency.is_met(self):

@@ -8,6 +8,14 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveIn
 from flowrl.config.base import Dependency, ImportName
 from flowrl.config.roles import RoleConfig
 
+FAILURE_RATE = Dependency(
+    ("max_failure_rate",),
+    lambda group: group.on_failure != "stop",
+    "on_failure is stop, which ends the run at the first failure: set on_failure, or remove it",
+    is_error=False,
+)
+"""The limit of failures has no effect if the first failure ends the run."""
+
 
 class EnvironmentConfig(RoleConfig):
     """An environment: after each response of the policy, it returns the next messages, a reward, or the end of the
@@ -51,11 +59,4 @@ class EnvironmentConfig(RoleConfig):
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of failed episodes in a step or evaluation set, as in `reward.max_failure_rate`."""
 
-    DEPENDENCIES = (
-        Dependency(
-            ("max_failure_rate",),
-            lambda group: group.on_failure != "stop",
-            "on_failure is stop, which ends the run at the first failure: set on_failure, or remove it",
-            is_error=False,
-        ),
-    )
+    DEPENDENCIES = (FAILURE_RATE,)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from flowrl.config.base import Dependency, ImportName
+from flowrl.config.rewards.environment_settings import FAILURE_RATE
 from flowrl.config.rewards.judge_settings import JudgeConfig
 from flowrl.config.rewards.service_settings import ServiceConfig
 from flowrl.config.roles import RoleConfig, ScoringModelConfig
@@ -135,12 +136,7 @@ class RewardConfig(RewardSource):
 
     DEPENDENCIES = (
         *RewardSource.DEPENDENCIES,
-        Dependency(
-            ("max_failure_rate",),
-            lambda group: group.on_failure != "stop",
-            "on_failure is stop, which ends the run at the first failure: set on_failure, or remove it",
-            is_error=False,
-        ),
+        FAILURE_RATE,
     )
 
     @classmethod
