@@ -23,6 +23,10 @@ class RewardCall:
     message: str = ""
     """Cause of the failure."""
 
+    def to_dict(self) -> dict[str, str | float | None]:
+        """Returns the fields by name, as in the column `CALLS`."""
+        return dict(vars(self))  # dataclasses.asdict takes 20 times as long
+
 
 @dataclass(frozen=True)
 class RowScores:

@@ -4,7 +4,7 @@ import math
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
@@ -192,15 +192,12 @@ class Rewards:
         name_role = (lambda part: role) if config.components is None else (lambda part: f"{role}_{part.name}")
         self._models = [(part, groups[name_role(part)]) for part in config.training_components if part.is_model]
         """Models and judges, which compute one reward each."""
+        self.sent_columns = config.function_columns()
+        """Columns that rollout workers receive from the functions while they generate. Empty without functions."""
 
     @property
     def limits(self) -> PoolLimits:
         return pool_limits(self._config, self._config.workers)
-
-    @property
-    def sent_columns(self) -> tuple[str, ...]:
-        """Columns that rollout workers receive from the functions while they generate. Empty without functions."""
-        return self._config.function_columns()
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
@@ -304,7 +301,7 @@ def combine_scores(table: TensorDict, config: RewardConfig) -> TensorDict:
                     )
                 if config.on_failure == "stop":
                     raise RewardError(_describe_failure(part, call))
-            calls[i][part.name] = asdict(call)
+            calls[i][part.name] = call.to_dict()
     scores_BK = torch.stack([columns[part.name] for part in config.training_components], dim=-1)
     weights_K = torch.tensor([part.weight for part in config.training_components])
     columns["scores"] = (scores_BK.nan_to_num(0.0) * weights_K).sum(-1)

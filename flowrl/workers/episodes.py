@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -421,5 +421,5 @@ def score_columns(scores: Sequence[RowScores | None], names: Sequence[str]) -> d
     columns: dict[str, Any] = {
         name: torch.tensor([row.values[name] for row in rows], dtype=torch.float32) for name in names
     }
-    calls = [{name: asdict(call) for name, call in row.calls.items()} for row in rows]
+    calls = [{name: call.to_dict() for name, call in row.calls.items()} for row in rows]
     return columns | {FAILED: torch.tensor([row.is_failed for row in rows], dtype=torch.bool), CALLS: calls}

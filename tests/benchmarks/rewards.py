@@ -8,6 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -26,9 +27,6 @@ WORKERS = 16
 
 ASYNC_PROCESSES = 2
 BATCH_SIZE = 8
-CALLS = 10
-"""Calls of `generate` between two readings of the CPU time, whose resolution is 10 ms."""
-
 FUNCTIONS = reward_functions.__name__
 
 
@@ -48,8 +46,10 @@ def seconds_of(spec: FunctionSpec, limits: PoolLimits, num_rows: int, repeats: i
     return statistics.median(times), warm_up_s
 
 
-def generate_figures(repeats: int) -> list[Figure]:
-    """Returns the time that an immediate function adds to a call of `generate` with 32 rows."""
+def generate_figures(num_pairs: int) -> list[Figure]:
+    """Returns the time that an immediate function adds to a call of `generate` with 32 rows: medians over pairs of
+    calls with and without the function.
+    """
     roles = {"rollout": "main", "reward": "main"}
     placement = Placement(device="cpu", pools={"main": [1]}, roles=roles)
     prompts = Batch.from_rows(
@@ -67,22 +67,30 @@ def generate_figures(repeats: int) -> list[Figure]:
             lambda: rollout.generate(prompts, **rewards.generate_arguments).get("scores"),
             lambda: rollout.generate(prompts).get("response"),
         )
-        times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
-        for number in range(repeats + 1):
-            for side in (0, 1) if number % 2 else (1, 0):
-                start_cpu_s, start_s = step.cpu_seconds(psutil.Process()), time.perf_counter()
-                for _ in range(CALLS):
-                    sides[side]()
-                seconds = time.perf_counter() - start_s
-                if number:  # after a warmup
-                    times[side].append((seconds, step.cpu_seconds(psutil.Process()) - start_cpu_s))
-    scored, unscored = (
-        [statistics.median(column) / CALLS * 1e3 for column in zip(*side, strict=True)] for side in times
-    )
+        added: list[tuple[float, float]] = []
+        start_s = _cpu_of_descendants()
+        for number in range(num_pairs):
+            times = {side: _wall_and_cpu(sides[side]) for side in ((0, 1) if number % 2 else (1, 0))}
+            added.append((times[0][0] - times[1][0], times[0][1] - times[1][1]))
+        descendants_s = (_cpu_of_descendants() - start_s) / num_pairs
+    wall_s, cpu_s = map(statistics.median, zip(*added[num_pairs // 10 :], strict=True))  # without a warmup
     return [
-        alone(f"generate, 32 rows: {what} of a function that returns at once", "ms", ours - raw, bound=10)
-        for what, ours, raw in zip(("wall time", "CPU time"), scored, unscored, strict=True)
+        alone(f"generate, 32 rows: {what} of a function that returns at once", "ms", seconds * 1e3, bound=10)
+        for what, seconds in (("wall time", wall_s), ("CPU time", cpu_s + descendants_s))
     ]
+
+
+def _wall_and_cpu(call: Callable[[], object]) -> tuple[float, float]:
+    """Returns the seconds and the CPU time of this process that a call takes."""
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - start_s, time.process_time() - start_cpu_s
+
+
+def _cpu_of_descendants() -> float:
+    """Returns the CPU time of the running processes that this process has started."""
+    me = psutil.Process()
+    return step.cpu_seconds(me) - sum(me.cpu_times()[:2])
 
 
 def main() -> None:
@@ -109,7 +117,7 @@ def main() -> None:
     for workers in (1, 2):
         run_s, _ = seconds_of(spec, PoolLimits(workers, timeout_s=60), arguments.rows, arguments.repeats)
         figures.append(alone(f"no-op, {workers} processes: per row", "ms", run_s / arguments.rows * 1e3))
-    figures += generate_figures(4 * arguments.repeats)
+    figures += generate_figures(40 * arguments.repeats)
     ran_on = "\n".join(f"{name}: {value}" for name, value in machine().items())
     sys.stdout.write(f"{ran_on}\n\n{table(figures)}\n")
 
