@@ -7,7 +7,7 @@ futures by positions in the list. In the worker process, `read` converts each ar
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -42,6 +42,11 @@ class BlockArgument:
             else:
                 sources.append(Source(decode(objects[rows_or_position]), columns, piece.rows, piece.targets))
         return collect(self.plan.num_rows, sources)
+
+    def with_own_objects(self) -> "BlockArgument":
+        """Returns the argument with copies of the Python objects in its rows. Arrays are shared."""
+        pieces = ((r.with_own_objects() if isinstance(r, Payload) else r, columns) for r, columns in self.pieces)
+        return replace(self, pieces=tuple(pieces))
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class RewardConfig(RewardSource):
         if self.components is not None:
             return self.components
         fields = {name: getattr(self, name) for name in RewardSource.model_fields}
-        return (RewardComponent(name=SINGLE, **fields),)
+        return (RewardComponent.model_construct(name=SINGLE, **fields),)  # the fields are valid
 
     @property
     def evaluation_components(self) -> tuple[RewardComponent, ...]:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flowrl.config.base import Device
@@ -11,7 +12,7 @@ from flowrl.controller.host.process_probe import StackDump
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, Slot
-from flowrl.controller.wire import Construction, RecoveryPlan, Request
+from flowrl.controller.wire import Construction, FutureArgument, RecoveryPlan, Request, TableArgument
 from flowrl.data.batch.block import LocalRef, Ref
 from flowrl.data.batch.payload import Payload
 
@@ -55,7 +56,8 @@ class InlineBackend:
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
         # Copies objects, as calls between processes do. Arrays are shared, also between processes.
         objects = [value.with_own_objects() if isinstance(value := ref.get(), Payload) else value for ref in refs]
-        value, report = self._hosts[slot.pool, slot.rank].call(copy.deepcopy(request), *objects)
+        arguments = {name: _with_own_objects(argument) for name, argument in request.arguments.items()}
+        value, report = self._hosts[slot.pool, slot.rank].call(replace(request, arguments=arguments), *objects)
         return LocalRef(_snapshot(value, request)), LocalRef(report)
 
     def share(self, payload: Payload) -> Ref:
@@ -96,6 +98,16 @@ class InlineBackend:
         for host in self._hosts.values():
             host.close()
         self._hosts.clear()
+
+
+def _with_own_objects(argument: Any) -> Any:  # Any: an argument of any method
+    """Returns a deep copy of an argument. Positions and row selections are shared, because hosts only read them."""
+    match argument:
+        case TableArgument(blocks=blocks):
+            return replace(argument, blocks=tuple(block.with_own_objects() for block in blocks))
+        case FutureArgument():
+            return argument
+    return copy.deepcopy(argument)
 
 
 def _snapshot(value: Any, request: Request) -> Any:  # Any: a payload or a method's own result
