@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 # thread must be woken. OpenMP reads the environment when torch is loaded. Programs, workers on any node, and tests
 # import this module before torch.
 if os.environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
-    os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000"}
+    os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000"}
 
 # Loaded on first use: a config check or `flowrl plan` needs neither torch nor ray.
 _HOMES = {

@@ -4,7 +4,7 @@ python -m tests.benchmarks.threads [--busy 0 2] [--sides passive default active 
 
 | side | threads | waiting threads |
 |---|---|---|
-| passive | `threads: null`, without OMP_NUM_THREADS | spin 3,000 times, then sleep, as flowrl sets it |
+| passive | `threads: null`, without OMP_NUM_THREADS | spin 5,000 times, then sleep, as flowrl sets it |
 | default | the same | spin 300,000 times, then sleep: the default of libgomp |
 | active | the same | spin |
 | one | `threads: 1` | there are none |
