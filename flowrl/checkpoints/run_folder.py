@@ -23,6 +23,7 @@ import yaml
 
 from flowrl.checkpoints.system_info import SYSTEM_FILE, describe_system
 from flowrl.config.user_errors import UserError
+from flowrl.data.console import LogFormatter
 from flowrl.data.metric import finite
 
 LOCK = "run.lock"
@@ -211,7 +212,7 @@ def log_to_file(logger_name: str) -> Iterator[Callable[[Path], None]]:
 
     def set_file(path: Path) -> None:
         file = _SilentFileHandler(path, encoding="utf-8", delay=True)
-        file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        file.setFormatter(LogFormatter("%(asctime)s %(message)s"))
         handler.setTarget(file)
         handler.flush()
 

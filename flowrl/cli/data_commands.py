@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.config import CheckFailed, ConfigError, PreparationConfig, RowsConfig, load
+from flowrl.data.console import write_printable
 
 Settings = TypeVar("Settings", bound=RowsConfig)
 Commands = Any  # argparse's type of sub-commands is private
@@ -74,11 +74,11 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
         manifest = prepare(config, report)
     lengths = manifest["lengths"]
-    sys.stdout.write(
+    write_printable(
         f"{config.output}: {manifest['num_rows']:,} of {manifest['num_read']:,} rows for {manifest['kind']}, "
         f"{manifest['num_tokens']:,} tokens (median {lengths['p50']:,}, longest {lengths['max']:,})\n"
     )
-    sys.stdout.write(_reasons(manifest["dropped"], manifest["first_dropped"]))
+    write_printable(_reasons(manifest["dropped"], manifest["first_dropped"]))
 
 
 def _reasons(dropped: dict[str, int], first: dict[str, str]) -> str:
@@ -94,8 +94,8 @@ def _check(arguments: argparse.Namespace) -> None:
     from flowrl.data.preparation.check_rows import check_rows  # noqa: PLC0415 (transformers)
 
     kind, counts = check_rows(config)
-    sys.stdout.write(f"{counts.num_read - counts.num_dropped:,} of {counts.num_read:,} rows can be used for {kind}\n")
-    sys.stdout.write(_reasons(counts.dropped, counts.first))
+    write_printable(f"{counts.num_read - counts.num_dropped:,} of {counts.num_read:,} rows can be used for {kind}\n")
+    write_printable(_reasons(counts.dropped, counts.first))
     if counts.num_dropped:
         raise CheckFailed(f"{counts.num_dropped:,} of {counts.num_read:,} rows would be dropped")
 
@@ -129,4 +129,4 @@ def _template(arguments: argparse.Namespace) -> None:
     template = ChatTokenizer(words["tokenizer"], path if path.exists() else None).template
     write_template(path, template)
     stops = [list(ids) for ids in template.stop_ids]
-    sys.stdout.write(f"{path}: a response ends with {template.end_of_assistant!r}, stop_ids {stops}\n")
+    write_printable(f"{path}: a response ends with {template.end_of_assistant!r}, stop_ids {stops}\n")

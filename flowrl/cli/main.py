@@ -2,11 +2,13 @@
 
 import argparse
 import importlib
+import logging
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
@@ -41,6 +43,7 @@ from flowrl.controller.placement.cpu_threads import count_usable_cpus, read_requ
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, plan
 from flowrl.controller.placement.plan_table import render_plan, render_threads
+from flowrl.data.console import LogFormatter, indent_lines, write_printable
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
@@ -99,19 +102,19 @@ def exit_code(program: Callable[[], object]) -> int:
     Other exceptions are bugs and propagate.
     """
     try:
-        with raise_on_ending_signals():
+        with _warnings_on_stderr(), raise_on_ending_signals():
             program()
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_printable(f"error: {indent_lines(str(error))}\n", sys.stderr)
         return 2
-    except (WorkerError, CheckFailed) as error:
-        sys.stderr.write(f"error: {error}\n")
+    except (WorkerError, CheckFailed) as error:  # an error of a worker ends with its traceback
+        write_printable(f"error: {error}\n", sys.stderr)
         return 1
     except RunComplete as complete:
-        sys.stdout.write(f"{complete}\n")
+        write_printable(f"{complete}\n")
     except Interrupted as ended:
         try:
-            sys.stderr.write(f"{ended}\n")
+            write_printable(f"{ended}\n", sys.stderr)
             sys.stdout.flush()
         except OSError:  # the terminal was closed
             _discard_output(sys.stdout, sys.stderr)
@@ -126,12 +129,32 @@ def exit_code(program: Callable[[], object]) -> int:
         if not is_disk_full(error):
             raise
         location = f" while writing {error.filename}" if error.filename else ""
-        sys.stderr.write(
+        message = (
             f"error: the disk is full{location} ({error.strerror}): free space, or set output to another disk; saved "
             f"checkpoints are complete, and resume=auto resumes from the newest\n"
         )
+        write_printable(message, sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Prints the warnings of all loggers without a handler to stderr during the block, as `warning: ...`."""
+    before, logging.lastResort = logging.lastResort, _StderrHandler(logging.WARNING)
+    logging.lastResort.setFormatter(LogFormatter("%(level)s: %(message)s"))
+    try:
+        yield
+    finally:
+        logging.lastResort = before
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to the current `sys.stderr`, which a progress bar replaces."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # the terminal was closed
+            sys.stderr.write(f"{self.format(record)}\n")
 
 
 def _discard_output(*streams: TextIO) -> None:
@@ -249,7 +272,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         updates = "".join(f"{line}\n" for line in sizes)
         unknown = "".join(f"{line}\n" for line in explain_unknown_sizes(config))
         details = f"{graph}\n{updates}\n{render_memory(devices, available)}\n{unknown}"
-    sys.stdout.write(f"{render_plan(planned)}\n{threads}\n{details}")
+    write_printable(f"{render_plan(planned)}\n{threads}\n{details}")
 
 
 def _describe_threads(planned: Plan, *, is_local: bool, setting: int | None = None, is_inline: bool = False) -> str:
@@ -353,7 +376,7 @@ def _export(arguments: argparse.Namespace) -> None:
     except BaseException:  # otherwise, an incomplete folder would block the next attempt
         shutil.rmtree(output, ignore_errors=True)
         raise
-    sys.stdout.write(f"{output}: the {content} of {role} after step {step}, with a model card (README.md)\n")
+    write_printable(f"{output}: the {content} of {role} after step {step}, with a model card (README.md)\n")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -402,7 +425,7 @@ def _stubs(arguments: argparse.Namespace) -> None:
     from flowrl.controller.group_stubs import write_stubs  # noqa: PLC0415 (imports torch with the module)
 
     add_working_folder()
-    sys.stdout.write(f"wrote {write_stubs(arguments.module)}\n")
+    write_printable(f"wrote {write_stubs(arguments.module)}\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """`flowrl report`: writes the HTML report of runs."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
+
+from flowrl.data.console import write_printable
 
 Commands = Any  # argparse's type of sub-commands is private
 
@@ -28,4 +29,4 @@ def _report(arguments: argparse.Namespace) -> None:
     from flowrl.report.page.write_report import write_report  # noqa: PLC0415 (numpy and rich only for a report)
 
     path = write_report(arguments.run_folders, arguments.output)
-    sys.stdout.write(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser\n")
+    write_printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser\n")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from flowrl.cli.number_types import natural, row_count
+from flowrl.data.console import write_printable
 from flowrl.report.rollout_text import show_rows
 
 _NUM_SHOWN_ROWS = 10
@@ -39,8 +40,7 @@ def _show(arguments: argparse.Namespace) -> None:
         return
     count = arguments.worst or arguments.best or _NUM_SHOWN_ROWS
     text = show_rows(arguments.run_folder, step=arguments.step, kind=kind, order=order, count=count)
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    write_printable(text)
 
 
 def _is_interactive() -> bool:

@@ -10,9 +10,8 @@ FlowError
 +-- ContractError       a call or a result violates the `register` declaration (also a UserError)
 """
 
-import re
-
 from flowrl.config.user_errors import UserError
+from flowrl.data.console import indent_lines, shorten
 
 
 class FlowError(Exception):
@@ -29,17 +28,6 @@ class BackendError(FlowError, UserError):
 
 _MAX_CAUSE, _MAX_TRACEBACK = 4_000, 12_000
 """Maximum number of characters of an error message and of a traceback."""
-
-_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def _shorten(text: str, limit: int) -> str:
-    """Removes terminal codes such as colors, and the middle of a long text."""
-    text = _TERMINAL_CODE.sub("", text)
-    if len(text) <= limit:
-        return text
-    kept = limit // 2 - 30  # leaves room for the count, so that a shortened text is not shortened again
-    return f"{text[:kept]} ... ({len(text) - 2 * kept} characters) ... {text[-kept:]}"
 
 
 class WorkerError(FlowError, RuntimeError):
@@ -61,7 +49,8 @@ class WorkerError(FlowError, RuntimeError):
         remote_traceback: str = "",
         symptom: bool = False,
     ) -> None:
-        cause, remote_traceback = _shorten(cause, _MAX_CAUSE), _shorten(remote_traceback, _MAX_TRACEBACK)
+        cause = shorten(indent_lines(cause), _MAX_CAUSE)
+        remote_traceback = shorten(remote_traceback, _MAX_TRACEBACK)
         super().__init__(role, rank, node, method, cause, remote_traceback, symptom)
         self.role, self.rank, self.node, self.method = role, rank, node, method
         self.cause = cause

@@ -1,15 +1,19 @@
-"""Output of the programs: the console, text without control characters, and rounded numbers."""
+"""Output of the programs: the console, foreign text without control characters, log lines, and rounded numbers."""
 
+import logging
 import math
 import os
 import re
 import sys
 from collections.abc import Mapping
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Iterable
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
 _FILE_COLUMNS = 10_000
 
@@ -17,17 +21,39 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
-def make_console() -> "Console":
-    """Returns a console of standard output. It wraps lines on a terminal, but not in a file, where they are searched.
+_LINE_START = re.compile(r"\n(?=\S)")
 
-    The environment variable COLUMNS sets the width of both.
+
+def make_console(*, stderr: bool = False) -> "Console":
+    """Returns a console of standard output or standard error, which prints all text as `printable` returns it.
+
+    The console wraps lines on a terminal, but not in a file, where they are searched. The environment variable COLUMNS
+    sets the width of both.
     """
     from rich.console import Console  # noqa: PLC0415 (commands without tables start without it)
+    from rich.segment import Segment  # noqa: PLC0415
 
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return Console()
-    return Console(width=_FILE_COLUMNS)
+    class PrintableConsole(Console):
+        def render(self, renderable: "RenderableType", options: "ConsoleOptions | None" = None) -> "Iterable[Segment]":
+            for segment in super().render(renderable, options):
+                is_foreign = segment.control is None  # otherwise, rich moves the cursor
+                yield Segment(printable(segment.text), segment.style) if is_foreign else segment
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _FILE_COLUMNS
+    return PrintableConsole(stderr=stderr, width=width)
+
+
+def write_printable(text: str, stream: TextIO | None = None) -> None:
+    """Writes text as `printable` returns it to a stream (default: standard output).
+
+    Characters that the encoding of the stream lacks are written as escapes.
+    """
+    output: TextIO = sys.stdout if stream is None else stream
+    encoding = output.encoding or "utf-8"
+    output.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def printable(text: str) -> str:
@@ -36,6 +62,28 @@ def printable(text: str) -> str:
     These are control characters, unpaired surrogates, line separators and characters that change the direction of text.
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def indent_lines(text: str) -> str:
+    """Indents the lines after the first, so that foreign text cannot begin a line like one of the program."""
+    return _LINE_START.sub("\n  ", text)
+
+
+def shorten(text: str, limit: int) -> str:
+    """Returns printable text without colors, and without the middle of a text of more than `limit` characters."""
+    text = printable(_COLOR.sub("", text))
+    if len(text) <= limit:
+        return text
+    kept = limit // 2 - 30  # leaves room for the count, so that a shortened text is not shortened again
+    return f"{text[:kept]} ... ({len(text) - 2 * kept} characters) ... {text[-kept:]}"
+
+
+class LogFormatter(logging.Formatter):
+    """Formats records as `printable` returns them, without colors. A format may contain `%(level)s`, such as error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.level = record.levelname.lower()
+        return printable(_COLOR.sub("", super().format(record)))
 
 
 _MAX_DIGITS = 17

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from flowrl.config import UserError
-from flowrl.data.console import make_console, printable
+from flowrl.data.console import make_console, printable, write_printable
 from flowrl.inference.chat_session import ChatSession
 from flowrl.run.interrupt import Interrupted
 
@@ -43,7 +42,7 @@ class ChatTerminal:
         self._session, self._open_other = session, open_other
         self._other: ChatSession | None = None
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        self._console, self._notices = make_console(), Console(stderr=True)
+        self._console, self._notices = make_console(), make_console(stderr=True)
         self._num_retries = 0
         self._has_reported_rewrites = False
         self._commands: dict[str, Callable[[str], None]] = {
@@ -106,7 +105,7 @@ class ChatTerminal:
         self._commands[name](argument.strip())
 
     def _notify(self, message: str) -> None:
-        self._notices.print(Text(printable(message)), style="dim" if self._is_terminal else "", soft_wrap=True)
+        self._notices.print(Text(message), style="dim" if self._is_terminal else "", soft_wrap=True)
 
     @property
     def _sessions(self) -> list[ChatSession]:
@@ -204,8 +203,7 @@ class ChatTerminal:
         self._write("\n")
 
     def _write(self, text: str) -> None:
-        encoding = sys.stdout.encoding or "utf-8"
-        sys.stdout.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        write_printable(text)
         sys.stdout.flush()
 
     def _stream_columns(

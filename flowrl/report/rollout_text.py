@@ -77,16 +77,19 @@ def render_row(row: Row) -> str:
     """Returns a row as plain text, without control characters. Lines of multi-line text are indented."""
     values = [f"{name} {format(row[name], form)}" for name, form in _NUMBERS.items() if row[name] is not None]
     other_scores = row["other_scores"] or {}
-    values += [f"{name} {value:.3f}" for name, value in other_scores.items() if value is not None]
+    values += [f"{_one_line(name)} {value:.3f}" for name, value in other_scores.items() if value is not None]
     lines = [f"row {row['row']}: {', '.join(values)}"]
     for name in _TEXTS:
         if row[name] is not None:
-            text = printable(str(row[name]))
+            text = str(row[name])
             lines.append(f"  {name}:" + (_indent(text) if "\n" in text else f" {text}"))
-    failures = {f"failed reward {name}": message for name, message in (row["reward_failures"] or {}).items()}
-    for label, message in failures.items():
-        lines.append(f"  {label}: {' '.join(printable(message).split())}")
-    return "\n".join(lines)
+    for name, message in (row["reward_failures"] or {}).items():
+        lines.append(f"  {_one_line(f'failed reward {name}: {message}')}")
+    return printable("\n".join(lines))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def render_markdown(rows: Sequence[Row]) -> str:

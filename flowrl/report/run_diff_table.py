@@ -41,7 +41,7 @@ def print_diff(diff: RunDiff, console: Console) -> None:
 
 
 def _describe_scores(scores: CommonScores) -> str:
-    name = f" of the set {printable(scores.name)}" if scores.name else ""
+    name = f" of the set {scores.name}" if scores.name else ""
     one, other = scores.means
     return (
         f"Evaluation{name} in step {scores.step}: rewards failed. Mean score of the {scores.num_scored} of "

@@ -21,6 +21,7 @@ from typing import Self
 from flowrl.cli import exit_code
 from flowrl.config import UserError
 from flowrl.controller.host.private_folder import private_folder, remove_folder
+from flowrl.data.console import write_printable
 
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 _START_TIMEOUT_S, _END_TIMEOUT_S = 120.0, 30.0
@@ -231,7 +232,7 @@ def _check_is_local(address: str, name: str) -> None:
 
 
 def _report(text: str) -> None:
-    sys.stderr.write(f"flowrl: {text}\n")
+    write_printable(f"flowrl: {text}\n", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -119,3 +119,12 @@ def test_a_run_without_generated_text_is_rejected(tmp_path: Path) -> None:
 def test_a_missing_step_is_rejected(run_folder: Path) -> None:
     with rejects(7, 5, 20):
         show_rows(run_folder, step=7, kind="training", order="row", count=10)
+
+
+def test_names_of_rewards_are_shown_without_terminal_codes_and_line_breaks() -> None:
+    codes = "\x1b]0;a\x07\u202e\x9b\r\n"
+    row = make_row(0, None, reward_failures={f"a{codes}b": f"c{codes}d"}, other_scores={f"e{codes}f": 1.0})
+    heading, _, _, failure = render_row(row).split("\n")
+    for shown in (heading, failure):
+        assert "\\x1b]0;a\\x07\\u202e\\x9b" in shown
+        assert not {"\x1b", "\x07", "\u202e", "\x9b", "\r"} & set(shown)

@@ -40,12 +40,12 @@ def make_columns(rows: Sequence[Row], *, with_step: bool = False) -> list[Column
         columns += [_number(name, REWARD + name, is_optional=True) for name in rewards]
     columns += [
         _integer("len", lambda row: row["response_length"]),
-        Column("finish", 6, lambda row: row["finish_reason"] or "", lambda row: row["finish_reason"]),
+        _text("finish_reason", title="finish", width=6),
     ]
     if any(row["staleness"] for row in rows):
         columns.append(_integer("stale", lambda row: row["staleness"], is_optional=True))
     if any(row["set"] is not None for row in rows):
-        columns.append(Column("set", 10, lambda row: row["set"] or "", lambda row: row["set"], is_optional=True))
+        columns.append(_text("set", width=10, is_optional=True))
     columns.append(Column(" ", 1, lambda row: "•" if row["tokens"] else "", lambda row: row["tokens"] is not None))
     if not with_step:
         columns.append(_text("prompt"))
@@ -58,7 +58,7 @@ def _number(name: str, number: str, *, title: str | None = None, is_optional: bo
         value = read_number(row, number)
         return "" if value is None else f"{value:.3f}"
 
-    title = title or name
+    title = printable(title or name)
     width = max(7, min(len(title) + 1, 12))
     return Column(title, width, text, lambda row: read_number(row, number), is_optional, is_right=True)
 
@@ -77,11 +77,11 @@ def _integer(title: str, read: Callable[[Row], int | None], *, is_optional: bool
     return Column(title, len(title) + 1, text, read, is_optional, is_right=True)
 
 
-def _text(name: str) -> Column:
+def _text(name: str, *, title: str | None = None, width: int | None = None, is_optional: bool = False) -> Column:
     def text(row: Row) -> str:
         return " ".join(printable(str(row[name] or "")[:_MAX_CHARACTERS]).split())
 
-    return Column(name, None, text, lambda row: row[name])
+    return Column(title or name, width, text, lambda row: row[name], is_optional)
 
 
 def sort_rows(rows: Sequence[Row], column: Column, *, descending: bool) -> list[Row]:

@@ -25,6 +25,9 @@ def test_the_columns_depend_on_the_rows() -> None:
 
 def test_cells_are_one_line_without_control_characters() -> None:
     assert column("response").text(ROWS[0]) == "a b \\x07"
+    row = make_row(0, finish_reason="\x9b", set="\x1b", rewards={"\u202e": 1.0, "a": 1.0})
+    cells = {shown.title: shown.text(row) for shown in make_columns([row])}
+    assert (cells["finish"], cells["set"], "\\u202e" in cells) == ("\\x9b", "\\x1b", True)
     assert [column("score").text(row) for row in ROWS] == ["0.500", "", "0.250"]
     assert [column("format").text(row) for row in ROWS] == ["1.000", "0.000", ""]
     assert [column(" ").text(row) for row in ROWS] == ["•", "", ""]

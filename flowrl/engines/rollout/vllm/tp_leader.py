@@ -19,6 +19,7 @@ import torch
 from vllm import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from flowrl.data.console import write_printable
 from flowrl.engines.rollout.base import RolloutError
 
 _THREADS = "OMP_NUM_THREADS"
@@ -173,7 +174,8 @@ def _exit_with_workers(processes: list[BaseProcess], output: IO[bytes]) -> None:
         for process in processes:
             process.kill()
         lines = _read(output).splitlines()[-_LAST_LINES:]
-        sys.stderr.write("\n".join(["a vLLM worker process exited; last output of the workers:", *lines, ""]))
+        message = "\n".join(["a vLLM worker process exited; last output of the workers:", *lines, ""])
+        write_printable(message, sys.stderr)
         sys.stderr.flush()
         os._exit(1)
 
