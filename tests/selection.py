@@ -1,0 +1,89 @@
+"""Default tests, parts of the slow tests, and the two commands of tests/run_tests.sh.
+
+tests/conftest.py applies these tables: each slow test receives the marker of its part, and each test that starts
+processes the marker `processes`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "benchmarks": ("benchmarks/",),
+    "browser": ("report/page/", "report/viewer/"),
+    "learning": (
+        "health/",
+        "recipes/test_detached_scripts.py",
+        "recipes/test_games.py",
+        "recipes/test_preferences_learn.py",
+        "recipes/test_reasoning.py",
+        "recipes/test_rollout_recipes_learn.py",
+        "recipes/test_schedules_learn.py",
+        "recipes/test_seeds.py",
+        "recipes/test_stories.py",
+        "recipes/test_tools.py",
+        "recipes/test_vllm_learns.py",
+        "test_your_own_task.py",
+    ),
+    "faults": (
+        "chaos/",
+        "checkpoints/",
+        "controller/",
+        "environments/",
+        "inference/test_chat_terminal.py",
+        "recipes/test_bad_checkpoints.py",
+        "recipes/test_bad_input.py",
+        "recipes/test_endings.py",
+        "recipes/test_restarts.py",
+        "recipes/test_timeouts.py",
+        "rewards/",
+        "run/test_growth.py",
+        "run/test_killed.py",
+        "run/test_restarts.py",
+        "run/test_sleeping_run.py",
+        "schedules/",
+    ),
+    "products": ("",),
+}
+"""Part of the slow tests -> files and folders of tests/. A test belongs to the first part that contains its path."""
+
+PROCESS_FIXTURES = {"ray_session"}
+"""Fixtures whose tests share one Ray, one fork server and one vLLM."""
+
+PROCESS_PATHS: tuple[str, ...] = ("recipes/", "engines/rollout/vllm/")
+"""Files and folders of tests/ that start processes without such a fixture: programs, Rays of their own, vLLM."""
+
+
+def part_of(path: Path) -> str:
+    """Returns the part of the slow tests that contains a test file."""
+    name = path.relative_to(TESTS).as_posix()
+    return next(part for part, prefixes in PARTS.items() if name.startswith(prefixes))
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """Returns whether a test belongs to the command with the session's Ray."""
+    if item.path.relative_to(TESTS).as_posix().startswith(PROCESS_PATHS) or item.get_closest_marker("vllm"):
+        return True
+    if not isinstance(item, pytest.Function):
+        return False
+    # Tests on both backends need Ray only for one of their cases.
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    on_ray = any(isinstance(value, str) and value == "ray" for value in parameters)
+    return on_ray or not PROCESS_FIXTURES.isdisjoint(item.fixturenames)
+
+
+def add_markers(config: pytest.Config) -> None:
+    """Registers the markers that `mark` adds."""
+    config.addinivalue_line("markers", "processes: uses the Ray of the session, or starts programs or a Ray of its own")
+    for part in PARTS:
+        config.addinivalue_line("markers", f"{part}: slow test of this part")
+
+
+def mark(item: pytest.Item) -> None:
+    """Adds the markers of a test's part and of its command."""
+    if item.get_closest_marker("slow"):
+        item.add_marker(part_of(item.path))
+    if starts_processes(item):
+        item.add_marker("processes")
