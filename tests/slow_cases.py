@@ -1,5 +1,6 @@
 """Marks single cases of a parametrized test as slow, and finds the cases that a test session runs."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,6 +15,15 @@ def one_of(*values: Any) -> list[Any]:
     """Returns the cases of a test with one argument; all but the first are slow."""
     first, *others = values
     return [first, *map(slow, others)]
+
+
+INLINE_BY_DEFAULT = pytest.mark.parametrize("backend", one_of("inline", "ray"), indirect=True)
+"""For tests on both backends: the case on Ray is slow, because another default test covers the difference."""
+
+
+def as_parameters(cases: Collection[str], *fast: str) -> list[Any]:
+    """Returns parameters by name; cases that are not named as fast are slow."""
+    return [name if name in fast else slow(name) for name in cases]
 
 
 def selected_values(request: pytest.FixtureRequest, argument: str) -> set[Any]:

@@ -42,6 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(source.glob("*.whl")))
 
 
+@pytest.mark.slow
 def test_the_wheel_has_two_packages_with_all_modules_and_data_files(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {
@@ -55,6 +56,7 @@ def test_the_wheel_has_two_packages_with_all_modules_and_data_files(wheel: zipfi
     assert names == expected | {f"flowrl/placements/{path.name}" for path in (ROOT / "placement").glob("*.yaml")}
 
 
+@pytest.mark.slow
 def test_a_wheel_finds_the_included_placements_outside_of_the_repository(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
@@ -68,6 +70,7 @@ def test_a_wheel_finds_the_included_placements_outside_of_the_repository(
     assert set(done.stdout.split()) == {path.stem for path in (ROOT / "placement").glob("*.yaml")}
 
 
+@pytest.mark.slow
 def test_the_vllm_extras_accept_the_tested_version_and_none_without_weight_versions(wheel: zipfile.ZipFile) -> None:
     """Outputs of vLLM have the weight version of each token since 0.32."""
     name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))

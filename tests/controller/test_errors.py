@@ -11,6 +11,7 @@ from flowrl.config import UserError
 from flowrl.controller.errors import WorkerUserError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.faulty_workers import RaisingConstructor, RaisingWorker, raises
+from tests.slow_cases import INLINE_BY_DEFAULT
 
 
 @pytest.fixture
@@ -26,12 +27,14 @@ def test_a_failure_names_role_rank_node_and_method(failing: WorkerGroup):
     assert error.cause == "KeyError: 'nothing there'" and str(error).startswith(error.summary)
 
 
+@INLINE_BY_DEFAULT
 def test_a_failure_carries_the_traceback_of_the_worker(failing: WorkerGroup):
     with pytest.raises(WorkerError) as caught:
         failing.fail_on(0).get()
     assert "faulty_workers.py" in caught.value.remote_traceback and "raise KeyError" in str(caught.value)
 
 
+@INLINE_BY_DEFAULT
 def test_a_user_error_in_a_worker_has_no_traceback(failing: WorkerGroup):
     with pytest.raises(WorkerUserError) as caught:
         failing.refuse()
@@ -53,6 +56,7 @@ def test_errors_have_no_terminal_codes_and_a_bounded_length():
     assert error.cause.startswith("ValueError: text") and error.cause.endswith("text end")
 
 
+@INLINE_BY_DEFAULT
 def test_the_error_of_a_constructor_names_its_rank(backend: BackendName, open_cluster: ClusterMaker):
     cluster = open_cluster(backend, {"main": [2]}, {"actor": "main"})
     with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("__init__", 1)):

@@ -114,7 +114,7 @@ def values_of(batch: Batch) -> list[dict[str, Any]]:
     return [{name: values[i] for name, values in columns.items()} for i in range(len(batch))]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.one_of(st.just(0), st.integers(1, 12)), length=st.integers(2, 7), data=st.data())
 def test_any_chain_of_edits_and_calls_matches_the_oracle(
     groups: list[WorkerGroup], count: int, length: int, data: st.DataObject

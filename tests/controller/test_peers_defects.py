@@ -12,6 +12,7 @@ from flowrl.controller.placement.plan import Inventory, PlacementError, plan
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.conftest import Shared
 from tests.controller.workers import Arithmetic
+from tests.slow_cases import INLINE_BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +66,7 @@ def test_devices_of_uneven_nodes_are_counted_per_node():
         plan(placement, Inventory((1, 1), "cuda"))
 
 
+@INLINE_BY_DEFAULT
 def test_roles_whose_names_contain_each_other_are_distinguished(backend: BackendName, open_cluster: ClusterMaker):
     roles = ["actor", "actor_rollout", "rollout", "actor_rollout_ref"]
     cluster = open_cluster(backend, {"main": [1]}, dict.fromkeys(roles, "main"))
@@ -101,8 +103,11 @@ PRIVATE_PARTS_OF_RAY = {
 
 def test_only_public_parts_of_ray_are_used():
     strays, private = [], ("ray._", "ray.experimental", "ray.core")
-    for path in (ROOT / "flowrl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    sources = {path: path.read_text() for path in (ROOT / "flowrl").rglob("*.py")}
+    for path, source in sources.items():
+        if not any(name in source for name in private):
+            continue
+        for node in ast.walk(ast.parse(source)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [ast.unparse(node)] if isinstance(node, ast.Attribute) else []

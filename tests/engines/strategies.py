@@ -53,7 +53,7 @@ SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
 CASES = {
     "ddp on 2": Case(2, {"strategy": "ddp"}),
     "ddp on 4": Case(4, {"strategy": "ddp"}, slow=True),
-    "fsdp on 2": Case(2, {"strategy": "fsdp"}, slow=True),
+    "fsdp on 2": Case(2, {"strategy": "fsdp"}),
     "fsdp on 4": Case(4, {"strategy": "fsdp"}, slow=True),
     "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}, slow=True),
     "fsdp on 2, parameters on the CPU": Case(2, {"strategy": "fsdp", "offload": "parameters"}, slow=True),

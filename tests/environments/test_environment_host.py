@@ -157,6 +157,7 @@ def test_a_late_step_is_observed_and_the_next_one_waits_for_it(name: str, kind: 
     assert (played.failure, played.reasons) == (failure, ["timeout"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_a_late_async_step_is_canceled_and_the_episode_continues() -> None:
     with make_host(ASYNC, timeout_s=0.5) as host:
@@ -167,6 +168,7 @@ def test_a_late_async_step_is_canceled_and_the_episode_continues() -> None:
     assert reply.observation is not None and reply.observation.messages[0]["role"] == "user"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_the_message_about_a_timeout_has_the_first_role_of_the_observations() -> None:
     """The chat template is checked with the roles of observations only."""
@@ -205,6 +207,7 @@ def test_an_episode_that_freezes_its_process_fails(kind: str) -> None:
     assert (bad.failure, other.failure) == ("timeout", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_a_step_that_hangs_at_close_or_reset_does_not_delay_others() -> None:
     with make_host(SYNC, timeout_s=0.5) as host:
@@ -244,6 +247,7 @@ def test_each_environment_is_closed_once(tmp_path: Path) -> None:
     assert (tmp_path / "closed").read_text() == "x" * 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_an_episode_can_be_closed_during_a_step() -> None:
     with make_host(ASYNC, {"wait_s": 30.0}) as host:
@@ -262,6 +266,7 @@ def test_reset_returns_messages_or_tokens() -> None:
     assert second.prompt_ids == (1, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_an_invalid_start_fails() -> None:
     starts = [None, "text", [], [{}], [-1], [1.5], {"role": "user"}]
@@ -270,6 +275,7 @@ def test_an_invalid_start_fails() -> None:
     assert failures == ["invalid"] * len(starts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(
     ("name", "failure"),
@@ -335,6 +341,7 @@ def test_limits_are_checked() -> None:
         EnvironmentHost(EnvironmentSpec(SYNC), EnvironmentLimits(workers=0))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_missing_protections_are_those_of_reward_processes() -> None:
     limits = PoolLimits(workers=1, timeout_s=None)

@@ -123,6 +123,7 @@ def test_the_best_response_is_that_of_the_samples(run_folder: Path, folder: Path
         assert row["response"] == responses[row["candidate"]] == max(responses, key=len)
 
 
+@pytest.mark.slow
 def test_a_killed_command_continues_and_gives_the_same_file(run_folder: Path, folder: Path) -> None:
     (folder / "many.txt").write_text("".join(f"{i}+{i}=\n" for i in range(10, 90)))
     options = ("--prompts", "many.txt", "--samples", 4, "--output")
@@ -214,6 +215,7 @@ def test_a_changed_reward_is_rejected_when_a_file_is_continued(
     assert partial.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_processes_of_the_reward_are_closed_if_the_engine_cannot_start(run_folder: Path, folder: Path) -> None:
     options = ("--prompts", "prompts.txt", "--best-of", 2, "--reward", REWARD, "--quantization", "int4")
     generate(run_folder, *options)  # imports
@@ -235,6 +237,7 @@ def num_sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
+@pytest.mark.slow
 def test_the_output_of_an_imported_reward_is_not_among_the_rows(
     run_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

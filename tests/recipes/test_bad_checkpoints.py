@@ -108,6 +108,7 @@ def test_complete_run_is_reported_and_unchanged(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_truncated_file_is_named_and_the_older_checkpoint_resumes(
     checkpoints: Path, rejection: Rejection, run: Callable[..., int]
 ) -> None:
@@ -131,6 +132,7 @@ def test_changed_byte_is_rejected(checkpoints: Path, rejection: Rejection) -> No
     assert not missing_facts(rejection(), shard.parents[1], "actor/rank-00000.bin", *crcs, 1)
 
 
+@pytest.mark.slow
 def test_missing_shard_is_rejected(checkpoints: Path, rejection: Rejection) -> None:
     shard = checkpoints / "step-000002" / "actor" / "rank-00000.bin"
     shard.unlink()
@@ -189,6 +191,7 @@ def test_checkpoint_folder_that_cannot_be_created_is_named(
     assert os.strerror(errno.ENOTDIR) in error
 
 
+@pytest.mark.slow
 def test_run_folder_in_use_is_rejected_and_unchanged(
     checkpoints: Path, run: Callable[..., int], rejection: Rejection, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +226,7 @@ def test_checkpoints_are_listed_and_exported_from_the_command_line(
     assert not missing_facts(capsys.readouterr().err, folder, 7, 1, 2)
 
 
+@pytest.mark.slow
 def test_export_names_the_path_that_it_cannot_write_or_read(
     checkpoints: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_resumed_run_repeats_an_unfinished_evaluation(grpo_config: GrpoConfigs
     assert Checkpoints(config.output).steps() == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_begins_during_an_evaluation_keeps_its_result(grpo_config: GrpoConfigs) -> None:
     config = with_sets(grpo_config, checkpoint={"every": 2, "keep_last": None, "keep_best": 1})
     train(config, lambda *_: None)

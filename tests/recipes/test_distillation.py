@@ -72,6 +72,7 @@ def test_metrics_are_those_of_both_models(task_folder: Path, tmp_path: Path, tea
     assert initial["agreement"] == pytest.approx(float((top_tokens[0] == top_tokens[1]).float().mean()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", one_of(*LOSSES))
 def test_the_student_approaches_the_teacher(task_folder: Path, tmp_path: Path, teacher: Path, loss: str) -> None:
     changes: dict[str, Any] = {"actor": {"loss": LOSSES[loss]}, "batch_size": 64, "minibatch_size": 64, "steps": 15}
@@ -101,6 +102,7 @@ def with_unused_embeddings(model: Path, copy: Path, *, num_unused: int, scale: f
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", one_of(*reversed(LOSSES)))
 def test_teacher_and_student_may_have_different_unused_embeddings(
     task_folder: Path, tmp_path: Path, teacher: Path, loss: str
@@ -145,6 +147,7 @@ def test_every_schedule_weights_stale_tokens(task_folder: Path, tmp_path: Path, 
     assert abs(steps[-1]["actor/weight"] - 1) > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", one_of(*LOSSES))
 def test_metrics_do_not_depend_on_micro_batches(task_folder: Path, tmp_path: Path, teacher: Path, loss: str) -> None:
     results = []
@@ -156,6 +159,7 @@ def test_metrics_do_not_depend_on_micro_batches(task_folder: Path, tmp_path: Pat
     assert results[0] == pytest.approx(results[1], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly(task_folder: Path, tmp_path: Path, teacher: Path) -> None:
     changes: dict[str, Any] = {"checkpoint": {"every": 1}, "minibatch_size": 6}
     full = distillation_config(task_folder, tmp_path / "full", teacher, **changes)

@@ -59,6 +59,7 @@ def test_losses_with_a_reference_start_at_their_value_for_equal_models(task: Pat
         assert step["actor/loss"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_exactly(task: Path, tmp_path: Path, kind: str) -> None:
     changes: dict[str, Any] = {"actor": {"loss": kind}, "checkpoint": {"every": 2}, "epochs": 2, "batch_size": 64}

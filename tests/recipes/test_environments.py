@@ -117,6 +117,7 @@ def test_episodes_of_two_turns_are_trained(grpo_config: GrpoConfigs, schedule: s
             assert 1 < line["turns"] <= 2 and line["environment/again"] > 0 and line["environment/restarts"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", FAST_SCHEDULES)
 def test_saved_rows_have_the_prompt_of_the_environment(grpo_config: GrpoConfigs, schedule: str) -> None:
     settings: dict[str, Any] = {"placement": APART, **ALL_ROWS, "evaluate_every": 2, "schedule": SCHEDULES[schedule]}
@@ -141,6 +142,7 @@ def test_rewards_are_given_at_the_end_of_their_turn() -> None:
     assert records == [{"turns": 2, "restarts": 0, "counts": {"again": 1}, "reason": "end"}]
 
 
+@pytest.mark.slow
 def test_ppo_trains_on_the_rewards_of_turns(ppo_config: Callable[..., PPOConfig]) -> None:
     settings: dict[str, Any] = {"placement": TOGETHER, "rollout": {"max_response_tokens": 24}, "steps": 1}
     config = ppo_config(**settings, **environment("TwoTurns"), **ALL_ROWS)
@@ -148,6 +150,7 @@ def test_ppo_trains_on_the_rewards_of_turns(ppo_config: Callable[..., PPOConfig]
     assert metrics_of(config)[-1]["environment/again"] > 0
 
 
+@pytest.mark.slow
 def test_a_failed_episode_is_named_or_counted(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unlucky"):
         train_grpo(grpo_config(output=tmp_path / "stop", placement=TOGETHER, **environment("Unlucky")))
@@ -159,6 +162,7 @@ def test_a_failed_episode_is_named_or_counted(grpo_config: GrpoConfigs, tmp_path
     assert all(row["score"] == 1 for step in saved_rows(config) for row in step)
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_no_score_of_a_failed_episode(grpo_config: GrpoConfigs) -> None:
     """All other episodes have the score 1."""
     settings = environment("Unlucky", on_failure="zero", max_failure_rate=1.0)
@@ -215,6 +219,7 @@ def test_dynamic_sampling_of_episodes_resumes_bitwise_identically(grpo_config: G
     assert_bitwise_identical(resumed, straight)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_no_process_behind(grpo_config: GrpoConfigs) -> None:
     before = {process.pid for process in psutil.Process(os.getpid()).children(recursive=True)}
     train_grpo(grpo_config(placement=TOGETHER, steps=1, **environment("OneTurn")))

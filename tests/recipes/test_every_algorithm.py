@@ -24,6 +24,7 @@ from recipes.ppo.train import train as train_ppo
 from tests.configs import with_float64_models
 from tests.engines.closeness import FLOAT64_RTOL, reduction_rtol
 from tests.recipes.conftest import settings
+from tests.slow_cases import as_parameters, one_of
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb"}
 CLOCK |= {f"idle_{role}" for role in ("actor", "critic", "reference", "reward", "rollout")}
@@ -73,6 +74,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "straight-through": ({"estimator": "grpo"}, {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"}),
 }
+FAST_CASES = ("grpo", "loss gspo", "loss kl_cov that selects", "truncated", "own", "shaping", "adaptive KL")
 
 
 def configured(
@@ -128,7 +130,7 @@ def train_step(config: GRPOConfig, rollouts: Batch) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", as_parameters(CASES, *FAST_CASES))
 def test_step_has_finite_metrics(name: str, grpo_config: Callable[..., GRPOConfig], rollouts: Batch) -> None:
     metrics = train_step(configured(grpo_config, name), rollouts)
     assert math.isfinite(metrics["actor/loss"]) and metrics["actor/grad_norm"] >= 0
@@ -140,6 +142,7 @@ def test_step_has_finite_metrics(name: str, grpo_config: Callable[..., GRPOConfi
     assert ("reward_shaping" in metrics) == ("shaping" in CASES[name][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_kl_below_target_lowers_the_coefficient(
     backend: str, request: pytest.FixtureRequest, ppo_config: Callable[..., PPOConfig]
@@ -168,7 +171,7 @@ def assert_same(expected: dict[str, float], actual: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated", "shaping"]
+    "name", one_of("shaping", "gpg", "loss gspo", "loss clip_cov that selects", "loss decoupled_ppo", "truncated")
 )
 def test_metrics_do_not_depend_on_micro_batches(
     name: str, grpo_config: Callable[..., GRPOConfig], rollouts: Batch
@@ -178,9 +181,8 @@ def test_metrics_do_not_depend_on_micro_batches(
     assert_same(train_step(one_pass, rollouts), train_step(split, rollouts))
 
 
-@pytest.mark.parametrize(
-    "name", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("loss clip_cov that selects", "shaping"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own", "loss clip_cov that selects", "shaping"])
 def test_metrics_do_not_depend_on_ranks(
     name: str, ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:

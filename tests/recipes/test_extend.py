@@ -63,6 +63,7 @@ def test_the_example_of_a_rollout_engine_trains_and_matches_the_trainer(
     assert sum("rollout_gap" in line for line in lines) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_own_engine", one_of(False, True))
 def test_the_example_of_an_environment_trains(
     example: Callable[[str], str], grpo_config: Callable[..., GRPOConfig], has_own_engine: bool

@@ -53,7 +53,6 @@ def hostfile(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.mark.slow
 def test_ppo_trains_on_two_hosts(
     ssh: None, hostfile: Callable[..., Path], ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
@@ -114,6 +113,7 @@ def test_an_unreachable_host_is_a_one_line_error_and_ends_the_others(
     assert psutil.wait_procs(started, timeout=60)[1] == []
 
 
+@pytest.mark.slow
 def test_the_logs_of_a_killed_program_are_deleted_by_the_next_one(hostfile: Callable[..., Path]) -> None:
     command = [sys.executable, "-m", "recipes.cluster.multinode", str(hostfile("127.0.0.2")), "true"]
     with tempfile.TemporaryDirectory(prefix="fm", dir="/tmp") as folder:

@@ -12,7 +12,7 @@ One case trains float32 models, whose metrics differ by the rounding errors that
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +30,9 @@ from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
 from tests.configs import with_float64_models
 from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL
-from tests.slow_cases import slow
+from tests.slow_cases import as_parameters
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-
-
-def as_parameters(cases: Collection[str], *fast: str) -> list[Any]:
-    """Returns parameters by name; cases that are not named as fast are slow."""
-    return [name if name in fast else slow(name) for name in cases]
 
 
 CLOCK = {"seconds", "elapsed_s", "tokens_per_s", "memory_mb", "rollout_gap", "rollout_gap_max"}
@@ -143,7 +138,7 @@ STRATEGIES = {
 """Engine of the three models, and where roles run instead of on both ranks."""
 
 
-@pytest.mark.parametrize("name", as_parameters(STRATEGIES, "sp"))
+@pytest.mark.parametrize("name", as_parameters(STRATEGIES, "fsdp"))
 def test_ppo_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, ppo_config: Callable[..., PPOConfig], tmp_path: Path, inline_metrics: dict
 ) -> None:
@@ -207,6 +202,7 @@ def test_ppo_with_adapters_gives_the_same_metrics_under_every_placement(
         assert_same(expected, line)
 
 
+@pytest.mark.slow
 def test_grpo_gives_the_same_metrics_on_one_and_two_ranks(
     ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
@@ -235,7 +231,8 @@ SFT = {
 """Settings, and sizes of the actor on two ranks."""
 
 
-@pytest.mark.parametrize("name", as_parameters(SFT, "fsdp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SFT)
 def test_sft_gives_the_same_metrics_under_every_strategy(
     name: str, ray_session: None, task_folder: Path, tmp_path: Path
 ) -> None:
@@ -252,6 +249,7 @@ def test_sft_gives_the_same_metrics_under_every_strategy(
     assert metrics_of(sharded)[-1]["actor/loss"] < 0.999 * metrics_of(sharded)[0]["actor/loss"]
 
 
+@pytest.mark.slow
 def test_micro_batches_change_no_metric(ppo_config: Callable[..., PPOConfig], tmp_path: Path) -> None:
     one_pass = with_float64_models(ppo_config(output=tmp_path / "one_pass"))
     actor = one_pass.actor.model_dump() | {"engine": {"max_tokens_per_microbatch": 40}}

@@ -34,6 +34,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_stage_has_a_result(output: Path) -> None:
     summary = json.loads((output / "summary.json").read_text())
     policies = summary["policies"]
@@ -53,6 +54,7 @@ def test_every_stage_has_a_result(output: Path) -> None:
     assert summary["ppo_checkpoints"]["ppo"][0]["perplexity"] == policies["sft"]["perplexity"]
 
 
+@pytest.mark.slow
 def test_ptx_is_the_only_difference_of_the_two_ppo_stages(output: Path) -> None:
     with_ptx, without = (
         json.loads((output / "pipeline.json").read_text())[name] for name in ("ppo", "ppo_without_ptx")
@@ -62,6 +64,7 @@ def test_ptx_is_the_only_difference_of_the_two_ppo_stages(output: Path) -> None:
     assert with_ptx == without
 
 
+@pytest.mark.slow
 def test_no_stage_of_training_has_the_hidden_score(output: Path) -> None:
     """The settings name no function, and the files contain only prompts and stories."""
     settings = json.loads((output / "pipeline.json").read_text())
@@ -71,6 +74,7 @@ def test_no_stage_of_training_has_the_hidden_score(output: Path) -> None:
     assert rows and all(set(row) == {"context", "chosen", "rejected"} for row in rows)
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_not_trained(output: Path) -> None:
     def prompts(name: str) -> set[str]:
         lines = (output / "data" / name).read_text().splitlines()
@@ -82,6 +86,7 @@ def test_held_out_prompts_are_not_trained(output: Path) -> None:
     assert not prompts("sft.jsonl") & prompts("prompts.jsonl")
 
 
+@pytest.mark.slow
 def test_a_second_start_repeats_only_missing_stages(output: Path) -> None:
     files = {path: path.stat().st_mtime_ns for path in output.glob("*/*") if path.is_file()}
     before = json.loads((output / "summary.json").read_text())
@@ -122,6 +127,7 @@ def test_a_folder_with_other_files_is_rejected(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_a_folder_with_other_settings_is_rejected(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, f"output={output}", "ppo.algorithm.kl_coef=0.5"]) == 2
     assert not missing_facts(capsys.readouterr().err, "ppo.algorithm.kl_coef", "0.5", "output")

@@ -108,6 +108,7 @@ class StudentConfig(RunConfig):
     student: TrainedConfig
 
 
+@pytest.mark.slow
 def test_the_policy_may_have_another_role_than_actor(task_folder: Path, tmp_path: Path) -> None:
     base = settings(task_folder, tmp_path / "run", rollout={})
     base["student"] = base.pop("actor")
@@ -126,6 +127,7 @@ def test_the_policy_may_have_another_role_than_actor(task_folder: Path, tmp_path
     assert versions == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_distillation_has_no_loss_for_an_equal_teacher_and_approaches_another(
     task_folder: Path, tmp_path: Path
 ) -> None:

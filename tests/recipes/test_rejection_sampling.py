@@ -105,6 +105,7 @@ def test_every_schedule_trains_on_complete_groups(task_folder: Path, tmp_path: P
     assert all(step["reward_selected"] >= step["reward"] and math.isfinite(step["actor/loss"]) for step in steps)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly(task_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"checkpoint": {"every": 1}, "minibatch_size": 3}
     full = rejection_config(task_folder, tmp_path / "full", **changes)

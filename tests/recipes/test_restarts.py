@@ -16,6 +16,7 @@ from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train
 from tests.recipes import losing
 from tests.recipes.test_numbers import metrics_of
+from tests.slow_cases import one_of
 
 Configs = Callable[..., PPOConfig]
 OWN = "tests.recipes.losing"
@@ -38,9 +39,8 @@ def losing_config(ppo_config: Configs, output: Path, **changes: Any) -> PPOConfi
     return ppo_config(**settings, actor=actor, reward=reward, output=output, checkpoint={"every": 1}, **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["sync", "one_step_off"])
+@pytest.mark.parametrize("kind", one_of("sync", "one_step_off"))
 def test_a_killed_trainer_rank_repeats_the_steps_since_the_checkpoint_and_restarts_no_replica(
     ray_session: None, ppo_config: Configs, tmp_path: Path, kind: str
 ) -> None:

@@ -119,6 +119,7 @@ def crashing_config(ppo_config: Configs, **changes: Any) -> PPOConfig:
     return ppo_config(steps=5, algorithm=algorithm, resume="auto", **changes)
 
 
+@pytest.mark.slow
 def test_a_crashed_run_resumes_from_its_newest_checkpoint(
     ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_run_that_crashed_before_its_first_checkpoint_starts_over(
     assert_bitwise_identical(config, straight)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint_of_its_step(
     ppo_config: Configs, straight: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_minimum_accuracy_that_decides_nothing_is_rejected(min_accuracy: float
         AcceptanceConfig(min_accuracy=min_accuracy)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_accepted_is_saved_and_can_end_the_program(task: Path, tmp_path: Path) -> None:
     acceptance = {"min_accuracy": 0.999, "on_failure": "fail"}
     config = reward_model_config(task, tmp_path / "run", steps=1, acceptance=acceptance)

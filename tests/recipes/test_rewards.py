@@ -6,7 +6,7 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def test_dynamic_sampling_trains_the_first_informative_prompts_in_order(grpo_con
     assert all(before[-1] < after[0] for before, after in pairwise(trained))
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(
         schedule=SCHEDULES[schedule],
@@ -112,7 +113,8 @@ def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs
             assert line["dropped_equal_scores"] == config.prompts_per_step - num_groups
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_without_informative_groups_ends_with_an_error(grpo_config: GrpoConfigs, schedule: str) -> None:
     config = grpo_config(
         schedule=SCHEDULES[schedule],
@@ -125,7 +127,7 @@ def test_a_run_without_informative_groups_ends_with_an_error(grpo_config: GrpoCo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
 def test_dynamic_sampling_resumes_bitwise_identically(grpo_config: GrpoConfigs, tmp_path: Path, schedule: str) -> None:
     settings: dict[str, Any] = {
         "schedule": SCHEDULES[schedule],
@@ -181,7 +183,8 @@ def two_sources(grpo_config: GrpoConfigs, task_folder: Path, tmp_path: Path) -> 
     return grpo_config().data.model_dump() | {"train": path, "test": None, "evaluation_rows": None}
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dynamic_sampling_by_a_reward_keeps_groups_of_other_data_sources(
     grpo_config: GrpoConfigs, two_sources: dict[str, Any], schedule: str
 ) -> None:
@@ -197,6 +200,7 @@ def test_dynamic_sampling_by_a_reward_keeps_groups_of_other_data_sources(
     assert {name for row in trained for name in row["rewards"]} == {"task", "size"}
 
 
+@pytest.mark.slow
 def test_a_reward_scores_only_rows_of_its_data_sources(
     grpo_config: GrpoConfigs, two_sources: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -216,6 +220,7 @@ def test_a_reward_scores_only_rows_of_its_data_sources(
         train_grpo(grpo_config(data=data, output=tmp_path / "other", reward=[rewards[0]], **ALL_ROWS))
 
 
+@pytest.mark.slow
 def test_gdpo_normalizes_the_rewards_of_a_list(grpo_config: GrpoConfigs) -> None:
     algorithm = {"estimator": "gdpo", "reward_columns": ["task", "size"], "reward_weights": [1.0, 0.5]}
     config = grpo_config(reward=TWO, algorithm=algorithm, **ALL_ROWS)
@@ -241,7 +246,8 @@ def test_rows_whose_reward_failed_are_dropped_and_counted(grpo_config: GrpoConfi
         assert line["rewards/reward/failed_fraction"] == line["reward_failed_fraction"]
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_failed_reward_with_zero_scores_zero(grpo_config: GrpoConfigs, schedule: str) -> None:
     reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "zero", "max_failure_rate": 1.0}
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
@@ -251,14 +257,8 @@ def test_a_failed_reward_with_zero_scores_zero(grpo_config: GrpoConfigs, schedul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "on_failure"),
-    [
-        ("sync", "zero"),
-        pytest.param("sync", "drop", marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(["one_step_off", "async"], ["zero", "drop"])),
-    ],
-)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("on_failure", ["zero", "drop"])
 def test_each_misbehaving_call_costs_only_its_row(
     grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, on_failure: str
 ) -> None:
@@ -333,7 +333,8 @@ def test_too_many_failures_before_training_leave_no_run(grpo_config: GrpoConfigs
     assert not (config.output / "config.yaml").exists()
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_evaluation_with_too_many_failures_ends_the_run(
     grpo_config: GrpoConfigs, tmp_path: Path, schedule: str
 ) -> None:
@@ -351,7 +352,8 @@ def test_an_evaluation_with_too_many_failures_ends_the_run(
     assert last["step"] < 8 and Checkpoints(config.output).steps()[-1] == last["step"]
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, schedule: str) -> None:
     reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "zero", "max_failure_rate": 0.01}
     settings: dict[str, Any] = {"steps": 8, "checkpoint": {"every": 100}, "evaluate_every": 0, **APART}
@@ -364,8 +366,9 @@ def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, 
     assert Checkpoints(config.output).steps() == failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_failure", ["stop", "drop"])
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_reward_model_without_finite_scores_fails(
     grpo_config: GrpoConfigs, task_folder: Path, tmp_path: Path, schedule: str, on_failure: str
 ) -> None:
@@ -386,13 +389,9 @@ def test_a_failed_reward_ends_the_run_and_names_its_row(grpo_config: GrpoConfigs
         train_grpo(config)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "on_failure"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case != ("sync", "stop")))
-        for case in product(SCHEDULES, ["stop", "drop"])
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("on_failure", ["stop", "drop"])
 def test_the_newest_step_is_saved_before_a_failed_reward_ends_the_run(
     grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, on_failure: str
 ) -> None:
@@ -431,7 +430,8 @@ def test_the_newest_step_is_saved_before_a_failed_reward_ends_the_run(
 # Services.
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_service_that_fails_intermittently_scores_all_rows(grpo_config: GrpoConfigs, schedule: str) -> None:
     """Every third request fails, and its rows are sent again."""
 
@@ -455,6 +455,7 @@ def test_a_service_that_fails_intermittently_scores_all_rows(grpo_config: GrpoCo
         assert row["score"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_service_that_is_down_drops_its_rows_or_stops_the_run(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     def respond(handler: Handler, number: int, rows: list[dict[str, Any]]) -> None:
         if any(len(row["response"]) > 4 for row in rows):
@@ -477,7 +478,7 @@ def test_a_service_that_is_down_drops_its_rows_or_stops_the_run(grpo_config: Grp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
 def test_rewards_do_not_depend_on_the_placement(
     ray_session: None, grpo_config: GrpoConfigs, tmp_path: Path, schedule: str
 ) -> None:
@@ -530,20 +531,24 @@ def shout(text: str) -> float | None:
     return digits / len(text) if digits else None
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
-def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task_folder: Path, schedule: str) -> None:
-    model = {"path": task_folder / "model"}
-    judge = {
-        "model": model,
+def shouting_judge(task_folder: Path) -> dict[str, Any]:
+    return {
+        "model": {"path": task_folder / "model"},
         "prompt": "{prompt}{response}",
         "max_response_tokens": 4,
         "verdict": {"kind": f"{__name__}:shout"},
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task_folder: Path, schedule: str) -> None:
+    model = {"path": task_folder / "model"}
     reward = {
         "components": [
             TWO[1],
             {"name": "scorer", "weight": 0.5, "model": model, "head": "fresh"},
-            {"name": "judged", "weight": 3.0, "judge": judge},
+            {"name": "judged", "weight": 3.0, "judge": shouting_judge(task_folder)},
         ],
         "on_failure": "zero",
         "max_failure_rate": 1.0,
@@ -567,28 +572,21 @@ def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task
             assert {"rewards/size", "rewards/scorer", "rewards/judged"} <= line.keys()
 
 
+@pytest.mark.slow
 def test_a_judge_can_be_the_only_reward(grpo_config: GrpoConfigs, task_folder: Path) -> None:
-    judge = {
-        "model": {"path": task_folder / "model"},
-        "prompt": "{prompt}{response}",
-        "max_response_tokens": 4,
-        "verdict": {"kind": f"{__name__}:shout"},
-    }
-    config = grpo_config(reward={"judge": judge, "on_failure": "drop", "max_failure_rate": 1.0}, **ALL_ROWS)
+    config = grpo_config(
+        reward={"judge": shouting_judge(task_folder), "on_failure": "drop", "max_failure_rate": 1.0}, **ALL_ROWS
+    )
     train_grpo(config)
     assert all(row["score"] > 0 for rows in saved_rows(config) for row in rows)
 
 
 def test_an_evaluation_has_no_score_without_a_verdict(grpo_config: GrpoConfigs, task_folder: Path) -> None:
-    judge = {
-        "model": {"path": task_folder / "model"},
-        "prompt": "{prompt}{response}",
-        "max_response_tokens": 4,
-        "verdict": {"kind": f"{__name__}:shout"},
-    }
     data = grpo_config().data.model_dump() | {"evaluation_rows": 64}
     settings: dict[str, Any] = {"data": data, "steps": 1, "evaluate_every": 1}
-    config = grpo_config(reward={"judge": judge, "on_failure": "zero", "max_failure_rate": 1.0}, **settings)
+    config = grpo_config(
+        reward={"judge": shouting_judge(task_folder), "on_failure": "zero", "max_failure_rate": 1.0}, **settings
+    )
     train_grpo(config)
     scores = [row["score"] for row in read_rows(config.output / "rollouts", "evaluation", 1)]
     known = [score for score in scores if score is not None]

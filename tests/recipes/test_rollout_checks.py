@@ -65,6 +65,7 @@ def test_wrong_weight_after_an_update_ends_the_run(
     assert error.count("\n") == 1 and not missing_facts(error, "rollout", 1, 15, "model.norm.weight", 0.1)
 
 
+@pytest.mark.slow
 def test_gap_is_a_finding_and_is_counted(
     config: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_gap_ends_a_strict_run_and_its_records_stay(
     assert (run_config.output / "trace.json").exists() and not (run_config.output / "summary.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", one_of({"check": "strict", "gap_warning": 10.0}, {"check": "off"}))
 def test_gap_that_the_config_allows_does_not_warn(
     config: Callable[..., GRPOConfig],

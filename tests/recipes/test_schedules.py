@@ -204,6 +204,7 @@ def train_streaming(config: GRPOConfig) -> list[dict[str, float]]:
 ASYNC = {"kind": "async", "max_staleness": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo"])
 def test_grpo_streams_inline(grpo_config: GrpoConfigs, loss: str) -> None:
     actor = grpo_config().actor.model_dump(exclude={"old_logprobs"}) | {"loss": loss}

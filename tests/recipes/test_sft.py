@@ -78,6 +78,7 @@ def test_epochs_alone_determine_the_steps_and_the_learning_rate_schedule(task_fo
         train(again)
 
 
+@pytest.mark.slow
 def test_the_fewer_of_steps_and_epochs_end_the_run(task_folder: Path, tmp_path: Path) -> None:
     config = sft_config(task_folder, output=tmp_path, steps=3, epochs=1, batch_size=500)
     assert [config.with_steps(rows).steps for rows in (2000, 1001, 1000, 1)] == [3, 3, 2, 1]
@@ -120,6 +121,7 @@ def test_the_validation_loss_is_in_metrics_curves_and_summary(task_folder: Path,
     assert score is not None and (score.name, score.value) == ("validation_loss", losses[4])
 
 
+@pytest.mark.slow
 def test_without_periodic_evaluations_the_training_loss_ranks_checkpoints_and_is_shown(
     task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +135,7 @@ def test_without_periodic_evaluations_the_training_loss_ranks_checkpoints_and_is
     assert f"loss {score.value:.4f}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_held_out_examples_nothing_is_evaluated(task_folder: Path, tmp_path: Path) -> None:
     data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
     config = sft_config(task_folder, output=tmp_path / "run", steps=1, data=data)

@@ -50,6 +50,7 @@ def count_metric(config: GRPOConfig, name: str) -> float:
     return sum(line.get(name, 0) for line in metrics_of(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["async", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "one_step_off"))]
 )

@@ -137,6 +137,7 @@ def test_without_the_tool_a_call_gives_an_error() -> None:
     assert "3145" not in observation.messages[0]["content"]
 
 
+@pytest.mark.slow
 def test_a_short_run_logs_calls_and_evaluates_episodes(data: Path, tmp_path: Path) -> None:
     settings = [
         f"output={tmp_path / 'run'}",

@@ -61,6 +61,7 @@ def assert_all_weights_were_compared(config: GRPOConfig) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "placement"),
     [

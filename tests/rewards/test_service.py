@@ -22,6 +22,7 @@ from flowrl.config import ServiceConfig
 from flowrl.rewards.processes.pool_settings import Outcome
 from flowrl.rewards.reward_function import RewardError
 from flowrl.rewards.service import RewardService
+from tests.slow_cases import as_parameters
 
 Respond = Callable[["Handler", int, list[dict[str, Any]]], None]
 """Responds to a request with a number (from 1) and rows."""
@@ -174,7 +175,7 @@ FAILURES: dict[str, tuple[Callable[[Handler], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", as_parameters(FAILURES, "429", "reset", "too few scores"))
 def test_a_failed_attempt_is_repeated(name: str) -> None:
     fail, _ = FAILURES[name]
     with serve(lambda handler, number, rows: fail(handler) if number < 3 else handler.send_scores(rows)) as server:
@@ -286,6 +287,7 @@ def test_a_refused_connection_is_repeated_until_the_service_starts() -> None:
     assert outcome.score == 0.5 and outcome.num_attempts > 1
 
 
+@pytest.mark.slow
 def test_an_unreliable_service_scores_all_rows() -> None:
     fails = [fail for fail, _ in FAILURES.values()]
 
@@ -413,6 +415,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_reward_function_needs_no_package_of_the_client(tmp_path: Path) -> None:
     """Also covers the workers: `flowrl.rewards.row_scorer` is the only module that imports the client."""
     program = tmp_path / "program.py"

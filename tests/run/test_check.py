@@ -121,6 +121,7 @@ def test_a_reward_that_fails_for_an_empty_response_is_found(check: Checked) -> N
         check("reward.function=tests.run.checked_rewards:fails_for_an_empty_response")
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_is_found(check: Checked) -> None:
     lines = Path(checked_rewards.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if text.endswith("time.sleep(600)"))
@@ -159,6 +160,7 @@ def test_answers_that_score_like_an_empty_response_are_reported(check: Checked) 
     assert "higher" in line
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_a_number_is_scored_as_text(check: Checked, recipe: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (recipe.parent / "data/train.jsonl").read_text().splitlines()]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": 19}) + "\n" for row in rows))
@@ -198,6 +200,7 @@ def test_a_chat_template_that_raises_is_found(check: Checked, recipe: Path, tmp_
         check(model)
 
 
+@pytest.mark.slow
 def test_no_step_runs_for_large_models(check: Checked, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrl.run.check.MAX_STEP_PARAMETERS", 600_000)  # two models of 330,000
     assert check("actor.kl_loss_coef=0.1", function=train)["step"] == "skipped"
@@ -241,6 +244,7 @@ def test_the_small_step_reads_the_first_rows_of_any_format(recipe: Path, tmp_pat
     assert [row.messages for row in read_conversations(copy)] == expected
 
 
+@pytest.mark.slow
 def test_the_small_step_uses_generated_rows(recipe: Path, tmp_path: Path) -> None:
     settings = ["data.train=[{reasoning_gym: {chain_sum: 1}, rows: 20, seed: 3}]"]
     small = small_config(load(recipe, settings, GRPOConfig), tmp_path)
@@ -264,6 +268,7 @@ def test_the_command_locates_problems(recipe: Path, capsys: pytest.CaptureFixtur
     assert not missing_facts(capsys.readouterr().err, f"{broken}:26", "data.test")
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_training_module_cannot_be_imported_fails(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

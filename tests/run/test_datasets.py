@@ -140,6 +140,7 @@ def test_options_of_a_reward_function_are_not_reported(
     assert not [record for record in caplog.records if record.name.startswith("flowrl.run.datasets")]
 
 
+@pytest.mark.slow
 def test_reasoning_gym_scores_its_own_rows_without_a_warning(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "allow_parentheses": False, "allow_negation": False}
     rows = {"reasoning_gym": {"basic_arithmetic": {"options": options}}, "rows": 2}

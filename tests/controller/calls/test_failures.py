@@ -133,6 +133,7 @@ def test_a_rank_whose_result_violates_its_contract(pair: Cluster, method: str):
     check_ended(ids)
 
 
+@pytest.mark.slow
 def test_every_later_call_and_every_colocated_role_raise_the_first_failure(pair: Cluster):
     first, second = pair.group("first", Faulty), pair.group("second", Faulty)
     finished = second.compute("nothing")
@@ -386,6 +387,7 @@ def test_the_report_of_a_process_without_a_call_names_the_users_functions(
     assert not missing_facts(messages[0], "scorer", 0, "SIGKILL", "rewards.score_10")
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_stateless_worker_is_raised_and_not_retried(scorers: tuple[Cluster, list[str]]):
     scorer = scorers[0].group("scorer", Scorer, 1)
     with pytest.raises(WorkerError) as caught:
@@ -393,6 +395,7 @@ def test_an_exception_in_a_stateless_worker_is_raised_and_not_retried(scorers: t
     assert caught.value.cause.startswith("KeyError")
 
 
+@pytest.mark.slow
 def test_invalid_input_of_a_stateless_worker_ends_no_process(ray_session: None, open_cluster: ClusterMaker):
     cluster = open_cluster("ray", {"a": [1]}, {"scorer": "a", "first": "a"}, num_threads=1)
     scorer, first = cluster.group("scorer", Scorer, 1), cluster.group("first", Arithmetic)

@@ -15,6 +15,7 @@ from flowrl.controller.calls import event_pump
 from flowrl.controller.errors import DeadlineError, FlowError, WorkerError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.faulty_workers import DEADLINE_S, RaisingWorker
+from tests.slow_cases import INLINE_BY_DEFAULT
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def test_callbacks_run_while_the_driver_waits_for_a_call(cluster: Cluster, monke
         second.sleep(0.2).get()
 
 
+@INLINE_BY_DEFAULT
 def test_the_driver_waits_for_a_condition_that_a_callback_makes_true(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     first = cluster.group("first", RaisingWorker)
     first.add_one(1).get()
@@ -111,6 +113,7 @@ def test_threads_do_not_run_callbacks_concurrently(cluster: Cluster):
     assert not any(overlapping)
 
 
+@INLINE_BY_DEFAULT
 def test_an_error_of_a_callback_is_raised_by_the_wait(cluster: Cluster):
     first = cluster.group("first", RaisingWorker)
 
@@ -124,6 +127,7 @@ def test_an_error_of_a_callback_is_raised_by_the_wait(cluster: Cluster):
     assert first.add_one(1).get() == [2]
 
 
+@INLINE_BY_DEFAULT
 def test_resolved_results_do_not_cause_a_busy_loop(cluster: Cluster):
     done = cluster.group("first", RaisingWorker).add_one(1)
     done.get()
@@ -149,6 +153,7 @@ def test_a_wait_for_a_condition_raises_a_failure(ray_session: None, open_cluster
         cluster.calls.wait_until(lambda: False)
 
 
+@INLINE_BY_DEFAULT
 def test_a_wait_for_a_condition_ends_with_its_cluster(cluster: Cluster):
     cluster.close()
     with pytest.raises(FlowError):
@@ -242,6 +247,7 @@ def test_a_call_that_passes_its_deadline_while_the_driver_computes_is_raised_by_
     assert caught.value.remote_traceback.rstrip().endswith("in sleep")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_a_callback_may_remove_itself(remote: Cluster, monkeypatch: pytest.MonkeyPatch, is_waiting: bool):
     """The callback must not wait for the end of the thread, which needs the lock that the callback holds."""

@@ -124,6 +124,7 @@ def test_without_a_server_the_process_is_started_by_python(program: Path, tmp_pa
     assert facts["argv"] == [str(program), str(tmp_path / "facts"), "two words"]
 
 
+@pytest.mark.slow
 def test_an_invalid_start_request_does_not_affect_others(server: ForkServer, program: Path, tmp_path: Path) -> None:
     path = server.py_executable.split()[-1]
     for words in (b"", b"\0\0", b"\0\0\0\x09{", b"\0\0\0\x02{}"):
@@ -188,6 +189,7 @@ def test_all_forked_processes_end_with_the_server(tmp_path: Path) -> None:
             host.kill()
 
 
+@pytest.mark.slow
 def test_only_processes_with_a_host_outlive_a_killed_server(tmp_path: Path) -> None:
     """Ray ends them. The run can continue without a fork server."""
     server = ForkServer()
@@ -260,6 +262,7 @@ def test_a_server_that_still_imports_ends_with_a_driver_that_is_killed(tmp_path:
     wait(lambda: not is_alive(server), timeout_s=10.0)
 
 
+@pytest.mark.slow
 def test_a_client_that_starts_after_the_end_of_ray_starts_nothing(program: Path, tmp_path: Path) -> None:
     server = ForkServer()
     server.end()

@@ -33,6 +33,7 @@ def rows(tasks: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in generate_lines(source(tasks, **settings))]
 
 
+@pytest.mark.slow
 def test_every_prefix_has_the_shares_of_the_weights() -> None:
     names = [row["task"] for row in rows(TASKS)]
     assert Counter(names[:4]) == Counter(names[4:]) == TASKS
@@ -48,11 +49,13 @@ def test_rows_are_conversations_with_columns() -> None:
     assert first.location == "reasoning_gym:leg_counting, line 1"
 
 
+@pytest.mark.slow
 def test_rows_can_be_used_for_sft() -> None:
     (first, *_) = read_conversations(source({"leg_counting": 1}), kind="sft")
     assert first.messages[-1].role == "assistant" and first.messages[-1].content == first.columns["answer"]
 
 
+@pytest.mark.slow
 def test_a_system_message_may_request_answer_tags() -> None:
     (row, *_) = rows({"leg_counting": 1}, system="default")
     assert row["prompt"][0]["role"] == "system" and "<answer>" in row["prompt"][0]["content"]

@@ -20,7 +20,7 @@ from tests.engines.losses import policy_logits
 from tests.engines.tiny import SIZES, llama, qwen2, save
 from tests.errors import missing_facts
 from tests.processes import run_ranks
-from tests.slow_cases import selected_values, slow
+from tests.slow_cases import as_parameters, selected_values
 
 KINDS = (
     "tied policy",
@@ -61,7 +61,7 @@ def unsharded(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", [name if ranks == 2 else slow(name) for name, (ranks, _) in MESHES.items()])
+@pytest.mark.parametrize("mesh", as_parameters(MESHES, "fsdp on 2"))
 def test_sharded_loading_equals_full_loading(results: list[dict], unsharded: dict, mesh: str, kind: str):
     expected, weights = unsharded[kind]
     for rank in range(MESHES[mesh][0]):

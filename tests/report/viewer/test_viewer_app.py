@@ -28,6 +28,7 @@ from recipes.grpo.train import train
 from tests.configs import quickstart_settings
 from tests.errors import rejects
 from tests.report.viewer.saved_rows import TOKENS, make_row
+from tests.slow_cases import one_of
 from tests.small_task import prepare_small
 
 SMALL, LARGE = (80, 24), (160, 50)
@@ -159,6 +160,7 @@ def test_an_invalid_filter_is_explained_and_changes_nothing(run_folder: Path) ->
     drive(run_folder, script)
 
 
+@pytest.mark.slow
 def test_a_filter_may_contain_the_keys_of_commands(run_folder: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "f", *"qsc", "slash", "question_mark", *"nf")
@@ -168,6 +170,7 @@ def test_a_filter_may_contain_the_keys_of_commands(run_folder: Path) -> None:
     drive(run_folder, script)
 
 
+@pytest.mark.slow
 def test_a_search_moves_the_cursor_to_the_next_row(run_folder: Path) -> None:
     rows = read_rows(run_folder / "rollouts", "training", 2)
     text = rows[9]["prompt"]
@@ -206,6 +209,7 @@ def test_a_row_shows_its_tokens(run_folder: Path) -> None:
     drive(run_folder, script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_the_preview_needs_a_high_terminal(run_folder: Path, size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None]) -> None:
@@ -217,6 +221,7 @@ def test_the_preview_needs_a_high_terminal(run_folder: Path, size: tuple[int, in
     drive(run_folder, script, size)
 
 
+@pytest.mark.slow
 def test_one_prompt_is_compared_across_steps(run_folder: Path) -> None:
     evaluations = [read_rows(run_folder / "rollouts", "evaluation", step)[3] for step in (0, 2)]
 
@@ -245,6 +250,7 @@ def test_the_help_is_shown_on_every_screen(run_folder: Path) -> None:
     drive(run_folder, script)
 
 
+@pytest.mark.slow
 def test_rows_of_an_active_run_appear(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path / "rollouts", RolloutLogConfig(every=1))
     log.write("training", 1, [make_row()])
@@ -295,6 +301,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     drive(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_without_colors_tokens_are_underlined_and_reversed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     row = make_row(tokens=TOKENS | {"text": ["aa", "bb", "cc", "dd"], "advantages": [0.1, 1.0, None, -1.0]})
@@ -333,7 +340,7 @@ def test_long_texts_are_wrapped_once(tmp_path: Path) -> None:
     drive(tmp_path, script)
 
 
-@pytest.mark.parametrize("ending", [None, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("ending", one_of(None, signal.SIGTERM, signal.SIGHUP))
 def test_the_command_opens_the_viewer_in_a_terminal(run_folder: Path, ending: signal.Signals | None) -> None:
     """The key q and signals close it, and the terminal has its previous contents again."""
     controller, terminal = pty.openpty()
@@ -368,6 +375,7 @@ os.execv(sys.executable, [sys.executable, "-m", "flowrl.cli", "show", sys.argv[1
 """
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_ends_the_viewer(run_folder: Path) -> None:
     """Otherwise, a viewer without a terminal would use a core until someone ends it."""
     controller, terminal = pty.openpty()

@@ -110,6 +110,7 @@ def test_rows_that_outgrow_the_cache_stay_bitwise_identical():
     assert rows_of(generate(rollout(max_num_seqs=4, **settings), prompt_ids)) == expected_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", one_of(1, 2))
 def test_long_rows_are_bitwise_identical_in_any_batch(num_heads: int):
     """Matrix products choose their summation order by the number of attended positions."""

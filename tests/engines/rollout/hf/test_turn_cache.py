@@ -19,7 +19,7 @@ from tests.engines.rollout.hf.test_stream import check_logprobs, update
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import END, SIZES, llama, qwen2, to_float64
 from tests.errors import rejects
-from tests.slow_cases import one_of
+from tests.slow_cases import as_parameters, one_of
 
 LIMIT = 100
 STOPS = ((3,), (4,), (5,), (6, 7))
@@ -125,7 +125,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("greedy", one_of(True, False))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", as_parameters(MODELS, "qwen2", "sliding window"))
 def test_continued_turns_equal_prefilled_turns_and_the_full_forward_pass(name: str, greedy: bool) -> None:
     model, given = MODELS[name](), requests(16, greedy=greedy, longest=28)
     engine, prefilling = engine_for(model), engine_for(model, keep_turn_cache=False)

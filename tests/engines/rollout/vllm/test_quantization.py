@@ -27,7 +27,8 @@ CASES = {"int8": ("float32", 0.5 * 1.01, (127, 128)), "fp8": ("bfloat16", 2**-4 
 int8, of which a scale is one; and for fp8, with 3 bits after the leading one, as a share of the weight."""
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_weights_are_quantized_again_at_every_update(quantization: str, ray_session: None, tmp_path: Path) -> None:
     if quantization == "int8" and importlib.util.find_spec("torchao") is None:
         pytest.skip("needs the extra vllm-integers")
