@@ -75,7 +75,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "evaluation_estimates": set(),
     },
     "flowrl.data": {
-        "atomic_folder": set(),
+        "folders": set(),
         "checksums": set(),
         "dtypes": set(),
         "console": set(),
@@ -91,7 +91,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "reading": {"input_paths", "messages"},
         "batch": set(),
         "prompts": {"chat", "batch", "order", "messages", "reading"},
-        "preparation": {"atomic_folder", "chat", "checksums", "console", "messages", "prompts", "reading", "template"},
+        "preparation": {"folders", "chat", "checksums", "console", "messages", "prompts", "reading", "template"},
     },
     "flowrl.config": {
         "user_errors": set(),

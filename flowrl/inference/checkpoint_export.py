@@ -8,8 +8,8 @@ from flowrl.checkpoints.inputs import check_base_model
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.config import UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
-from flowrl.data.atomic_folder import write_atomically
 from flowrl.data.checksums import CheckpointError
+from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.data.template import read_template
 from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model, roles_with_model
 from flowrl.run.datasets.templates import save_template

@@ -12,7 +12,7 @@ from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, re
 from flowrl.config import ModelConfig, UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.config.source import read
-from flowrl.controller.host.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
+from flowrl.data.folders.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
 from flowrl.data.input_paths import find_model_problem
 
 _ADAPTER_SETTINGS = "adapter_config.json"

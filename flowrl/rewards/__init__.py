@@ -2,5 +2,5 @@
 
 A reward function receives the columns of a row as keyword arguments and returns a float. `load_reward_function`
 (reward_function.py) imports a function, and `ScoringPool` (processes/pool.py) calls functions in separate processes
-with a timeout. May import only `flowrl.config`.
+with a timeout. May import `flowrl.config` and `flowrl.data`.
 """

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
@@ -48,6 +47,7 @@ from flowrl.controller.placement.plan import Plan
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import Message
 from flowrl.data.console import make_console
+from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.preparation.prepared_folder import is_prepared
 from flowrl.data.prompts import PromptStream
 from flowrl.data.reading.json_columns import to_json_value
@@ -245,8 +245,8 @@ class _Checks:
         if self._train is None:
             raise _Skipped("the recipe has no function `train` next to its config class")
         begun_s = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="flowrl-check-") as folder, _silent():
-            self._train(small_config(self.config, Path(folder)))
+        with create_folder("check") as folder, _silent():
+            self._train(small_config(self.config, folder))
         return f"one inline step on {_STEP_PROMPTS} prompts or rows took {time.monotonic() - begun_s:.1f} s"
 
     @cached_property

@@ -20,8 +20,8 @@ from typing import Self
 
 from flowrl.cli import exit_code
 from flowrl.config import UserError
-from flowrl.controller.host.private_folder import private_folder, remove_folder
 from flowrl.data.console import write_printable
+from flowrl.data.folders.private_folder import private_folder, remove_folder
 
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 _START_TIMEOUT_S, _END_TIMEOUT_S = 120.0, 30.0

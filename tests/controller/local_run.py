@@ -8,7 +8,7 @@ import ray
 from ray._private.worker import get_dashboard_url
 
 from flowrl import Cluster, Dispatch, Placement, register
-from flowrl.controller.host.private_folder import private_folder
+from flowrl.data.folders.private_folder import private_folder
 from tests.controller.workers import Summing
 
 

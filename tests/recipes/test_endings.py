@@ -238,7 +238,7 @@ def test_a_killed_recipe_leaves_complete_lines_and_no_process(
         "t",
         "token",
     }
-    next_program = "from flowrl.controller.host.private_folder import private_folder; private_folder()"
+    next_program = "from flowrl.data.folders.private_folder import private_folder; private_folder()"
     assert Program(next_program, folder=tmp_path, RAY_TMPDIR=str(ray_folder), TMPDIR=str(ray_folder)).code() == 0
     assert not list(ray_folder.iterdir())
     metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()

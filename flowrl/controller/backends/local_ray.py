@@ -18,7 +18,7 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
-from flowrl.controller.host.private_folder import private_folder, remove_folder
+from flowrl.data.folders.private_folder import private_folder, remove_folder
 
 RAY_SETTINGS = {
     # The driver raises failures of calls. Ray would print the same failures again.

@@ -31,7 +31,6 @@ from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
 from flowrl.controller.host.host import Host
-from flowrl.controller.host.private_folder import set_temporary_folder, temporary_folder
 from flowrl.controller.host.process_end import ProcessEnds, count_oom_kills
 from flowrl.controller.host.process_probe import (
     StackDump,
@@ -45,6 +44,7 @@ from flowrl.controller.placement.plan import FailureGroup, Inventory, PoolPlan, 
 from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request, decode, encode
 from flowrl.data.batch.block import Ref
 from flowrl.data.batch.payload import Payload
+from flowrl.data.folders.private_folder import set_temporary_folder, temporary_folder
 
 _LOOPBACK = "127.0.0.1"
 _PRINT_RAY_MESSAGE = ray_worker.print_to_stdstream

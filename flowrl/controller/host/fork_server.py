@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from flowrl.controller.host.fork_client import die_with_parent, set_parent_death_signal
-from flowrl.controller.host.private_folder import private_folder
-from flowrl.controller.host.process_probe import read_start_time
+from flowrl.data.folders.private_folder import private_folder
+from flowrl.data.folders.process_stat import read_start_time
 
 PRELOADED = ("flowrl.controller.host.host",)
 """Modules that every server imports before it forks."""

@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flowrl.data.folders.process_stat import read_start_time, read_stat
+
 _DUMP_TIMEOUT_S = 2.0
 _DUMP_LINK = re.compile(r"/memfd:(?P<name>.+)\.(?P<worker_id>\d+) \(deleted\)")
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
@@ -128,22 +130,6 @@ def kill_processes(names: Collection[str], worker_id: int | None = None) -> set[
                 killed.add(process_id)
 
 
-def read_start_time(process_id: int) -> float | None:
-    """Returns when a process of this machine started, in seconds since boot; None if it has ended or is a zombie."""
-    state, started_s = _read_stat(process_id)
-    return None if state in "ZX" else started_s
-
-
-def _read_stat(process_id: int) -> tuple[str, float]:
-    """Returns the state of a process, and its start in seconds since boot. The state of an ended process is X."""
-    try:
-        # The name of the program, in parentheses, may contain spaces. The state and 18 other fields follow.
-        state, *fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", 0.0
-    return state, int(fields[18]) / os.sysconf("SC_CLK_TCK")
-
-
 def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
     """Returns the stacks of processes on this machine. Skips processes that have ended.
 
@@ -153,10 +139,10 @@ def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
     before = {}
     for name, (process_id, _, path, _) in find_workers(names).items():
         with contextlib.suppress(OSError):
-            state, started_s = _read_stat(process_id)
-            if state not in "ZX":
-                age_s, size = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, len(path.read_bytes())
-                before[name] = StackDump(age_s, "", state == "T", process_id), path, size
+            stat = read_stat(process_id)
+            if stat.state not in "ZX":
+                age_s, size = time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_s, len(path.read_bytes())
+                before[name] = StackDump(age_s, "", stat.state == "T", process_id), path, size
                 os.kill(process_id, signal.SIGUSR1)
     # A stopped process handles no signal. If it were continued, it could finish the call that has failed.
     return {

@@ -15,8 +15,8 @@ import numpy as np
 
 from flowrl.config import PreparationConfig, RowsConfig
 from flowrl.config.data.data_settings import TEMPLATE_FILE
-from flowrl.data.atomic_folder import write_atomically
 from flowrl.data.chat import ChatTokenizer
+from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.data.messages import Conversation, DataError
 from flowrl.data.preparation.duplicates import NearDuplicates, SeenKeys, row_key, signature
 from flowrl.data.preparation.folder_writer import FolderWriter

@@ -30,8 +30,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, UserError
-from flowrl.data.atomic_folder import write_atomically
 from flowrl.data.dtypes import torch_dtype
+from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.sequence_sharding import (

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import LoraConfig, UserError
-from flowrl.data.atomic_folder import write_atomically
+from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import to_full_tensor
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.config import UserError
 from flowrl.config.rollout.engines import ENGINES
-from flowrl.controller.host.private_folder import create_folder
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
+from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.input_paths import download_model_file
 from flowrl.data.messages import DataError
 from flowrl.inference.model_source import ModelSource

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flowrl.data.folders.private_folder import remove_folder
 from flowrl.rewards.processes.isolation import (
     Isolation,
     adopt_orphans,
@@ -59,18 +60,20 @@ system does not offer.
 """
 
 
-def main(control: socket.socket, parent: int, serve: Serve) -> None:
+def main(control: socket.socket, parent: int, folder: str, serve: Serve) -> None:
     """Forks a process for each message until the pool closes the socket. A message contains descriptors and settings.
 
     Args:
         control: socket of the pool.
         parent: id of the process of the pool.
+        folder: private folder of the pool. It is removed when the launcher and the guards have ended.
         serve: main loop of the processes.
     """
     end_with_parent()
     if os.getppid() != parent:
         return
     adopt_orphans()
+    alive = _remove_at_end(folder, control)
     is_probed = False
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, NUM_DESCRIPTORS)
@@ -85,10 +88,34 @@ def main(control: socket.socket, parent: int, serve: Serve) -> None:
             _run(lambda settings=settings, fds=descriptors: _start(control, settings, fds, serve), descriptors[1])
         for descriptor in descriptors:
             os.close(descriptor)
+    os.close(alive)
     signal.signal(signal.SIGALRM, lambda *_: _kill_children())
     signal.setitimer(signal.ITIMER_REAL, _GUARDS_END_S, 0.1)
     with contextlib.suppress(ChildProcessError):  # each guard ends, because the pool has closed its socket
         os.wait()  # for all, because SIGCHLD is ignored
+
+
+def _remove_at_end(folder: str, control: socket.socket) -> int:
+    """Starts a process that removes the folder after the launcher and the guards have ended.
+
+    The pool cannot remove it if its process is killed. Ray kills all processes at the end of a run in a cluster.
+    Returns a descriptor that the launcher and the guards keep open.
+    """
+    ended, alive = os.pipe()
+    if os.fork() == 0:
+        os.close(alive)
+        control.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):  # otherwise, a reader of the program's output would wait for this process
+            os.dup2(null, number)
+        _run(lambda: _remove_after(ended, folder), 2)
+    os.close(ended)
+    return alive
+
+
+def _remove_after(ended: int, folder: str) -> None:
+    os.read(ended, 1)
+    remove_folder(Path(folder))
 
 
 def _run(body: Any, output: int) -> NoReturn:  # Any: a function of the forked process

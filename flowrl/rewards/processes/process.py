@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from flowrl.data.folders.private_folder import create_folder
 from flowrl.rewards import reward_function
 from flowrl.rewards.processes.frames import FrameReader
 from flowrl.rewards.processes.launcher import KILL, WRITE_STACKS
@@ -56,13 +57,14 @@ class Launcher:
     def __init__(self, environment: Mapping[str, str], main_loop: str = "flowrl.rewards.processes.scorer") -> None:
         """`environment` are the variables of the processes. `main_loop` is the module of their function `serve`."""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.folder = tempfile.mkdtemp(prefix="flowrl-")
+        self._folder = create_folder("functions")
+        self.folder = self._folder.path
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
             "import socket\n"
             "from flowrl.rewards.processes import launcher\n"
             f"from {main_loop} import serve\n"
-            f"launcher.main(socket.socket(fileno={theirs.fileno()}), {os.getpid()}, serve)"
+            f"launcher.main(socket.socket(fileno={theirs.fileno()}), {os.getpid()}, {str(self.folder)!r}, serve)"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -87,7 +89,7 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class ScoringProcess:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from flowrl.data.folders.private_folder import create_folder
+
 _FOLDER = Path(__file__).parent
 _RUNNER, _CALLS = _FOLDER / "runner.py", _FOLDER / "proxied_calls.py"
 _ISOLATION = _FOLDER.parent / "processes" / "isolation.py"
@@ -29,6 +31,13 @@ _ENVIRONMENT = {
 
 _GRACE_S = 5.0
 """Time after which a runner that does not end by itself is killed."""
+
+
+@lru_cache(maxsize=1)
+def _create_parent(process_id: int) -> Path:
+    """Creates the folder that contains the folders of all sandboxes of a process."""
+    return create_folder("code").path
+
 
 Mode = Literal["probe", "program", "serve", "check"]
 
@@ -76,7 +85,7 @@ class Sandbox:
             entry_point: function that the tests use. None: all functions.
         """
         self._limits = limits = limits or SandboxLimits()
-        self._folder = tempfile.mkdtemp(prefix="flowrl-code-")
+        self._folder = tempfile.mkdtemp(dir=_create_parent(os.getpid()))
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end of the context)
         descriptor = None if connection is None else connection.fileno()
         settings: dict[str, Any] = {

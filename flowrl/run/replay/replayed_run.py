@@ -1,7 +1,6 @@
 """ReplayedRun: replaces `Run` in a recipe that `flowrl replay` runs, and yields only the recorded batch."""
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from flowrl.config import CheckpointConfig, Placement, RolloutConfig, RunConfig,
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
+from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.metric import Logged
 from flowrl.run.replay.call_log import CallLog, describe
 from flowrl.run.replay.comparison import StepResults
@@ -99,8 +99,7 @@ class ReplayedRun:
 
     def __enter__(self) -> Self:
         with ExitStack() as resources:
-            folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="flowrl-replay-"))
-            self.folder = RunFolder(Path(folder))
+            self.folder = RunFolder(resources.enter_context(create_folder("replay")))
             self.cluster = resources.enter_context(self._make_cluster())
             self._log = CallLog(self.cluster.calls)
             self._resources = resources.pop_all()

@@ -1,7 +1,6 @@
 """Implements `flowrl replay`: runs a recorded step again, and prints whether its results are identical."""
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from flowrl.checkpoints.run_folder import write_json
 from flowrl.checkpoints.saver import package_versions
 from flowrl.config import CheckFailed, RunConfig, UserError
 from flowrl.data.console import make_console, round_pair
+from flowrl.data.folders.private_folder import create_folder
 from flowrl.run.preflight import find_path_problems
 from flowrl.run.replay.comparison import BOUND, Compared, StepResults, changed_metrics, compare_steps
 from flowrl.run.replay.recording import Recording, changed_sources, describe_machine
@@ -98,7 +98,7 @@ def _check_inputs(recording: Recording, config: RunConfig) -> None:
 
 def _open_output(output: Path | None, resources: ExitStack) -> Path:
     if output is None:
-        return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="flowrl-replay-")))
+        return resources.enter_context(create_folder("replay"))
     try:
         output.mkdir(parents=True)
     except FileExistsError:

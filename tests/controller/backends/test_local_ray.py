@@ -14,7 +14,7 @@ import pytest
 from ray._private import worker
 
 from flowrl.controller.backends.local_ray import _delay_signals
-from flowrl.controller.host.private_folder import private_folder
+from flowrl.data.folders.private_folder import private_folder
 
 NOBODY = 65534
 
@@ -49,7 +49,7 @@ from pathlib import Path
 import ray
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from flowrl.controller.backends.local_ray import LocalRay
-from flowrl.controller.host.private_folder import private_folder
+from flowrl.data.folders.private_folder import private_folder
 
 tokens = []
 initial_mode = get_authentication_mode()
@@ -90,7 +90,7 @@ import signal
 import sys
 import time
 from flowrl.controller.backends.local_ray import LocalRay
-from flowrl.controller.host.private_folder import private_folder
+from flowrl.data.folders.private_folder import private_folder
 import psutil
 
 

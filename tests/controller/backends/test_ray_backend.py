@@ -16,10 +16,10 @@ from ray._private import worker as ray_worker
 from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.backends.ray_backend import RayBackend, _RayHost
 from flowrl.controller.errors import BackendError
-from flowrl.controller.host.private_folder import private_folder, temporary_folder
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.wire import Construction, RecoveryPlan, Request, encode
 from flowrl.controller.worker import Contract, Dispatch
+from flowrl.data.folders.private_folder import private_folder, temporary_folder
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Scorer, SlowRestart
 
@@ -103,7 +103,7 @@ import os
 import signal
 import time
 from flowrl import Cluster, Placement
-from flowrl.controller.host.process_probe import read_start_time
+from flowrl.data.folders.process_stat import read_start_time
 from tests.controller.faulty_workers import Scorer
 
 with Cluster(Placement(device="cpu", pools={"main": [1]}, roles={"judge": "main"}), num_threads=1) as cluster:

@@ -21,8 +21,8 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from flowrl.cli import main
-from flowrl.controller.host.private_folder import remove_abandoned_folders
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
+from flowrl.data.folders.private_folder import remove_abandoned_folders
 from flowrl.data.template import ConversationTemplate
 from flowrl.inference.model_source import resolve_model
 from flowrl.inference.serving.api_key import API_KEY, LIVENESS_PATHS, KeyMiddleware

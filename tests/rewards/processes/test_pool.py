@@ -1,6 +1,7 @@
 """A pool scores rows in other processes. A call that misbehaves costs only its row, and no process is left."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from flowrl.data.folders.private_folder import MARKER
 from flowrl.rewards.processes.pool import FunctionSpec, Outcome, PoolLimits, ScoringPool
 from tests.rewards.processes import misbehaving
 from tests.slow_cases import one_of
@@ -54,6 +56,13 @@ def marked_processes(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return marked
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def make_pool(*functions: FunctionSpec, workers: int = 2, timeout_s: float = 60, **limits: Any) -> ScoringPool:
@@ -398,7 +407,7 @@ def test_processes_start_as_rows_need_them(mark: str) -> None:
         assert pool.submit("sync", {"response": "abc", "kind": ""}).result(timeout=200).score == 3
         few = len(marked_processes(mark))
         assert pool.start().wait(200)
-        assert len(marked_processes(mark)) == few + 3 * (few - 1)  # the launcher is shared
+        assert len(marked_processes(mark)) == few + 3 * 2  # the launcher is shared
 
 
 def test_close_ends_calls_in_flight_and_rejects_rows(mark: str) -> None:
@@ -436,6 +445,18 @@ def test_a_killed_launcher_is_replaced(mark: str) -> None:
         assert pool.submit("sync", {"response": "ab", "kind": ""}).result(timeout=200).score == 2
 
 
+def test_the_folder_of_a_killed_pool_is_removed(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is killed together with the process of the pool, which cannot remove the folder then."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with make_pool(SYNC, workers=1) as pool:
+        assert pool.submit("sync", {"response": "a", "kind": ""}).result(timeout=200).score == 1
+        (folder,) = tmp_path.iterdir()
+        assert json.loads((folder / MARKER).read_text())["pid"] == os.getpid()  # a later start can remove it
+        (launcher,) = [process for process in marked_processes(mark) if process.ppid() == os.getpid()]
+        launcher.kill()
+        wait_until(lambda: not folder.exists())
+
+
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -452,11 +473,13 @@ time.sleep(60)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_processes_end_with_a_killed_parent(mark: str, number: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM.format(before="")], cwd=ROOT, stdout=subprocess.PIPE) as run:
+def test_processes_end_with_a_killed_parent(mark: str, tmp_path: Path, number: int) -> None:
+    command, variables = [sys.executable, "-c", PROGRAM.format(before="")], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stdout.readline() == b"started\n"
-        assert len(marked_processes(mark)) > 3
+        assert len(marked_processes(mark)) > 4 and any(tmp_path.iterdir())
         os.kill(run.pid, number)
+    wait_until(lambda: not any(tmp_path.iterdir()))
 
 
 NO_NAMESPACES = (
@@ -496,7 +519,7 @@ def test_the_temporary_files_of_a_killed_process_are_removed(
     with make_pool(FunctionSpec("code", "flowrl.rewards.code:score", options), workers=1, timeout_s=8) as pool:
         future, found = pool.submit("code", row), False
         while not future.done():
-            found = found or any(tmp_path.rglob("flowrl-code-*"))
+            found = found or any(tmp_path.rglob("flowrl-code-*/tmp*"))
             time.sleep(0.01)
         assert found and future.result().failure == "timeout"
     assert list(tmp_path.iterdir()) == []

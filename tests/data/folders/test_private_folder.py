@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.controller.errors import BackendError
-from flowrl.controller.host.private_folder import (
+from flowrl.config import UserError
+from flowrl.data.folders.private_folder import (
     MARKER,
     MAX_PARENT_BYTES,
     private_folder,
     read_boot,
     remove_abandoned_folders,
 )
-from flowrl.controller.host.process_probe import read_start_time
+from flowrl.data.folders.process_stat import read_start_time
 from tests.errors import rejects
 
 MODULE = private_folder.__module__
@@ -195,7 +195,7 @@ def test_a_ray_folder_whose_path_is_too_long_for_sockets_is_rejected(
     monkeypatch.setattr(sys.modules[MODULE], "_folder", None)
     long = tmp_path / ("x" * MAX_PARENT_BYTES)
     monkeypatch.setenv("RAY_TMPDIR", str(long))
-    with rejects("RAY_TMPDIR", str(long), MAX_PARENT_BYTES, error=BackendError):
+    with rejects("RAY_TMPDIR", str(long), MAX_PARENT_BYTES, error=UserError):
         private_folder()
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import UserError
-from flowrl.data.atomic_folder import write_atomically
+from flowrl.data.folders.atomic_folder import write_atomically
 from tests.errors import missing_facts
 
 

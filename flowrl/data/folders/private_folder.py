@@ -24,11 +24,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.controller.errors import BackendError
-from flowrl.controller.host.process_probe import read_start_time
+from flowrl.config import UserError
+from flowrl.data.folders.process_stat import read_start_time
 
 PREFIX = "flowrl-"
 MARKER = "process.json"
@@ -41,17 +40,35 @@ PARENT/flowrl-12345678/r/session_2026-01-31_23-59-59_999999_4194304/sockets/plas
 _REMOVAL_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
 class PrivateFolder:
-    """A folder that is deleted at exit, or by another process after this process was killed."""
+    """A folder that is deleted by `remove`, at exit, or by another process after this process was killed."""
 
-    path: Path
-    process_id: int
-    """The process that created the folder. Its forked children must not delete the folder."""
-    marker: int
-    """File descriptor that holds the lock. A child process that inherits it protects the folder after this process was
-    killed.
-    """
+    def __init__(self, path: Path) -> None:
+        """Creates the folder and its marker."""
+        self.path, self.process_id = path, os.getpid()
+        self.marker = -1
+        """File descriptor that holds the lock. A child process that inherits it protects the folder after this process
+        was killed.
+        """
+        # Registered before the folder exists, so that a signal in between leaves no folder.
+        atexit.register(self.remove)
+        path.mkdir(mode=0o700)
+        self.marker = _write_marker(path)
+
+    def remove(self) -> None:
+        """Deletes the folder. Has no effect in forked children of the process that created the folder."""
+        atexit.unregister(self.remove)
+        if os.getpid() == self.process_id:
+            remove_folder(self.path)
+            with suppress(OSError):  # removed before
+                os.close(self.marker)
+            self.marker = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 _folder: PrivateFolder | None = None
@@ -84,20 +101,17 @@ def temporary_folder() -> Path:
 
 
 def create_folder(kind: str) -> PrivateFolder:
-    """Creates a folder for large temporary files of this process in the user's temporary folder. It is deleted at exit.
+    """Creates a folder for temporary files of this process in the user's temporary folder. It is deleted at exit.
 
-    `kind` is a part of its name. Deletes abandoned folders first.
+    `kind` is a part of its name. Deletes abandoned folders first. As a context manager, it yields the path, and deletes
+    the folder at the end of the block.
     """
     return _create_folder(Path(tempfile.gettempdir()).absolute(), f"{kind}-")
 
 
 def _create_folder(parent: Path, kind: str = "") -> PrivateFolder:
     remove_abandoned_folders(parent)
-    path = parent / f"{PREFIX}{kind}{secrets.token_hex(4)}"
-    # Registered before the folder exists, so that a signal in between leaves no folder.
-    atexit.register(_remove_own, path, os.getpid())
-    path.mkdir(mode=0o700)
-    return PrivateFolder(path, os.getpid(), _write_marker(path))
+    return PrivateFolder(parent / f"{PREFIX}{kind}{secrets.token_hex(4)}")
 
 
 def set_temporary_folder(folder: str) -> None:
@@ -121,7 +135,7 @@ def _find_parent() -> Path:
     if len(os.fsencode(parent)) <= MAX_PARENT_BYTES:
         return parent
     if chosen:
-        raise BackendError(
+        raise UserError(
             f"RAY_TMPDIR is {parent}, whose path is too long for Ray's sockets: set a folder with a path of at most "
             f"{MAX_PARENT_BYTES} bytes"
         )
@@ -190,11 +204,6 @@ def _has_ended(marker: bytes) -> bool:
     if not boot_id and host != here["host"]:
         return False
     return process_id > 0 and read_start_time(process_id) != start_time_s
-
-
-def _remove_own(path: Path, process_id: int) -> None:
-    if os.getpid() == process_id:
-        remove_folder(path)
 
 
 def remove_folder(path: Path) -> None:
