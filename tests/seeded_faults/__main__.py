@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tests.seeded_faults.fault_list import ROOT, Fault, read_faults
+from tests.seeded_faults.pytest_process import Result, make_context, run_pytest
 
 LIMIT_S = 900.0
 """Seconds after which the tests of a fault are ended. A fault that makes a test hang is found."""
@@ -53,12 +54,12 @@ def main() -> int:
     output = sys.stdout if options.output is None else options.output.open("a", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="seeded-faults-") as folder:
         copies = [_copy_repository(Path(folder) / str(index)) for index in range(min(options.jobs, len(missing)))]
-        if missing and not any(record.get("is_baseline") for record in records):
-            records.append(_run_without_fault(copies[0], missing, options.select))
-            _write(records[-1], output)
-        for record in _run_faults(copies, missing, options.select):
+        runner = _Runner(copies, options.select)
+        for record in runner.run_faults(missing):
             records.append(record)
             _write(record, output)
+        if missing:
+            _write(runner.run_without_fault(records), output)
     known = [record for fault in selected if (record := _find_record(records, fault)) is not None]
     sys.stderr.write(format_table(known))
     return 0
@@ -91,90 +92,75 @@ def _copy_repository(folder: Path) -> Path:
     return folder
 
 
-def _run_without_fault(copy: Path, faults: Sequence[Fault], select: str) -> Record:
-    """Runs all tests of the faults on correct code. Raises SystemExit if one fails, which would count as found."""
-    start_s = time.monotonic()
-    paths = sorted({path for fault in faults for path in (*fault.tests, *fault.wider)})
-    result = _pytest(copy, paths, select, "--maxfail=20", limit_s=LIMIT_S * 4)
-    if result is None or result.returncode:
-        output = "the tests did not end" if result is None else result.stdout[-3000:]
-        raise SystemExit(f"tests fail without a fault: correct them first\n{output}")
-    return {"is_baseline": True, "num_paths": len(paths), **_describe_run(start_s, select)}
+class _Runner:
+    """Runs the tests of faults in copies of the repository, one fault per copy at a time."""
 
+    def __init__(self, copies: Sequence[Path], select: str) -> None:
+        self._select = select
+        self._copies: queue.Queue[Path] = queue.Queue()
+        for copy in copies:
+            self._copies.put(copy)
+        self._context = make_context()
 
-def _run_faults(copies: Sequence[Path], faults: Sequence[Fault], select: str) -> Iterable[Record]:
-    free: queue.Queue[Path] = queue.Queue()
-    for copy in copies:
-        free.put(copy)
+    def run_faults(self, faults: Sequence[Fault]) -> Iterable[Record]:
+        """Yields a record per fault, in their order."""
+        with ThreadPoolExecutor(max(1, self._copies.qsize())) as pool:
+            yield from pool.map(self._run_fault, faults)
 
-    def run(fault: Fault) -> Record:
-        copy = free.get()
-        try:
-            return _run_fault(copy, fault, select)
-        finally:
-            free.put(copy)
+    def run_without_fault(self, records: Iterable[Record]) -> Record:
+        """Runs the first failing test of each fault on correct code.
 
-    with ThreadPoolExecutor(max(1, len(copies))) as pool:
-        yield from pool.map(run, faults)
+        Raises SystemExit if one fails, because then it has not found the fault.
+        """
+        start_s, copy = time.monotonic(), self._copies.get()
+        failures = [record.get("first_failure") for record in records]
+        names = sorted({name for name in failures if name is not None and "::" in name})
+        result = self._run(copy, names, "--maxfail=20")
+        self._copies.put(copy)
+        if names and result.exit_code != 0:
+            raise SystemExit(f"tests fail without a fault, remove the lines that name them:\n{result.output[-3000:]}")
+        return {"is_baseline": True, "num_tests": len(names), **_describe_run(start_s, self._select)}
 
-
-def _run_fault(copy: Path, fault: Fault, select: str) -> Record:
-    path, start_s = copy / fault.file, time.monotonic()
-    # The original time keeps the compiled file of the original valid, and invalidates that of the patched file.
-    original, times = path.read_text(encoding="utf-8"), path.stat()
-    path.write_text(fault.patch(original), encoding="utf-8")
-    try:
+    def _run_fault(self, fault: Fault) -> Record:
+        copy, start_s = self._copies.get(), time.monotonic()
+        path = copy / fault.file
+        # The original time keeps the compiled file of the original valid, and invalidates that of the patched file.
+        original, times = path.read_text(encoding="utf-8"), path.stat()
+        path.write_text(fault.patch(original), encoding="utf-8")
         found_by, failure = None, None
-        for name, paths in (("tests", fault.tests), ("wider", fault.wider)):
-            if paths and failure is None:
-                failure = _find_failure(copy, paths, select)
-                found_by = None if failure is None else name
-    finally:
-        path.write_text(original, encoding="utf-8")
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    return {
-        "id": fault.id,
-        "package": fault.package,
-        "checksum": fault.checksum,
-        "found_by": found_by,
-        "first_failure": failure,
-        **_describe_run(start_s, select),
-    }
+        try:
+            for name, paths in (("tests", fault.tests), ("wider", fault.wider)):
+                if paths and failure is None:
+                    failure = self._find_failure(copy, paths)
+                    found_by = None if failure is None else name
+        finally:
+            path.write_text(original, encoding="utf-8")
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            self._copies.put(copy)
+        return {
+            "id": fault.id,
+            "package": fault.package,
+            "checksum": fault.checksum,
+            "found_by": found_by,
+            "first_failure": failure,
+            **_describe_run(start_s, self._select),
+        }
 
+    def _find_failure(self, copy: Path, paths: Sequence[str]) -> str | None:
+        """Runs tests until one fails, and returns its node id. Returns None if all pass."""
+        result = self._run(copy, paths, "-x")
+        if result.exit_code == 0:
+            return None
+        if result.exit_code is None or _TEST_TIMEOUT in result.output:
+            return "time limit"
+        match = _FAILURE.search(result.output)
+        if result.exit_code not in (1, 2) or match is None:
+            raise RuntimeError(f"pytest ended with {result.exit_code}: {result.output[-3000:]}")
+        return match[1]
 
-def _find_failure(copy: Path, paths: Sequence[str], select: str) -> str | None:
-    """Runs tests until one fails, and returns its node id. Returns None if all pass."""
-    result = _pytest(copy, paths, select, "-x", limit_s=LIMIT_S)
-    if result is None:
-        return "time limit of the tests"
-    if result.returncode == 0:
-        return None
-    if _TEST_TIMEOUT in result.stdout + result.stderr:
-        return "time limit of a test"
-    match = _FAILURE.search(result.stdout)
-    if result.returncode not in (1, 2) or match is None:
-        raise RuntimeError(f"pytest ended with {result.returncode}: {(result.stdout + result.stderr)[-3000:]}")
-    return match[1]
-
-
-def _pytest(
-    copy: Path, paths: Sequence[str], select: str, *arguments: str, limit_s: float
-) -> subprocess.CompletedProcess[str] | None:
-    """Runs pytest on the copy. Returns None after the time limit."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--color=no", "-p", "no:cacheprovider", "-m", select]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}  # also for processes that tests start in other folders
-    try:
-        return subprocess.run(
-            [*command, "-n", "0", *arguments, *paths],
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return None
+    def _run(self, copy: Path, paths: Sequence[str], *arguments: str) -> Result:
+        options = ["-q", "-rfE", "--color=no", "-p", "no:cacheprovider", "-n", "0", "-m", self._select]
+        return run_pytest(self._context, copy, [*options, *arguments, *paths], LIMIT_S)
 
 
 def _describe_run(start_s: float, select: str) -> Record:

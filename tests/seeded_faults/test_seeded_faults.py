@@ -63,7 +63,7 @@ def test_a_fault_is_found_and_recorded(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.seeded_faults", "--only", "mean_of_means", "--output", output]
     for _ in range(2):  # the second call has nothing to run
         subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=250)
-    baseline, record = (json.loads(line) for line in output.read_text(encoding="utf-8").splitlines())
+    record, baseline = (json.loads(line) for line in output.read_text(encoding="utf-8").splitlines())
     assert baseline["is_baseline"]
     assert record["found_by"] == "tests"
     assert record["first_failure"].startswith("tests/data/test_metric.py::")
