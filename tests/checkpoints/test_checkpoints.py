@@ -163,6 +163,7 @@ def test_a_folder_that_is_not_writable_is_named(tmp_path: Path) -> None:
         ({1: accuracy(0.9), 2: accuracy(0.1), 3: accuracy(0.2)}, 1, 1, {1, 3}),
         ({1: accuracy(0.9), 2: accuracy(0.9), 3: accuracy(0.2)}, 1, 1, {2, 3}),
         ({1: Score("loss", 0.1), 2: Score("loss", 0.5), 3: Score("loss", 0.2)}, 1, 1, {1, 3}),
+        ({1: Score("validation_loss", 0.1), 2: Score("validation_loss", 0.5), 3: None}, 1, 1, {1, 3}),
         ({1: Score("reward", 9.0), 2: accuracy(0.1), 3: accuracy(0.2)}, 1, 2, {1, 2, 3}),
         ({4: Score("reward", 0.9), 8: Score("reward", 0.1), 12: accuracy(0.5)}, 1, 1, {4, 12}),
         ({1: accuracy(float("nan")), 2: accuracy(0.0), 3: None}, 1, 1, {2, 3}),

@@ -1,6 +1,7 @@
 """`Saver` and a run with checkpoints, with user-defined workers that count updates."""
 
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,22 @@ def train(config: CountConfig, *arguments: Any) -> Steps:
     return steps
 
 
+def draw(config: CountConfig) -> list[int]:
+    """Trains like `train`, and returns a random number of the driver per step."""
+    drawn = Steps()
+    rows = Batch.from_rows([{"x": number} for number in range(14)])
+    with Run(config) as run:
+        actor = run.group("actor", Counter)
+        run.add_checkpointable(actor, drawn)
+        for batch in run.batches(rows.minibatches(2), policy=actor):
+            drawn.seen.append(random.randrange(1000))
+            run.log(actor.update(batch))
+            if run.due(config.checkpoint.every):
+                run.save_checkpoint()
+        run.finish()
+    return drawn.seen
+
+
 def lines(config: CountConfig) -> list[dict[str, float]]:
     return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
 
@@ -120,6 +137,15 @@ def test_custom_workers_and_driver_state_are_restored(
     assert train(config(checkpoint=checkpoint)).seen == [1, 2, 3, 4, 5, 6, 7]
     assert (config().output / "model" / "count").read_text() == "7"
     assert [line["x"] for line in lines(config())] == [line["x"] for line in lines(straight)]
+
+
+def test_random_numbers_of_the_driver_continue(config: Callable[..., CountConfig], tmp_path: Path) -> None:
+    random.seed(0)
+    straight = draw(config(output=tmp_path / "straight", steps=4))
+    random.seed(0)
+    draw(config(steps=2))
+    random.seed(1)
+    assert draw(config(steps=4)) == straight
 
 
 def test_two_ray_ranks_save_and_resume(config: Callable[..., CountConfig], ray_session: None) -> None:

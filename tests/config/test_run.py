@@ -229,6 +229,7 @@ def test_old_logprobs_come_from_an_hf_rollout_with_the_actors_weights(changes: d
             "schedule": ASYNC,
         },
         {"placement": TWO_POOLS, "schedule": {"kind": "one_step_off"}},
+        {"schedule": {"kind": "one_step_off"}, "algorithm": {"estimator": "gae", "correction": None}},
     ],
 )
 def test_old_logprobs_are_recomputed_if_the_rollout_can_differ(changes: dict[str, Any]) -> None:

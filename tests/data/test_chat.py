@@ -82,6 +82,13 @@ def test_an_example_trains_the_response_and_its_end_token(tmp_path: Path) -> Non
     assert text(chat, [token for token, trained in zip(ids, mask, strict=True) if trained]) == "ba</s>b</s>"
 
 
+@pytest.mark.parametrize(("first", "trained"), [(1, "ba</s>b</s>"), (2, "b</s>"), (3, "b</s>")])
+def test_an_example_trains_the_responses_from_the_first_message_on(tmp_path: Path, first: int, trained: str) -> None:
+    chat = make(tmp_path)
+    ids, mask = chat.encode_example(TWICE, first)
+    assert text(chat, [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]) == trained
+
+
 def test_an_example_begins_with_the_tokens_of_its_prompt(tmp_path: Path) -> None:
     chat = make(tmp_path)
     prompt = chat.encode_prompt(ASKED)

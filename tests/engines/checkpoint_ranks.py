@@ -98,6 +98,11 @@ def main(rank: int, folder: Path) -> None:
     ddp.update(table(3, seed=10 + rank), bigram_loss)
     results["copied", "weights"] = full_parameters(ddp.model)
     results["copied", "files"] = save(ddp, folder / "two-copied", asynchronous=False)
+    torch.manual_seed(rank)
+    save(ddp, folder / "two-random", asynchronous=False)
+    results["drawn"] = torch.rand(3)
+    load(ddp, folder / "two-random")
+    results["drawn again"] = torch.rand(3)
     blocked = EngineCheckpoints(ddp)
     blocked.save(folder / ("nowhere" if rank == 1 else "blocked"))
     try:

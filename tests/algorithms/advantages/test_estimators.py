@@ -147,6 +147,15 @@ def test_reinforce_plus_plus_by_hand():
     assert_close(advantages, torch.tensor([[-0.7892283, -0.3382407, -0.3382407], [0.0, 1.4657098, 0.0]]))
 
 
+def test_reinforce_plus_plus_whitens_over_trained_tokens():
+    # as above, but without the third token: [3, 4] and [8]; mean 5, unbiased variance 7
+    mask = torch.tensor([[True, True, True], [False, True, False]])
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [9.0, 8.0, 9.0]])
+    trained_mask = torch.tensor([[True, True, False], [False, True, False]])
+    advantages = reinforce_plus_plus(rewards, mask, trained_mask=trained_mask, gamma=0.5)
+    assert_close(advantages, torch.tensor([[-0.7559289, -0.3779645, 0.0], [0.0, 1.1338934, 0.0]]))
+
+
 @quick
 @given(token_tensors(1))
 def test_reinforce_plus_plus_agrees_with_the_formula_in_numpy(tokens: tuple[Tensor, ...]):

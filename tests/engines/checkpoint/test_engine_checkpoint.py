@@ -105,7 +105,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """Returns the results of two processes that resumed from one, and the folders."""
     folder = tmp_path_factory.mktemp("two")
-    for name in ("one-sharded", "two-fsdp", "two-tp", "one-copied", "two-copied", "blocked"):
+    for name in ("one-sharded", "two-fsdp", "two-tp", "one-copied", "two-copied", "two-random", "blocked"):
         (folder / name).mkdir()
     one, copy = sharded(None), copied(None)
     for _ in range(2):
@@ -145,6 +145,12 @@ def test_ddp_replicas_and_one_process_resume_from_each_other(two_ranks: tuple[Pa
     assert again.num_steps == 3
     for actual in results:
         assert_equal(actual["copied", "weights"], full_parameters(again.model))
+
+
+def test_random_numbers_of_each_rank_continue_after_a_load(two_ranks: tuple[Path, list[dict]]) -> None:
+    for results in two_ranks[1]:
+        assert torch.equal(results["drawn again"], results["drawn"])
+    assert not torch.equal(two_ranks[1][0]["drawn"], two_ranks[1][1]["drawn"])
 
 
 def test_ddp_rank_0_writes_everything_and_fsdp_ranks_write_their_shards(two_ranks: tuple[Path, list[dict]]) -> None:
