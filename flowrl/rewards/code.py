@@ -36,6 +36,12 @@ class _Statements:
 
     code: str
 
+    entry_point: str | None = None
+    """The only function that the test calls. None: `entry_point` of the row."""
+
+    needs_entry_point: bool = False
+    """The code only defines the function `check`, which is then called with the entry point."""
+
 
 def score(
     response: str,
@@ -67,9 +73,15 @@ def score(
         max_file_mb: largest file, also the largest output.
         columns: ignored.
     Raises:
-        ValueError: `tests` has an unknown format, or contains no test.
+        ValueError: `tests` has an unknown format, or contains no test, or a test is a function `check` and
+            there is no `entry_point`.
     """
     known = _read_tests(tests)[:max_tests]
+    if not entry_point and any(isinstance(test, _Statements) and test.needs_entry_point for test in known):
+        raise ValueError(
+            "a test defines the function check, but nothing calls it: write the name of the tested function into the "
+            "column entry_point, or call check in the test (docs/rewards.md)"
+        )
     code = find_code(response)
     if code is None or not _is_valid(code):
         return 0.0
@@ -134,6 +146,7 @@ def _passes(code: str, test: _Program | _Statements, entry_point: str | None, li
     if isinstance(test, _Program):
         with Sandbox("program", code, limits, stdin=test.stdin) as sandbox:
             return sandbox.wait() == 0 and _lines(sandbox.read_output()) == _lines(test.output)
+    entry_point = test.entry_point or entry_point or None
     code_end, test_end = socket.socketpair()
     # The statements run in another sandbox than the code, which therefore cannot read or replace them.
     with (
@@ -198,13 +211,15 @@ def _read_test(test: object) -> _Program | _Statements:
     match test:
         case str():
             try:
-                ast.parse(test)
+                tree = ast.parse(test)
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 raise ValueError(f"test {test[:200]!r} is not Python code ({error}): correct the data") from error
-            return _Statements(test)
+            has_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
+            is_called = any(isinstance(node, ast.Name) and node.id == "check" for node in ast.walk(tree))
+            return _Statements(test, needs_entry_point=has_check and not is_called)
         case {"function": str(name), "arguments": list(arguments), "output": expected} if name.isidentifier():
             values = ", ".join(map(repr, arguments))
-            return _Statements(f"assert to_json({name}({values})) == {expected!r}")
+            return _Statements(f"assert _to_json({name}({values})) == {expected!r}", entry_point=name)
         case {"input": str(stdin), "output": str(output)}:
             return _Program(stdin, output)
     raise ValueError(

@@ -73,8 +73,18 @@ def test_a_program_runs_as_a_file(code: str, expected: float) -> None:
         (COUNTER, "assert name(Counter(3)) == 'Counter'", 1.0),
         ("from math import sqrt\ndef f(x):\n    return sqrt(x)", "assert f(4) == 2", 1.0),
         ("LIMIT = 7", "assert LIMIT == 7", 1.0),
+        ("LIMIT = 7", "def test():\n    assert LIMIT == 7\ntest()", 1.0),
+        ("LIMITS = [7]\nLIMITS.append(LIMITS)\ndef f():\n    return LIMITS[0]", "assert f() == 7", 1.0),
         ("print('noise')\ndef f():\n    print('noise')\n    return 1", "assert f() == 1", 1.0),
         ("def f():\n    return 1", "assert g() == 1", 0.0),
+        ("def f():\n    return 10**5000", "assert f() == 10**5000", 1.0),
+        ("class F(float):\n    __repr__ = lambda self: 'F'\ndef f():\n    return F(2)", "assert f() == 2", 1.0),
+        ("def f(g, x):\n    return g(x)\ndef g(x):\n    return -x", "assert f(g, 1) == -1", 1.0),
+        ("def f():\n    yield 1", "x = f()\nassert next(x) == 1 and next(x, 2) == 2", 1.0),
+        ("class E(ValueError):\n    pass\ndef f():\n    raise E('e')",
+         "try:\n    f()\nexcept ValueError as e:\n    assert str(e) == 'e'\nelse:\n    assert False", 1.0),
+        ("def copy(x):\n    return x", "assert copy(1) == 1", 1.0),
+        ("def to_json(x):\n    return x + 1", "assert to_json(1) == 2", 1.0),
         ("import collections\ndef f():\n    return collections.Counter('aab')", "assert f() == {'a': 2, 'b': 1}", 1.0),
     ],
 )  # fmt: skip
@@ -98,7 +108,27 @@ def test_a_check_function_receives_the_entry_point() -> None:
     test = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == {}\n"
     assert score(fenced(ADD), test.format(4), "add") == 1.0
     assert score(fenced(ADD), test.format(5), "add") == 0.0
-    assert score(fenced("def sum(a, b):\n    return a + b"), "assert sum(1, 2) == 3", "sum") == 1.0
+
+
+@pytest.mark.parametrize("name", ["sum", "copy", "_add", "check"])
+def test_an_entry_point_may_have_any_name(name: str) -> None:
+    code = fenced(f"def {name}(a, b):\n    return a + b")
+    assert score(code, f"assert {name}(1, 2) == 3", name) == 1.0
+    assert score(code, f"assert {name}(1, 2) == 4", name) == 0.0
+
+
+def test_the_function_of_a_test_is_that_of_the_code() -> None:
+    test = {"function": "sum", "arguments": [[1, 2]], "output": 3}
+    assert score(fenced("def f(x):\n    return 3"), [test]) == 0.0
+    assert score(fenced("def sum(x):\n    return 3"), [test]) == 1.0
+
+
+@pytest.mark.parametrize("entry_point", [None, ""])
+def test_a_check_function_that_nothing_calls_is_rejected(entry_point: str | None) -> None:
+    test = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    with pytest.raises(ValueError, match="entry_point"):
+        score(fenced(ADD), test, entry_point)
+    assert score(fenced(ADD), f"{test}check(add)") == 1.0
 
 
 def test_the_last_python_block_is_the_code() -> None:

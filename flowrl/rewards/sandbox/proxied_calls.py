@@ -1,7 +1,8 @@
 """Calls between the process of tests and the process of the tested code, as JSON lines over a socket.
 
-The tests run in one sandbox and the tested code in another. The tests see only plain values and proxies of the tested
-code, so it can neither read expected values nor replace their comparison.
+The tests run in one sandbox and the tested code in another. The code controls its whole process, so the process of the
+tests trusts no response: it accepts only public names, plain values with builtin types, and references to objects. The
+code therefore cannot replace the comparisons of the tests. It sees only the arguments of its calls.
 """
 
 import builtins
@@ -9,6 +10,8 @@ import importlib
 import json
 import socket
 import sys
+import types
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,7 +21,11 @@ _PLAIN = (type(None), bool, int, str)
 
 
 class CallError(Exception):
-    """Raised in the tests if the tested code raises an exception without a builtin type."""
+    """Raised in the tests if the tested code raises an error that is no `Exception`, such as SystemExit."""
+
+
+class IterationEnd(RuntimeError):
+    """Raised in the tests if the tested code raises StopIteration, which would silently end a loop of the tests."""
 
 
 # The process of the tested code.
@@ -37,37 +44,33 @@ def serve(settings: dict[str, Any], descriptor: int) -> int:
                 if request["op"] == "call":
                     response = response["value"]
             except BaseException as error:  # noqa: BLE001 (reported to the tests, also SystemExit)
-                response = {"error": type(error).__name__, "message": str(error)[:1000]}
+                kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+                response = {"error": kind.__name__, "message": str(error)[:1000]}
             stream.write(json.dumps(response).encode() + b"\n")
             stream.flush()
     return 0
 
 
 def _respond(request: dict[str, Any], names: dict[str, Any], objects: list[Any]) -> Any:
+    def find(target: str | int) -> Any:
+        return names[target] if isinstance(target, str) else objects[target]
+
     def encode(value: Any) -> Any:
         return _encode(value, objects)
 
-    def decode(value: Any) -> Any:
-        return _decode(value, objects.__getitem__)
-
     match request["op"]:
         case "names":
-            return [
-                [name, callable(value), None if callable(value) else encode(value)]
-                for name, value in names.items()
-                if name[0] != "_"
-            ]
-        case "name":
-            return encode(names[request["name"]])
+            return encode([(name, callable(value)) for name, value in names.items()])
+        case "value":
+            return encode(find(request["target"]))
         case "attribute":
-            return encode(getattr(objects[request["target"]], request["name"]))
+            return encode(getattr(find(request["target"]), request["name"]))
         case "items":
-            return encode(list(islice(objects[request["target"]], _MAX_ITEMS)))
+            return encode(list(islice(find(request["target"]), _MAX_ITEMS)))
         case "call":
-            target = names[request["name"]] if "name" in request else objects[request["target"]]
-            arguments = [decode(value) for value in request["arguments"]]
-            options = {name: decode(value) for name, value in request["options"].items()}
-            value = target(*arguments, **options)
+            arguments = [_decode(value, find) for value in request["arguments"]]
+            options = {name: _decode(value, find) for name, value in request["options"].items()}
+            value = find(request["target"])(*arguments, **options)
             return {"value": encode(value), "arguments": [encode(argument) for argument in arguments]}
     raise ValueError(request["op"])
 
@@ -79,12 +82,12 @@ def _encode(value: Any, objects: list[Any] | None) -> Any:
         return [_encode(item, objects) for item in values]
 
     match value:
-        case None | bool() | int() | str():
+        case None | bool() | str():
             return value
+        case int() | float() | complex():
+            return _encode_number(value)
         case Proxy():
             return {"object": value._target}
-        case float() | complex():
-            return {"float" if isinstance(value, float) else "complex": repr(value)}
         case list() | tuple() | set() | frozenset():
             kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
             return {kind.__name__: encode_all(value)}
@@ -100,6 +103,13 @@ def _encode(value: Any, objects: list[Any] | None) -> Any:
     return {"object": len(objects) - 1}
 
 
+def _encode_number(value: complex) -> Any:
+    """Returns a number as JSON. A subclass of a builtin type may have its own representation, which is not used."""
+    if isinstance(value, int):  # the number of decimal digits is limited
+        return int(value) if value.bit_length() < 64 else {"int": hex(value)}
+    return {"float": repr(float(value))} if isinstance(value, float) else {"complex": repr(complex(value))}
+
+
 def _decode(value: Any, find: Any) -> Any:
     if not isinstance(value, dict):
         if not isinstance(value, _PLAIN):
@@ -107,6 +117,8 @@ def _decode(value: Any, find: Any) -> Any:
         return value
     ((name, content),) = value.items()
     match name:
+        case "int":
+            return int(content, 16)
         case "float":
             return float(content)
         case "complex":
@@ -126,9 +138,12 @@ def _decode(value: Any, find: Any) -> Any:
 
 
 class Proxy:
-    """An object of the tested code. Supports attributes, calls and iteration. Two proxies are never equal."""
+    """An object of the tested code. Supports attributes, calls and iteration. Two proxies are never equal.
 
-    def __init__(self, client: "Client", target: Any) -> None:
+    The target is the name of a global variable of the code, or the index of an object that the code has returned.
+    """
+
+    def __init__(self, client: "Client", target: str | int) -> None:
         self._client, self._target = client, target
 
     def __getattr__(self, name: str) -> Any:
@@ -137,13 +152,26 @@ class Proxy:
         return self._client.request(op="attribute", target=self._target, name=name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._client.call({"target": self._target}, arguments, options)
+        return self._client.call(self._target, arguments, options)
 
     def __iter__(self) -> Any:
         return iter(self._client.request(op="items", target=self._target))
 
     def __next__(self) -> Any:
-        return self._client.request(op="attribute", target=self._target, name="__next__")()
+        try:
+            return self._client.request(op="attribute", target=self._target, name="__next__")()
+        except IterationEnd:
+            raise StopIteration from None
+
+
+class _Module(Proxy):
+    """A global variable of the tested code with the name of a module. The attributes are those of the real module.
+
+    The code therefore cannot replace functions of the module. Its own function of this name can be called.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(_MODULES[str(self._target)]), name)
 
 
 class Client:
@@ -155,18 +183,15 @@ class Client:
     def request(self, **fields: Any) -> Any:
         return self._decode(self._send(fields)["value"])
 
-    def call(self, target: dict[str, Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def call(self, target: str | int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Calls a function of the tested code, and applies its changes of lists, dicts and sets to the arguments."""
         sent = [_encode(argument, None) for argument in arguments]
         named = {name: _encode(value, None) for name, value in options.items()}
-        response = self._send({"op": "call", **target, "arguments": sent, "options": named})
+        response = self._send({"op": "call", "target": target, "arguments": sent, "options": named})
         for argument, before, after in zip(arguments, sent, response["arguments"], strict=True):
             if before != after:
                 _replace(argument, self._decode(after))
         return self._decode(response["value"])
-
-    def names(self) -> list[Any]:
-        return self._send({"op": "names"})["value"]
 
     def _decode(self, value: Any) -> Any:
         return _decode(value, lambda target: Proxy(self, int(target)))
@@ -176,12 +201,16 @@ class Client:
         self._stream.flush()
         line = self._stream.readline(_MAX_LINE)
         if not line.endswith(b"\n"):
+            self._stream.close()  # the rest of the line is no response to the next request
             raise ConnectionError("the tested code ended, or its result is too large")
         response = json.loads(line)
         if "error" in response:
-            kind = getattr(builtins, str(response["error"]), CallError)
-            is_exception = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_exception else CallError)(str(response["message"]))
+            kind = getattr(builtins, str(response["error"]), None)
+            if not isinstance(kind, type) or not issubclass(kind, Exception):
+                kind = CallError
+            elif issubclass(kind, StopIteration | StopAsyncIteration):
+                kind = IterationEnd
+            raise kind(str(response["message"]))
         return response
 
 
@@ -197,21 +226,38 @@ def _replace(argument: Any, value: Any) -> None:
 
 def check(settings: dict[str, Any], descriptor: int) -> int:
     """Runs a test. Returns 0 if it raises no exception."""
+    entry_point = settings["entry_point"]
     with socket.socket(fileno=descriptor) as connection:
         client = Client(connection)
-        names: dict[str, Any] = {"__name__": "tests"}  # Any: values of the tests and proxies
-        entry_point = settings["entry_point"]
-        for name, is_callable, value in client.names():
-            if name == entry_point or (entry_point is None and not hasattr(builtins, name)):
-                names[name] = _import_module(name) if name in _MODULES else None
-                if names[name] is None:
-                    names[name] = _Function(client, name) if is_callable else client._decode(value)
-        names["to_json"] = _to_json
-        exec(compile(settings["code"], "test.py", "exec"), names)
+        code = compile(settings["code"], "test.py", "exec")
+        used = set(_find_names(code))
+        names: dict[str, Any] = {}  # Any: values of the tests and proxies
+        for name, is_callable in client.request(op="names"):
+            if name == entry_point:
+                names[name] = Proxy(client, name)
+            elif entry_point is None and not name.startswith("_") and not hasattr(builtins, name):
+                if name in _MODULES:
+                    names[name] = _Module(client, name)
+                elif is_callable:
+                    names[name] = Proxy(client, name)
+                elif name in used:  # a value, which may be large
+                    names[name] = client.request(op="value", target=name)
+        candidate = None if entry_point is None else names[entry_point]
+        # Last, so that the code cannot replace them.
+        names |= {"__name__": "tests", "__builtins__": builtins, "_to_json": _to_json}
+        exec(code, names)
         test_function = names.get("check")
-        if entry_point is not None and test_function is not None:
-            test_function(names[entry_point])
+        if candidate is not None and test_function not in (None, candidate):
+            test_function(candidate)
     return 0
+
+
+def _find_names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names of the global variables and attributes in compiled code."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _find_names(constant)
 
 
 def _to_json(value: Any) -> Any:
@@ -224,23 +270,4 @@ def _to_json(value: Any) -> Any:
 
 
 _MODULES = {name: name for name in (*sys.stdlib_module_names, "numpy")} | {"np": "numpy"}
-"""Names in the tested code that the tests import themselves, so that the code cannot replace their functions."""
-
-
-def _import_module(name: str) -> Any:  # Any: a module, or None
-    try:
-        return importlib.import_module(_MODULES[name])
-    except ImportError:
-        return None
-
-
-class _Function(Proxy):
-    """A function or class of the tested code by its name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._client.request(op="name", name=self._target), name)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._client.call({"name": self._target}, arguments, options)
+"""Name of a global variable -> the module whose attributes the tests use instead of those of the tested code."""

@@ -1,4 +1,4 @@
-"""Code that tries to leave its sandbox, to harm the machine, or to pass tests without solving the task."""
+"""Code that tries to leave its sandbox or to harm the machine."""
 
 import os
 import socket
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.rewards.code import score
 from flowrl.rewards.sandbox.launch import Sandbox, SandboxLimits, find_missing_protections
 
 FAST = SandboxLimits(timeout_s=3.0)
@@ -337,93 +336,3 @@ names = [name for name in os.listdir("/proc/self/fd") if int(name) > 2]
 print([name for name in names if os.path.exists(f"/proc/self/fd/{name}")])
 """
     assert run(code)[1] == "[]\n"
-
-
-# Passing a test without a solution.
-
-CHEATS = {
-    "exit": "import sys\nsys.exit(0)",
-    "exit without cleanup": "import os\nos._exit(0)",
-    "exit in the function": "import os\ndef f(x):\n    os._exit(0)",
-    "SystemExit in the function": "def f(x):\n    raise SystemExit(0)",
-    "equal to all": "class E:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return E()",
-    "equal number": "class E(int):\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return E(3)",
-    "equal text": "class E(str):\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return E('a')",
-    "equal list": "class E(list):\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return E()",
-    "builtins": "import builtins\nbuiltins.abs = builtins.len = lambda *a: True\ndef f(x):\n    return 0",
-    "own builtins": r"""
-def abs(x):
-    return 0
-def len(x):
-    return 2
-def f(x):
-    return 0
-""",
-    "own modules": "class math:\n    isclose = lambda *a, **k: True\ndef f(x):\n    return 0",
-    "AssertionError": "import builtins\nbuiltins.AssertionError = AssertionError = Warning\ndef f(x):\n    return 0",
-    "exec": "import builtins\nbuiltins.exec = builtins.compile = lambda *a: None\ndef f(x):\n    return 0",
-    "frames": r"""
-import re, sys
-def f(x):
-    frame = sys._getframe()
-    while frame:
-        for value in (*frame.f_locals.values(), *frame.f_globals.values()):
-            if found := re.search(r"assert f.4. == (\d+)", str(value)):
-                return int(found[1])
-        frame = frame.f_back
-""",
-    "memory": r"""
-import gc, re
-def f(x):
-    for value in gc.get_objects():
-        if isinstance(value, (dict, list)) and (found := re.search(r"assert f.4. == (\d+)", str(value))):
-            return int(found[1])
-""",
-    "files": r"""
-import glob, re
-def f(x):
-    for path in (*glob.glob("/tmp/**", recursive=True), *glob.glob("/proc/*/cmdline"), *glob.glob("/proc/*/fd/*")):
-        try:
-            if found := re.search(rb"assert f.4. == (\d+)", open(path, "rb").read(1 << 20)):
-                return int(found[1])
-        except OSError:
-            pass
-""",
-    "forged response": r"""
-import os
-def f(x):
-    for number in range(3, 64):
-        try:
-            os.write(number, b'{"value": true, "arguments": [{"object": 1}]}\n' * 9)
-        except OSError:
-            pass
-""",
-    "forged error": "class SystemExit(BaseException):\n    pass\ndef f(x):\n    raise SystemExit",
-    "deep value": "def f(x):\n    value = []\n    for _ in range(100_000):\n        value = [value]\n    return value",
-    "huge value": "def f(x):\n    return 'x' * 50_000_000",
-    "many values": "def f(x):\n    return list(range(2_000_000))",
-}
-
-SQUARE = {
-    "assert": "assert f(4) == 16",
-    "tolerance": "assert abs(f(4) - 16) < 1e-6 and len(str(f(4))) == 2",
-    "module": "import math\nassert math.isclose(f(4), 16)",
-    "module of the code": "assert math.isclose(f(4), 16)",
-    "program": {"input": "4", "output": "16"},
-}
-
-
-@pytest.mark.parametrize("test", SQUARE)
-@pytest.mark.parametrize("cheat", ["exit", "equal to all", "own builtins", "own modules", "builtins", "frames"])
-def test_a_cheat_passes_no_kind_of_test(cheat: str, test: str) -> None:
-    assert score(f"```python\n{CHEATS[cheat]}\n```", [SQUARE[test]]) == 0.0
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_a_cheat_fails_an_assertion(cheat: str) -> None:
-    assert score(f"```python\n{CHEATS[cheat]}\n```", [SQUARE["assert"]]) == 0.0
-
-
-def test_a_solution_passes_these_tests() -> None:
-    code = "import math\ndef f(x):\n    return x * x\nif __name__ == '__main__':\n    print(f(int(input())))"
-    assert score(f"```python\n{code}\n```", list(SQUARE.values())) == 1.0
