@@ -18,6 +18,8 @@ from flowrl.data.template import (
     INCLUDED,
     ConversationTemplate,
     is_jinja,
+    read_chat_template,
+    read_own_template,
     read_template,
     resolve_flat_stop_ids,
 )
@@ -87,10 +89,10 @@ class ChatTokenizer:
         self.path = Path(path)
         self._model = self.path if model is None else model
         self._tokenizer = _load_tokenizer(self.path)
-        own = self.path / TEMPLATE_FILE
-        source = own if template is None and own.is_file() else template
-        self._source = source if isinstance(source, Path) else self.path
-        self._settings = read_template(source) if isinstance(source, Path) else source or ConversationTemplate()
+        self._source = template if isinstance(template, Path) else self.path
+        if template is None and (template := read_own_template(self.path)) is not None:
+            self._source = self.path / TEMPLATE_FILE
+        self._settings = read_template(template) if isinstance(template, Path) else template or ConversationTemplate()
         if self.tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer in {path} has no end token; set eos_token in its tokenizer_config.json")
         self._num_embeddings = read_vocabulary_size(self._model)
@@ -127,10 +129,7 @@ class ChatTokenizer:
         if name is not None and not is_jinja(name):
             path = Path(name)
             if path.is_file():
-                try:
-                    name = path.read_text(encoding="utf-8")
-                except (OSError, ValueError) as error:
-                    raise DataError(f"{self._source}: chat_template {path} cannot be read ({error})") from error
+                name = read_chat_template(path, self._source)
             elif path.is_dir() or path.name != name:
                 name = _default_template(_load_tokenizer(path))
             else:

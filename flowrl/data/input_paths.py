@@ -22,6 +22,8 @@ MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 """Names of the maximum sequence length in the configuration of a language model."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
+"""Patterns of the files of a model, except weights."""
 _OTHER_FORMAT = re.compile(r"\.(csv|tsv|xlsx?)(\.gz|\.zst)?$", re.IGNORECASE)
 """File extensions of tables that flowrl does not read."""
 _CONNECT_TIMEOUT_S = 3.0
@@ -85,11 +87,11 @@ def download_model_file(model: Path, name: str) -> Path | None:
 def find_model_problem(path: Path) -> str | None:
     """Returns why no model can be loaded from `path`: a local directory, or a name on the Hugging Face Hub.
 
-    Returns None if the directory exists, the model is in the cache, or the Hub is reachable. Waits for the Hub for up
-    to 3 seconds.
+    Returns None if the directory has no foreign links, the model is in the cache, or the Hub is reachable. Waits for
+    the Hub for up to 3 seconds.
     """
     if path.is_dir():
-        return None
+        return _find_foreign_link(path)
     if path.exists():
         return "it is a file, not a directory: set the directory that contains it"
     if not _HUB_NAME.fullmatch(str(path)):
@@ -103,6 +105,21 @@ def find_model_problem(path: Path) -> str | None:
         f"there is no such directory, and the Hugging Face Hub is unreachable ({error}): correct the path, or connect "
         f"to the Hub"
     )
+
+
+def _find_foreign_link(folder: Path) -> str | None:
+    """Returns why a file of a model folder is not read, or None.
+
+    Templates, vocabularies and settings become part of prompts, checkpoints and exported models. A folder of others
+    must therefore not link them to private files. A file of the same name is the file of another model.
+    """
+    root = folder.resolve()
+    root = root.parents[1] if root.parent.name == "snapshots" else root  # files of the Hub's cache are links to `blobs`
+    for file in sorted(file for pattern in _TEXT_FILES for file in folder.glob(pattern)):
+        target = file.resolve()
+        if target.name != file.name and not target.is_relative_to(root):
+            return f"its file {file.name} is a link to {target}, outside of the folder: replace the link by a copy"
+    return None
 
 
 def find_dataset_problem(path: Path) -> str | None:

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.messages import DataError
 
 _IGNORED = ("response_format_tags",)
@@ -18,7 +19,7 @@ class ConversationTemplate:
 
     chat_template: str | None = None
     """Jinja text, the path of a `.jinja` file, a model's folder or Hub name, or the name of an included template. None
-    uses the chat template of the tokenizer."""
+    uses the chat template of the tokenizer. See `read_own_template` for the file of a model."""
     system_message: str | None = None
     """System message for conversations that have none."""
     end_of_assistant: str | None = None
@@ -33,7 +34,50 @@ class ConversationTemplate:
 
 
 def read_template(path: Path) -> ConversationTemplate:
-    """Reads a conversation template file. Raises DataError if it is invalid."""
+    """Reads a conversation template file that the user names. Raises DataError if it is invalid."""
+    template = _read_file(path)
+    return replace(template, chat_template=_resolve_path(template.chat_template, path.parent))
+
+
+def read_own_template(folder: Path) -> ConversationTemplate | None:
+    """Reads the conversation template file in the folder of a model, a checkpoint or a dataset. None: it has no file.
+
+    The folder may come from others, and its chat template becomes part of prompts and checkpoints. The file can
+    therefore name no files outside of the folder.
+
+    Returns: the template. Its `chat_template` is Jinja text, the name of an included template, or None.
+    Raises: DataError if the file is invalid, or names a file outside of the folder or a model.
+    """
+    path = folder / TEMPLATE_FILE
+    if not path.is_file():
+        return None
+    template = _read_file(path)
+    name = template.chat_template
+    if name is None or name in INCLUDED or is_jinja(name):
+        return template
+    file = folder / name
+    if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
+        raise DataError(
+            f"{path}: chat_template {name!r} must be Jinja text, a file in {folder}, or an included template "
+            f"({', '.join(INCLUDED)}): correct it, or name another file or model in a file for the setting "
+            f"data.template"
+        )
+    text = read_chat_template(file, path)
+    if not is_jinja(text):
+        raise DataError(f"{path}: chat_template {file} has no Jinja syntax, {{{{ or {{%: correct the file")
+    return replace(template, chat_template=text)
+
+
+def read_chat_template(file: Path, named_by: Path) -> str:
+    """Returns the text of a file with a chat template. Raises DataError if the file cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{named_by}: chat_template {file} cannot be read ({error}): correct the file") from error
+
+
+def _read_file(path: Path) -> ConversationTemplate:
+    """Returns the values of a conversation template file. Raises DataError if it is invalid."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -51,7 +95,7 @@ def read_template(path: Path) -> ConversationTemplate:
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
         raise DataError(f"conversation template {path}: stop_strings is {strings!r}, but must be a list of texts")
     return ConversationTemplate(
-        chat_template=_resolve_path(values.get("chat_template"), path.parent),
+        chat_template=values.get("chat_template"),
         system_message=values.get("system_message"),
         end_of_assistant=values.get("end_of_assistant"),
         stop_ids=stop_ids,

@@ -7,10 +7,9 @@ from flowrl.checkpoints.checkpoints import Checkpoint
 from flowrl.checkpoints.inputs import check_base_model
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.config import UserError
-from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.folders.atomic_folder import write_atomically
-from flowrl.data.template import read_template
+from flowrl.data.template import read_own_template
 from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model, roles_with_model
 from flowrl.run.datasets.templates import save_template
 
@@ -36,8 +35,7 @@ def export_checkpoint(
         check_base_model(checkpoint, base, role)
     try:
         (export_adapter if only_adapter else export_model)(checkpoint.role(role), output)
-        template = checkpoint.path / TEMPLATE_FILE
-        save_template(read_template(template) if template.is_file() else None, output)
+        save_template(read_own_template(checkpoint.path), output)
     except OSError as error:
         if str(error.filename) == str(output):
             raise UserError(f"cannot write {output} ({error.strerror}): choose another folder with --output") from error

@@ -10,7 +10,6 @@ from typing import Literal
 
 from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, read_checkpoint
 from flowrl.config import ModelConfig, UserError
-from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.config.source import read
 from flowrl.data.folders.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
 from flowrl.data.input_paths import find_model_problem
@@ -38,8 +37,6 @@ class ModelSource:
     """Folder of the tokenizer; None is the folder of the model."""
     adapter: Path | None
     """Folder of the adapter that was merged into the model, or None."""
-    template: Path | None
-    """Conversation template file of the model, or None."""
     name: str
     """Name in tables: the name of the folder, for a checkpoint with its step."""
     kind: Literal["model", "run", "checkpoint"]
@@ -114,16 +111,8 @@ def _response_limit(run: Path) -> int | None:
 def _resolve_run(path: Path, step: int | None) -> ModelSource:
     model = path / "model"
     if step is None and (model / "config.json").is_file():
-        template = model / TEMPLATE_FILE
-        return ModelSource(
-            model,
-            None,
-            None,
-            template if template.is_file() else None,
-            path.resolve().name,
-            "run",
-            max_response_tokens=_response_limit(path),
-        )
+        name = path.resolve().name
+        return ModelSource(model, None, None, name, "run", max_response_tokens=_response_limit(path))
     checkpoints = Checkpoints(path)
     if step is None and not (steps := checkpoints.steps()):
         raise ModelSourceError(
@@ -140,10 +129,10 @@ def _resolve_checkpoint(checkpoint: Checkpoint, kind: Literal["run", "checkpoint
     path = temporary.path / checkpoint.path.name
     _logger.info("exporting checkpoint %s to %s", checkpoint.path, path)
     export_checkpoint(checkpoint, path)
-    template, folder = path / TEMPLATE_FILE, checkpoint.path.resolve()
+    folder = checkpoint.path.resolve()
     name = f"{folder.parents[1].name}/{folder.name}"
     limit = _response_limit(folder.parents[1])
-    return ModelSource(path, None, None, template if template.is_file() else None, name, kind, (temporary,), limit)
+    return ModelSource(path, None, None, name, kind, (temporary,), limit)
 
 
 def _resolve_model(source: str) -> ModelSource:
@@ -157,9 +146,8 @@ def _resolve_model(source: str) -> ModelSource:
         )
     if problem := find_model_problem(path):
         raise ModelSourceError(f"no model can be loaded from {source}: {problem}")
-    template = path / TEMPLATE_FILE
     name = path.resolve().name if path.is_dir() else source
-    return ModelSource(path, None, None, template if template.is_file() else None, name, "model")
+    return ModelSource(path, None, None, name, "model")
 
 
 def _read_base(adapter: Path) -> str:
@@ -194,4 +182,4 @@ def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
     name = f"{source.name}+{adapter.resolve().name}"
     folders = (*source.folders, temporary)
     limit = source.max_response_tokens
-    return ModelSource(path, source.tokenizer_path, adapter, source.template, name, source.kind, folders, limit)
+    return ModelSource(path, source.tokenizer_path, adapter, name, source.kind, folders, limit)

@@ -80,7 +80,7 @@ class ModelScorer:
 
     def __init__(self, folder: Path, policy: ModelSource) -> None:
         config = RewardConfig(model=ModelConfig(path=folder, dropout=0))
-        config = config.of_policy(policy.tokenizer_path, policy.template)
+        config = config.of_policy(policy.tokenizer_path, None)
         placement = Placement(pools={"main": (1,)}, roles={"reward": "main"})
         with ExitStack() as resources:
             cluster = resources.enter_context(Cluster(placement, backend="inline"))

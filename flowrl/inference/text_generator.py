@@ -262,7 +262,7 @@ class TextGenerator:
 
 def open_chat(source: ModelSource, template: ConversationTemplate | None = None) -> ChatTokenizer:
     """Returns the tokenizer of a model. `template` replaces the conversation template of the model."""
-    return ChatTokenizer(source.tokenizer_path, template or source.template, model=source.path)
+    return ChatTokenizer(source.tokenizer_path, template, model=source.path)
 
 
 def check_engine(settings: EngineSettings, device: str, dtype: str, sampling: SamplingSettings) -> None:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from flowrl.data.input_paths import download_model_file, find_dataset_problem, find_model_file, find_model_problem
 from flowrl.data.prompts import DataError, read_conversations
-from tests.errors import rejects
+from tests.errors import missing_facts, rejects
 from tests.hub_cache import REVISION, make_snapshot
 
 
@@ -50,6 +50,42 @@ def no_hub(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_reachable_hub_gets_one_request_and_its_status_is_ignored(hub: list[str]) -> None:
     assert find_model_problem(Path("owner/model")) is None and find_model_problem(Path("nowhere")) is None
     assert hub == ["/api/models/owner/model", "/api/models/nowhere"]
+
+
+TEMPLATES = "additional_chat_templates"
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", f"{TEMPLATES}/rag.jinja", "vocab.txt", "generation_config.json", "tokenizer.model"]
+)
+def test_a_model_folder_cannot_link_to_private_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("password")
+    link = tmp_path / "model" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "secret")
+    problem = find_model_problem(tmp_path / "model")
+    assert problem is not None and not missing_facts(problem, link.name, tmp_path / "secret")
+
+
+def test_a_model_folder_can_link_to_its_own_files_to_files_of_another_model_and_to_weights(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder in (model, other):
+        folder.mkdir()
+        (folder / "tokenizer.json").touch()
+    (model / "chat_template.jinja").symlink_to(model / "tokenizer.json")
+    (model / "tokenizer_config.json").symlink_to(other / "tokenizer_config.json")
+    (model / "model.safetensors").symlink_to(other / "weights")
+    (tmp_path / "link").symlink_to(model)
+    assert find_model_problem(model) is None and find_model_problem(tmp_path / "link") is None
+
+
+def test_the_files_of_a_snapshot_of_the_hub_are_links_to_its_blobs(tmp_path: Path) -> None:
+    snapshot, blob = tmp_path / "models--a--b/snapshots/main", tmp_path / "models--a--b/blobs/0123"
+    for path in (snapshot, blob.parent):
+        path.mkdir(parents=True)
+    blob.touch()
+    (snapshot / "chat_template.jinja").symlink_to("../../blobs/0123")
+    assert find_model_problem(snapshot) is None
 
 
 @pytest.mark.parametrize("name", ["nowhere", "owner/model"])

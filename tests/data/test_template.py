@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message, has_same_rendering
-from flowrl.data.template import ConversationTemplate, read_template, write_template
+from flowrl.data.template import ConversationTemplate, read_own_template, read_template, write_template
 from recipes.quickstart.prepare import save_tokenizer
 from tests.data.test_golden_templates import CASES, marked, tokenizer, turns
 from tests.errors import rejects
@@ -34,13 +34,57 @@ def test_a_chat_template_is_text_a_file_a_model_or_a_name(tmp_path: Path) -> Non
     (tmp_path / "t.jinja").write_text(jinja)
     saved = tokenizer(tmp_path / "other")
     (saved / "chat_template.jinja").write_text(jinja)
-    for value in (jinja, "t.jinja", str(saved)):
+    for value in (jinja, "t.jinja", str(tmp_path / "t.jinja"), str(saved)):
         chat = ChatTokenizer(path, file(tmp_path, chat_template=value))
         assert marked(chat, turns("a", "b")) == "a[[b</s>]]"
     named = ChatTokenizer(path, file(tmp_path, chat_template="zephyr"))
     assert marked(named, CASES["zephyr"][0]) == CASES["zephyr"][1]
     with rejects("zephir", error=DataError):
         ChatTokenizer(path, file(tmp_path, chat_template="zephir")).check_chat_template()
+
+
+JINJA = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+
+
+def own_template(folder: Path, chat_template: str) -> Path:
+    """Saves a tokenizer whose folder has a conversation template file with this chat template."""
+    saved = tokenizer(folder)
+    file(saved, chat_template=chat_template).rename(saved / "conversation_template.json")
+    return saved
+
+
+@pytest.mark.parametrize("value", [JINJA, "t.jinja", "sub/t.jinja", "linked.jinja"])
+def test_the_template_file_of_a_model_may_name_files_in_its_folder(value: str, tmp_path: Path) -> None:
+    saved = own_template(tmp_path / "model", value)
+    (saved / "sub").mkdir()
+    for name in ("t.jinja", "sub/t.jinja"):
+        (saved / name).write_text(JINJA)
+    (saved / "linked.jinja").symlink_to(saved / "t.jinja")
+    assert marked(ChatTokenizer(saved), turns("a", "b")) == "a[[b</s>]]"
+
+
+@pytest.mark.parametrize("value", ["{outside}", "../outside.jinja", "linked.jinja", "linked/outside.jinja", "{model}"])
+def test_the_template_file_of_a_model_cannot_name_other_files_or_models(value: str, tmp_path: Path) -> None:
+    (tmp_path / "outside.jinja").write_text(JINJA)
+    other = tokenizer(tmp_path / "other")
+    (other / "chat_template.jinja").write_text(JINJA)
+    value = value.format(outside=tmp_path / "outside.jinja", model=other)
+    saved = own_template(tmp_path / "model", value)
+    (saved / "linked.jinja").symlink_to(tmp_path / "outside.jinja")
+    (saved / "linked").symlink_to(tmp_path)
+    with rejects(saved / "conversation_template.json", value, "data.template", error=DataError):
+        read_own_template(saved)
+    with pytest.raises(DataError):
+        ChatTokenizer(saved)
+
+
+def test_a_file_that_the_template_file_of_a_model_names_must_have_jinja(tmp_path: Path) -> None:
+    """Text without Jinja would otherwise be read as the name of another file."""
+    (tmp_path / "outside.jinja").write_text(JINJA)
+    saved = own_template(tmp_path / "model", "t.jinja")
+    (saved / "t.jinja").write_text(str(tmp_path / "outside.jinja"))
+    with rejects(saved / "t.jinja", "Jinja", error=DataError):
+        ChatTokenizer(saved)
 
 
 def test_the_templates_of_two_folders_determine_whether_a_model_reads_the_tokens_of_a_policy(tmp_path: Path) -> None:

@@ -39,14 +39,12 @@ def adapter(lora_folder: Path, tmp_path: Path) -> Path:
 def test_a_run_stands_for_its_model_and_a_step_for_the_checkpoint(run_folder: Path) -> None:
     final = resolve_model(str(run_folder))
     assert (final.kind, final.name, final.path) == ("run", "full", run_folder / "model")
-    assert final.template == run_folder / "model" / TEMPLATE_FILE
     last, first = (resolve_model(str(run_folder), step=step) for step in (2, 1))
     assert_same_weights(last.path, final.path)
     with pytest.raises(AssertionError):
         assert_same_weights(first.path, final.path)
     assert (first.kind, first.name) == ("run", "full/step-000001")
-    assert first.template is not None
-    assert first.template.read_text() == (run_folder / "model" / TEMPLATE_FILE).read_text()
+    assert (first.path / TEMPLATE_FILE).read_text() == (final.path / TEMPLATE_FILE).read_text()
 
 
 def test_a_run_without_a_model_stands_for_its_newest_checkpoint(run_folder: Path, tmp_path: Path) -> None:

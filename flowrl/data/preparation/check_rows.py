@@ -5,7 +5,6 @@ from itertools import islice
 from pathlib import Path
 
 from flowrl.config import DataFile, RowsConfig
-from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.checksums import checksum_of
 from flowrl.data.messages import Conversation, DataError
@@ -17,6 +16,7 @@ from flowrl.data.reading.kinds import Kind, select_turns
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import check_columns, parse_rows
 from flowrl.data.reading.row_problems import RowCounts
+from flowrl.data.template import read_own_template
 
 
 def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
@@ -72,7 +72,7 @@ def first_rows(config: RowsConfig, *, start: int, count: int) -> tuple[Kind, lis
     if source.path is not None and is_prepared(source.path):
         folder = PreparedFolder(source.path)
         model = config.tokenizer or folder.manifest["tokenizer"]
-        tokenizer = ChatTokenizer(model, config.template or source.path / TEMPLATE_FILE)
+        tokenizer = ChatTokenizer(model, config.template or read_own_template(source.path))
         return folder.kind, folder[start : start + count], tokenizer
     kind = find_kind(config)
     preparation = ChunkPreparation(config, kind)

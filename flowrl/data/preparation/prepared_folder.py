@@ -114,6 +114,8 @@ class PreparedFolder(Sequence[TokenizedRow]):
                     f"the prepared folder {path} was written by another version of flowrl: prepare it again"
                 )
             for shard in self.manifest["shards"]:
+                if Path(shard["file"]).parts[:-1] != ("arrow",):
+                    raise ValueError(f"{shard['file']} is not a file in arrow/")
                 if (size := (path / shard["file"]).stat().st_size) != shard["bytes"]:
                     raise ValueError(f"{shard['file']} has {size} bytes instead of {shard['bytes']}")
             self._batches = [batch for shard in self.manifest["shards"] for batch in open_arrow(path / shard["file"])]

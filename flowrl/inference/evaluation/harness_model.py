@@ -41,7 +41,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, source: ModelSource, *, engine: str = "hf", seed: int = 0) -> None:
         super().__init__()
         self._source, self._engine, self._seed = source, engine, seed
-        self._chat = ChatTokenizer(source.tokenizer_path, source.template, model=source.path)
+        self._chat = ChatTokenizer(source.tokenizer_path, model=source.path)
         self.tokenizer = self._chat.tokenizer
         self._max_length = self._chat.max_positions() or _DEFAULT_LENGTH
 

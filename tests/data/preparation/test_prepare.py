@@ -206,7 +206,9 @@ def test_a_changed_prepared_folder_is_rejected(model: Path, tmp_path: Path) -> N
         with rejects(folder, error=DataError):
             PreparedFolder(folder)
     shard.write_bytes(content)
-    for changed in ({}, [], {"version": values["version"]}, values | {"shards": [{"file": "none.arrow"}]}):
+    (tmp_path / "private.arrow").write_bytes(content)
+    private = values | {"shards": [values["shards"][0] | {"file": "../private.arrow"}]}
+    for changed in ({}, [], {"version": values["version"]}, values | {"shards": [{"file": "none.arrow"}]}, private):
         manifest.write_text(json.dumps(changed))
         with rejects(folder, error=DataError):
             PreparedFolder(folder)

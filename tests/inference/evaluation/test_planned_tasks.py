@@ -26,7 +26,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
     save_model(folder, seed=0)
-    return ModelSource(folder, None, None, None, "tiny", "model")
+    return ModelSource(folder, None, None, "tiny", "model")
 
 
 @pytest.fixture
