@@ -4,11 +4,14 @@ Checkpoints contain only the checksums. For rows that reasoning-gym generates, t
 A resumed run rejects changed inputs.
 """
 
+import ast
 import inspect
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +20,27 @@ from flowrl.checkpoints.run_folder import RunFolderError
 from flowrl.config import (
     Config,
     DataConfig,
-    EnvironmentConfig,
     ImportNameError,
     JudgeConfig,
+    ModelConfig,
+    ModelRoleConfig,
     PtxConfig,
     ReportConfig,
-    RewardConfig,
     RolloutConfig,
     RunConfig,
+    ScoringModelConfig,
     TrainedConfig,
     find_tokenizer_role,
     import_attribute,
     imported_module_name,
     is_import_name,
-    models_of,
 )
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.config.setting_tree import may_name_code
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.reading.generated_rows import generator_version
+from flowrl.data.reading.raw_rows import MANIFEST
+from flowrl.data.template import find_named_template
 
 _FULL_CHECKSUM_BYTES = 256 * 1024**2
 """Largest model file, in bytes, whose checksum covers the full file. Larger files are sampled."""
@@ -43,13 +48,19 @@ _FULL_CHECKSUM_BYTES = 256 * 1024**2
 _CHUNK_BYTES = 1024**2
 """Bytes per sampled chunk of a large file. Chunks are evenly spaced over the file."""
 
-_TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
-_CODE_OPTIONS = ("tools", "reward", "function", "opponent")
-"""Options of environments that name functions. The driver does not import them, because they run in the processes of
-the environment only.
-"""
-
+_TOKENIZER_FILES = (
+    "*token*.json",
+    "*vocab*.json",
+    "vocab.*",
+    "merges.txt",
+    "emoji.json",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+)
 _TEMPLATE_FILES = (TEMPLATE_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+_SITE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+"""Names of the folders with installed packages."""
 
 
 def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
@@ -66,44 +77,68 @@ def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]
     """Yields the key and the files of each input, and whether the checksum covers the names of the files."""
     for name, value in config:
         if isinstance(value, DataConfig | PtxConfig):
-            yield from ((key, data_paths(path), False) for key, path in value.files(name).items())
-        if isinstance(value, Config) and not isinstance(value, ReportConfig):
-            sources = {key: _source_files(function) for key, function in _named_objects(name, value)}
-            sources |= {key: _module_files(function) for key, function in _named_options(name, value)}
-            yield from ((key, files, False) for key, files in sources.items() if files)
-        yield from ((f"{name}.{key}", [path], False) for key, path in _templates(value).items() if path is not None)
+            yield from _data_files(name, value)
+    for key, code, is_setting in _named_code(config):
+        yield from _code_files(key, code, is_setting)
+    encoder = find_tokenizer_role(config)
     for name, role in config.role_settings.items():
-        if isinstance(role, JudgeConfig):
-            yield from ((f"{name}.{key}", [path], False) for key, path in role.files.items())
-    yield from _model_files(config)
+        if isinstance(role, ModelRoleConfig | JudgeConfig) and role.model is not None:
+            yield from _model_files(name, role, role.model, generates=name == encoder or isinstance(role, JudgeConfig))
+        match role:
+            case JudgeConfig():
+                yield from ((f"{name}.{key}", [path], False) for key, path in role.files.items())
+                yield from _template_files(f"{name}.template", role.template)
+            case RolloutConfig():
+                yield from _template_files(f"{name}.template", role.template)
+            case ScoringModelConfig():
+                yield from _template_files(f"{name}.policy_template", role.policy_template)
+                yield from _tokenizer_files(f"{name}.policy_tokenizer", role.policy_tokenizer)
 
 
-def _named_objects(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yields the key and the name of every function and class in the settings below `key` that are names of code."""
+def _data_files(name: str, data: DataConfig | PtxConfig) -> Iterator[tuple[str, Sequence[Path], bool]]:
+    for key, path in data.files(name).items():
+        yield key, data_paths(path), False
+        if shards := _files_in(path, ("arrow/*.arrow",)) if (path / MANIFEST).is_file() else []:
+            yield f"{key} (shards)", shards, True
+    if isinstance(data, DataConfig):
+        yield from _template_files(f"{name}.template", data.template)
+
+
+def _named_code(config: RunConfig) -> Iterator[tuple[str, str, bool]]:
+    """Yields the key and the name of all functions and classes in the settings, and whether the setting requires such a
+    name. Otherwise, the name is an option, which may also be any other text.
+
+    Excludes `recipe`, whose settings are compared by value, and `report`, which may change on resume.
+    """
+    for name, value in config:
+        if name != "recipe" and not isinstance(value, ReportConfig):
+            yield from _names_below(name, value, may_name_code(type(config).model_fields[name]))
+
+
+def _names_below(key: str, value: object, is_setting: bool) -> Iterator[tuple[str, str, bool]]:
     match value:
+        case str() if is_import_name(value):
+            yield key, value, is_setting
         case Config():
             for name, part in value:
-                if isinstance(part, str) and is_import_name(part) and may_name_code(type(value).model_fields[name]):
-                    yield f"{key}.{name}", part
-                else:
-                    yield from _named_objects(f"{key}.{name}", part)
+                can_name = may_name_code(type(value).model_fields[name])
+                if can_name or not isinstance(part, str):
+                    yield from _names_below(f"{key}.{name}", part, can_name)
         case Mapping():
             for name, part in value.items():
-                yield from _named_objects(f"{key}.{name}", part)
+                yield from _names_below(f"{key}.{name}", part, is_setting)
         case list() | tuple():
             for index, part in enumerate(value):
-                yield from _named_objects(f"{key}.{index}", part)
+                yield from _names_below(f"{key}.{index}", part, is_setting)
 
 
-def _named_options(key: str, settings: Config) -> Iterator[tuple[str, str]]:
-    """Yields the key and the name of every function in the options of an environment."""
-    options = settings.options if isinstance(settings, EnvironmentConfig) else {}
-    for name in _CODE_OPTIONS:
-        value = options.get(name)
-        entries = {f".{i}": entry for i, entry in enumerate(value)} if isinstance(value, list) else {"": value}
-        for index, entry in entries.items():
-            if isinstance(entry, str) and is_import_name(entry):
-                yield f"{key}.options.{name}{index}", entry
+def _code_files(key: str, name: str, is_setting: bool) -> Iterator[tuple[str, Sequence[Path], bool]]:
+    """Yields the files of a function or class, and of the user's modules that these files import."""
+    files = _source_files(name) if is_setting else _module_files(name)
+    if files:
+        yield key, files, False
+        if imported := [file for file in _imported_files(name) if file not in files]:
+            yield f"{key} (imported modules)", imported, False
 
 
 def _generated_inputs(config: RunConfig) -> Iterator[str]:
@@ -119,42 +154,51 @@ def _generator_checksum() -> FileChecksum | None:
     return None if version is None else FileChecksum(len(version), zlib.crc32(version.encode()))
 
 
-def _templates(settings: object) -> dict[str, Path | None]:
-    """Returns the conversation templates of a section of the config by setting."""
-    match settings:
-        case DataConfig() | RolloutConfig():
-            return {"template": settings.template}
-        case RewardConfig():
-            return {"policy_template": settings.policy_template}
-        case _:
-            return {}
+def _template_files(key: str, path: Path | None) -> Iterator[tuple[str, Sequence[Path], bool]]:
+    """Yields a conversation template file, and the files of the chat template or the model that it names."""
+    if path is None:
+        return
+    yield key, [path], False
+    if (named := find_named_template(path)) is not None:
+        files = _files_in(named, (*_TOKENIZER_FILES, *_TEMPLATE_FILES)) if named.is_dir() else [named]
+        yield f"{key} (chat template)", files, True
 
 
 def data_paths(path: Path) -> list[Path]:
     """Returns the files that determine the rows of a dataset.
 
-    For a prepared folder, returns only its manifest, which contains the checksums of its shards.
+    For a prepared folder, returns only its manifest.
     """
     if not path.is_dir():
         return [path]
-    manifest = path / "manifest.json"
+    manifest = path / MANIFEST
     return [manifest] if manifest.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def _model_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]]:
-    for name, role in config.role_settings.items():
-        if isinstance(role, JudgeConfig) and role.model.path.is_dir():
-            yield f"{name}.model.path", sorted(role.model.path.glob("*.safetensors")), False
-    for name, role in models_of(config).items():
-        if role.model is None or not role.model.path.is_dir():
-            continue
-        path, tokenizer = role.model.path, role.model.tokenizer_path
+def _model_files(
+    name: str, role: ModelRoleConfig | JudgeConfig, model: ModelConfig, *, generates: bool
+) -> Iterator[tuple[str, Sequence[Path], bool]]:
+    """Yields the files in the local folders of a role's model and its tokenizer. Weights that the run trains are no
+    input. `generates`: the role reads a generation config and encodes text.
+    """
+    key = f"{name}.model.path"
+    if model.path.is_dir():
         if not isinstance(role, TrainedConfig) or role.lora is not None:
-            yield f"{name}.model.path", sorted(path.glob("*.safetensors")), False
-        if name == find_tokenizer_role(config):
-            # An empty list of files has a checksum, too, so that a template added later counts as a change.
-            yield f"{name}.model.path (tokenizer)", _files_in(tokenizer, _TOKENIZER_FILES), True
-            yield f"{name}.model.path (chat template)", _files_in(tokenizer, _TEMPLATE_FILES), True
+            yield key, sorted(model.path.glob("*.safetensors")), False
+        # An empty list of files has a checksum, too, so that a file added later counts as a change.
+        names = ("config.json", "generation_config.json") if generates else ("config.json",)
+        yield f"{key} (config)", _files_in(model.path, names), True
+    if generates or isinstance(role, ScoringModelConfig):
+        yield from _tokenizer_files(key, model.tokenizer_path)
+
+
+def _tokenizer_files(key: str, folder: Path | None) -> Iterator[tuple[str, Sequence[Path], bool]]:
+    if folder is None or not folder.is_dir():
+        return
+    yield f"{key} (tokenizer)", _files_in(folder, _TOKENIZER_FILES), True
+    named = find_named_template(folder / TEMPLATE_FILE, is_own=True)
+    templates = {*_files_in(folder, _TEMPLATE_FILES), *([] if named is None else [named])}
+    yield f"{key} (chat template)", sorted(templates), True
 
 
 def _files_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
@@ -179,28 +223,82 @@ def _source_files(name: str) -> list[Path]:
 
 
 def _module_files(name: str) -> list[Path]:
-    """Returns the file of the module in `module:name`, or no file if it is not found. Executes no module, also no
-    package that contains it.
+    """Returns the file of the module in `module:name`, or no file if it is not found or in the standard library.
+    Executes no module.
     """
     module = name.partition(":")[0]
     if module.endswith(".py"):
         return [path] if (path := Path(module)).is_file() else []
+    spec = None if module.partition(".")[0] in sys.stdlib_module_names else _find_spec(module)
+    return [] if spec is None or not spec.has_location or spec.origin is None else [Path(spec.origin)]
+
+
+def _find_spec(module: str) -> ModuleSpec | None:
+    """Returns the location of a module, or None if it is not found. Executes no module, also no package above it."""
     parts, spec = module.split("."), None
     for depth in range(1, len(parts) + 1):
         folders = None if spec is None else spec.submodule_search_locations
         if depth > 1 and folders is None:
-            return []
+            return None
         parent = ".".join(parts[:depth])
         specs = (finder.find_spec(parent, folders) for finder in sys.meta_path)
         spec = next((found for found in specs if found is not None), None)
         if spec is None:
-            return []
-    return [] if spec is None or not spec.has_location or spec.origin is None else [Path(spec.origin)]
+            return None
+    return spec
+
+
+def _imported_files(name: str) -> list[Path]:
+    """Returns the files of all modules that the module in `module:name` imports, directly or through others.
+
+    Excludes flowrl, the standard library, and installed packages except the module's own. Executes no module, and
+    follows only `import` statements.
+    """
+    module, top = name.partition(":")[0], name.partition(":")[0].partition(".")[0]
+    if top == "flowrl":
+        return []
+    imported: dict[str, Path] = {}
+    searched: set[str] = set()
+    pending = [("", file) if module.endswith(".py") else (module, file) for file in _module_files(name)]
+    while pending:
+        for found in _imports_of(*pending.pop()):
+            parents = accumulate(found.split("."), lambda parent, child: f"{parent}.{child}")
+            for part in [parent for parent in parents if parent not in searched]:
+                searched.add(part)
+                file = next(iter(_module_files(part)), None)
+                is_foreign = (
+                    file is not None and part.partition(".")[0] != top and not _SITE_FOLDERS.isdisjoint(file.parts)
+                )
+                if file is None or is_foreign or part.partition(".")[0] == "flowrl":
+                    continue
+                imported[part] = file
+                pending.append((part, file))
+    return [file for _, file in sorted(imported.items())]
+
+
+def _imports_of(module: str, file: Path) -> Iterator[str]:
+    """Yields the names of modules that a file imports. Some are functions of a module instead."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                above = package[: len(package) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([] if node.module is None else [node.module])])
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names)) if base else ()
 
 
 def source_checksum(name: str) -> FileChecksum | None:
-    """Returns the checksum of the files that define a function, `module:function`, or None if a file is unreadable."""
-    return combined_checksum(_source_files(name))
+    """Returns the checksum of the files that define a function, `module:function`, and of the user's modules that they
+    import, or None if a file is unreadable.
+    """
+    files = _source_files(name)
+    return combined_checksum([*files, *(file for file in _imported_files(name) if file not in files)])
 
 
 def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig) -> None:

@@ -128,6 +128,21 @@ def _resolve_path(chat_template: str | None, folder: Path) -> str | None:
     return str(folder / chat_template) if (folder / chat_template).exists() else chat_template
 
 
+def find_named_template(path: Path, *, is_own: bool = False) -> Path | None:
+    """Returns the path of the file or the folder that a conversation template file names as its chat template.
+
+    Returns None if the file is invalid or names no existing path. `is_own`: the file is in the folder of a model.
+    """
+    try:
+        name = _read_file(path).chat_template if is_own else read_template(path).chat_template
+    except DataError:
+        return None
+    if name is None or name in INCLUDED or is_jinja(name):
+        return None
+    named = path.parent / name if is_own else Path(name)
+    return named if named.exists() else None
+
+
 def is_jinja(text: str) -> bool:
     """Returns whether a chat template is Jinja text, and not a path or name."""
     return "{{" in text or "{%" in text

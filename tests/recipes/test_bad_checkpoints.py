@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.checkpoints.checkpoints import manifest_crc32
 from flowrl.checkpoints.run_folder import folder_lock
@@ -151,15 +150,16 @@ def test_other_format_is_rejected(
     assert not missing_facts(rejection(), manifest.parent, "format", version, *facts)
 
 
-@pytest.mark.slow
-def test_other_model_in_the_same_folder_is_rejected(checkpoints: Path, rejection: Rejection, workspace: Path) -> None:
-    config = Qwen2Config.from_pretrained(workspace / "model")
-    config.intermediate_size = 128
-    Qwen2ForCausalLM(config).save_pretrained(workspace / "model")
+@pytest.mark.parametrize(
+    ("name", "changes"), [("config.json", {"rms_norm_eps": 0.1}), ("generation_config.json", {"eos_token_id": 5})]
+)
+def test_a_changed_config_of_the_model_is_rejected(
+    name: str, changes: dict[str, Any], checkpoints: Path, rejection: Rejection, workspace: Path
+) -> None:
+    file = workspace / "model" / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     before = checksums(checkpoints)
-    error = rejection()
-    assert not missing_facts(error, checkpoints / "step-000002" / "actor", "float32")
-    assert all(fact in error for fact in ("model.language_model.model.layers.0.mlp.", "[256, 128]", "[128, 128]"))
+    assert not missing_facts(rejection(), "actor.model.path", workspace / "run", "output")
     assert checksums(checkpoints) == before
 
 
