@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -78,14 +79,29 @@ class History(Sequence[dict[str, float]]):
 class MetricsLog:
     """Writes the metrics of each step immediately, so that they remain if the run is killed."""
 
-    def __init__(self, folder: Path, last_step: int = -1, *, trackers: Sequence[Tracker] = ()) -> None:
-        """Opens `metrics.jsonl`, without lines after `last_step`. `trackers` receive the same values, and are closed
-        with the file.
+    def __init__(
+        self,
+        folder: Path,
+        last_step: int = -1,
+        *,
+        trackers: Sequence[Tracker] = (),
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        """Opens `metrics.jsonl`, without lines after `last_step` and without invalid lines.
+
+        `trackers` receive the same values, and are closed with the file. `notify` receives a message with the steps up
+        to `last_step` that have no valid line.
         """
         self.history = History()
         """One record per step, with `step` and the step's metrics."""
         for record in _read(folder / "metrics.jsonl", last_step):
             self.history.append(record)
+        lost = sorted(set(range(1, last_step + 1)).difference(record["step"] for record in self.history))
+        if lost and notify is not None:
+            notify(
+                f"{folder / 'metrics.jsonl'} lacks the records of {len(lost)} of {last_step} steps ({_ranges(lost)}), "
+                f"because their lines are missing or invalid: curves and tables will omit these steps"
+            )
         with replacing(folder / "metrics.jsonl") as temporary:
             temporary.write_text("".join(map(_line, self.history)), encoding="utf-8")
         self._path = folder / "metrics.jsonl"
@@ -144,15 +160,30 @@ def _line(row: Mapping[str, float]) -> str:
 
 
 def _read(path: Path, last_step: int) -> Iterator[dict[str, float]]:
-    """Yields the rows up to `last_step`. Stops at the first line that is not valid JSON, for example after a crash."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    """Yields the rows up to `last_step`, in ascending order of their steps.
+
+    Skips lines that are no such row, for example after a crash.
+    """
+    previous = -1
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row["step"] > last_step:
-            break
-        yield {name: math.nan if value is None else value for name, value in row.items()}
+            values = json.loads(line)
+            row = {name: math.nan if value is None else float(value) for name, value in values.items()}
+            step = int(values["step"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+        if previous < step <= last_step:
+            previous = step
+            yield row
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Formats ascending numbers, such as `1, 3 to 6, 9`. Omits ranges after the first ten."""
+    groups = [
+        [number for _, number in group] for _, group in groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ]
+    texts = [f"{g[0]} to {g[-1]}" if len(g) > 2 else ", ".join(map(str, g)) for g in groups]
+    return ", ".join(texts[:10]) + (", ..." if len(texts) > 10 else "")
 
 
 class LiveProgress:

@@ -150,14 +150,14 @@ class Run:
         )
 
     def _open_folder(self, resources: ExitStack) -> None:
-        config, checkpoint = self.config, self._resumed
+        config, checkpoint, notify = self.config, self._resumed, self._progress.notify
         resolved = config.model_dump(mode="json")
         self.folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
         self._set_ray_log(self.folder.ray_log)
         last_step = -1 if checkpoint is None else checkpoint.manifest.step
-        tracked = TrackedRun(self.folder.path, resolved, last_step)
-        trackers = open_trackers(config.report, tracked, self._progress.notify)
-        self._metrics = resources.enter_context(MetricsLog(self.folder.path, last_step, trackers=trackers))
+        trackers = open_trackers(config.report, TrackedRun(self.folder.path, resolved, last_step), notify)
+        metrics = MetricsLog(self.folder.path, last_step, trackers=trackers, notify=notify)
+        self._metrics = resources.enter_context(metrics)
         self._records = RecordQueue(self._write_metrics, self._add_evaluation)
         self._rollouts = RolloutSaver(config, self.folder.rollouts, last_step, self._metrics.write_rows)
         self._checks.open(self.folder.path, self.cluster.plan, self._metrics.history)

@@ -26,6 +26,7 @@ from flowrl.report.progress import (
 )
 from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker
 from flowrl.report.trackers.tracker import TrackedRun
+from tests.errors import missing_facts
 from tests.full_disk import file_size_limit
 
 
@@ -243,6 +244,57 @@ def test_a_resumed_log_keeps_the_lines_up_to_its_step(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["reward"]) for line in lines] == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 9.0)]
     assert lines[1]["kl"] is None
+
+
+def write_records(folder: Path, steps: range) -> list[str]:
+    """Writes records of steps to `metrics.jsonl`, and returns its lines."""
+    with MetricsLog(folder) as log:
+        for step in steps:
+            log.write(step, {"reward": step / 4})
+    return (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        '{"step": 3, "rew\n',
+        "\x00\xff\n",
+        "[]\n",
+        '{"step": 3, "reward": "a"}\n',
+        '{"step": 1}\n',
+        "[" * 9999 + "\n",
+    ],
+)
+def test_lost_lines_are_reported_and_later_lines_are_kept(damaged: str, tmp_path: Path) -> None:
+    lines = write_records(tmp_path, range(7))
+    del lines[6], lines[1]
+    lines[2] = damaged
+    (tmp_path / "metrics.jsonl").write_bytes("".join(lines).encode("latin-1"))
+    messages: list[str] = []
+    with MetricsLog(tmp_path, last_step=6, notify=messages.append) as log:
+        assert [row["step"] for row in log.history] == [0, 2, 4, 5]
+    (message,) = messages
+    assert not missing_facts(message.replace(",", " "), tmp_path / "metrics.jsonl", 3, 6) and "1, 3, 6" in message
+
+
+def test_consecutive_lost_steps_are_reported_as_a_range(tmp_path: Path) -> None:
+    lines = write_records(tmp_path, range(1, 10))
+    (tmp_path / "metrics.jsonl").write_text("".join([*lines[:1], *lines[5:6]]))
+    messages: list[str] = []
+    MetricsLog(tmp_path, last_step=8, notify=messages.append).close()
+    assert "2 to 5, 7, 8" in messages[0]
+    (tmp_path / "metrics.jsonl").unlink()
+    MetricsLog(tmp_path, last_step=8, notify=messages.append).close()
+    assert "1 to 8" in messages[1]
+
+
+def test_a_complete_log_reports_no_lost_lines(tmp_path: Path) -> None:
+    write_records(tmp_path, range(1, 4))
+    messages: list[str] = []
+    for last_step in (2, 0, -1):
+        MetricsLog(tmp_path, last_step, notify=messages.append).close()
+    assert not messages
 
 
 def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
