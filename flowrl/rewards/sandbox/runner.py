@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PR_SET_DUMPABLE, _CLONE_NEWNS = 4, 0x00020000
-_NAMESPACES = _CLONE_NEWNS | 0x10000000 | 0x20000000 | 0x40000000  # mounts, user, processes, network
+_PR_SET_DUMPABLE, _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 4, 0x00020000, 0x08000000, 0x10000000
+_NAMESPACES = _CLONE_NEWNS | _CLONE_NEWUSER | 0x20000000 | 0x40000000  # mounts, user, processes, network
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 4096, 16384, 1 << 18, 2
 _MS_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -36,14 +36,19 @@ _MAX_OPEN_FILES = 64
 # Numbers in the kernel, for the filter of system calls.
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_IF_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _DENY = 0x7FFF0000, 0x00050000 | errno.EPERM
+_ALLOW, _DENY, _DENY_AS_MISSING = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _X32_CALLS = 0x40000000
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_CLONE3, _IO_URING_SETUP = 435, 425
 _HIDDEN_MEMORY = {
-    "x86_64": (0xC000003E, 9, (319, 447, 29, 68, 240)),
-    "aarch64": (0xC00000B7, 222, (279, 447, 194, 186, 180)),
+    "x86_64": (0xC000003E, 9, 56, (319, 447, 29, 64, 68, 240, 248, 249, 250, 272, _IO_URING_SETUP)),
+    "aarch64": (0xC00000B7, 222, 220, (279, 447, 194, 190, 186, 180, 217, 218, 219, 97, _IO_URING_SETUP)),
 }
-"""Machine -> its number, the number of mmap, and those of memfd_create, memfd_secret, shmget, msgget and mq_open."""
+"""Machine -> its number, the numbers of mmap and clone, and those of denied calls.
+
+The denied calls are memfd_create, memfd_secret, shmget, semget, msgget, mq_open, add_key, request_key, keyctl, unshare
+and io_uring_setup.
+"""
 
 _UNMAPPED = 65534
 """Id of all users in a user namespace without a mapping."""
@@ -186,7 +191,8 @@ def _enter_root(folder: str) -> bool:
     """Replaces the root folder by one that contains only Python, system libraries and /tmp. Returns True if done."""
     number = _PIVOT_ROOT.get(platform.machine())
     # In a mount namespace of its own, because the runner needs the old root, whose /proc lists all processes.
-    if number is None or _LIBC.unshare(_CLONE_NEWNS) != 0:
+    # Without a namespace for System V objects, the code could use those of other programs of the user.
+    if number is None or _LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWIPC) != 0:
         return False
     if _LIBC.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
         return False
@@ -277,27 +283,35 @@ def _execute(
 def _deny_hidden_memory() -> bool:
     """Denies memory that no process maps, which the runner cannot count. Returns False if the system does not offer it.
 
-    Such memory is in anonymous files, System V segments, message queues, and unmapped pages of shared mappings.
+    Such memory is in anonymous files, System V objects, message queues, keys, rings for input and output, file systems
+    that are mounted in a new user namespace, and unmapped pages of shared mappings.
     """
     if platform.machine() not in _HIDDEN_MEMORY:
         return False
-    machine, mmap, denied = _HIDDEN_MEMORY[platform.machine()]
-    number_at, machine_at, flags_at = 0, 4, 40  # in the argument of the filter, struct seccomp_data
-    to_deny, to_allow = "deny", "allow"
+    machine, mmap, clone, denied = _HIDDEN_MEMORY[platform.machine()]
+    # Offsets in the argument of the filter, struct seccomp_data.
+    number_at, machine_at, flags_of_clone_at, flags_of_mmap_at = 0, 4, 16, 40
+    to_mmap, to_missing, to_deny, to_allow = "mmap", "missing", "deny", "allow"
     program: list[tuple[int, int, str | None, str | None]] = [
         (_LOAD, machine_at, None, None),
         (_JUMP_EQUAL, machine, None, to_deny),
         (_LOAD, number_at, None, None),
         (_JUMP_AT_LEAST, _X32_CALLS, to_deny, None),
         *((_JUMP_EQUAL, number, to_deny, None) for number in denied),
-        (_JUMP_EQUAL, mmap, None, to_allow),
-        (_LOAD, flags_at, None, None),
+        (_JUMP_EQUAL, _CLONE3, to_missing, None),  # its flags are in memory; the C library then uses clone
+        (_JUMP_EQUAL, mmap, to_mmap, None),
+        (_JUMP_EQUAL, clone, None, to_allow),
+        (_LOAD, flags_of_clone_at, None, None),
+        (_JUMP_IF_SET, _CLONE_NEWUSER, to_deny, to_allow),
+        (_LOAD, flags_of_mmap_at, None, None),
         (_JUMP_IF_SET, _MAP_ANONYMOUS, None, to_allow),
         (_JUMP_IF_SET, _MAP_SHARED, to_deny, to_allow),
+        (_RETURN, _DENY_AS_MISSING, None, None),
         (_RETURN, _DENY, None, None),
         (_RETURN, _ALLOW, None, None),
     ]
-    targets = {to_deny: len(program) - 2, to_allow: len(program) - 1}
+    end = len(program)
+    targets = {to_mmap: end - 6, to_missing: end - 3, to_deny: end - 2, to_allow: end - 1}
     code = b"".join(
         struct.pack("=HBBI", kind, *(targets[to] - i - 1 if to is not None else 0 for to in jumps), value)
         for i, (kind, value, *jumps) in enumerate(program)

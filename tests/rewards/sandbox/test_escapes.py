@@ -1,5 +1,6 @@
 """Code that tries to leave its sandbox or to harm the machine."""
 
+import ctypes
 import os
 import socket
 import tempfile
@@ -199,6 +200,16 @@ HIDDEN_MEMORY = {
     "System V segments": "libc.shmget(0, 2**20, 0o1600) >= 0 or 1 / 0",
     "unmapped pages": "mmap.mmap(-1, 2**20)",
     "the zero device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2**20)",
+    "System V semaphores": "libc.semget(0, 1, 0o1600) >= 0 or 1 / 0",
+    "keys": "libc.syscall({'x86_64': 248, 'aarch64': 217}[machine], b'user', b'a', b'b', 1, -3) >= 0 or 1 / 0",
+    "rings": "libc.syscall(425, 1, ctypes.create_string_buffer(120)) >= 0 or 1 / 0",
+    "file systems of a user namespace": "libc.unshare(0x10000000) == 0 or 1 / 0",
+    "file systems of a process with a user namespace": (
+        "libc.syscall({'x86_64': 56, 'aarch64': 220}[machine], 0x10000011, 0, 0, 0, 0) >= 0 or 1 / 0"
+    ),
+    "file systems of a process of clone3": (
+        "libc.syscall(435, struct.pack('11Q', 0x10000000, 0, 0, 0, 17, *[0] * 6), 88) >= 0 or 1 / 0"
+    ),
 }
 
 
@@ -206,8 +217,9 @@ HIDDEN_MEMORY = {
 def test_memory_that_is_not_counted_is_denied(kind: str) -> None:
     needs("memory", "reading")
     code = f"""
-import ctypes, mmap, os
+import ctypes, mmap, os, struct
 libc = ctypes.CDLL(None)
+machine = os.uname().machine
 mmap.mmap(-1, 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 try:
     {HIDDEN_MEMORY[kind]}
@@ -301,6 +313,24 @@ for path in ({str(tmp_path / "expected.txt")!r}, {str(Path(__file__))!r}, "/etc/
     print(os.path.exists(path), end=" ")
 """
     assert run(code)[1].split() == ["False"] * 4
+
+
+def test_shared_memory_of_the_user_cannot_be_attached() -> None:
+    needs("reading")
+    libc = ctypes.CDLL(None)
+    libc.shmat.restype = ctypes.c_void_p
+    segment = libc.shmget(0, 4096, 0o1600)
+    try:
+        assert libc.shmat(segment, None, 0) != ctypes.c_void_p(-1).value
+        code = f"""
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+print(libc.shmat({segment}, None, 0) == ctypes.c_void_p(-1).value, libc.shmctl({segment}, 0, None))
+"""
+        assert run(code)[1] == "True -1\n"
+    finally:
+        assert libc.shmctl(segment, 0, None) == 0  # removes it
 
 
 def test_the_old_root_cannot_be_mounted_again() -> None:
