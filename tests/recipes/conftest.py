@@ -47,14 +47,16 @@ def ppo_config(task_folder: Path, tmp_path: Path) -> Callable[..., PPOConfig]:
     return partial(build_ppo_config, task_folder, tmp_path / "run")
 
 
+def build_grpo_config(folder: Path, run_folder: Path, **changes: Any) -> GRPOConfig:
+    """Returns a GRPO config with the data of `folder`; `changes` replace settings."""
+    base = settings(folder, run_folder)
+    actor = base["actor"] | {"kl_loss_coef": 0.02}
+    extra = {"algorithm": {"estimator": "grpo"}, "samples_per_prompt": 4, "actor": actor}
+    return GRPOConfig.model_validate(base | extra | changes)
+
+
 @pytest.fixture
 def grpo_config(task_folder: Path, tmp_path: Path) -> Callable[..., GRPOConfig]:
     """Returns a function that builds GRPO configs; keyword arguments replace settings."""
 
-    def make(**changes: Any) -> GRPOConfig:
-        base = settings(task_folder, tmp_path / "run")
-        actor = base["actor"] | {"kl_loss_coef": 0.02}
-        extra = {"algorithm": {"estimator": "grpo"}, "samples_per_prompt": 4, "actor": actor}
-        return GRPOConfig.model_validate(base | extra | changes)
-
-    return make
+    return partial(build_grpo_config, task_folder, tmp_path / "run")

@@ -53,6 +53,7 @@ def hostfile(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.mark.timeout(600)
 def test_ppo_trains_on_two_hosts(
     ssh: None, hostfile: Callable[..., Path], ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
@@ -71,7 +72,7 @@ def test_ppo_trains_on_two_hosts(
         "steps=1",
     ]
     environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", *command], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(["bash", *command], env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"2 nodes at 127\.0\.0\.2:\d+: 127\.0\.0\.2, 127\.0\.0\.3", done.stderr)
     trace = json.loads((config.output / "trace.json").read_text())

@@ -23,6 +23,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
 from tests.configs import with_float64_models
 from tests.errors import rejects
+from tests.recipes.conftest import build_grpo_config
 from tests.recipes.scored import MIXED
 from tests.recipes.test_numbers import assert_same, metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
@@ -34,6 +35,7 @@ __all__ = ["no_proxy"]
 
 HERE = "tests.recipes.scored"
 GrpoConfigs = Callable[..., GRPOConfig]
+RichRun = tuple[GRPOConfig, dict[str, Any]]
 SCHEDULES = {
     "sync": {"kind": "sync"},
     "one_step_off": {"kind": "one_step_off"},
@@ -51,38 +53,57 @@ def saved_rows(config: GRPOConfig) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
-def test_no_trained_group_has_equal_scores(grpo_config: GrpoConfigs, schedule: str) -> None:
-    config = grpo_config(
-        schedule=SCHEDULES[schedule],
-        reward={"function": f"{HERE}:parity"},
-        dynamic_sampling={"max_rounds": 20},
-        **APART,
-        **ALL_ROWS,
-    )
-    train_grpo(config)
+def step_records(config: GRPOConfig) -> list[dict[str, float]]:
+    return [line for line in metrics_of(config) if line["step"]]
+
+
+RICH_REWARD = {
+    "components": [
+        {"name": "task", "weight": 2.0, "function": f"{HERE}:parity"},
+        {"name": "size", "weight": -0.25, "function": f"{HERE}:fail_for_long_responses"},
+    ],
+    "evaluation": f"{HERE}:fails_for_some_answers",
+    "on_failure": "drop",
+    "max_failure_rate": 1.0,
+}
+"""`task` has equal scores in half of the groups, `size` fails for long responses, evaluations for 30 of 64 prompts."""
+
+
+@pytest.fixture(scope="module", params=FAST_SCHEDULES)
+def rich_run(request: pytest.FixtureRequest, task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RichRun:
+    """Trains with two rewards, failures and dynamic sampling under a schedule; returns config and summary."""
+    config = build_grpo_config(task_folder, tmp_path_factory.mktemp(request.param))
+    changes: dict[str, Any] = {
+        "schedule": SCHEDULES[request.param],
+        "reward": RICH_REWARD,
+        "dynamic_sampling": {"max_rounds": 20, "column": "task"},
+        # With a larger learning rate, async may learn responses that all fail.
+        "actor": config.actor.model_dump() | {"optimizer": {"lr": 1e-6}},
+        "data": config.data.model_dump() | {"evaluation_rows": 64},
+    }
+    config = build_grpo_config(task_folder, config.output, **changes, **APART, **ALL_ROWS | {"evaluate_every": 1})
+    return config, train_grpo(config)
+
+
+def test_no_trained_group_has_equal_scores(rich_run: RichRun) -> None:
+    config, summary = rich_run
     steps = saved_rows(config)
     assert len(steps) == config.steps
     for rows in steps:
-        groups = Counter(row["prompt_id"] for row in rows)
-        assert set(groups.values()) == {config.samples_per_prompt} and len(groups) == config.prompts_per_step
-        for prompt_id in groups:
-            assert len({row["score"] for row in rows if row["prompt_id"] == prompt_id}) == 2
-    trained = [row["prompt_id"] for rows in steps for row in rows[:: config.samples_per_prompt]]
+        prompt_ids = {row["prompt_id"] for row in rows}
+        assert len(prompt_ids) == config.prompts_per_step
+        for prompt_id in prompt_ids:
+            assert {row["rewards"]["task"] for row in rows if row["prompt_id"] == prompt_id} == {0.0, 1.0}
+    trained = [prompt_id for rows in steps for prompt_id in {row["prompt_id"] for row in rows}]
     assert len(set(trained)) == len(trained)
-    records = [line for line in metrics_of(config) if line["step"]]
-    assert sum(line["dropped_equal_scores"] for line in records) > 0
-    summary = json.loads((config.output / "summary.json").read_text())
-    assert summary["groups"]["dropped"]["equal_scores"] >= sum(line["dropped_equal_scores"] for line in records)
+    dropped = sum(line["dropped_equal_scores"] for line in step_records(config))
+    assert summary["groups"]["dropped"]["equal_scores"] >= dropped > 0
 
 
 def test_dynamic_sampling_trains_the_first_informative_prompts_in_order(grpo_config: GrpoConfigs) -> None:
     """Half of the prompts can have different scores, so a step needs several rounds. Surplus prompts are dropped."""
-    config = grpo_config(
-        reward={"function": f"{HERE}:parity"},
-        dynamic_sampling={"max_rounds": 20, "oversample": 2.0},
-        **ALL_ROWS,
-    )
+    sampling = {"max_rounds": 20, "oversample": 2.0}
+    config = grpo_config(reward={"function": f"{HERE}:parity"}, dynamic_sampling=sampling, **ALL_ROWS)
     train_grpo(config)
     trained = [[row["prompt_id"] for row in rows[:: config.samples_per_prompt]] for rows in saved_rows(config)]
     assert all(ids == sorted(ids) for ids in trained)
@@ -100,7 +121,7 @@ def test_a_step_trains_on_fewer_groups_after_max_rounds(grpo_config: GrpoConfigs
         **ALL_ROWS,
     )
     train_grpo(config)
-    records = [line for line in metrics_of(config) if line["step"]]
+    records = step_records(config)
     counts = [len({row["prompt_id"] for row in rows}) for rows in saved_rows(config)]
     # Under async, groups that are complete early may fill a later step.
     assert 0 < min(counts) < config.prompts_per_step
@@ -146,7 +167,7 @@ def test_dynamic_sampling_resumes_bitwise_identically(grpo_config: GrpoConfigs, 
     assert_bitwise_identical(resumed, straight)
     dropped = [json.loads((c.output / "summary.json").read_text())["groups"]["dropped"] for c in (straight, resumed)]
     assert dropped[0] == dropped[1] and dropped[0]["equal_scores"] > 0
-    assert all(0 < line["reward_failed_fraction"] < 1 for line in metrics_of(resumed) if line["step"])
+    assert all(0 < line["reward_failed_fraction"] < 1 for line in step_records(resumed))
 
 
 # Several rewards.
@@ -157,19 +178,12 @@ TWO = [
 ]
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
-def test_scores_are_the_weighted_sum_of_the_rewards(grpo_config: GrpoConfigs, schedule: str) -> None:
-    config = grpo_config(schedule=SCHEDULES[schedule], reward=TWO, **APART, **ALL_ROWS)
-    train_grpo(config)
-    for rows in saved_rows(config):
-        for row in rows:
-            assert row["rewards"]["size"] == len(row["response"])
-            expected = 2 * row["rewards"]["task"] - 0.25 * row["rewards"]["size"]
-            assert row["score"] == pytest.approx(expected, abs=1e-5)
-    for line, rows in zip([line for line in metrics_of(config) if line["step"]], saved_rows(config), strict=True):
-        mean = sum(row["rewards"]["size"] for row in rows) / len(rows)
-        assert line["rewards/size"] == pytest.approx(mean)
-        assert line["rewards/task/failed_fraction"] == line["reward_failed_fraction"] == 0
+def test_scores_are_the_weighted_sum_of_the_rewards(rich_run: RichRun) -> None:
+    config, _ = rich_run
+    for row in (row for rows in saved_rows(config) for row in rows):
+        assert row["rewards"]["size"] == len(row["response"])
+        expected = 2 * row["rewards"]["task"] - 0.25 * row["rewards"]["size"]
+        assert row["score"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.fixture
@@ -200,7 +214,6 @@ def test_dynamic_sampling_by_a_reward_keeps_groups_of_other_data_sources(
     assert {name for row in trained for name in row["rewards"]} == {"task", "size"}
 
 
-@pytest.mark.slow
 def test_a_reward_scores_only_rows_of_its_data_sources(
     grpo_config: GrpoConfigs, two_sources: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -215,6 +228,8 @@ def test_a_reward_scores_only_rows_of_its_data_sources(
         length = -0.25 * row["rewards"]["size"]
         assert row["score"] == pytest.approx(length if task is None else 2 * task + length, abs=1e-5)
     assert 0 < num_missing < config.steps * config.batch_size
+    for line, rows in zip(step_records(config), saved_rows(config), strict=True):
+        assert line["rewards/size"] == pytest.approx(sum(row["rewards"]["size"] for row in rows) / len(rows))
 
     with pytest.raises(UserError, match="odd"):
         train_grpo(grpo_config(data=data, output=tmp_path / "other", reward=[rewards[0]], **ALL_ROWS))
@@ -225,25 +240,20 @@ def test_gdpo_normalizes_the_rewards_of_a_list(grpo_config: GrpoConfigs) -> None
     algorithm = {"estimator": "gdpo", "reward_columns": ["task", "size"], "reward_weights": [1.0, 0.5]}
     config = grpo_config(reward=TWO, algorithm=algorithm, **ALL_ROWS)
     train_grpo(config)
-    assert all(math.isfinite(line["actor/grad_norm"]) for line in metrics_of(config) if line["step"])
+    assert all(math.isfinite(line["actor/grad_norm"]) for line in step_records(config))
 
 
 # Failures.
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
-def test_rows_whose_reward_failed_are_dropped_and_counted(grpo_config: GrpoConfigs, schedule: str) -> None:
-    reward = {"function": f"{HERE}:fail_for_long_responses", "on_failure": "drop", "max_failure_rate": 1.0}
-    # With a larger learning rate, async may learn responses that all fail.
-    actor = grpo_config().actor.model_dump() | {"optimizer": {"lr": 1e-6}}
-    config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, actor=actor, **APART, **ALL_ROWS)
-    train_grpo(config)
-    records = [line for line in metrics_of(config) if line["step"]]
-    for line, rows in zip(records, saved_rows(config), strict=True):
+def test_rows_whose_reward_failed_are_dropped_and_counted(rich_run: RichRun) -> None:
+    config, _ = rich_run
+    for line, rows in zip(step_records(config), saved_rows(config), strict=True):
         assert all(len(row["response"]) <= 4 for row in rows)
         assert min(Counter(row["prompt_id"] for row in rows).values()) >= 2
         assert 0 < line["reward_failed_fraction"] < 1
-        assert line["rewards/reward/failed_fraction"] == line["reward_failed_fraction"]
+        assert line["rewards/size/failed_fraction"] == line["reward_failed_fraction"]
+        assert line["rewards/task/failed_fraction"] == 0
 
 
 @pytest.mark.slow
@@ -272,7 +282,7 @@ def test_each_misbehaving_call_costs_only_its_row(
     }
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
     train_grpo(config)
-    records = [line for line in metrics_of(config) if line["step"]]
+    records = step_records(config)
     failed = sorted(json.loads((tmp_path / kind).read_text()) for kind in MIXED)
     for name in ("reward_failed_fraction", "rewards/reward/failed_fraction"):
         assert sum(line[name] for line in records) * config.batch_size == pytest.approx(len(MIXED))
@@ -300,14 +310,8 @@ def with_failing_evaluation(grpo_config: GrpoConfigs, **changes: Any) -> GRPOCon
     return grpo_config(data=data, reward=reward | changes.pop("failures"), **changes)
 
 
-@pytest.mark.parametrize("schedule", FAST_SCHEDULES)
-@pytest.mark.parametrize("on_failure", one_of("zero", "drop"))
-def test_an_evaluation_has_no_score_of_a_failed_reward(
-    grpo_config: GrpoConfigs, schedule: str, on_failure: str
-) -> None:
-    failures = {"on_failure": on_failure, "max_failure_rate": 1.0}
-    config = with_failing_evaluation(grpo_config, failures=failures, schedule=SCHEDULES[schedule], **APART)
-    summary = train_grpo(config)
+def test_an_evaluation_has_no_score_of_a_failed_reward(rich_run: RichRun) -> None:
+    config, summary = rich_run
     expected = {
         "accuracy": 1.0,
         "evaluation/accuracy_low": 1.0,
@@ -318,7 +322,7 @@ def test_an_evaluation_has_no_score_of_a_failed_reward(
         "evaluation/failed_as_best": 1.0,
     }
     records = metrics_of(config)
-    assert len(records) == 3
+    assert len(records) == config.steps + 1
     assert all(record.items() >= expected.items() for record in records)
     assert all(summary[f"{name}_after"] == value for name, value in expected.items())
     rows = read_rows(config.output / "rollouts", "evaluation", 2)
@@ -360,7 +364,7 @@ def test_a_run_with_too_many_failures_saves_and_stops(grpo_config: GrpoConfigs, 
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **settings)
     with pytest.raises(UserError, match="max_failure_rate"):
         train_grpo(config)
-    records = [line for line in metrics_of(config) if line["step"]]
+    records = step_records(config)
     failed = [line["step"] for line in records if line["reward_failed_fraction"] > 0.01]
     assert failed == [records[-1]["step"]] and failed[0] < 8  # no later step is trained
     assert Checkpoints(config.output).steps() == failed
@@ -419,7 +423,7 @@ def test_the_newest_step_is_saved_before_a_failed_reward_ends_the_run(
     assert saved == metrics_of(config)[-1]["step"] and 1 <= saved < 6
     (tmp_path / "fail").unlink()
     train_grpo(config)
-    assert [line["step"] for line in metrics_of(config) if line["step"]] == list(range(1, 7))
+    assert [line["step"] for line in step_records(config)] == list(range(1, 7))
     prompts = [{row["prompt_id"] for row in rows} for rows in saved_rows(config)]
     trained = sorted(index for step in prompts for index in step)
     assert len(trained) == len(set(trained))
@@ -471,7 +475,7 @@ def test_a_service_that_is_down_drops_its_rows_or_stops_the_run(grpo_config: Grp
         config = grpo_config(output=tmp_path / "drop", reward=reward | drop, **ALL_ROWS)
         train_grpo(config)
     assert all(row["score"] == len(row["response"]) <= 4 for step in saved_rows(config) for row in step)
-    assert all(0 < line["reward_failed_fraction"] < 1 for line in metrics_of(config) if line["step"])
+    assert all(0 < line["reward_failed_fraction"] < 1 for line in step_records(config))
 
 
 # Placement and overlap.
@@ -567,9 +571,8 @@ def test_functions_models_and_judges_are_combined(grpo_config: GrpoConfigs, task
         expected = -0.25 * len(row["response"]) + 0.5 * scores["scorer"] + 3 * judged
         assert row["score"] == pytest.approx(expected, abs=1e-4)
     assert num_judged
-    for line in metrics_of(config):
-        if line["step"]:
-            assert {"rewards/size", "rewards/scorer", "rewards/judged"} <= line.keys()
+    for line in step_records(config):
+        assert {"rewards/size", "rewards/scorer", "rewards/judged"} <= line.keys()
 
 
 @pytest.mark.slow
