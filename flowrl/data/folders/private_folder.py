@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -206,6 +207,14 @@ def _has_ended(marker: bytes) -> bool:
     return process_id > 0 and read_start_time(process_id) != start_time_s
 
 
+def remove_tree(path: Path | str) -> None:
+    """Deletes a folder of any depth, as far as the system allows. User code may have nested its folders."""
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
+
+
 def remove_folder(path: Path) -> None:
     """Deletes a folder. Retries for some seconds, because processes that are ending may create files in it."""
     deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
@@ -214,10 +223,10 @@ def remove_folder(path: Path) -> None:
         with suppress(OSError):
             for entry in os.scandir(path):
                 if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                    remove_tree(entry.path)
                 elif entry.name != MARKER:
                     os.unlink(entry.path)
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
         if not path.exists() or time.monotonic() > deadline:
             return
         time.sleep(0.05)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from flowrl.data.folders.private_folder import create_folder
+from flowrl.data.folders.private_folder import create_folder, remove_tree
 from flowrl.rewards import reward_function
 from flowrl.rewards.processes.frames import FrameReader
 from flowrl.rewards.processes.launcher import KILL, WRITE_STACKS
@@ -239,7 +238,7 @@ class ScoringProcess:
             end.close()
         for descriptor in (self.output, self.stacks, self._rows, self._reclaimed_rows):
             os.close(descriptor)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
     def status(self) -> int | None:
         """Returns the exit status as in `subprocess`, or None if it is unknown."""

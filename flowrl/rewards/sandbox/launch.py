@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from flowrl.data.folders.private_folder import create_folder
+from flowrl.data.folders.private_folder import create_folder, remove_tree
 
 _FOLDER = Path(__file__).parent
 _RUNNER, _CALLS = _FOLDER / "runner.py", _FOLDER / "proxied_calls.py"
@@ -126,7 +125,7 @@ class Sandbox:
         self._process.terminate()  # the runner then kills all processes
         self._wait(_GRACE_S)
         self._output.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
     def wait(self) -> int:
         """Returns the exit code of the code: 0 for success. 124: the time limit, 125: the memory limit."""

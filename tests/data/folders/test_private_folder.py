@@ -20,6 +20,7 @@ from flowrl.data.folders.private_folder import (
     private_folder,
     read_boot,
     remove_abandoned_folders,
+    remove_folder,
 )
 from flowrl.data.folders.process_stat import read_start_time
 from tests.errors import rejects
@@ -245,3 +246,14 @@ def test_temporary_files_are_in_the_private_folder_by_default(parent: Path) -> N
     with holder(parent, code, os.environ | {"TMPDIR": str(parent), "RAY_TMPDIR": str(parent)}) as (_, output):
         sockets, temporary = map(Path, str(output).split())
         assert temporary == sockets / "t" and list(parent.iterdir()) == [sockets]
+
+
+def test_a_folder_deeper_than_the_recursion_limit_is_removed(tmp_path: Path) -> None:
+    current = os.open(tmp_path, os.O_PATH)
+    for name in ["top", *["a"] * (sys.getrecursionlimit() + 100)]:
+        os.mkdir(name, dir_fd=current)
+        parent, current = current, os.open(name, os.O_PATH, dir_fd=current)
+        os.close(parent)
+    os.close(current)
+    remove_folder(tmp_path / "top")
+    assert list(tmp_path.iterdir()) == []
