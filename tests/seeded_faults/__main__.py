@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+import pytest
+
 from tests.seeded_faults.fault_list import ROOT, Fault, read_faults
 from tests.seeded_faults.pytest_process import Result, make_context, run_pytest
 
@@ -147,14 +149,14 @@ class _Runner:
         }
 
     def _find_failure(self, copy: Path, paths: Sequence[str]) -> str | None:
-        """Runs tests until one fails, and returns its node id. Returns None if all pass."""
+        """Runs tests until one fails, and returns its node id. Returns None if all pass, or if none is selected."""
         result = self._run(copy, paths, "-x")
-        if result.exit_code == 0:
+        if result.exit_code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return None
         if result.exit_code is None or _TEST_TIMEOUT in result.output:
             return "time limit"
         match = _FAILURE.search(result.output)
-        if result.exit_code not in (1, 2) or match is None:
+        if result.exit_code not in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED) or match is None:
             raise RuntimeError(f"pytest ended with {result.exit_code}: {result.output[-3000:]}")
         return match[1]
 

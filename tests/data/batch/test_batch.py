@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,21 @@ def test_minibatches_depend_only_on_seed_and_epoch():
 def test_a_minibatch_of_no_rows_is_rejected():
     with pytest.raises(ValueError, match=r"\b0\b"):
         next(batch_of(numbered(2)).minibatches(0))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda batch: batch.rows([2, 0]),
+        lambda batch: batch.reorder([2, 0, 1]),
+        lambda batch: batch.repeat(2),
+        lambda batch: batch.select("x"),
+        lambda batch: Batch.concat([batch, batch]),
+    ],
+    ids=["rows", "reorder", "repeat", "select", "concat"],
+)
+def test_the_seed_of_minibatches_survives_edits(edit: Callable[[Batch], Batch]):
+    assert edit(batch_of(numbered(3)).with_seed((3, 1))).seed == (3, 1)
 
 
 def test_rows_given_as_dictionaries_become_arrays_and_objects():
