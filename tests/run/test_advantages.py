@@ -14,6 +14,7 @@ from flowrl.config.algorithm.advantage import (
     GdpoAdvantage,
     GrpoAdvantage,
     RemaxAdvantage,
+    RlooAdvantage,
 )
 from flowrl.config.algorithm.correction import RejectionCorrection, WeightCorrection
 from flowrl.data.batch.batch import Batch
@@ -79,6 +80,13 @@ def test_gae_puts_the_score_last_and_the_kl_on_every_token() -> None:
     assert result.get("token_rewards").tolist() == [0, -0.25, 1.5, 0, 0, 3.0]
     assert result.get("returns").tolist() == [0, 1.25, 1.5, 0, 0, 3.0]
     assert result.get("advantages").tolist() == [0, 0.75, 1.25, 0, 0, 2.0]
+
+
+def test_rloo_compares_scores_after_the_kl_penalty() -> None:
+    rows = batch(old_logprobs=[0.0, -1.0, -2.0, 0.0, 0.0, -1.0], ref_logprobs=[0.0, -1.5, -1.0, 0.0, 0.0, -1.0])
+    # As above, the penalties of row 0 are 0.25 and -0.5: its score of 1 becomes 1.25. That of row 1 stays 3.
+    result = compute(rows, RlooAdvantage(kl_coef=0.5, kl_kind="k1"))
+    assert result.get("advantages").tolist() == [0, -1.75, -1.75, 0, 0, 1.75]
 
 
 def test_whitened_advantages_have_mean_zero_over_the_batch() -> None:
