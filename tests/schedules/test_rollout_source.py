@@ -80,6 +80,18 @@ def trained(source: BatchRollouts, rollout: Any, steps: range) -> list[Batch]:
     return batches
 
 
+def test_a_restored_queue_has_pending_and_requeued_prompts() -> None:
+    numbers: Any = NumberedPrompts()
+    queue = PromptQueue(numbers, SAMPLES)
+    _, second, third, fourth = queue.pop(4)
+    queue.requeue([second, fourth])
+    state = json.loads(json.dumps(queue.state([third])))
+    following: Any = NumberedPrompts()
+    restored = PromptQueue(following, SAMPLES)
+    restored.restore(state)
+    assert restored.pop(4) == [third, second, fourth, *queue.pop(3)[2:]]
+
+
 def config_for(kind: str, **changes: Any) -> OnPolicyConfig:
     settings = config_of(steps=STEPS, prompts=GROUPS).model_dump() | {"schedule": {"kind": kind}} | changes
     return OnPolicyConfig.model_validate(settings)

@@ -212,6 +212,14 @@ def test_groups_of_a_lost_replica_are_dispatched_first():
     assert batch is not None and batch.groups == (0, 1, 2, 3)
 
 
+def test_groups_of_two_lost_replicas_keep_their_order():
+    scheduler = Scheduler(ScheduleLimits(4, max_staleness=0, slots=2), num_replicas=3)
+    assert dispatched(scheduler.pop_actions()) == {0: (0, 3), 1: (1,), 2: (2,)}
+    scheduler.mark_replica_lost(1)
+    scheduler.mark_replica_lost(0)
+    assert dispatched(scheduler.pop_actions()) == {2: (0,)}
+
+
 def test_a_new_process_gets_groups_after_its_first_update():
     scheduler = Scheduler(ScheduleLimits(2, max_staleness=0, slots=2), num_replicas=1)
     scheduler.pop_actions()
