@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.config.source import InputFileError, read_json
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.data.checksums import CheckpointError, FileChecksum, checksum_of, sync_folder, write_json_with_checksum
 from flowrl.data.metric import finite, held_out_bounds
@@ -104,7 +105,7 @@ class Checkpoint:
         return self.path / name
 
     def driver(self) -> dict[str, Any]:
-        return json.loads((self.path / DRIVER).read_text(encoding="utf-8"))
+        return read_json(self.path / DRIVER)
 
     def check(self) -> None:
         """Verifies the checksum of every file. Raises CheckpointError if a file is missing, truncated or changed."""
@@ -134,7 +135,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises FileNotFoundError without a manifest, and CheckpointError if the manifest is corrupt or too new.
     """
     try:
-        value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        value = read_json(folder / MANIFEST)
         version = value["format"]
         if version not in READS:
             readable = " and ".join(map(str, READS))
@@ -148,6 +149,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(folder, _manifest(value))
     except (CheckpointError, FileNotFoundError):
         raise
+    except InputFileError as error:
+        raise CheckpointError(f"checkpoint {folder} is corrupt: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder} is corrupt: {MANIFEST} cannot be read ({error})") from error
 

@@ -1,6 +1,5 @@
 """Finds the checkpoint from which a run resumes. Rejects changes of settings or inputs that would change results."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -11,7 +10,7 @@ from flowrl.checkpoints.checkpoints import ROWS_FORMAT, Checkpoint, Checkpoints
 from flowrl.checkpoints.inputs import check_same_inputs
 from flowrl.checkpoints.run_folder import RunFolder, RunFolderError
 from flowrl.config import ConfigError, RolloutRunConfig, RunConfig, load_recorded
-from flowrl.config.source import read
+from flowrl.config.source import read, read_json
 from flowrl.data.checksums import CheckpointError
 
 MAY_DIFFER = (
@@ -87,7 +86,7 @@ def is_resuming(config: RunConfig) -> bool:
 def _has_complete_summary(folder: RunFolder, num_steps: int, checkpoints: Sequence[int]) -> bool:
     """Whether a run of `num_steps` steps wrote its results after its last step. `checkpoints` are the saved steps."""
     try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+        summary = read_json(folder.summary)
         has_ended_early = summary["interrupted_by"] is not None or summary.get("stopped_by") is not None
         is_complete = summary["steps_requested"] == num_steps and not has_ended_early
         return is_complete and (not checkpoints or checkpoints[-1] == summary["steps"])

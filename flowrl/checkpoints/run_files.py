@@ -1,6 +1,5 @@
 """Reads the files of a run folder: settings, metrics, results, system, and checksums of inputs."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.system_info import SYSTEM_FILE
 from flowrl.config import UserError
-from flowrl.config.source import read
+from flowrl.config.source import parse_json, read, read_json
 
 Record = Mapping[str, float]
 """Metrics of a step, with `step`. Values that are not finite are NaN."""
@@ -65,7 +64,7 @@ def read_metrics(path: Path) -> list[Record]:
         if not line:
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             values = {name: math.nan if value is None else float(value) for name, value in record.items()}
             records.append(values | {"step": int(record["step"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -80,11 +79,11 @@ def read_metrics(path: Path) -> list[Record]:
 def _read_object(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object of a file, or None if the file does not exist."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): remove or restore the file") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): remove or restore the file") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object: remove or restore the file")
     return value

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 import yaml
 
 from flowrl.checkpoints.system_info import SYSTEM_FILE, describe_system
+from flowrl.config.source import read_json
 from flowrl.config.user_errors import UserError
 from flowrl.data.console import LogFormatter
 from flowrl.data.metric import finite
@@ -310,7 +311,7 @@ def _is_current(path: Path, file: TextIO) -> bool:
 
 def _locked_error(folder: Path) -> RunFolderError:
     try:
-        owner = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        owner = read_json(folder / LOCK)
         process = f"process {owner['pid']} on {owner['host']}"
     except (OSError, ValueError):
         process = "another process"

@@ -1,6 +1,11 @@
-"""Parses YAML into plain values and records the file and line of each key."""
+"""Reads files of users: YAML as plain values with the file and line of each key, JSON, and text.
 
+Pipes, devices and files beyond a size limit are rejected before they are read, because a read may never end.
+"""
+
+import json
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,8 +13,75 @@ from typing import Any, ClassVar
 import yaml
 
 from flowrl.config.base import ConfigError
+from flowrl.config.user_errors import UserError
 
 Key = tuple[str | int, ...]
+
+_MAX_YAML_MB = 1
+"""Maximum size of a YAML file in MB. PyYAML takes about 10 s for it."""
+
+_MAX_SETTINGS = 20_000
+"""Maximum number of settings and list entries. The content of an alias counts at each use."""
+
+
+MAX_MB = 256
+"""Maximum size of a text file in MB (10^6 bytes). The largest tokenizers have 40 MB."""
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class InputFileError(UserError):
+    """Raised if a file must not be read, or is not UTF-8 text or JSON."""
+
+
+def find_file_problem(path: Path, max_mb: float | None = MAX_MB) -> str | None:
+    """Returns why a file must not be read: it is a pipe, a device or a socket, or has more than `max_mb` MB.
+
+    Returns None for folders and for files that do not exist, whose reader reports the error.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
+        return f"is {kind}, which may never end: use a regular file"
+    if max_mb is not None and status.st_size > max_mb * 1e6:
+        return f"has {status.st_size / 1e6:,.0f} MB, but at most {max_mb:g} MB are allowed: use a smaller file"
+    return None
+
+
+def read_text(path: Path, max_mb: float | None = MAX_MB) -> str:
+    """Returns the content of a UTF-8 file. Raises OSError if it cannot be opened, and otherwise InputFileError."""
+    if problem := find_file_problem(path, max_mb):
+        raise InputFileError(f"{path} {problem}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputFileError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): restore the file, or convert it"
+        ) from error
+
+
+def read_json(path: Path, max_mb: float | None = MAX_MB) -> Any:  # Any: a value of JSON
+    """Returns the value of a JSON file. Raises OSError if it cannot be opened, and otherwise InputFileError."""
+    text = read_text(path, max_mb)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise InputFileError(f"{path} is not valid JSON ({error}): restore or correct the file") from error
+
+
+def parse_json(text: str | bytes) -> Any:  # Any: a value of JSON
+    """Returns the value of JSON text. Raises ValueError, also for thousands of nested lists or objects."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deeply") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -97,8 +169,10 @@ def _entry(group: dict[str, Any] | list[Any], name: str | int, key: Key, where: 
 def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:
     """Parses YAML. Returns the value and the location of each key. Raises ConfigError."""
     loader = _Loader(text)
+    origins: dict[Key, str] = {(): where}
     try:
         node = loader.get_single_node()
+        _note_origins(node, (), where, numbered, origins)
         value = loader.construct_document(node) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -109,24 +183,30 @@ def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]
                 f"{spot}: has a tab, which YAML does not allow here: replace the tab by spaces"
             ) from error
         raise ConfigError(f"{spot}: not valid YAML, {problem}") from error
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example !!int before text
         raise ConfigError(f"{where}: not valid YAML, {error}") from error
+    except RecursionError:
+        raise ConfigError(
+            f"{where}: groups of settings are nested too deeply, or an alias contains itself: remove groups or the "
+            f"alias"
+        ) from None
     finally:
         loader.dispose()
-    origins: dict[Key, str] = {(): where}
-    _note_origins(node, (), where, numbered, origins)
     return value, origins
 
 
 def read(path: Path) -> Source:
     """Returns the settings in the YAML file `path`. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, _MAX_YAML_MB)
+    except InputFileError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
         if re.match(r"[\w.]+=", str(path)):
             raise ConfigError(f"{path} is a setting, but the first argument is the YAML file of a recipe") from error
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read, {reason}{folder_hint(path)}") from error
+        raise ConfigError(f"{path}: cannot be read, {error.strerror}{folder_hint(path)}") from error
     values, origins = parse(text, str(path), numbered=True)
     if not isinstance(values, dict):
         problem = "is empty" if values is None else f"is a {type(values).__name__}"
@@ -155,6 +235,12 @@ def _note_origins(node: yaml.Node | None, key: Key, where: str, numbered: bool, 
         if (*key, name) in origins:
             raise ConfigError(f"{origin}: {dotted((*key, name))} is set twice: remove one")
         origins[(*key, name)] = origin
+        if len(origins) > _MAX_SETTINGS:
+            top, *_ = (*key, name)
+            raise ConfigError(
+                f"{origins[(top,)]}: with {top}, the file has more than {_MAX_SETTINGS:,} settings: remove aliases or "
+                f"settings"
+            )
         _note_origins(child, (*key, name), where, numbered, origins)
 
 

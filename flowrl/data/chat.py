@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from flowrl.config.data.data_settings import TEMPLATE_FILE
@@ -21,6 +20,7 @@ from flowrl.data.template import (
     read_chat_template,
     read_own_template,
     read_template,
+    render_conversation,
     resolve_flat_stop_ids,
 )
 from flowrl.data.turn_layout import Span, TurnLayout, infer_end, locate_responses, make_layout, text_after
@@ -504,25 +504,11 @@ class ChatTokenizer:
         Raises:
             DataError: the chat template rejects the conversation.
         """
-        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=generate,
-                chat_template=self._template.chat_template,
-                **options,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            speakers = ", ".join(str(message["role"]) for message in messages)
-            # A template file without a chat template uses the one of the tokenizer.
-            source = self.path if self._settings.chat_template is None else self._source
-            raise DataError(
-                f"the chat template in {source} raised {type(error).__name__} for a conversation of {speakers}: "
-                f"{error}; correct the template or the conversation"
-            ) from error
-        assert isinstance(text, str)
-        return text
+        # A template file without a chat template uses the one of the tokenizer.
+        source = self.path if self._settings.chat_template is None else self._source
+        return render_conversation(
+            self._tokenizer, self._template.chat_template or "", messages, source, generate=generate, tools=tools
+        )
 
     @cached_property
     def _backend(self) -> Any:  # Any: tokenizers.Tokenizer, or None
@@ -596,4 +582,9 @@ def _load_tokenizer(path: Path) -> Any:  # Any: transformers types token ids too
         raise DataError(
             f"no tokenizer can be loaded from {path}: not a local directory with tokenizer.json and "
             f"tokenizer_config.json, and not found on the Hub; give a folder written by save_pretrained"
+        ) from error
+    except (AttributeError, LookupError, RecursionError, TypeError) as error:  # JSON with other content
+        raise DataError(
+            f"no tokenizer can be loaded from {path}: its tokenizer.json has no tokenizer ({type(error).__name__}); "
+            f"give a folder written by save_pretrained"
         ) from error

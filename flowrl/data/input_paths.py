@@ -3,7 +3,6 @@
 Such a library takes seconds to import, and retries if a path does not exist.
 """
 
-import json
 import os
 import re
 import ssl
@@ -18,6 +17,8 @@ from urllib.request import Request, urlopen
 
 from huggingface_hub import constants
 
+from flowrl.config.source import MAX_MB, InputFileError, find_file_problem, read_json
+
 MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 """Names of the maximum sequence length in the configuration of a language model."""
 
@@ -26,6 +27,18 @@ _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templat
 """Patterns of the files of a model, except weights."""
 _OTHER_FORMAT = re.compile(r"\.(csv|tsv|xlsx?)(\.gz|\.zst)?$", re.IGNORECASE)
 """File extensions of tables that flowrl does not read."""
+_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""File extensions in the folder of a model whose files are read completely before they are parsed."""
+_SETTINGS_FILES = (
+    "adapter_config.json",
+    "added_tokens.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+"""Small files in the folder of a model. Each has a JSON object."""
 _CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for the Hub over all its addresses."""
 
@@ -53,7 +66,7 @@ def read_text_config(model: Path) -> Mapping[str, Any]:  # Any: JSON values
     """
     file = find_model_file(model, "config.json")
     try:
-        settings = None if file is None else json.loads(file.read_text(encoding="utf-8"))
+        settings = None if file is None else read_json(file)
     except (OSError, ValueError):
         return {}
     if not isinstance(settings, Mapping):
@@ -87,11 +100,11 @@ def download_model_file(model: Path, name: str) -> Path | None:
 def find_model_problem(path: Path) -> str | None:
     """Returns why no model can be loaded from `path`: a local directory, or a name on the Hugging Face Hub.
 
-    Returns None if the directory has no foreign links, the model is in the cache, or the Hub is reachable. Waits for
-    the Hub for up to 3 seconds.
+    Returns None if the directory is valid, the model is in the cache, or the Hub is reachable. Waits for the Hub for up
+    to 3 seconds.
     """
     if path.is_dir():
-        return _find_foreign_link(path)
+        return _find_folder_problem(path)
     if path.exists():
         return "it is a file, not a directory: set the directory that contains it"
     if not _HUB_NAME.fullmatch(str(path)):
@@ -122,6 +135,27 @@ def _find_foreign_link(folder: Path) -> str | None:
     return None
 
 
+def _find_folder_problem(folder: Path) -> str | None:
+    """Returns why a file in the folder of a model must not be read, or why a file of its settings is invalid."""
+    if problem := _find_foreign_link(folder):
+        return problem
+    try:
+        files = sorted(folder.iterdir())
+    except OSError as error:
+        return f"it cannot be read ({error.strerror}): make the directory readable"
+    for file in files:
+        if problem := find_file_problem(file, MAX_MB if file.suffix in _TEXT_SUFFIXES else None):
+            return f"its {file.name} {problem}"
+        if file.name in _SETTINGS_FILES and file.is_file():
+            try:
+                settings = read_json(file)
+            except (OSError, InputFileError) as error:
+                return f"its settings are corrupt: {error}"
+            if not isinstance(settings, Mapping):
+                return f"its {file.name} is a {type(settings).__name__}, but must be a JSON object: restore the file"
+    return None
+
+
 def find_dataset_problem(path: Path) -> str | None:
     """Returns why no dataset can be read from `path`, or None.
 
@@ -139,7 +173,9 @@ def find_dataset_problem(path: Path) -> str | None:
                 f"{table[1]} is not supported: convert the file to JSON lines (.jsonl) or parquet, for example with "
                 "pandas"
             )
-        is_empty = path.is_file() and path.stat().st_size == 0
+        if problem := find_file_problem(path, max_mb=None):
+            return f"it {problem}"
+        is_empty = path.stat().st_size == 0
         return "the file is empty: write one conversation per line (docs/data.md)" if is_empty else None
     if len(path.parts) == 2 and not path.suffix and _HUB_NAME.fullmatch(str(path)):
         return _find_hub_dataset_problem(path)

@@ -16,6 +16,7 @@ from flowrl.data.order.success_order import SuccessOrder
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import select_turns
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
+from flowrl.data.template import naming_row
 
 _logger = logging.getLogger(__name__)
 
@@ -135,7 +136,8 @@ def tokenize_prompt(
 
 def _encode(prompt: Conversation, tokenizer: ChatTokenizer) -> list[int]:
     try:
-        return tokenizer.encode_prompt(prompt.messages)
+        with naming_row(prompt.location):
+            return tokenizer.encode_prompt(prompt.messages)
     except MissingEmbeddingError as error:
         raise RowProblem("no_embedding", str(error)) from error
     except DataError as error:

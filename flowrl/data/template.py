@@ -1,16 +1,42 @@
-"""The conversation template file: chat template, system message, end of the assistant's turn, and stop tokens."""
+"""The conversation template file (chat template, system message, end of the assistant's turn, stop tokens), and
+rendering with a chat template.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.config.source import InputFileError, read_json, read_text
+from flowrl.config.user_errors import UserError
+from flowrl.data.console import shorten
 from flowrl.data.messages import DataError
+from flowrl.data.time_limit import TimeLimitError, time_limit
+
+_MAX_RENDER_S = 5.0
+"""Seconds in which a chat template must render a conversation. It takes less than a millisecond."""
+
+_MAX_TEMPLATE = 200_000
+"""Maximum number of characters of a chat template. Published ones have up to 20,000."""
+
+_MAX_REASON = 1_000
+"""Maximum number of characters of the error of a chat template."""
+
+_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+                    MemoryError)  # fmt: skip
+"""Errors that an expression of a chat template can raise."""
 
 _IGNORED = ("response_format_tags",)
 """Keys of ColossalChat's files that flowrl does not use."""
+
+
+class TemplateTimeError(UserError):
+    """Raised if a chat template takes too long. It is no DataError, because the template, not the row, is invalid."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +97,7 @@ def read_own_template(folder: Path) -> ConversationTemplate | None:
 def read_chat_template(file: Path, named_by: Path) -> str:
     """Returns the text of a file with a chat template. Raises DataError if the file cannot be read."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{named_by}: chat_template {file} cannot be read ({error}): correct the file") from error
 
@@ -79,8 +105,10 @@ def read_chat_template(file: Path, named_by: Path) -> str:
 def _read_file(path: Path) -> ConversationTemplate:
     """Returns the values of a conversation template file. Raises DataError if it is invalid."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = read_json(path)
+    except InputFileError as error:
+        raise DataError(f"conversation template {error}; it must be a JSON object") from error
+    except OSError as error:
         raise DataError(f"conversation template {path} {_read_problem(error)}") from error
     if not isinstance(values, dict):
         raise DataError(f"conversation template {path} is a {type(values).__name__}, but must be a JSON object")
@@ -104,7 +132,7 @@ def _read_file(path: Path) -> ConversationTemplate:
     )
 
 
-def _read_problem(error: Exception) -> str:
+def _read_problem(error: OSError) -> str:
     """Returns why a template file cannot be read, and the fix."""
     if isinstance(error, FileNotFoundError):
         return (
@@ -113,12 +141,7 @@ def _read_problem(error: Exception) -> str:
         )
     if isinstance(error, IsADirectoryError):
         return "is a folder: set the path of a file in it"
-    if isinstance(error, OSError):
-        return f"cannot be read ({error.strerror}): make the file readable"
-    if isinstance(error, UnicodeDecodeError):
-        return "is not UTF-8 text: set a JSON file, such as one written by `flowrl data template`"
-    reason = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)
-    return f"is not valid JSON ({reason}): write a JSON object"
+    return f"cannot be read ({error.strerror}): make the file readable"
 
 
 def _resolve_path(chat_template: str | None, folder: Path) -> str | None:
@@ -180,6 +203,52 @@ def resolve_flat_stop_ids(ids: Sequence[int], end_ids: Sequence[int], path: Path
         f"end_of_assistant has the tokens {list(end_ids)}: write {[list(ids)]} for one sequence, or "
         f"{[[token] for token in ids]} for alternatives"
     )
+
+
+def render_conversation(
+    tokenizer: Any,  # Any: transformers types token ids too loosely
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    source: Path,
+    *,
+    generate: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Returns the text of a conversation, rendered with the Jinja text of a chat template.
+
+    Raises DataError if the template rejects the conversation, and TemplateTimeError if it needs more than
+    `_MAX_RENDER_S` seconds in the main thread. `source` is the file or folder with the template.
+    """
+    name = f"the chat template in {source}"
+    if len(template) > _MAX_TEMPLATE:
+        raise DataError(f"{name} has {len(template):,} characters, more than {_MAX_TEMPLATE:,}: use a shorter one")
+    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    speakers = shorten(", ".join(str(message["role"]) for message in messages), _MAX_REASON)
+    try:
+        with time_limit(_MAX_RENDER_S):
+            return tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generate, chat_template=template, **options
+            )
+    except TimeLimitError as error:
+        raise TemplateTimeError(
+            f"{name} took more than {_MAX_RENDER_S:g} s for a conversation of {speakers}: remove nested loops from the "
+            f"template"
+        ) from error
+    except _ERRORS as error:
+        reason = shorten(" ".join(str(error).split()), _MAX_REASON)
+        raise DataError(
+            f"{name} raised {type(error).__name__} for a conversation of {speakers}: {reason}; correct the template or "
+            f"the conversation"
+        ) from error
+
+
+@contextmanager
+def naming_row(location: str) -> Iterator[None]:
+    """Adds the location of a row to a TemplateTimeError of the block."""
+    try:
+        yield
+    except TemplateTimeError as error:
+        raise TemplateTimeError(f"{location}: {error}") from error
 
 
 def template_values(template: ConversationTemplate) -> Mapping[str, Any]:

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from flowrl.config.source import parse_json, read_text
+from flowrl.config.user_errors import UserError
+
 FILE = "health.jsonl"
 """Name of the file in the run folder."""
 
@@ -46,6 +49,9 @@ def read_findings(run_folder: Path | str) -> list[Finding]:
     """
     path = Path(run_folder) / FILE
     names = [field.name for field in fields(Finding)]
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    rows = [json.loads(line) for line in lines if line]
-    return [Finding(**{name: row[name] for name in names}) for row in rows]
+    lines = read_text(path, max_mb=None).split("\n") if path.exists() else []
+    try:
+        rows = [parse_json(line) for line in lines if line]
+        return [Finding(**{name: row[name] for name in names}) for row in rows]
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{path} has a line that is not a finding ({error}): remove or restore the file") from error

@@ -14,7 +14,7 @@ from typing import Any
 from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_metrics, read_summary, read_system
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.system_info import SYSTEM_FILE
-from flowrl.config.source import parse
+from flowrl.config.source import parse, parse_json, read_text
 from flowrl.data.input_paths import find_model_file, is_hub_name
 from flowrl.data.metric import finite
 from flowrl.health import read_findings
@@ -153,9 +153,9 @@ def _read_metadata(path: Path) -> Any:  # Any: a value of YAML or JSON
 
     Raises OSError or ValueError.
     """
-    text = path.read_text(encoding="utf-8-sig")
+    text = read_text(path).removeprefix("\ufeff")
     if path.suffix == ".json":
-        return json.loads(text)
+        return parse_json(text)
     header = re.match(r"---\s*\n(.*?)\n---\s*$", text, re.DOTALL | re.MULTILINE)
     return None if header is None else parse(header[1], str(path), numbered=False)[0]
 

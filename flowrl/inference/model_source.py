@@ -1,6 +1,5 @@
 """Finds the model that a command uses: a model, a run, a checkpoint or an adapter, as a folder for transformers."""
 
-import json
 import logging
 import re
 import tempfile
@@ -10,7 +9,7 @@ from typing import Literal
 
 from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, read_checkpoint
 from flowrl.config import ModelConfig, UserError
-from flowrl.config.source import read
+from flowrl.config.source import read, read_json
 from flowrl.data.folders.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
 from flowrl.data.input_paths import find_model_problem
 
@@ -154,7 +153,7 @@ def _read_base(adapter: Path) -> str:
     """Returns the base model of an adapter. Raises ModelSourceError if the adapter does not name one."""
     file = adapter / _ADAPTER_SETTINGS
     try:
-        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = read_json(file)["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelSourceError(
             f"{file} names no base model ({error}): pass the base model, and the adapter with --adapter"

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from flowrl.config.source import find_file_problem
 from flowrl.data.messages import Conversation, DataError, Message
 from flowrl.data.reading.kinds import select_turns
 from flowrl.data.reading.raw_rows import RawChunk
 from flowrl.data.reading.reader import parse_rows, read_conversations
 from flowrl.data.reading.row_problems import RowCounts
+from flowrl.data.template import naming_row
 
 if TYPE_CHECKING:
     from flowrl.data.chat import ChatTokenizer  # imports transformers
@@ -64,6 +66,8 @@ def read_prompt_rows(
 def _read_bytes(source: str, stdin: BinaryIO) -> bytes:
     if source == STDIN:
         return stdin.read()
+    if problem := find_file_problem(Path(source), max_mb=None):
+        raise DataError(f"prompts cannot be read from {source}: it {problem}, or - for standard input")
     try:
         return Path(source).read_bytes()
     except OSError as error:
@@ -140,7 +144,8 @@ def _encode(row: Conversation, chat: "ChatTokenizer", *, is_raw: bool) -> tuple[
             f"or use one message per prompt"
         )
     try:
-        ids = chat.encode_text(row.messages[0].content)[0] if is_raw else chat.encode_prompt(row.messages)  # pyright: ignore[reportGeneralTypeIssues] (a prompt has a message)
+        with naming_row(row.location):
+            ids = chat.encode_text(row.messages[0].content)[0] if is_raw else chat.encode_prompt(row.messages)  # pyright: ignore[reportGeneralTypeIssues] (a prompt has a message)
     except DataError as error:
         raise DataError(f"{row.location}: {error}") from error
     if not ids:

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Protocol, TextIO
 
 from flowrl.checkpoints.run_folder import replacing
 from flowrl.config import UserError
+from flowrl.config.source import parse_json
 from flowrl.data.metric import finite
 
 Row = Mapping[str, Any]  # Any: values of JSON
@@ -125,7 +126,7 @@ class ResumableFile:
                     raise self._foreign_error()
                 break  # the program was killed while it wrote the line
             try:
-                value = json.loads(line)
+                value = parse_json(line)
                 if position == 0:
                     old = value[_HEADER]
                 else:

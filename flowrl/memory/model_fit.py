@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from flowrl.config import ConfigError, ModelRoleConfig, TrainedConfig
+from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import RolePlan
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
 from flowrl.memory.model_size import ModelSize, read_model_size
@@ -59,7 +60,7 @@ def read_num_token_ids(folder: Path) -> tuple[int, int] | None:
     An added token occurs only if a text or a template contains it. Returns None if `tokenizer.json` cannot be read.
     """
     try:
-        settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        settings = read_json(folder / "tokenizer.json")
         vocabulary = settings["model"]["vocab"]
         # Unigram models have a list of (token, score), in which the index is the id.
         ids = set(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
@@ -73,7 +74,7 @@ def read_weight_names(folder: Path) -> frozenset[str]:
     """Returns the names of the weights in the safetensors files of `folder`; empty if they cannot be read."""
     try:
         if (index := folder / "model.safetensors.index.json").is_file():
-            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            return frozenset(read_json(index)["weight_map"])
         with (folder / "model.safetensors").open("rb") as file:
             # The file starts with the length of its JSON header, which has an entry per weight.
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -3,11 +3,12 @@
 Widths per token: D hidden states, Q all query heads, K all key heads (values have the same width), M the MLP.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from flowrl.config.source import read_json
 
 Linears = tuple[tuple[str, int, int], ...]
 """Name, input width and output width of each matrix of a layer."""
@@ -76,7 +77,7 @@ class ModelSize:
 def read_model_size(folder: Path) -> ModelSize | None:
     """Returns the size of the model in `folder`; None if `config.json` is missing or the family is unsupported."""
     try:
-        return model_size_from_config(json.loads((folder / "config.json").read_text()))
+        return model_size_from_config(read_json(folder / "config.json"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -89,7 +90,7 @@ def find_size_problem(folder: Path) -> str | None:
         return "which is not a local directory: download the model, and set its directory"
     path = folder / "config.json"
     try:
-        family = json.loads(path.read_text())["model_type"]
+        family = read_json(path)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return "which has no config.json with a model_type: save the model with save_pretrained"
     if family in (*_NORMS, "gpt2", "opt"):

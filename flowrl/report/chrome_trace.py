@@ -1,6 +1,5 @@
 """Reads and writes `trace.json`: call events in the Chrome trace format (Perfetto, chrome://tracing)."""
 
-import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.config.source import read_json
 from flowrl.config.user_errors import UserError
 from flowrl.data.events import MAX_COUNTS, CallEvent, Counted
 from flowrl.report.trace import CallParts, call_parts
@@ -201,7 +201,7 @@ def read_trace(path: Path) -> Trace:
     file = RunFolder(path).trace if path.is_dir() else path
     fix = "pass the output folder of a finished run, or its trace.json"
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file, max_mb=None)
         events = [_parse_event(entry) for entry in value["traceEvents"] if entry["ph"] == "X"]
         resumes = [Resume(**entry["args"]) for entry in value["traceEvents"] if entry["ph"] == "i"]
         origin_ns = _origin_ns(events)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from flowrl.checkpoints.run_folder import replacing
 from flowrl.config import RolloutLogConfig, UserError
+from flowrl.config.source import parse_json
 from flowrl.data.metric import finite
 
 Kind = Literal["training", "evaluation"]
@@ -219,7 +220,7 @@ def _missing_step(folder: Path, kind: Kind, step: int) -> str:
 def parse_line(path: Path, number: int, line: str) -> Row:
     """Returns the row of a line of a shard, with all columns. Raises RolloutLogError if it is no JSON object."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         row = None
     if not isinstance(row, dict):

@@ -16,8 +16,8 @@ except ImportError as error:
         f"flowrl.rewards.math needs the library math-verify ({error}): pip install 'flowrl[rewards]'"
     ) from error
 
+from flowrl.data.time_limit import TimeLimitError, time_limit
 from flowrl.rewards.numbers import join_signs
-from flowrl.rewards.time_limit import TimeLimitError, time_limit
 
 _MAX_CHARACTERS = 20_000
 """Characters at the end of a response that are searched for the answer."""

@@ -17,7 +17,7 @@ except ImportError as error:
         f"flowrl.rewards.reasoning_gym needs the library reasoning-gym ({error}): pip install 'flowrl[rewards]'"
     ) from error
 
-from flowrl.rewards.time_limit import TimeLimitError, time_limit
+from flowrl.data.time_limit import TimeLimitError, time_limit
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _MAX_CHARACTERS = 20_000

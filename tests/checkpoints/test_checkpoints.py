@@ -104,7 +104,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "actor/a" in message and os.strerror(errno.ENOENT) in message
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[" * 200_000, "[]", "{}", '{"format": 1}'])
 def test_a_corrupt_manifest_is_an_error_and_not_removed(tmp_path: Path, text: str) -> None:
     folder = save(tmp_path, 1)
     (folder / "manifest.json").write_text(text)

@@ -64,7 +64,7 @@ def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize("line", ["no json", "[1]", '{"kl": 1.0}', '{"step": 1, "kl": [2]}'])
+@pytest.mark.parametrize("line", ["no json", "[" * 200_000, "[1]", '{"kl": 1.0}', '{"step": 1, "kl": [2]}'])
 def test_a_corrupt_line_is_reported_with_its_number(tmp_path: Path, line: str) -> None:
     path = write_lines(tmp_path / "metrics.jsonl", [json.dumps({"step": 0}), line, json.dumps({"step": 2})])
     with pytest.raises(UserError, match="line 2"):

@@ -1,5 +1,6 @@
 """Settings in YAML files and overrides are read. A file that is not a valid config file is rejected with its line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from recipes.sft.config import SFTConfig
 from tests.config.ppo_file import error_of, rewrite
-from tests.errors import missing_facts
+from tests.errors import missing_facts, rejects
 
 
 def test_a_number_with_an_exponent_and_no_dot_is_a_number(ppo: Path) -> None:
@@ -183,3 +184,37 @@ def test_a_setting_of_a_bare_name_can_be_overridden(ppo: Path) -> None:
 def test_reading_a_config_does_not_load_torch_or_ray() -> None:
     code = "import sys, recipes.ppo.config, flowrl.cli; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_aliases_that_expand_to_many_settings_are_rejected_with_their_line(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with rejects(f"{tmp_path}/bomb.yaml:5", "a4", error=ConfigError):
+        load(tmp_path / "bomb.yaml", [], SFTConfig)
+
+
+@pytest.mark.parametrize("text", ["steps: &a [*a]", "steps: " + "[" * 3000 + "]" * 3000])
+def test_endless_and_deep_groups_are_rejected(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.yaml").write_text(text)
+    with rejects(f"{tmp_path}/deep.yaml", error=ConfigError):
+        load(tmp_path / "deep.yaml", [], SFTConfig)
+    with rejects(error=ConfigError):
+        load(None, [text.replace(": ", "=")], SFTConfig)
+
+
+def test_an_alias_is_replaced_by_its_settings(ppo: Path) -> None:
+    actor, critic = ppo.read_text().split("critic:")
+    actor, critic = actor.replace("{lr:", "&optimizer {lr:"), critic.replace("{lr: 1e-4}", "*optimizer")
+    ppo.write_text(f"{actor}critic:{critic}")
+    config = load(ppo, [], PPOConfig)
+    assert config.actor.optimizer.lr == config.critic.optimizer.lr == 1e-4
+
+
+def test_a_config_that_is_a_pipe_or_too_large_is_rejected(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    (tmp_path / "large.yaml").write_text("# " + "x" * 2_000_000)
+    for name in ("pipe", "zero", "large"):
+        with rejects(tmp_path / f"{name}.yaml", error=ConfigError):
+            load(tmp_path / f"{name}.yaml", [], SFTConfig)

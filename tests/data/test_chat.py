@@ -274,3 +274,11 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected_for_two_responses(tm
     chat = make(tmp_path, template="{% for m in messages[-2:] %}{{ m['content'] }}{% endfor %}</s>")
     with rejects("template", tmp_path, "earlier", error=DataError):
         chat.encode_example(TWICE)
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "[]", "null", "{}"])
+def test_a_tokenizer_file_with_other_content_is_rejected(tmp_path: Path, content: str) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with rejects(tmp_path, "tokenizer.json", error=DataError):
+        ChatTokenizer(tmp_path)

@@ -1,5 +1,7 @@
 """A missing model or dataset is recognized at once, with the reason."""
 
+import io
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from flowrl.data.chat import ChatTokenizer
 from flowrl.data.input_paths import download_model_file, find_dataset_problem, find_model_file, find_model_problem
 from flowrl.data.prompts import DataError, read_conversations
+from flowrl.inference.prompt_file import read_prompt_rows
 from tests.errors import missing_facts, rejects
 from tests.hub_cache import REVISION, make_snapshot
 
@@ -156,3 +160,37 @@ def test_a_dataset_must_be_a_file_with_content(tmp_path: Path) -> None:
     assert find_dataset_problem(empty) is not None
     empty.write_text("{}\n")
     assert find_dataset_problem(empty) is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors", "vocab.txt"])
+def test_a_model_with_an_endless_file_is_rejected(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/dev/zero")
+    problem = find_model_problem(tmp_path)
+    assert problem is not None and name in problem
+    with rejects(tmp_path, name):
+        ChatTokenizer(tmp_path)
+
+
+def test_a_tokenizer_beyond_the_size_limit_is_rejected_and_large_weights_are_not(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(300_000_000)  # sparse
+    assert not missing_facts(find_model_problem(tmp_path) or "", "tokenizer.json", 300, 256)
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "[]", "{", "null"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_model_with_invalid_settings_is_rejected(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    problem = find_model_problem(tmp_path)
+    assert problem is not None and name in problem
+
+
+def test_a_dataset_that_is_a_pipe_or_a_device_is_rejected(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in (tmp_path / "rows.jsonl", Path("/dev/zero")):
+        assert find_dataset_problem(path) is not None
+        with rejects(path, error=DataError):
+            read_conversations(path)
+        with rejects(path, error=DataError):
+            read_prompt_rows(str(path), io.BytesIO())

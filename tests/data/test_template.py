@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from flowrl.config import UserError
 from flowrl.data.chat import ChatTokenizer, DataError, Message, has_same_rendering
-from flowrl.data.template import ConversationTemplate, read_own_template, read_template, write_template
+from flowrl.data.messages import Conversation
+from flowrl.data.prompts import tokenize_prompts
+from flowrl.data.template import (
+    ConversationTemplate,
+    TemplateTimeError,
+    read_own_template,
+    read_template,
+    write_template,
+)
 from recipes.quickstart.prepare import save_tokenizer
 from tests.data.test_golden_templates import CASES, marked, tokenizer, turns
-from tests.errors import rejects
+from tests.errors import missing_facts, rejects
 
 
 def file(folder: Path, **values: object) -> Path:
@@ -215,3 +224,52 @@ def test_a_model_folder_with_a_template_file_uses_it(tmp_path: Path) -> None:
         .decode_all(ChatTokenizer(path).encode_prompt([Message("user", "a")]))
         .endswith("<|assistant|>\n")
     )
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DEEP_MACRO = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fact"),
+    [
+        (ENDLESS, "0.2"),
+        (DEEP_MACRO, "RecursionError"),
+        ("{{ 'a' * 10 ** 18 }}", "MemoryError"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
+        ("{{ 1 }}" + " " * 300_000, "200000"),
+    ],
+)
+def test_a_template_that_cannot_render_is_named(
+    tmp_path: Path, template: str, fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowrl.data.template._MAX_RENDER_S", 0.2)
+    path = file(tmp_path, chat_template=template, end_of_assistant="</s>")
+    chat = ChatTokenizer(tokenizer(tmp_path / "model"), path)
+    with pytest.raises(UserError) as caught:
+        chat.encode_prompt([Message("user", "a")])
+    assert not missing_facts(str(caught.value).replace(",", ""), path, fact)
+
+
+def test_a_template_that_is_slow_for_a_row_is_named_with_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowrl.data.template._MAX_RENDER_S", 0.2)
+    template = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+    path = file(tmp_path, chat_template=template, end_of_assistant="</s>")
+    chat = ChatTokenizer(tokenizer(tmp_path / "model"), path)
+    rows = [
+        Conversation((Message("user", text),), file=Path("a.jsonl"), line=i) for i, text in enumerate(("a", "slow"))
+    ]
+    with rejects("a.jsonl", 1, path, error=TemplateTimeError):
+        tokenize_prompts(rows, chat, max_prompt_tokens=8, strict=False)
+
+
+def test_the_message_of_a_template_is_one_short_line(tmp_path: Path) -> None:
+    chat = ChatTokenizer(
+        tokenizer(tmp_path / "model"),
+        file(tmp_path, chat_template="{{ raise_exception('a\nb' * 1000000) }}", end_of_assistant="</s>"),
+    )
+    with pytest.raises(DataError) as caught:
+        chat.encode_prompt([Message("user", "a")])
+    assert len(str(caught.value)) < 2000 and "\n" not in str(caught.value)

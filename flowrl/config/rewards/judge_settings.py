@@ -18,6 +18,7 @@ from flowrl.config.model import ModelConfig
 from flowrl.config.roles import RoleConfig, RolloutConfig, VllmConfig
 from flowrl.config.rollout.capabilities import EngineCapabilities
 from flowrl.config.rollout.engines import DEFAULT_ENGINE, check_engine, get_capabilities
+from flowrl.config.source import read_text
 
 POINTWISE_PROMPT = """Rate how well the response answers the request.
 
@@ -221,7 +222,7 @@ class JudgeConfig(RoleConfig):
         if self.prompt_file is None:
             return self.prompt or (POINTWISE_PROMPT if self.kind == "pointwise" else PAIRWISE_PROMPT)
         try:
-            text = self.prompt_file.read_text(encoding="utf-8")
+            text = read_text(self.prompt_file)
         except (OSError, ValueError) as error:
             raise ValueError(f"prompt_file {self.prompt_file} cannot be read ({error}): correct the path") from error
         self.check_prompt(text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.config.source import read_json
 from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
 from flowrl.data.messages import Conversation, DataError, Message
 from flowrl.data.preparation.folder_writer import FORMAT_VERSION, VERSION_WITHOUT_TEXT_PREFIX
@@ -105,7 +106,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
         """Opens the folder. Raises DataError if it is incomplete, or if another version of flowrl wrote it."""
         self.path = path
         try:
-            self.manifest: Mapping[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            self.manifest: Mapping[str, Any] = read_json(path / MANIFEST)
             self._version = self.manifest["version"]
             self.kind: Kind = self.manifest["kind"]
             is_same = self._version == VERSION_WITHOUT_TEXT_PREFIX and self.kind != "text"

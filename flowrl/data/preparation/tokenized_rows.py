@@ -10,6 +10,7 @@ from flowrl.data.messages import Conversation, DataError
 from flowrl.data.prompts import tokenize_prompt
 from flowrl.data.reading.kinds import Kind
 from flowrl.data.reading.row_problems import RowProblem
+from flowrl.data.template import naming_row
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def tokenize_row(
             is_truncated = prompt.conversation.messages != row.messages
             tokenized = TokenizedRow(prompt.conversation, (side,), is_truncated)
         else:
-            sides = tuple(_encode_sides(row, kind, tokenizer, turns))
+            with naming_row(row.location):
+                sides = tuple(_encode_sides(row, kind, tokenizer, turns))
             tokenized = _truncate(TokenizedRow(row, sides), limits)
     except MissingEmbeddingError as error:
         raise RowProblem("no_embedding", str(error)) from error

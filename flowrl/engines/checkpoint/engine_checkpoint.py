@@ -7,7 +7,6 @@ All collectives run in `save` and `result`, on the caller's thread and in the ro
 only writes files. torch's `async_save` is not used, because it runs collectives on a second thread during training.
 """
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from flowrl.config.source import read_json
 from flowrl.data.checksums import (
     CheckpointError,
     ChecksummedFile,
@@ -225,7 +225,7 @@ def load(engine: CheckpointedEngine, folder: Path) -> None:
     engine.restore(index.engine_state)
     file = folder / random_state_file(_rank(engine.group))
     if file.is_file():
-        restore_random_state(json.loads(file.read_text(encoding="utf-8")))
+        restore_random_state(read_json(file))
 
 
 def write_error_message(folder: Path, error: OSError) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config import LoraConfig, ModelConfig
+from flowrl.config.source import read_json
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.checkpoint.engine_checkpoint import MODEL
@@ -128,7 +129,7 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
 def adapter_base(checkpoint: Path) -> Path | None:
     """Returns the path of the base model. Returns None if the checkpoint has no adapter."""
     file = checkpoint / DESCRIPTION / _ADAPTER
-    return ModelConfig.model_validate(json.loads(file.read_text())["model"]).path if file.is_file() else None
+    return ModelConfig.model_validate(read_json(file)["model"]).path if file.is_file() else None
 
 
 def _description_folder(checkpoint: Path) -> Path:
@@ -172,7 +173,7 @@ def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> TrainedMo
     """Loads the base model, and adds the trained weights of a checkpoint: the adapter, and the head of a critic or a
     reward model.
     """
-    settings = json.loads((description / _ADAPTER).read_text())
+    settings = read_json(description / _ADAPTER)
     base, lora = ModelConfig.model_validate(settings["model"]), LoraConfig.model_validate(settings["lora"])
     if _is_critic(weights):
         model = load_critic(base)

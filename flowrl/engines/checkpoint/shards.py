@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_planned
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from flowrl.config.source import read_json
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.dtypes import dtype_name, torch_dtype
 
@@ -94,7 +95,7 @@ def format_index(metadata: Metadata, locations: ShardLocations, engine_state: Ma
 def read_index(folder: Path) -> Index:
     """Reads the index of a folder. Raises CheckpointError if the index is missing, corrupt or has another format."""
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(folder / INDEX)
         index_format = index["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} has no checkpoint: {INDEX} cannot be read ({error})") from error

@@ -4,7 +4,6 @@ A model is created on the meta device, where weights take no memory, and is then
 shards and reads them from the safetensors files.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from flowrl.config.source import read_json
 from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.parameters import set_parameter, unique_parameters
 
@@ -135,7 +135,7 @@ def _read(weight: Tensor, entry: _FileEntry) -> None:
 
 def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:
     index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, **_OPTIONAL, local_files_only=local)
-    names = {SAFE_WEIGHTS_NAME} if index is None else set(json.loads(Path(index).read_text())["weight_map"].values())
+    names = {SAFE_WEIGHTS_NAME} if index is None else set(read_json(Path(index))["weight_map"].values())
     entries = {}
     for name in sorted(names):
         file = cached_file(str(path), name, local_files_only=local)

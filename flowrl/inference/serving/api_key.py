@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import UserError
+from flowrl.config.source import find_file_problem
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable of the key, both for `flowrl serve` and for vLLM. Other users cannot read it."""
@@ -31,6 +32,8 @@ def read_api_key(key: str | None, file: Path | None) -> str | None:
     name = "--api-key"
     if key is None and file is not None:
         name = f"--api-key-file: {file}"
+        if problem := find_file_problem(file):
+            raise UserError(f"{name} {problem}")
         try:
             key = file.read_bytes().decode("ascii", errors="replace").strip()
         except OSError as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.config import UserError
 from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
 from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.input_paths import download_model_file
@@ -196,7 +197,7 @@ def unsupported_stops(chat: "ChatTokenizer") -> Sequence[str]:
 def _generation_settings(model: Path) -> dict[str, Any]:  # Any: values of JSON
     """Returns the content of `generation_config.json` of a folder or a Hub model. Empty without this file."""
     file = download_model_file(model, "generation_config.json")
-    return {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    return {} if file is None else read_json(file)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

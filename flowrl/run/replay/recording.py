@@ -6,7 +6,6 @@ and the columns that calls returned (`calls/`). `step.json` has the calls, the m
 after the step.
 """
 
-import json
 import platform
 import sys
 import zlib
@@ -19,6 +18,7 @@ import torch
 
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.config import UserError
+from flowrl.config.source import read_json
 from flowrl.data.checksums import CheckpointError
 
 FOLDER = "recorded"
@@ -91,7 +91,7 @@ def read_recording(run: Path, step: int | None) -> Recording:
     try:
         checkpoint = folder.read(step)
         checkpoint.check()
-        values = json.loads((checkpoint.path / STEP).read_text(encoding="utf-8"))
+        values = read_json(checkpoint.path / STEP)
     except CheckpointError as error:
         text = str(error).replace("checkpoint ", "recording ", 1)
         raise CheckpointError(f"{text}; remove the folder, and record the step again") from None

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from flowrl.rewards.time_limit import TimeLimitError, time_limit
+from flowrl.data.time_limit import TimeLimitError, time_limit
 
 
 def test_a_library_that_catches_exceptions_is_interrupted() -> None:
