@@ -115,6 +115,7 @@ class Cluster:
         self._reusable: dict[str, _GroupEntry] = {}
         """Role -> group of the previous attempt at the program whose processes still run."""
         self._attempt = 0
+        self._has_lost_nodes = False
         self._prepare = prepare
         try:
             inventory = self._backend.inventory(placement.device, devices)
@@ -337,7 +338,9 @@ class Cluster:
             self._tasks = self._make_tasks()
 
     def has_lost_nodes(self) -> bool:
-        return bool(self._backend.lost_nodes())
+        """Returns whether a node of this run is lost. The result of an open cluster stays the same after `close`."""
+        self._has_lost_nodes = self._has_lost_nodes or bool(self._backend.lost_nodes())
+        return self._has_lost_nodes
 
     def close(self) -> None:
         """Ends all processes of this cluster."""

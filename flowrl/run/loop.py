@@ -303,7 +303,7 @@ class Run:
         try:
             while self.step < self.config.steps:
                 if self.step > 1:
-                    self._write_record(self.step - 1)
+                    self._write_records(self.step - 1)
                 self._checks.failures.check_responses(self.step)
                 if self._interruption.signal is not None or self._checks.error is not None:
                     break  # `finish` writes the results
@@ -467,19 +467,14 @@ class Run:
 
     def _write_records(self, last_step: int) -> None:
         for step in [step for step in self._log.unresolved if step <= last_step]:
-            self._write_record(step)
-
-    def _write_record(self, step: int) -> None:
-        if step not in self._log.unresolved:
-            return
-        values = self._log.resolve(step)
-        values["memory_mb"] = self._memory.measure_mb()
-        if self._evaluated_step == step:
-            self._log.reset_clock()
-        self._records.add_record(step, values)
-        self._recorder.commit(step, values)
-        self._progress.update(step, values)
-        self._checks.check_step(step, values)
+            values = self._log.resolve(step)
+            values["memory_mb"] = self._memory.measure_mb()
+            if self._evaluated_step == step:
+                self._log.reset_clock()
+            self._records.add_record(step, values)
+            self._recorder.commit(step, values)
+            self._progress.update(step, values)
+            self._checks.check_step(step, values)
 
     def _write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         # Written before the metrics, because a checkpoint is complete only after its step's metrics.
@@ -562,6 +557,8 @@ class Run:
         try:
             if self._source is not None:
                 self._source.detach()
+            if isinstance(error, FlowError) and self.cluster.has_lost_nodes():
+                self.cluster.close()  # now, because without its raylet, Ray ends this process when a result is freed
             if error is not None:
                 self._records.drop_evaluations()
             if isinstance(error, UserError):

@@ -25,6 +25,8 @@ class RestartPolicy:
         self._max_restarts = max_restarts
         self.num_restarts = 0
         """Number of restarts so far."""
+        self.is_restarting = False
+        """Whether another attempt follows the failed attempt."""
         self._retained: Cluster | None = None
         self._message = ""
         self._last_failure: tuple[str, int] | None = None
@@ -34,15 +36,16 @@ class RestartPolicy:
         self, config: RunConfig, start: "Callable[[], Cluster]", interruption: Interruption
     ) -> "Iterator[Cluster]":
         """Yields the kept cluster, or starts a cluster. Closes the cluster at the end unless the program restarts."""
+        self.is_restarting = False
         cluster, self._retained = self._retained or start(), None
         try:
             with _explaining_folder_errors(config.output):
                 yield cluster
         except WorkerError as error:
             if self._can_restart(error, config, cluster):
-                self._retain_cluster(error, config, cluster)
+                self._prepare_restart(error, config, cluster)
             if interruption.signal is not None:
-                self._retained = None
+                self._retained, self.is_restarting = None, False
             elif isinstance(error, ProcessLost) and not config.checkpoint.every and not _has_checkpoint(config):
                 error.cause += "; there is no checkpoint to resume from: set checkpoint.every=N to save every N steps"
             raise
@@ -55,7 +58,9 @@ class RestartPolicy:
         is_rejected = (
             isinstance(error, WorkerUserError | WorkerCheckError) or cluster.calls.failures.get_first_error() is None
         )
-        if is_rejected or self.num_restarts >= self._max_restarts or cluster.has_lost_nodes():
+        # A local Ray starts again. The processes of a lost node have no devices.
+        lacks_devices = config.address is not None and cluster.has_lost_nodes()
+        if is_rejected or self.num_restarts >= self._max_restarts or lacks_devices:
             return False
         if isinstance(error, ProcessLost):
             return True
@@ -63,23 +68,19 @@ class RestartPolicy:
         is_repeated = self._last_failure == (_failure_key(error), _newest_step(config))
         return not is_repeated and (isinstance(error, DeadlineError) or _has_checkpoint(config))
 
-    def _retain_cluster(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
+    def _prepare_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> None:
         self.num_restarts += 1
         self._last_failure = _failure_key(error), _newest_step(config)
         cluster.notify(str(error))  # before the restart, which may wait for calls in flight
+        has_ray = not cluster.has_lost_nodes()
         # The first step needs the initial weights, which retained rollout processes may have replaced.
-        roles = cluster.restart(can_retain=_has_checkpoint(config))
+        roles = cluster.restart(can_retain=_has_checkpoint(config)) if has_ray else ()
         retained = f"retaining the processes of {', '.join(roles)}" if roles else "all processes restart"
         start = "resuming from" if _has_checkpoint(config) else "no checkpoint: restarting from"
         self._message = (
             f"restart {self.num_restarts} of {self._max_restarts}: {start} step {_newest_step(config)}; {retained}"
         )
-        self._retained = cluster
-
-    @property
-    def is_restarting(self) -> bool:
-        """Whether another attempt follows the failed attempt."""
-        return self._retained is not None
+        self._retained, self.is_restarting = cluster if has_ray else None, True
 
     def pop_message(self) -> str:
         """Returns the message about the last restart and clears it. Returns an empty string without a restart."""

@@ -35,6 +35,9 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
 PROCESS_FAULTS = ("kill", "stop")
 DRIVER, DISK = "driver", "disk"
 
+RAY_PROCESSES = {"raylet": "raylet", "gcs": "gcs_server"}
+"""Target -> name of the process of Ray."""
+
 CHILDREN = {"scoring_process": "reward", "environment_process": "environment"}
 """Target -> the role whose workers start such processes."""
 
@@ -50,7 +53,7 @@ class Case:
     engine: str
     fault: str
     target: str
-    """A role, one of `CHILDREN`, or `driver` or `disk`."""
+    """A role, one of `CHILDREN` or `RAY_PROCESSES`, or `driver` or `disk`."""
     phase: str
 
     @property
@@ -90,7 +93,7 @@ class Case:
 
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "hf": (DRIVER, *get_roles("hf"), "scoring_process"),
+    "hf": (DRIVER, *RAY_PROCESSES, *get_roles("hf"), "scoring_process"),
     "vllm": ("rollout",),
     "fsdp": ("actor",),
     EPISODES: ("rollout", "environment", "environment_process"),
@@ -108,7 +111,8 @@ def all_cases() -> list[Case]:
                 own = [target for target in targets if phase != "start" or target not in CHILDREN]
                 cases += [Case(schedule, engine, "kill", target, phase) for target in own]
                 if phase != "start":
-                    cases += [Case(schedule, engine, "stop", target, phase) for target in own if target != DRIVER]
+                    stopped = [target for target in own if target not in (DRIVER, *RAY_PROCESSES)]
+                    cases += [Case(schedule, engine, "stop", target, phase) for target in stopped]
         cases += [Case(schedule, "hf", fault, FUNCTION, "any") for fault in MISBEHAVIOR]
         cases += [Case(schedule, "hf", "full", DISK, "any")]
     return cases
@@ -155,6 +159,8 @@ def missing_facts(case: Case, rank: int, report: str) -> list[str]:
         patterns = (CHILD_CODE[case.target], *CHILD_FAULTS[case.fault]) if report else ()
     elif case.fault == "kill" and case.target == DRIVER:
         patterns = (r"resuming from step|starting",)
+    elif case.target in RAY_PROCESSES:
+        patterns = (rf"Ray's {RAY_PROCESSES[case.target]}\b", r"SIGKILL|signal 9")
     elif case.fault == "kill":
         patterns = (rf"\b{case.target}\b", rf"rank {rank}\b", r"SIGKILL|signal 9")
     elif case.fault == "stop":
@@ -167,6 +173,8 @@ def wrong_facts(case: Case, report: str) -> list[str]:
     wrong = r"out of memory|lack of memory" if case.is_hang or case.fault in MISBEHAVIOR else r"deadline"
     if case.target == DISK:
         wrong = r"out of memory|deadline"
+    if case.target in RAY_PROCESSES:
+        wrong = r"exit code|deadline|lost its process|replacing"
     return re.findall(wrong, report)
 
 

@@ -92,6 +92,10 @@ class Program:
             return [process.pid for guard in guards for process in guard.children()]
         return []
 
+    def ray_process(self, name: str) -> int:
+        """Returns the id of a process of the program's Ray, which the driver has started."""
+        return next(child.pid for child in psutil.Process(self.process.pid).children() if child.name() == name)
+
     def wait_for_end(self) -> list[str]:
         """Waits for the end of all processes; ends those that remain, and returns their names."""
         self.process.wait()

@@ -24,6 +24,7 @@ from tests.chaos.faults import (
     DRIVER,
     PHASES,
     PROCESS_FAULTS,
+    RAY_PROCESSES,
     Case,
     fill_disk,
     missing_facts,
@@ -209,7 +210,7 @@ class Session:
             nonlocal found
             current = self.program.current_methods()
             if case.phase == "start":
-                found = any(role == case.target or case.target == DRIVER for role, _ in current)
+                found = any(role == case.target or case.target in (DRIVER, *RAY_PROCESSES) for role, _ in current)
             else:
                 found = any((role, method) in methods for (role, _), (_, method) in current.items())
             return found
@@ -221,6 +222,8 @@ class Session:
         time.sleep(self._random.uniform(0, MAX_DELAY_S))
         if case.target in (DRIVER, DISK):
             return 0, self.program.process.pid, ""
+        if case.target in RAY_PROCESSES:
+            return 0, self.program.ray_process(RAY_PROCESSES[case.target]), ""
         current, target = self.program.current_methods(), CHILDREN.get(case.target, case.target)
         ranks = sorted(rank for role, rank in current if role == target)
         if not ranks:

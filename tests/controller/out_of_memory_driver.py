@@ -1,4 +1,4 @@
-"""A driver whose worker allocates memory until Ray kills it."""
+"""A driver whose worker allocates memory until Ray kills it. The argument is `stateful` or `stateless`."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from flowrl.controller.errors import ProcessLost
 
 
 class Allocating(Worker):
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def allocate(self) -> int:
         """Allocates 12 GiB in steps of 128 MiB."""
         arrays = []
@@ -20,13 +20,20 @@ class Allocating(Worker):
         return len(arrays)
 
 
-def main() -> None:
-    # The class as other processes import it, not that of __main__.
-    from tests.controller.out_of_memory_driver import Allocating  # noqa: PLC0415
+class StatelessAllocating(Allocating):
+    """Its process is replaced, so that Ray does not report how it ended."""
 
+    stateless = True
+
+
+def main(kind: str) -> None:
+    # The classes as other processes import them, not those of __main__.
+    from tests.controller.out_of_memory_driver import Allocating, StatelessAllocating  # noqa: PLC0415
+
+    worker = {"stateful": Allocating, "stateless": StatelessAllocating}[kind]
     with Cluster(Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})) as cluster:
         try:
-            cluster.group("actor", Allocating).allocate().get()
+            cluster.group("actor", worker).allocate().get()
         except ProcessLost as error:
             sys.stdout.write(
                 f"{error.role} {error.method} {error.rank} {'out of memory' * ('out of memory' in error.cause)}\n"
@@ -34,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -245,6 +245,25 @@ def test_a_killed_recipe_leaves_complete_lines_and_no_process(
     assert all(json.loads(line)["rows"] == 4 for line in metrics)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program_of_ray", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_after_the_end_of_a_process_of_ray_a_recipe_restarts_or_ends(
+    program_of_ray: str, restarts: int, start_recipe: StartRecipe, ray_folder: Path, tmp_path: Path
+) -> None:
+    program, out = start_recipe("steps=20", f"restarts={restarts}"), tmp_path / "out"
+    eventually(lambda: lines(tmp_path) >= 2, START_S)
+    next(each for each in psutil.Process(program.process.pid).children() if each.name() == program_of_ray).kill()
+    assert program.code(START_S) == (0 if restarts else 1) and program.leaves_nothing()
+    assert not list(ray_folder.iterdir())
+    reports = [line for line in program.printed().splitlines() if "SIGKILL" in line]
+    assert len(reports) == 1 and f"Ray's {program_of_ray} " in reports[0]
+    assert {"curves.png", "timeline.png", "trace.json"} < {path.name for path in out.iterdir()}
+    if restarts:
+        summary = json.loads((out / "summary.json").read_text())
+        assert (summary["restarts"], summary["steps"]) == (1, 20)
+
+
 def hosts() -> list[str]:
     """Returns the worker processes on this session's Ray, including those without a CPU slot."""
 

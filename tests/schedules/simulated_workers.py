@@ -330,6 +330,10 @@ class Calls:
         self.attended: list[Callable[[], Iterable[Any]]] = []
         self.before: list[Callable[[], None]] = []
         """Callbacks that run before the idle callbacks."""
+        self.num_lost_replicas = 0
+
+    def get_error(self, slot: SimulatedReplica) -> None:
+        """Returns None, because lost processes are replaced."""
 
     def get_num_replacements(self, replica: SimulatedReplica) -> int:
         return sum(late.done() and late.error is None for late in replica.first)

@@ -241,6 +241,17 @@ def test_a_checkpoint_keeps_complete_rows_and_running_prompts_are_generated_firs
     assert max(again.ages) <= 2
 
 
+def test_lost_replicas_are_counted_over_resumes_and_restarts(tmp_path: Path) -> None:
+    run = SimulatedRun(config_of(max_staleness=1), kills=random.Random(0))
+    run.run(last=20)
+    num_lost = run.source.summary()["replicas_lost"]
+    again, _ = resumed(run, tmp_path / FILE, lambda prompt: 0.3)
+    assert again.calls.num_lost_replicas == num_lost > 0
+    again.calls.num_lost_replicas += 1  # after the checkpoint, which a restart of the program loads again
+    again.source.restore(run.source.snapshot()[0], None)
+    assert again.calls.num_lost_replicas == num_lost + 1
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_with_random_resumes_no_prompt_is_trained_twice_lost_or_too_stale(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)

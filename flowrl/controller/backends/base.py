@@ -113,7 +113,7 @@ class Backend(Protocol):
         ...
 
     def lost_nodes(self) -> Mapping[int, str]:
-        """Returns node index -> name of the lost nodes that this run uses."""
+        """Returns node index -> cause of the loss, for the lost nodes that this run uses."""
         ...
 
     def end_pool(self, name: str) -> None:

@@ -14,10 +14,11 @@ from types import FrameType
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, worker
 from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
+from flowrl.controller.host.process_end import ProcessEnds, count_oom_kills
 from flowrl.data.folders.private_folder import private_folder, remove_folder
 
 RAY_SETTINGS = {
@@ -32,11 +33,16 @@ RAY_SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",
     # Ray's head process keeps the events of up to 100,000 tasks (0 disables them). flowrl records its own calls.
     "RAY_task_events_report_interval_ms": "0",
+    # The driver notices the end of its own raylet. If Ray declared the node dead, it would end the driver.
+    "RAY_health_check_initial_delay_ms": "86400000",
 }
 """Default environment variables of a local Ray."""
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable that is 0 in the processes of a local Ray, and in a process that joins it."""
+
+_NEEDED = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+"""Processes of Ray whose end is the end of a local Ray."""
 
 _RAY_FOLDER = str(Path(ray.__file__).parent)
 _END_TIMEOUT_S = 5.0
@@ -49,8 +55,11 @@ class LocalRay:
     Authentication is always on. `RAY_AUTH_MODE` applies only to clusters.
     """
 
-    def __init__(self, num_cpus: int, **options: Any) -> None:
-        """Starts Ray. `options` are further arguments of `ray.init`."""
+    def __init__(self, num_cpus: int, ends: ProcessEnds | None = None, **options: Any) -> None:
+        """Starts Ray. `ends` describes the ends of its processes. `options` are further arguments of `ray.init`."""
+        global _running
+        self._ends = ends or ProcessEnds(count_oom_kills())
+        self._end: str | None = None
         folder = private_folder()
         self._session, self._token = folder / "r", folder / "token"
         self._variables = {name: os.environ[name] for name in _AUTH_VARIABLES if name in os.environ}
@@ -73,9 +82,26 @@ class LocalRay:
         except BaseException:
             self.stop()
             raise
+        node: Any = worker._global_node  # None before ray.init
+        self._watched = {name: node.all_processes[name][0].process for name in _NEEDED}
+        _running = self
+
+    def find_end(self) -> str | None:
+        """Returns how the first process that Ray needs has ended; None while all of them run. Takes microseconds."""
+        if self._end is None:
+            for name, process in self._watched.items():
+                if (exit_code := process.poll()) is not None:
+                    now_s = time.monotonic()
+                    self._ends.record_oom_kills(count_oom_kills(), now_s)
+                    end = self._ends.describe((name, process.pid), exit_code, now_s=now_s)
+                    self._end = f"Ray's {name} on this machine has ended: {end}"
+                    break
+        return self._end
 
     def stop(self) -> None:
         """Stops Ray, deletes its files, and restores the environment variables of the authentication."""
+        global _running
+        _running = None
         ray.shutdown()
         self._kill_processes()
         remove_folder(self._session)
@@ -104,6 +130,19 @@ class LocalRay:
                 return
             # The next iteration finds processes that these processes have started in the meantime.
             psutil.wait_procs(remaining, timeout=max(0.0, deadline - time.monotonic()))
+
+
+_running: LocalRay | None = None
+"""The local Ray of this process."""
+
+
+def find_local_end() -> str | None:
+    """Returns how the local Ray of this process has ended; None while it runs, and in a process without a local Ray.
+
+    Without its raylet, most functions of Ray would end this process immediately, with exit code 1 and without an
+    exception. Call this function before them.
+    """
+    return None if _running is None else _running.find_end()
 
 
 def _set_authentication(variables: Mapping[str, str]) -> None:

@@ -14,7 +14,10 @@ from pickle import PicklingError
 from typing import Any
 
 import ray
+import ray._private.state as ray_state
 import ray._private.worker as ray_worker
+from ray.core.generated.common_pb2 import WorkerExitType  # pyright: ignore[reportAttributeAccessIssue] (generated at run time)
+from ray.core.generated.gcs_pb2 import WorkerTableData  # pyright: ignore[reportAttributeAccessIssue] (as above)
 from ray.exceptions import (
     ActorDiedError,
     OutOfMemoryError,
@@ -27,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
 from flowrl.controller.backends.base import RAY_LOGGER
+from flowrl.controller.backends.local_ray import find_local_end
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
@@ -49,6 +53,8 @@ from flowrl.data.folders.private_folder import set_temporary_folder, temporary_f
 _LOOPBACK = "127.0.0.1"
 _PRINT_RAY_MESSAGE = ray_worker.print_to_stdstream
 _STACKS_TIMEOUT_S = 10.0
+_MEMORY_KILL = "Ray's memory monitor killed its process, because the node ran out of memory"
+_EXIT_TYPE_TIMEOUT_S = 1.0
 
 
 class _RayHost(Host):
@@ -133,7 +139,7 @@ class _RayHost(Host):
 class RayRef:
     def __init__(self, ref: ray.ObjectRef, origin: tuple[str, int, int, str], encoded: bool = False) -> None:
         self.ref = ref
-        self._origin = origin
+        self.origin = origin
         self._encoded = encoded
 
     @property
@@ -141,6 +147,7 @@ class RayRef:
         return self
 
     def get(self) -> Any:  # Any: whatever the method returned
+        _raise_if_ray_ended(*self.origin)
         try:
             return self.read(ray.get(self.ref))
         except RayTaskError as error:
@@ -156,10 +163,10 @@ class RayRef:
         return [self.get(), *(other.get() for other in others)]
 
     def done(self) -> bool:
-        return bool(ray.wait([self.ref], timeout=0, fetch_local=False)[0])
+        return find_local_end() is not None or bool(ray.wait([self.ref], timeout=0, fetch_local=False)[0])
 
     def _failure(self, error: Exception) -> WorkerError:
-        role, rank, node, method = self._origin
+        role, rank, node, method = self.origin
         if isinstance(error, RayActorError | OutOfMemoryError | TaskCancelledError):
             # Ray cancels the queued calls of a process that ends by itself.
             lost = ProcessLost(role, rank, node, method, _why_ended(error))
@@ -172,16 +179,34 @@ class RayRef:
         return WorkerError(role, rank, node, method, f"{type(error).__name__}: {error}")
 
 
+def _raise_if_ray_ended(role: str, rank: int, node: int, method: str) -> None:
+    """Raises ProcessLost if the local Ray has ended. Without its raylet, most functions of Ray would end the driver."""
+    if (cause := find_local_end()) is not None:
+        raise ProcessLost(role, rank, node, method, cause)
+
+
 def _why_ended(error: RayError) -> str:
     """Returns Ray's reason for the end of a process, as an error message."""
     text = str(error)
     if isinstance(error, OutOfMemoryError):
-        return "Ray's memory monitor killed its process, because the node ran out of memory"
+        return _MEMORY_KILL
     if "its node has died" in text:
         return "its node is lost"
     if "creation task" in text:
         return f"its process could not start: {text.strip().splitlines()[-1]}"
     return "its process was killed or crashed (exit code unknown)"
+
+
+def _is_memory_kill(process_id: int) -> bool:
+    """Returns whether Ray's memory monitor has killed a worker process. Waits until Ray has recorded its end."""
+    deadline = time.monotonic() + _EXIT_TYPE_TIMEOUT_S
+    while time.monotonic() < deadline and find_local_end() is None:
+        table = map(WorkerTableData.FromString, ray_state.state._connect_and_get_accessor().get_worker_table())
+        worker = next((worker for worker in table if worker.pid == process_id), None)
+        if worker is None or not worker.is_alive:
+            return worker is not None and worker.exit_type == WorkerExitType.NODE_OUT_OF_MEMORY
+        time.sleep(0.02)
+    return False
 
 
 def _log_ray_message(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # Any: as Ray calls it
@@ -229,12 +254,14 @@ class RayBackend:
         self._all_names: set[str] = set()
         """Names of all processes that this backend has started, including those that it has ended."""
         self._uses_fork_server = False
-        self._nodes = RayNodes(address, notify=notify)
+        self._ends = ProcessEnds(count_oom_kills())
+        self._nodes = RayNodes(address, notify=notify, ends=self._ends)
         ray_worker.print_to_stdstream = _log_ray_message  # Ray has no setting for it
         self._liveness = Liveness()
         self._killed: set[int] = set()
         """Ids of the processes that this backend has killed."""
-        self._ends = ProcessEnds(count_oom_kills())
+        self._memory_kills: dict[int, bool] = {}
+        """Ids of ended processes, and whether Ray's memory monitor has killed them."""
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -254,6 +281,7 @@ class RayBackend:
         return self._nodes.address is None and kind == "cpu"
 
     def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
+        _raise_if_ray_ended(group.name, 0, group.slots[0].node, "start")
         self._uses_fork_server = self._forks(kind)
         forked = {"runtime_env": {"py_executable": fork_server().py_executable}} if self._uses_fork_server else {}
         for slot in group.slots:
@@ -301,6 +329,7 @@ class RayBackend:
     def construct(
         self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
+        _raise_if_ray_ended(construction.role, construction.rank, slot.node, "__init__")
         method = self._hosts[slot.pool, slot.rank].construct
         method = method.options(num_returns=2, max_task_retries=-1 if plan else 0)
         _, report = method.remote(construction, *map(_object_ref, after))
@@ -313,6 +342,7 @@ class RayBackend:
         return RayRef(report, (role, rank, slot.node, "evict"))
 
     def call(self, slot: Slot, request: Request, refs: Sequence[Ref], plan: RecoveryPlan | None) -> tuple[Ref, Ref]:
+        _raise_if_ray_ended(request.role, request.rank, slot.node, request.method)
         objects = [_object_ref(ref) for ref in refs]
         if (slot.pool, slot.rank) not in self._hosts:
             raise ProcessLost(request.role, request.rank, slot.node, request.method, "its process has been ended")
@@ -322,14 +352,19 @@ class RayBackend:
         return RayRef(value, origin, encoded=request.returns_batch), RayRef(report, origin, encoded=True)
 
     def share(self, payload: Payload) -> Ref:
+        _raise_if_ray_ended("driver", 0, 0, "put")
         return RayRef(ray.put(payload), ("driver", 0, 0, "put"))
 
     def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
+        if find_local_end() is not None:
+            return list(refs)
         by_object = {_object_ref(ref): ref for ref in refs}
         ready, _ = ray.wait(list(by_object), num_returns=count, timeout=timeout_s, fetch_local=False)
         return [by_object[ref] for ref in ready]
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
+        for ref in refs[:1]:
+            _raise_if_ray_ended(*_ray_ref(ref).origin)
         try:
             stored = ray.get([_object_ref(ref) for ref in refs])
             return [_ray_ref(ref).read(value) for ref, value in zip(refs, stored, strict=True)]
@@ -378,9 +413,14 @@ class RayBackend:
         if name is None or not self._uses_fork_server or (end := fork_server().find_exit(name)) is None:
             return None
         process_id, status = end
-        now_s, is_own_kill = time.monotonic(), process_id in self._killed
+        now_s, is_own_kill, exit_code = time.monotonic(), process_id in self._killed, os.waitstatus_to_exitcode(status)
         self._ends.record_oom_kills(count_oom_kills(), now_s)
-        return self._ends.describe((name, process_id), status, is_own_kill=is_own_kill, now_s=now_s)
+        if process_id not in self._memory_kills:
+            is_sender_unknown = exit_code in (-signal.SIGTERM, -signal.SIGKILL) and not is_own_kill
+            self._memory_kills[process_id] = is_sender_unknown and _is_memory_kill(process_id)
+        if self._memory_kills[process_id]:
+            return _MEMORY_KILL
+        return self._ends.describe((name, process_id), exit_code, now_s=now_s, is_own_kill=is_own_kill)
 
     def lost_processes(self, slots: Sequence[Slot]) -> list[Slot]:
         self._ends.record_oom_kills(count_oom_kills(), time.monotonic())

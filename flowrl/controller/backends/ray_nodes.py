@@ -16,8 +16,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from flowrl.config.base import Device
-from flowrl.controller.backends.local_ray import RAY_SETTINGS, LocalRay
+from flowrl.controller.backends.local_ray import RAY_SETTINGS, LocalRay, find_local_end
 from flowrl.controller.errors import BackendError
+from flowrl.controller.host.process_end import ProcessEnds
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.inventory import cluster_inventory, local_inventory
 from flowrl.controller.placement.plan import Inventory, PlacementError, PoolPlan, Slot
@@ -65,6 +66,7 @@ class RayNodes:
         address: address of the cluster to join. None starts a local Ray.
         notify: called with a message while a pool waits for devices.
         wait_limit_s: timeout in seconds for a pool whose devices are in use.
+        ends: describes the ends of Ray's own processes on a local Ray.
     Raises:
         BackendError: no Ray cluster responds at `address`.
     """
@@ -75,13 +77,14 @@ class RayNodes:
         *,
         notify: Callable[[str], None] = _logger.warning,
         wait_limit_s: float = _WAIT_LIMIT_S,
+        ends: ProcessEnds | None = None,
     ) -> None:
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[str, list[_Bundle]] = {}
         self._nodes: list[_Node] = []
         self._owns_ray = False
         self._local_ray: LocalRay | None = None
-        self._notify, self._wait_limit_s = notify, wait_limit_s
+        self._notify, self._wait_limit_s, self._ends = notify, wait_limit_s, ends
         self.address = address
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -107,7 +110,7 @@ class RayNodes:
         if not ray.is_initialized():
             self._owns_ray = True
             if self.address is None:
-                self._local_ray = LocalRay(max(num_slots, count_usable_cpus()))
+                self._local_ray = LocalRay(max(num_slots, count_usable_cpus()), self._ends)
             else:
                 _join_ray(self.address)
         self._nodes = _nodes_in_order()
@@ -141,8 +144,8 @@ class RayNodes:
             lost = self._lost(demand.counts)
             if lost:
                 raise PlacementError(
-                    f"placement.pools.{demand.pool} needs {self._describe_node(min(lost))}, which has left the "
-                    f"cluster: restart that node, or make the pool smaller"
+                    f"placement.pools.{demand.pool} needs {self._describe_node(min(lost))}, but {lost[min(lost)]}: "
+                    f"restart that node, or make the pool smaller"
                 )
             if waited_s >= self._wait_limit_s:
                 raise PlacementError(
@@ -208,18 +211,19 @@ class RayNodes:
         return NodeAffinitySchedulingStrategy(self._nodes[0].id, soft=False)
 
     def lost(self) -> dict[int, str]:
-        """Returns node index -> name of the lost nodes that a pool uses."""
-        on_cluster = self._bundles.values() if self.address is not None else ()
-        used = {bundle.node for bundles in on_cluster for bundle in bundles}
-        return {node: self._nodes[node].name for node in sorted(self._lost(used))}
+        """Returns node index -> cause of the loss, for the lost nodes that a pool uses."""
+        return self._lost({bundle.node for bundles in self._bundles.values() for bundle in bundles})
 
-    def _lost(self, nodes: Collection[int]) -> set[int]:
+    def _lost(self, nodes: Collection[int]) -> dict[int, str]:
+        if self.address is None:
+            end = find_local_end()
+            return {} if end is None else dict.fromkeys(nodes, end)
         # Ray reports a dead node only after missed heartbeats. A refused connection shows it earlier.
-        refusing = {node for node in nodes if _refuses(self._nodes[node])}
-        if refusing or not nodes:
-            return refusing
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return {node for node in nodes if self._nodes[node].id not in alive}
+        lost = [node for node in nodes if _refuses(self._nodes[node])]
+        if nodes and not lost:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            lost = [node for node in nodes if self._nodes[node].id not in alive]
+        return {node: f"its node ({self._nodes[node].name}) is gone" for node in sorted(lost)}
 
     def release(self, pool: str) -> None:
         """Releases the devices of a pool, which ends all processes on these devices."""

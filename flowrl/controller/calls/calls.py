@@ -14,7 +14,7 @@ from flowrl.controller.backends.base import Backend
 from flowrl.controller.calls.event_pump import EventPump
 from flowrl.controller.calls.failures import PING, CallRecord, Failures, Recovery
 from flowrl.controller.dispatch import Future
-from flowrl.controller.errors import FlowError, WorkerError
+from flowrl.controller.errors import FlowError, ProcessLost, WorkerError
 from flowrl.controller.placement.plan import Slot
 from flowrl.controller.wire import Report
 from flowrl.controller.worker import Contract, Dispatch
@@ -114,6 +114,8 @@ class Calls:
     """Function that the driver calls after each submitted call of a method, with the group, the method, its arguments
     and its result.
     """
+    num_lost_replicas: int = 0
+    """Number of rollout replicas that streaming has lost, over all attempts of the program."""
     _closed: FlowError | None = None
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -208,6 +210,10 @@ class Calls:
         A change between two calls shows that state outside the replay log is lost, even if neither call failed.
         """
         return self._num_replacements[slot]
+
+    def get_error(self, slot: Slot) -> FlowError | None:
+        """Returns the failure that has ended the process of a slot; None if it runs or is replaced."""
+        return self.failures.get_error(slot.pool)
 
     def add_idle_callback(self, callback: IdleCallback) -> Callable[[], None]:
         """Registers a function that the driver runs repeatedly: while a call waits, once at the end of each wait, and
@@ -360,7 +366,12 @@ class Calls:
 
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:  # Any: the methods' own results
         self.raise_if_closed()
-        return self.backend.get([ref.carrier for ref in refs])
+        try:
+            return self.backend.get([ref.carrier for ref in refs])
+        except ProcessLost:
+            with self.lock:
+                self.failures.check_nodes()  # so that the program restarts
+            raise
 
     def _poll(self) -> None:
         """Resolves finished calls, and ends processes that failed or passed a deadline."""

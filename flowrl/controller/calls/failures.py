@@ -266,6 +266,8 @@ class Failures:
         stays unresolved until `check` has found the cause.
         """
         group = self._groups[record.slot.pool]
+        if isinstance(error, ProcessLost):
+            self.check_nodes()  # the end of a process may be a consequence
         if (first := self._errors.get(record.slot.pool)) is not None:
             # The end of the process is a consequence. Calls of other pools that read this result raise the same error.
             return first
@@ -301,6 +303,8 @@ class Failures:
 
     def check(self, now_s: float) -> None:
         """Finds causes of lost connections, and handles missed deadlines, lost nodes and lost processes."""
+        if self._suspicions:
+            self.check_nodes()
         for suspicion in list(self._suspicions.values()):
             self._resolve(suspicion, now_s)
         self._restorations = {slot: each for slot, each in self._restorations.items() if not each[0].done()}
@@ -312,7 +316,7 @@ class Failures:
                 self._end_overdue(record, now_s)
         if now_s - self._liveness_checked_s > LIVENESS_INTERVAL_S:
             self._liveness_checked_s = now_s
-            self._fail_groups_on_lost_nodes()
+            self.check_nodes()
             self._report_lost_processes(now_s)
 
     def _resolve(self, suspicion: _Suspicion, now_s: float) -> None:
@@ -349,12 +353,13 @@ class Failures:
         role, rank = self._recovery.get_first_role(slot)
         return ProcessLost(role, rank, slot.node, "", cause)
 
-    def _fail_groups_on_lost_nodes(self) -> None:
-        for node, name in self._backend.lost_nodes().items():
+    def check_nodes(self) -> None:
+        """Ends the failure groups with processes on lost nodes."""
+        for node, cause in self._backend.lost_nodes().items():
             for group in {group.name: group for group in self._groups.values()}.values():
                 lost = [slot for slot in group.slots if slot.node == node and slot.pool not in self._errors]
                 if lost:
-                    self._fail(group, self._make_process_lost(lost[0], f"its node ({name}) is gone"))
+                    self._fail(group, self._make_process_lost(lost[0], cause))
 
     def _report_lost_processes(self, now_s: float) -> None:
         """Notifies the user of lost processes that are replaced. Their calls do not fail."""

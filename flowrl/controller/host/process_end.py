@@ -1,6 +1,5 @@
 """Describes how a process ended: its exit code, or its signal and the signal's sender."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -29,11 +28,11 @@ class ProcessEnds:
             self._increased_s = now_s
         self._num_oom_kills = count
 
-    def describe(self, process: tuple[str, int], status: int, *, is_own_kill: bool, now_s: float) -> str:
+    def describe(self, process: tuple[str, int], exit_code: int, *, now_s: float, is_own_kill: bool = False) -> str:
         """Returns how a process (name and id) ended. For arguments see `describe_end`."""
         if process not in self._causes:
             has_oom_kill = self._has_oom_kill(now_s)
-            self._causes[process] = describe_end(status, is_own_kill=is_own_kill, has_oom_kill=has_oom_kill)
+            self._causes[process] = describe_end(exit_code, is_own_kill=is_own_kill, has_oom_kill=has_oom_kill)
         return self._causes[process]
 
     def _has_oom_kill(self, now_s: float) -> bool | None:
@@ -43,18 +42,17 @@ class ProcessEnds:
         return True if now_s - self._increased_s <= _OOM_WINDOW_S else None
 
 
-def describe_end(status: int, *, is_own_kill: bool, has_oom_kill: bool | None) -> str:
+def describe_end(exit_code: int, *, is_own_kill: bool, has_oom_kill: bool | None) -> str:
     """Returns how a process ended, as the cause of an error.
 
     Args:
-        status: wait status of the process.
+        exit_code: exit code of the process; the negative number of the signal that ended it.
         is_own_kill: whether flowrl has killed the process.
         has_oom_kill: whether the kernel's out-of-memory killer has ended a process; None if it is unknown.
     """
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"its process ended with exit code {code} (os._exit, or a library)"
-    number = -code
+    if exit_code >= 0:
+        return f"its process ended with exit code {exit_code} (os._exit, or a library)"
+    number = -exit_code
     if number != signal.SIGKILL:
         names = {each.value: each.name for each in signal.Signals}
         return f"its process was killed by {names.get(number, f'signal {number}')} ({signal.strsignal(number)})"

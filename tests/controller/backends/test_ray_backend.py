@@ -13,15 +13,17 @@ import pytest
 import ray
 from ray._private import worker as ray_worker
 
+from flowrl.controller.backends import local_ray
 from flowrl.controller.backends.base import RAY_LOGGER
 from flowrl.controller.backends.ray_backend import RayBackend, _RayHost
-from flowrl.controller.errors import BackendError
+from flowrl.controller.errors import BackendError, ProcessLost
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.wire import Construction, RecoveryPlan, Request, encode
 from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.folders.private_folder import private_folder, temporary_folder
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Scorer, SlowRestart
+from tests.errors import missing_facts
 
 SCORED = Request(5, "judge", 0, 0, "process_id", {}, Contract(Dispatch.ONE_TO_ALL), returns_batch=False)
 LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_TO_ALL, replay=True), False)
@@ -96,6 +98,23 @@ def test_a_restart_does_not_end_a_process_that_is_already_a_replacement(
     assert next_replacement not in (lost, replacement)
     cluster._backend.restart(slot, None)
     assert judge.process_id()[0] not in (lost, replacement, next_replacement)
+
+
+def test_a_call_after_the_end_of_the_raylet_names_it_as_the_cause(
+    ray_session: None, open_cluster: ClusterMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1)
+    judge = cluster.group("judge", Scorer, 1)
+    judge.process_id()
+    running: Any = local_ray._running
+    with subprocess.Popen([sys.executable, "-ISc", "import os; os.kill(os.getpid(), 9)"]) as ended:
+        ended.wait()
+    monkeypatch.setattr(running, "_end", None)  # undoes its change by the test
+    monkeypatch.setitem(running._watched, "raylet", ended)
+    with pytest.raises(ProcessLost) as lost:
+        judge.process_id()
+    assert lost.value.role == "judge" and not missing_facts(lost.value.cause, "raylet", "SIGKILL")
+    assert cluster.has_lost_nodes()
 
 
 STOPPED = """

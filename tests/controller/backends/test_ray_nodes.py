@@ -229,7 +229,7 @@ def test_a_node_that_dies_is_named(end: str, several: Several) -> None:
     if end == "freeze":
         several.execute("kill")
     assert process.returncode == 0, errors[-3000:]
-    assert result_in(out) == {"before": {}, "lost": {"3": "127.0.0.4"}, "after": {}}
+    assert result_in(out) == {"before": {}, "lost": {"3": "its node (127.0.0.4) is gone"}, "after": {}}
 
 
 def test_a_node_whose_port_refuses_connections_is_lost_before_ray_reports_it(
@@ -247,7 +247,7 @@ def test_a_node_whose_port_refuses_connections_is_lost_before_ray_reports_it(
             node = replace(nodes._nodes[0], address="127.0.0.1", port=unused.getsockname()[1])
             monkeypatch.setattr(nodes, "_nodes", [node])
             assert [alive["NodeID"] for alive in ray.nodes() if alive["Alive"]] == [node.id]
-            assert nodes.lost() == {0: node.name}
+            assert nodes.lost() == {0: f"its node ({node.name}) is gone"}
     finally:
         nodes.release("main")
 
