@@ -50,7 +50,7 @@ from flowrl.data.console import make_console
 from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.preparation.prepared_folder import is_prepared
 from flowrl.data.prompts import PromptStream
-from flowrl.data.reading.json_columns import to_json_value
+from flowrl.data.reading.json_values import to_json_value
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import as_files
 from flowrl.data.reading.row_problems import RowProblem

@@ -14,6 +14,7 @@ from flowrl.config import DataFile
 from flowrl.data.input_paths import find_dataset_problem
 from flowrl.data.messages import DataError
 from flowrl.data.reading.generated_rows import generate_lines
+from flowrl.data.reading.json_values import UnusualValue, parse_json
 from flowrl.data.reading.row_problems import RowProblem
 
 _BLOCK_BYTES = 1 << 20
@@ -198,10 +199,12 @@ def _array_rows(first: bytes, blocks: Iterator[bytes | RowProblem]) -> Iterator[
             parts.append(block)
     # A byte that is not UTF-8 becomes a surrogate, which the parser of the row reports.
     text = b"".join(parts).decode(errors="surrogateescape")
-    decoder, position = json.JSONDecoder(), _skip_space(text, text.index("[") + 1)
+    position = _skip_space(text, text.index("[") + 1)
     while position < len(text) and text[position] != "]":
         try:
-            value, position = decoder.raw_decode(text, position)
+            value, position = parse_json(text, position)
+        except UnusualValue as unusual:
+            value, position = unusual, unusual.end
         except (ValueError, RecursionError) as error:
             yield problem or RowProblem("invalid_json", f"the JSON array is corrupt from this element on ({error})")
             return

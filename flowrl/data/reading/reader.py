@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from flowrl.config import DataFile
 from flowrl.data.messages import Conversation, DataError
-from flowrl.data.reading.json_columns import to_json_columns
+from flowrl.data.reading.json_values import parse_json, to_json_columns
 from flowrl.data.reading.kinds import Kind, select_turns, split_pair
 from flowrl.data.reading.raw_rows import RawChunk, read_chunks
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
@@ -72,7 +72,11 @@ def _parse_json(line: bytes) -> Any:  # Any: any JSON value
     if not line.strip():
         raise RowProblem("invalid_json", "the line is empty; write one JSON object per line")
     try:
-        return json.loads(line.decode())
+        text = line.decode().rstrip(_JSON_SPACE)
+        value, end = parse_json(text, len(text) - len(text.lstrip(_JSON_SPACE)))
+        if end < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return value
     except UnicodeDecodeError as error:
         raise RowProblem("invalid_utf8", f"the row is not UTF-8 text, {_encoding_problem(line, error)}") from error
     except json.JSONDecodeError as error:
@@ -84,6 +88,7 @@ def _parse_json(line: bytes) -> Any:  # Any: any JSON value
         raise RowProblem("invalid_json", f"not valid JSON ({error})") from error
 
 
+_JSON_SPACE = " \t\r\n"
 _BINARY = "but binary data or UTF-16: save the file as JSON lines in UTF-8 (docs/data.md lists the formats)"
 
 

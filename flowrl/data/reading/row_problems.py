@@ -10,7 +10,7 @@ REASONS: Mapping[str, str] = {
     "unreadable_file": "the file is truncated or corrupt; rows before the corrupt part are used",
     "row_too_large": "the row exceeds `max_row_mb`",
     "invalid_utf8": "the row is not UTF-8 text, or contains an unpaired surrogate",
-    "invalid_json": "the row is not valid JSON, or the line is empty",
+    "invalid_json": "the row is not valid JSON, has NaN or a repeated key, or the line is empty",
     "unknown_shape": "the keys of the row match no known shape",
     "unknown_key": "a turn or the prompt has a key that flowrl does not read, such as `tool_calls` or `tools`",
     "content_not_text": "a message is null, a number, a date, bytes or a list instead of text",

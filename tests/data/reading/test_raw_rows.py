@@ -168,6 +168,42 @@ def test_one_element_of_an_array_that_is_not_utf8_is_one_problem(tmp_path: Path)
         read_conversations(path, kind="text")
 
 
+UNUSUAL = {
+    '{"text": "a", "answer": NaN}': ("answer", "NaN"),
+    '{"text": "a", "answer": -Infinity}': ("answer", "-Infinity"),
+    '{"text": "a", "meta": {"scores": [1, 2.5, 1e999]}}': ("meta.scores.2", "1e999"),
+    '{"text": "a", "text": "b"}': ("text", "twice"),
+    '{"text": "a", "meta": [{"x": 1, "y": 2, "x": 1}]}': ("meta.0.x", "twice"),
+}
+"""A row that Python's JSON parser accepts, but JSON does not -> facts of the error."""
+
+
+@pytest.mark.parametrize("row", UNUSUAL)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "array.json", "object.json"])
+def test_nan_and_repeated_keys_are_rejected_with_their_key(name: str, row: str, tmp_path: Path) -> None:
+    content = {"array.json": f'[{{"text": "first"}},\n{row}, {{"text": "c"}}]', "object.json": row.replace(", ", ",\n")}
+    text = content.get(name, f'{{"text": "first"}}\n{row}\n{{"text": "c"}}\n').encode()
+    path = write(tmp_path / name, gzip.compress(text) if name.endswith("gz") else text)
+    with rejects(path, 1 if name == "object.json" else 2, *UNUSUAL[row], error=DataError):
+        read_conversations(path, kind="text")
+    if name != "object.json":
+        rows = read_conversations(path, kind="text", strict=False)
+        assert [row.text for row in rows] == [("", "first"), ("", "c")]
+
+
+def test_numbers_of_json_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b' {"text": "a", "x": [1, -0.5, 1e-999, 2E3], "y": {"x": 1}}\t\r\n')
+    (row,) = read_conversations(path, kind="text")
+    assert row.columns == {"x": [1, -0.5, 0.0, 2000.0], "y": {"x": 1}}
+
+
+def test_nan_in_a_table_is_null(tmp_path: Path) -> None:
+    values = {"text": ["a"], "x": [float("nan")], "y": [[1.0, float("inf")]], "z": [{"x": float("-inf")}]}
+    pq.write_table(pa.table(values), tmp_path / "a.parquet")
+    (row,) = read_conversations(tmp_path / "a.parquet", kind="text")
+    assert row.columns == {"x": None, "y": [1.0, None], "z": {"x": None}}
+
+
 @pytest.mark.parametrize(
     ("content", "facts"),
     [
