@@ -17,10 +17,10 @@ from flowrl.environments.environment_host import EnvironmentHost
 from flowrl.environments.requests import Close, EnvironmentLimits, EnvironmentSpec, Reply, Reset, Step
 from flowrl.rewards.processes.pool import ScoringPool
 from flowrl.rewards.processes.pool_settings import PoolLimits
-from tests.rewards.processes.test_pool import MARK, mark, marked_processes
+from tests.rewards.processes.test_pool import MARK, mark, marked_processes, private, skip_without
 from tests.slow_cases import slow
 
-__all__ = ["mark"]
+__all__ = ["mark", "private"]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "tests.environments.episodes"
@@ -342,6 +342,14 @@ def test_limits_are_checked() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mark")
+def test_private_folders_cannot_be_reached(private: Path) -> None:
+    with make_host("tests.rewards.processes.attacks:Intruder") as host:
+        skip_without("private_folders", host.find_missing_protections())
+        reply = ask(host, Reset(1, {"prompt": str(private)}))
+        assert reply.observation is not None and reply.observation.messages[0]["content"] == ""
+
+
 @pytest.mark.usefixtures("mark")
 def test_missing_protections_are_those_of_reward_processes() -> None:
     limits = PoolLimits(workers=1, timeout_s=None)

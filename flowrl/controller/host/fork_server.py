@@ -19,6 +19,7 @@ import selectors
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -31,12 +32,15 @@ import numpy as np
 
 from flowrl.controller.host.fork_client import die_with_parent, set_parent_death_signal
 from flowrl.data.folders.private_folder import private_folder
-from flowrl.data.folders.process_stat import read_start_time
+from flowrl.data.folders.process_stat import read_start_time, read_stat
 
 PRELOADED = ("flowrl.controller.host.host",)
 """Modules that every server imports before it forks."""
 
 _CLIENT = Path(__file__).with_name("fork_client.py")
+_RAYLET = "raylet"
+"""Program of Ray that starts the clients."""
+
 _BACKLOG = 1024
 _END_TIMEOUT_S = 5.0
 _START = (
@@ -221,6 +225,7 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
     Kills all forked processes when the driver exits, because Ray cannot end processes that are stopped or not yet
     registered.
     """
+    driver_id = os.getppid()
     ended, wakeup = socket.socketpair()
     with selectors.DefaultSelector() as selector, ended, wakeup:
         wakeup.setblocking(False)
@@ -239,7 +244,7 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
             if listener not in ready:
                 continue
             with listener.accept()[0] as client:
-                request = _read_request(client)
+                request = _read_request(client) if _is_of_raylet(client, driver_id) else None
                 if request is None:
                     continue
                 server_pid = os.getpid()
@@ -252,6 +257,21 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
                     os.close(file)
                 with contextlib.suppress(OSError):  # the client may have been killed
                     client.sendall(b"+")
+
+
+def _is_of_raylet(client: socket.socket, driver_id: int) -> bool:
+    """Returns whether a raylet that the driver has started is the parent of the process that has connected.
+
+    Reward functions and environments run as the same user. A secret would not exclude them: without namespaces, they
+    can read what the client can read. They cannot choose their parent.
+    """
+    process_id, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    parent_id = read_stat(process_id).parent_id
+    try:
+        is_raylet = Path(f"/proc/{parent_id}/exe").readlink().name == _RAYLET
+    except OSError:  # ended, or of another user
+        return False
+    return is_raylet and read_stat(parent_id).parent_id == driver_id
 
 
 def _reap() -> None:
@@ -284,7 +304,7 @@ def _read_request(client: socket.socket) -> _ForkRequest | None:
                 raise EOFError
             text += chunk
         return _ForkRequest(**json.loads(text), output=tuple(rights))
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, TypeError, ValueError):
         for file in rights:
             os.close(file)
         return None

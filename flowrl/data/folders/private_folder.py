@@ -23,7 +23,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -113,6 +113,30 @@ def create_folder(kind: str) -> PrivateFolder:
 def _create_folder(parent: Path, kind: str = "") -> PrivateFolder:
     remove_abandoned_folders(parent)
     return PrivateFolder(parent / f"{PREFIX}{kind}{secrets.token_hex(4)}")
+
+
+def list_private_roots() -> list[Path]:
+    """Returns the folders that contain private folders, and the files that contain a token of Ray.
+
+    The folders are the temporary folder of this process and that of its driver, `RAY_TMPDIR` and /tmp.
+    """
+    temporary = Path(tempfile.gettempdir()).absolute()
+    around = [path.parent for path in temporary.parents if (path / MARKER).is_file()]
+    ray = Path(os.environ.get("RAY_TMPDIR", "/tmp")).absolute()
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", os.path.expanduser("~/.ray/auth_token"))).absolute()
+    return list(dict.fromkeys([temporary, *around, ray, Path("/tmp"), token]))
+
+
+def find_private_paths(roots: Iterable[Path]) -> list[Path]:
+    """Returns the paths within `roots` that give control over runs: private folders, and tokens and sockets of Ray."""
+    paths: list[Path] = []
+    for root in roots:
+        if os.path.isfile(root):  # False if this user may not enter its folder, unlike `Path.is_file`
+            paths.append(root)
+        elif os.path.isdir(root):
+            paths += (marker.parent for marker in root.glob(f"{PREFIX}*/{MARKER}"))
+            paths += root.glob("ray/session_*/sockets")
+    return paths
 
 
 def set_temporary_folder(folder: str) -> None:

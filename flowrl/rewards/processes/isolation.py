@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 # Constants of the kernel. The numbers of these system calls are the same on all 64-bit machines except alpha.
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+_CLONE_NEWIPC = 0x08000000
 _SYS_MOUNT_SETATTR, _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
-_PROCESS_NAMESPACE = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID
-_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_PROCESS_NAMESPACE = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_NO_PROGRAMS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
 _MOUNT_ATTR_RDONLY, _AT_FDCWD, _AT_RECURSIVE = 1, -100, 0x8000
 _CAPABILITY_VERSION, _NUM_CAPABILITIES = 0x20080522, 64
 
@@ -67,6 +71,8 @@ _CAN = {
     "files": "write files outside its folder",
     "processes": "start any number of processes",
     "descendants": "leave processes behind",
+    "private_folders": "read the private folders of runs, such as the token of Ray",
+    "shared_memory": "fill /dev/shm, and leave data there",
 }
 """Missing protection -> what code can do without it."""
 
@@ -114,7 +120,8 @@ def adopt_orphans() -> None:
 def enter_process_namespace() -> bool:
     """Gives the next forked child its own process ids, and returns True, or False if the system does not allow it.
 
-    When that child ends, the kernel kills all processes that descend from it. Call `mount_proc` in the child.
+    When that child ends, the kernel kills all processes that descend from it, and frees their System V memory. Call
+    `mount_proc` in the child, and then the functions that change other mounts.
     """
     return _enter(_PROCESS_NAMESPACE)
 
@@ -129,8 +136,53 @@ def mount_proc() -> bool:
     """Replaces /proc of the current mount namespace by that of the current process namespace. Returns True if done."""
     return (
         _LIBC.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
-        and _LIBC.mount(b"proc", b"/proc", b"proc", 2 | 4 | 8, None) == 0  # no set-user-id, devices, programs
+        and _LIBC.mount(b"proc", b"/proc", b"proc", _NO_PROGRAMS, None) == 0
     )
+
+
+def hide_paths(paths: Iterable[Path], kept: Path) -> bool:
+    """Replaces folders by empty read-only ones, and files by /dev/null, for the current mount namespace.
+
+    The folder `kept` remains, also within a hidden folder. Returns False, without effects, if the system does not allow
+    it. A process that enters a further user namespace cannot undo it, because the kernel locks these mounts for it.
+    """
+    original = os.open(kept, os.O_PATH | os.O_CLOEXEC)
+    mounted: list[Path] = []
+    is_done = True
+    for path in sorted(paths):  # a folder precedes its content, which does not exist after the folder is hidden
+        if path.is_dir():
+            is_mounted = _mount("tmpfs", path, _NO_PROGRAMS, "size=64k,nr_inodes=64,mode=755")
+        else:
+            is_mounted = path.exists() and _mount("/dev/null", path, _MS_BIND)
+        mounted += [path] if is_mounted else []
+        is_done = is_done and (is_mounted or not path.exists())  # its process may remove it at the same time
+    if is_done and not kept.exists():
+        kept.mkdir(parents=True)
+        is_done = _mount(f"/proc/self/fd/{original}", kept, _MS_BIND)
+    os.close(original)
+    for path in filter(Path.is_dir, mounted):
+        if is_done:
+            is_done = _mount("tmpfs", path, _NO_PROGRAMS | _MS_REMOUNT | _MS_RDONLY) or not path.exists()
+    if not is_done:
+        for path in mounted:
+            _LIBC.umount2(bytes(path), _MNT_DETACH)
+    return is_done
+
+
+def limit_shared_memory(max_mb: int) -> bool:
+    """Gives the current mount namespace a /dev/shm of its own, of at most `max_mb` MiB. Returns True if done.
+
+    The kernel frees its memory at the end of the namespace.
+    """
+    folder = Path("/dev/shm")
+    options = f"size={max_mb}m,nr_inodes={16 * max_mb},mode=1777"
+    return not folder.is_dir() or _mount("tmpfs", folder, _MS_NOSUID | _MS_NODEV, options)
+
+
+def _mount(source: str, target: Path, flags: int, options: str | None = None) -> bool:
+    """Mounts a new tmpfs, or a file or folder with the flag `_MS_BIND`. Returns True if done."""
+    data = None if options is None else options.encode()
+    return _LIBC.mount(source.encode(), bytes(target), b"tmpfs", flags, data) == 0
 
 
 def limit_process_ids(max_processes: int) -> bool:

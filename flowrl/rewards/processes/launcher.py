@@ -19,17 +19,20 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flowrl.data.folders.private_folder import remove_folder
+from flowrl.data.folders.private_folder import find_private_paths, remove_folder
 from flowrl.rewards.processes.isolation import (
     Isolation,
     adopt_orphans,
     end_with_parent,
     enter_process_namespace,
+    hide_paths,
     isolate,
     limit_process_ids,
+    limit_shared_memory,
     mount_proc,
     probe_namespaces,
 )
@@ -40,6 +43,9 @@ MAX_PROCESSES = 512
 
 MAX_FILE_MB = 1024.0
 """Size in MiB of a file that a reward function may write."""
+
+MAX_SHARED_MEMORY_MB = 256
+"""Size in MiB of /dev/shm, for all processes that a process of reward functions starts."""
 
 WRITE_STACKS, KILL = b"s", b"k"
 """Requests of the pool to a guard."""
@@ -60,13 +66,14 @@ system does not offer.
 """
 
 
-def main(control: socket.socket, parent: int, folder: str, serve: Serve) -> None:
+def main(control: socket.socket, parent: int, folder: str, roots: Sequence[str], serve: Serve) -> None:
     """Forks a process for each message until the pool closes the socket. A message contains descriptors and settings.
 
     Args:
         control: socket of the pool.
         parent: id of the process of the pool.
         folder: private folder of the pool. It is removed when the launcher and the guards have ended.
+        roots: folders with private folders, and files with a token (`list_private_roots`). Processes do not see them.
         serve: main loop of the processes.
     """
     end_with_parent()
@@ -85,7 +92,7 @@ def main(control: socket.socket, parent: int, folder: str, serve: Serve) -> None
             is_probed = True
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the processes
         if os.fork() == 0:
-            _run(lambda settings=settings, fds=descriptors: _start(control, settings, fds, serve), descriptors[1])
+            _run(partial(_start, control, roots, settings, descriptors, serve), descriptors[1])
         for descriptor in descriptors:
             os.close(descriptor)
     os.close(alive)
@@ -130,7 +137,9 @@ def _run(body: Any, output: int) -> NoReturn:  # Any: a function of the forked p
         os._exit(code)
 
 
-def _start(control: socket.socket, settings: dict[str, Any], descriptors: Sequence[int], serve: Serve) -> None:
+def _start(
+    control: socket.socket, roots: Sequence[str], settings: dict[str, Any], descriptors: Sequence[int], serve: Serve
+) -> None:
     """Becomes the guard, or starts it as the first process of a new process namespace."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control.close()
@@ -143,7 +152,12 @@ def _start(control: socket.socket, settings: dict[str, Any], descriptors: Sequen
         select.select([starter], [], [])
         os.close(starter)
     unavailable = [] if has_namespace else ["descendants"]
-    is_limited = has_namespace and mount_proc() and limit_process_ids(MAX_PROCESSES)
+    can_mount = has_namespace and mount_proc()
+    is_limited = can_mount and limit_process_ids(MAX_PROCESSES)
+    if not (can_mount and hide_paths(find_private_paths(map(Path, roots)), Path(settings["folder"]))):
+        unavailable.append("private_folders")
+    if not (can_mount and limit_shared_memory(MAX_SHARED_MEMORY_MB)):
+        unavailable.append("shared_memory")
     os.setsid()
     _guard(settings, descriptors, unavailable, serve, has_namespace=has_namespace, is_limited=is_limited)
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from flowrl.data.folders.private_folder import create_folder, remove_tree
+from flowrl.data.folders.private_folder import create_folder, list_private_roots, remove_tree
 from flowrl.rewards import reward_function
 from flowrl.rewards.processes.frames import FrameReader
 from flowrl.rewards.processes.launcher import KILL, WRITE_STACKS
@@ -58,12 +58,14 @@ class Launcher:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = create_folder("functions")
         self.folder = self._folder.path
+        roots = [str(root) for root in list_private_roots()]
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
             "import socket\n"
             "from flowrl.rewards.processes import launcher\n"
             f"from {main_loop} import serve\n"
-            f"launcher.main(socket.socket(fileno={theirs.fileno()}), {os.getpid()}, {str(self.folder)!r}, serve)"
+            f"control = socket.socket(fileno={theirs.fileno()})\n"
+            f"launcher.main(control, {os.getpid()}, {str(self.folder)!r}, {roots!r}, serve)"
         )
         with theirs:
             self._process = subprocess.Popen(

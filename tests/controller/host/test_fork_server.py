@@ -1,9 +1,11 @@
 """Forked processes equal processes started by Python, and end with their driver or server."""
 
+import functools
 import json
 import os
+import shlex
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 
 from flowrl import Batch
 from flowrl.controller.host.fork_server import PRELOADED, ForkServer
+from flowrl.data.folders.private_folder import create_folder
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Scorer
 
@@ -50,9 +53,15 @@ def program(tmp_path: Path) -> Path:
     return file
 
 
+@functools.cache
+def raylet() -> str:
+    """Returns the path of a shell with the name of Ray's raylet, whose child processes the server accepts."""
+    return str(shutil.copy("/bin/bash", create_folder("raylet").path / "raylet"))
+
+
 def start(py_executable: str, program: Path, result: Path, **settings: Any) -> tuple[dict[str, Any], str, str]:
     """Returns the facts that the program writes about its process, its output and its errors."""
-    command = ["bash", "-c", f"exec {py_executable} {program} {result} 'two words'"]
+    command = [raylet(), "-c", f"{py_executable} {program} {result} 'two words'; exit"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, **settings)
     wait(result.exists)
     wait(lambda: bool(result.read_text()))
@@ -126,12 +135,46 @@ def test_without_a_server_the_process_is_started_by_python(program: Path, tmp_pa
 
 @pytest.mark.slow
 def test_an_invalid_start_request_does_not_affect_others(server: ForkServer, program: Path, tmp_path: Path) -> None:
-    path = server.py_executable.split()[-1]
-    for words in (b"", b"\0\0", b"\0\0\0\x09{", b"\0\0\0\x02{}"):
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(path)
-            client.sendall(words)
-    assert start(server.py_executable, program, tmp_path / "facts")[1] == "output\n"
+    code = f"""
+import socket
+for words in (b"", bytes(2), bytes([0, 0, 0, 9]) + b"{{", bytes([0, 0, 0, 2]) + b"{{}}"):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect({server.py_executable.split()[-1]!r})
+        client.sendall(words)
+"""
+    command = [raylet(), "-c", f"{shlex.join([sys.executable, '-c', code])}; exit"]
+    subprocess.run(command, timeout=200, check=True)
+    assert PREPARED in start(server.py_executable, program, tmp_path / "facts")[0]["modules"]
+
+
+@pytest.mark.parametrize("ancestors", [[], ["shell"], ["shell", "raylet"]])
+def test_only_child_processes_of_the_raylet_start_programs(
+    server: ForkServer, program: Path, tmp_path: Path, ancestors: list[str]
+) -> None:
+    """Reward functions and environments run as the same user, and may know the path of the socket."""
+    command = [sys.executable, "-c", ATTACK, server.py_executable.split()[-1], str(program), str(tmp_path / "facts")]
+    for name in reversed(ancestors):  # the first is a child of the driver
+        command = ["bash" if name == "shell" else raylet(), "-c", f"{shlex.join(command)}; exit"]
+    assert subprocess.run(command, capture_output=True, timeout=200, check=True).stdout == b"refused\n"
+    assert PREPARED in start(server.py_executable, program, tmp_path / "later")[0]["modules"]
+    assert not (tmp_path / "facts").exists()
+
+
+ATTACK = """
+import json, socket, sys
+path, *argv = sys.argv[1:]
+request = json.dumps({"argv": argv, "env": {}, "cwd": "/"}).encode()
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect(path)
+    try:
+        socket.send_fds(client, [len(request).to_bytes(4, "big")], [1, 2])
+        client.sendall(request)
+        answer = client.recv(1)
+    except ConnectionError:
+        answer = b""
+print("started" if answer else "refused")
+"""
+"""Requests a process from the fork server as its client does."""
 
 
 @pytest.mark.slow
@@ -168,8 +211,8 @@ def start_survivors(server: ForkServer, folder: Path) -> tuple[psutil.Process, p
     program = folder / "survives.py"
     program.write_text(SURVIVES)
     for name in ("host", "none"):
-        command = f"exec {server.py_executable} {program} {folder} {name}"
-        subprocess.run(["bash", "-c", command], stdout=subprocess.DEVNULL, timeout=200, check=True)
+        command = f"{server.py_executable} {program} {folder} {name}; exit"
+        subprocess.run([raylet(), "-c", command], stdout=subprocess.DEVNULL, timeout=200, check=True)
         wait((folder / name).exists)
     host, none = (psutil.Process(int((folder / name).read_text())) for name in ("host", "none"))
     return host, none
@@ -221,13 +264,14 @@ def test_a_process_that_is_started_by_python_ends_with_its_parent(tmp_path: Path
 def start_driver(modules: tuple[str, ...], path: str = "") -> tuple[subprocess.Popen[str], str, psutil.Process]:
     """Returns a driver with a fork server, the server's command for Ray, and the process of the server."""
     code = f"""
-import psutil, sys
+import psutil, subprocess, sys
 sys.path.insert(0, {path!r})
 from {ForkServer.__module__} import ForkServer
 server = ForkServer({modules!r})
 print(server.py_executable)
 print(psutil.Process().children()[0].pid, flush=True)
-input()
+for command in sys.stdin:
+    subprocess.run([{raylet()!r}, "-c", command], stdout=subprocess.DEVNULL)
 """
     driver = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
@@ -242,8 +286,8 @@ def test_a_stopped_host_ends_with_a_driver_that_is_killed(tmp_path: Path) -> Non
     program.write_text(SURVIVES)
     driver, command, _ = start_driver(())
     with driver:
-        started = f"exec {command} {program} {tmp_path} host"
-        subprocess.run(["bash", "-c", started], stdout=subprocess.DEVNULL, timeout=200, check=True)
+        assert driver.stdin is not None
+        print(f"{command} {program} {tmp_path} host; exit", file=driver.stdin, flush=True)
         wait((tmp_path / "host").exists)
         host = psutil.Process(int((tmp_path / "host").read_text()))
         host.suspend()

@@ -17,6 +17,8 @@ from flowrl.config import UserError
 from flowrl.data.folders.private_folder import (
     MARKER,
     MAX_PARENT_BYTES,
+    find_private_paths,
+    list_private_roots,
     private_folder,
     read_boot,
     remove_abandoned_folders,
@@ -188,6 +190,24 @@ def test_folders_and_markers_of_other_users_are_kept(parent: Path) -> None:
     os.chown(marker, 65534, 65534)
     remove_abandoned_folders(parent)
     assert (folder / MARKER).exists() and marker.exists()
+
+
+def test_private_paths_are_private_folders_and_the_sockets_and_tokens_of_ray(parent: Path) -> None:
+    folder, sockets, token = abandon(parent), parent / "ray/session_1/sockets", parent / "token"
+    sockets.mkdir(parents=True)
+    token.touch()
+    (parent / "flowrl-unmarked").mkdir()
+    assert sorted(find_private_paths([parent, token, parent / "missing"])) == [folder, sockets, token]
+
+
+def test_private_folders_are_searched_beside_the_one_that_contains_the_temporary_folder(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of a local Ray have a temporary folder in the private folder of the driver."""
+    temporary = abandon(parent) / "t"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(parent / "token"))
+    assert {temporary, parent, parent / "token"} <= set(list_private_roots())
 
 
 def test_a_ray_folder_whose_path_is_too_long_for_sockets_is_rejected(

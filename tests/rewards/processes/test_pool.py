@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrl.data.folders.private_folder import MARKER
+from flowrl.data.folders.private_folder import MARKER, create_folder
+from flowrl.rewards.processes.launcher import MAX_SHARED_MEMORY_MB
 from flowrl.rewards.processes.pool import FunctionSpec, Outcome, PoolLimits, ScoringPool
 from tests.rewards.processes import misbehaving
+from tests.rewards.processes.attacks import SHARED_MEMORY_KEY, reach
 from tests.slow_cases import one_of
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +59,21 @@ def marked_processes(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return marked
+
+
+@pytest.fixture
+def private() -> Iterator[Path]:
+    """A private folder with a token and a socket, as a run without `address` has."""
+    with create_folder("run") as folder, socket.socket(socket.AF_UNIX) as listener:
+        (folder / "token").write_text("secret")
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        yield folder
+
+
+def skip_without(protection: str, missing: Sequence[str]) -> None:
+    if protection in missing:
+        pytest.skip(f"this system does not offer the protection of {protection}")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -423,6 +441,42 @@ def test_close_ends_calls_in_flight_and_rejects_rows(mark: str) -> None:
         pool.submit("sync", {"response": "", "kind": ""})
 
 
+def test_private_folders_cannot_be_reached(mark: str, private: Path) -> None:
+    """Their sockets start any program, and their token gives control over Ray."""
+    assert {"list", "token", "socket"} <= set(reach(private))
+    with make_pool(FunctionSpec("attack", f"{FOLDER}.attacks:count_ways"), workers=1) as pool:
+        skip_without("private_folders", pool.find_missing_protections())
+        assert pool.submit("attack", {"response": str(private)}).result(timeout=200).score == 0
+
+
+def test_the_temporary_folder_within_a_private_folder_is_writable(
+    mark: str, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run without `address`, the temporary files of all processes are in the private folder of the driver."""
+    (private / "t").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(private / "t"))
+    names = ("write_temporary_file", "count_ways")
+    with make_pool(*(FunctionSpec(name, f"{FOLDER}.attacks:{name}") for name in names), workers=1) as pool:
+        write, attack = (pool.submit(name, {"response": str(private)}) for name in names)
+        assert write.result(timeout=200).score == len(str(private))
+        assert len(list(private.glob("t/*/*/file"))) == 1
+        skip_without("private_folders", pool.find_missing_protections())
+        assert attack.result(timeout=200).score == 0
+
+
+def test_shared_memory_is_limited_and_freed(mark: str) -> None:
+    file = Path("/dev/shm", mark)
+    try:
+        with make_pool(FunctionSpec("attack", f"{FOLDER}.attacks:leave_shared_memory"), workers=1) as pool:
+            skip_without("shared_memory", pool.find_missing_protections())
+            assert pool.submit("attack", {"response": mark}).result(timeout=200).score == MAX_SHARED_MEMORY_MB
+            assert not file.exists()
+    finally:
+        file.unlink(missing_ok=True)
+    keys = [int(line.split()[0]) for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+    assert SHARED_MEMORY_KEY not in keys
+
+
 def test_an_unused_pool_is_closed(mark: str) -> None:
     make_pool(SYNC).close()
 
@@ -503,7 +557,8 @@ def test_processes_end_without_namespaces(mark: str, is_closed: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stdout.readline() == b"started\n"
         if is_closed:
-            assert b"descendants" in run.stdout.read()
+            missing = run.stdout.read()
+            assert all(name in missing for name in (b"descendants", b"private_folders", b"shared_memory"))
             assert run.wait(timeout=120) == 0
         else:
             os.kill(run.pid, signal.SIGKILL)
