@@ -10,7 +10,7 @@ from flowrl import Batch, Cluster
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig
 from flowrl.config.placement import SINGLE
 from flowrl.controller.errors import ContractError
-from flowrl.workers import Actor
+from flowrl.workers import LANGUAGE_MODELING, Actor
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
 from tests.errors import rejects
 
@@ -82,6 +82,28 @@ def test_the_loss_computes_the_metrics_of_old_logprobs(model: ModelConfig) -> No
     assert metrics["kl"] > 0
     with_loss, _ = train(model, "current", **KL_LOSS)
     assert with_loss["kl"] == pytest.approx(with_loss["kl_loss"])
+
+
+def test_the_kl_loss_has_the_value_of_one_estimate_and_the_gradient_of_another(model: ModelConfig) -> None:
+    k2, expected_gradients = train(model, "current", kl_loss_coef=0.1, kl_loss_kind="k2")
+    k3, _ = train(model, "current", kl_loss_coef=0.1, kl_loss_kind="k3")
+    mixed, gradients = train(model, "current", kl_loss_coef=0.1, kl_loss_kind="k3", kl_loss_gradient="k2")
+    assert mixed["kl_loss"] == pytest.approx(k3["kl_loss"], rel=FLOAT64_RTOL) != k2["kl_loss"]
+    assert_norm_close(gradients, expected_gradients, FLOAT64_RTOL)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_language_modeling_does_not_use_the_temperature_of_the_rollout(model: ModelConfig, temperature: float) -> None:
+    config = ActorConfig(model=model, optimizer=OptimizerConfig(lr=0.1), temperature=temperature)
+    tokens = {"input_ids": list(range(2, 10)), "response_mask": MASK[:8]}
+    with Cluster(SINGLE, backend="inline", num_threads=1) as cluster:
+        actor: Any = cluster.group("actor", Actor, config)
+        metrics = actor.forward_backward(Batch.from_columns(tokens=tokens, lengths=[8]), LANGUAGE_MODELING).get()
+        (policy,) = actor.run(lambda worker: worker.model)
+    logprobs_LV = policy(torch.arange(2, 10)[None]).logits[0].log_softmax(-1)
+    expected = -logprobs_LV[2:-1].gather(1, torch.arange(5, 10)[:, None]).mean().item()
+    (loss,) = (metric.result() for name, metric in metrics.items() if name.endswith("loss"))
+    assert loss == pytest.approx(expected, rel=FLOAT64_RTOL)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
