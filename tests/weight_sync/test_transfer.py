@@ -15,7 +15,7 @@ from flowrl.workers import Actor, Rollout
 from tests.conftest import ClusterMaker
 from tests.weight_sync.syncing_workers import RecordingActor, RecordingRollout, read
 
-HOW = {"bucket_mb": 2.0, "dtype": None}
+HOW = {"bucket_mb": 2.0, "dtype": "bfloat16"}
 BUCKETS = range(RecordingActor.BUCKETS)
 
 
@@ -62,6 +62,7 @@ class SyncPair:
                     "engine": "vllm",
                     "max_response_tokens": 1,
                     "transfer": {"via": via, "bucket_mb": HOW["bucket_mb"]},
+                    "vllm": {"dtype": HOW["dtype"]},
                 },
             }
         )
