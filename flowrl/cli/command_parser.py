@@ -2,11 +2,15 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from flowrl.cli.number_types import whole_number
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Characters that stand for bytes of an argument that are not UTF-8."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -36,6 +40,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def _check_options(self, args: Sequence[str] | None) -> None:
         words = sys.argv[1:] if args is None else list(args)
+        if invalid := [word for word in words if _SURROGATE.search(word)]:
+            self.error(f"argument {invalid[0]!r} is not UTF-8 text: use other characters")
         for index, word in enumerate(words):
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
                 break  # the words after it are arguments, or those of a sub-command

@@ -1,6 +1,7 @@
 """The `flowrl` command, and the exit codes and error messages of every program of this project."""
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -96,7 +97,7 @@ def exit_code(program: Callable[[], object]) -> int:
     Exit codes:
         0: the program has succeeded, or its run is already complete.
         1: a worker or a check has failed.
-        2: a `UserError` was raised, or the disk is full.
+        2: a `UserError` was raised, the disk is full, a path is too long, or a file is in the place of a folder.
         130, 143 or 129: the program has received SIGINT, SIGTERM or SIGHUP.
         141: the reader of the output, such as `head`, has ended.
     Other exceptions are bugs and propagate.
@@ -126,16 +127,28 @@ def exit_code(program: Callable[[], object]) -> int:
         _discard_output(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if not is_disk_full(error):
+        if (problem := _describe_file_error(error)) is None:
             raise
-        location = f" while writing {error.filename}" if error.filename else ""
-        message = (
-            f"error: the disk is full{location} ({error.strerror}): free space, or set output to another disk; saved "
-            f"checkpoints are complete, and resume=auto resumes from the newest\n"
-        )
-        write_printable(message, sys.stderr)
+        write_printable(f"error: {problem}\n", sys.stderr)
         return 2
     return 0
+
+
+def _describe_file_error(error: OSError) -> str | None:
+    """Returns a message for an error that the user can fix: a full disk, a path that is too long, or a file in the
+    place of a folder. None for other errors.
+    """
+    if is_disk_full(error):
+        location = f" while writing {error.filename}" if error.filename else ""
+        return (
+            f"the disk is full{location} ({error.strerror}): free space, or set output to another disk; saved "
+            f"checkpoints are complete, and resume=auto resumes from the newest"
+        )
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the path {error.filename or 'of a file'} is too long for the file system: use shorter names"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and error.filename:
+        return f"{error.filename} is a file, or is in a file, but must be a folder: move or remove the file"
+    return None
 
 
 @contextmanager

@@ -20,6 +20,9 @@ Key = tuple[str | int, ...]
 _MAX_YAML_MB = 1
 """Maximum size of a YAML file in MB. PyYAML takes about 10 s for it."""
 
+_INVALID = re.compile("[\0\ud800-\udfff]")
+"""Characters that neither a path nor a UTF-8 file can contain."""
+
 _MAX_SETTINGS = 20_000
 """Maximum number of settings and list entries. The content of an alias counts at each use."""
 
@@ -224,6 +227,9 @@ def folder_hint(path: Path) -> str:
 
 def _note_origins(node: yaml.Node | None, key: Key, where: str, numbered: bool, origins: dict[Key, str]) -> None:
     """Adds the locations of all keys below `node` to `origins`."""
+    if isinstance(node, yaml.ScalarNode) and _INVALID.search(node.value):
+        line = f":{node.start_mark.line + 1}" if numbered else ""
+        raise ConfigError(f"{where}{line}: {dotted(key)} has a NUL or an unpaired surrogate: remove the character")
     if isinstance(node, yaml.SequenceNode):
         children = [(index, child, child) for index, child in enumerate(node.value)]
     elif isinstance(node, yaml.MappingNode):

@@ -1,6 +1,5 @@
 """`flowrl` prints the requested output, or a one-line error with exit code 2."""
 
-import logging
 import os
 import re
 import shutil
@@ -11,14 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.table import Table
-from rich.text import Text
 
 from flowrl.checkpoints.run_folder import write_json
 from flowrl.cli import exit_code, main, run_recipe
-from flowrl.config import CheckFailed, ConfigError, RolloutLogConfig, RunConfig, UserError, loading
-from flowrl.controller.errors import WorkerError
-from flowrl.data.console import make_console, write_printable
+from flowrl.config import ConfigError, RolloutLogConfig, RunConfig, loading
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog
 from flowrl.run.interrupt import Interrupted
@@ -537,54 +532,3 @@ def test_an_option_that_needs_a_whole_number_says_so(command: list[str], capsys:
     message = capsys.readouterr().err
     assert caught.value.code == 2 and message.count("\n") == 1
     assert not missing_facts(message, command[-1], "two", "whole", "number")
-
-
-FOREIGN = "\x1b]0;title\x07 \u202e \x9b31m\r\nerror: forged"
-ESCAPED = "\\x1b]0;title\\x07 \\u202e \\x9b31m\\r\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(UserError(FOREIGN), 2), (WorkerError("reward", 0, 0, "score", FOREIGN), 1), (CheckFailed(FOREIGN), 1)],
-)
-def test_errors_are_printed_without_terminal_codes(
-    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def program() -> None:
-        raise error
-
-    assert exit_code(program) == code
-    assert ESCAPED in capsys.readouterr().err
-
-
-def test_a_line_break_in_the_error_of_a_worker_does_not_begin_a_line_of_the_program(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def program() -> None:
-        raise WorkerError("reward", 0, 0, "score", FOREIGN)
-
-    exit_code(program)
-    assert capsys.readouterr().err.count("\nerror:") == 0
-
-
-def test_warnings_of_any_logger_are_printed_with_a_prefix_and_without_terminal_codes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
-    assert exit_code(lambda: logging.getLogger("my_recipe").warning("%d rows of %s", 3, "a\x9b")) == 0
-    assert capsys.readouterr().err == "warning: 3 rows of a\\x9b\n"
-
-
-def test_foreign_text_is_printed_without_terminal_codes_on_standard_output(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    console = make_console()
-    console.print(Text(FOREIGN))
-    table = Table()
-    table.add_column("")
-    table.add_row(Text("\x9b31m"))
-    console.print(table)
-    write_printable("a\udcffb\x9b31m")
-    shown = capsys.readouterr().out
-    assert "\\x1b]0;title" in shown and "a\\udcffb" in shown
-    assert not {"\x1b", "\x07", "\u202e", "\x9b", "\r"} & set(shown)

@@ -218,3 +218,10 @@ def test_a_config_that_is_a_pipe_or_too_large_is_rejected(tmp_path: Path) -> Non
     for name in ("pipe", "zero", "large"):
         with rejects(tmp_path / f"{name}.yaml", error=ConfigError):
             load(tmp_path / f"{name}.yaml", [], SFTConfig)
+
+
+@pytest.mark.parametrize("text", [r'output: "a\0b"', r'output: "a\udcff"'])
+def test_a_path_with_an_invalid_character_is_rejected_with_its_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with rejects(f"{tmp_path}/a.yaml:1", "output", error=ConfigError):
+        load(tmp_path / "a.yaml", [], SFTConfig)

@@ -41,7 +41,7 @@ from flowrl.engines.models.sequence_sharding import (
     run_backbone,
     run_head,
 )
-from flowrl.engines.models.sharded_loading import make_meta_model
+from flowrl.engines.models.sharded_loading import check_finite, make_meta_model
 
 _VALUE_HEAD = "value_head.safetensors"
 _SCORE = "score"
@@ -411,6 +411,9 @@ def _load_full(
     missing = sorted(set(report["missing_keys"]) - fresh)
     if missing:
         raise _missing_weights_error(config.path, kind, missing)
+    for name, weight in model.named_parameters():
+        if name not in fresh:
+            check_finite(weight, name, config.path)
     return model
 
 

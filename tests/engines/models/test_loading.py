@@ -28,6 +28,7 @@ from flowrl.engines.models.sharded_loading import load_shards, move_loaded
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import policy_logits
 from tests.engines.tiny import END, classifier, llama, qwen2, save
+from tests.errors import rejects
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -192,3 +193,22 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path):
     folder, output = save(PUBLISHED["GPT-2"](), tmp_path / "start"), tmp_path / "output"
     exec(example, {"folder": folder, "output": output})
     assert load_policy(config(output)).config.to_dict()["resid_pdrop"] == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float, is_sharded: bool) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, :2] = value
+    folder = save(model, tmp_path)
+    with rejects("model.layers.0.mlp.up_proj.weight", 2) as caught:
+        load_shards(load_policy(config(folder), on_meta=is_sharded), torch.device("cpu"))
+    assert str(folder) in str(caught.value)
+
+
+def test_large_finite_weights_are_accepted(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[:2] = torch.finfo(torch.float32).max
+    load_policy(config(save(model, tmp_path)))
