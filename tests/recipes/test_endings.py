@@ -255,7 +255,7 @@ def test_after_the_end_of_a_process_of_ray_a_recipe_restarts_or_ends(
     eventually(lambda: lines(tmp_path) >= 2, START_S)
     next(each for each in psutil.Process(program.process.pid).children() if each.name() == program_of_ray).kill()
     assert program.code(START_S) == (0 if restarts else 1) and program.leaves_nothing()
-    assert not list(ray_folder.iterdir())
+    assert not list(ray_folder.glob("flowrl-*"))  # torch keeps its cache
     reports = [line for line in program.printed().splitlines() if "SIGKILL" in line]
     assert len(reports) == 1 and f"Ray's {program_of_ray} " in reports[0]
     assert {"curves.png", "timeline.png", "trace.json"} < {path.name for path in out.iterdir()}
