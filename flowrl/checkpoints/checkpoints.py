@@ -150,7 +150,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (CheckpointError, FileNotFoundError):
         raise
     except InputFileError as error:
-        raise CheckpointError(f"checkpoint {folder} is corrupt: {error}") from error
+        problem = str(error).removeprefix(f"{folder}/")
+        raise CheckpointError(f"checkpoint {folder} is corrupt: {problem}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder} is corrupt: {MANIFEST} cannot be read ({error})") from error
 

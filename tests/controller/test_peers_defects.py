@@ -97,6 +97,9 @@ PRIVATE_PARTS_OF_RAY = {
     "local_ray.py: ray._private": "the address on which a local Ray listens has no public setting",
     "local_ray.py: ray._raylet": "Ray keeps the first token of a process, and only this class forgets it",
     "ray_backend.py: ray._private.worker": "Ray prints its own messages, and has no setting for their destination",
+    "ray_backend.py: ray._private.state": "without the dashboard, no public function tells why a process has ended",
+    "ray_backend.py: ray.core.generated.common_pb2": "its values are the reasons of ended processes",
+    "ray_backend.py: ray.core.generated.gcs_pb2": "the table of ended processes consists of its messages",
 }
 """Use -> reason."""
 
