@@ -1,6 +1,7 @@
 """Generation with one model: the same responses in any order and batch, stop strings, and streams."""
 
 import json
+import shutil
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ import torch
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import RolloutConfig, UserError
+from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.engines.models.loading import load_policy
 from flowrl.inference.model_source import ModelSource, resolve_model
 from flowrl.inference.text_generator import (
@@ -79,10 +81,12 @@ def test_the_text_is_that_of_a_rollout_also_before_a_stop_string_of_the_template
     plain = TextGenerator(source, SAMPLING)
     texts = [text.text for text in plain.generate(requests(plain))]
     letter = max("0123456789", key=lambda digit: sum(digit in text for text in texts))
-    path = tmp_path / "template.json"
+    model = tmp_path / "model"
+    shutil.copytree(source.path, model)
+    path = model / TEMPLATE_FILE
     path.write_text(json.dumps({"chat_template": "{{ messages[0].content }}", "stop_strings": [letter]}))
 
-    generator = TextGenerator(replace(source, template=path), SAMPLING)
+    generator = TextGenerator(replace(source, path=model), SAMPLING)
     rows = requests(generator)
     generated = {text.request.request_id: text for text in generator.generate(rows)}
     config = RolloutConfig(max_response_tokens=12, temperature=0.9, template=path)
