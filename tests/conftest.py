@@ -21,12 +21,13 @@ ClusterMaker = Callable[..., Cluster]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers markers and the measurement of costs, and restores the default SIGINT handler.
+    """Registers markers and the measurement of costs, and restores the default handlers of SIGINT and SIGHUP.
 
     Removes hypothesis' time limit, which depends on the machine's speed.
-    A shell disables the handler for background jobs, and child processes inherit that.
+    A shell ignores SIGINT in background jobs, and nohup ignores SIGHUP. Child processes inherit that.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(Costs())
     selection.add_markers(config)
     if find_spec("hypothesis") is None:  # a GPU host may lack it, and the tests marked gpu do not use it
