@@ -200,7 +200,7 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path):
 def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float, is_sharded: bool) -> None:
     model = llama()
     with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, :2] = value
+        model.get_parameter("model.layers.0.mlp.up_proj.weight")[0, :2] = value
     folder = save(model, tmp_path)
     with rejects("model.layers.0.mlp.up_proj.weight", 2) as caught:
         load_shards(load_policy(config(folder), on_meta=is_sharded), torch.device("cpu"))
