@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Waiting OpenMP threads spin for microseconds and then sleep. With the default of libgomp, they spin for milliseconds,
-# which takes cores from other processes. Without any spin, a step of a small model takes twice as long, because each
-# thread must be woken. OpenMP reads the environment when torch is loaded. Programs, workers on any node, and tests
-# import this module before torch.
+# An OpenMP thread that waits for work spins for microseconds, and then sleeps. By default, libgomp lets it spin for
+# milliseconds, which takes a core from other processes. Without any spin, a step of a small model takes twice as long,
+# because each thread must be woken. OpenMP reads the environment when torch is loaded. Programs, workers on any node,
+# and tests import this module before torch.
 if os.environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
     os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000"}
 

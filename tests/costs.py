@@ -100,7 +100,7 @@ class Costs:
             with self._measure(1):
                 return (yield)
         finally:
-            item.user_properties.append(("cost_s", self._cost))  # reaches the controller of pytest-xdist
+            item.user_properties.append(("cost_s", self._cost))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         cost = dict(report.user_properties).get("cost_s", 0.0)

@@ -137,7 +137,7 @@ def _code_files(key: str, name: str, is_setting: bool) -> Iterator[tuple[str, Se
     files = _source_files(name) if is_setting else _module_files(name)
     if files:
         yield key, files, False
-        if imported := [file for file in _imported_files(name) if file not in files]:
+        if imported := _imported_files(name, files):
             yield f"{key} (imported modules)", imported, False
 
 
@@ -248,11 +248,11 @@ def _find_spec(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _imported_files(name: str) -> list[Path]:
+def _imported_files(name: str, files: Sequence[Path]) -> list[Path]:
     """Returns the files of all modules that the module in `module:name` imports, directly or through others.
 
-    Excludes flowrl, the standard library, and installed packages except the module's own. Executes no module, and
-    follows only `import` statements.
+    Excludes `files`, flowrl, the standard library, and installed packages except the module's own. Executes no module,
+    and follows only `import` statements.
     """
     module, top = name.partition(":")[0], name.partition(":")[0].partition(".")[0]
     if top == "flowrl":
@@ -273,7 +273,7 @@ def _imported_files(name: str) -> list[Path]:
                     continue
                 imported[part] = file
                 pending.append((part, file))
-    return [file for _, file in sorted(imported.items())]
+    return [file for _, file in sorted(imported.items()) if file not in files]
 
 
 def _imports_of(module: str, file: Path) -> Iterator[str]:
@@ -298,7 +298,7 @@ def source_checksum(name: str) -> FileChecksum | None:
     import, or None if a file is unreadable.
     """
     files = _source_files(name)
-    return combined_checksum([*files, *(file for file in _imported_files(name) if file not in files)])
+    return combined_checksum([*files, *_imported_files(name, files)])
 
 
 def check_same_inputs(old: Mapping[str, Sequence[int]], config: RunConfig) -> None:

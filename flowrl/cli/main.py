@@ -153,7 +153,7 @@ def _describe_file_error(error: OSError) -> str | None:
 
 @contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Prints the warnings of all loggers without a handler to stderr during the block, as `warning: ...`."""
+    """During the block, writes warnings to stderr as `warning: ...`. Applies to all loggers that have no handler."""
     before, logging.lastResort = logging.lastResort, _StderrHandler(logging.WARNING)
     logging.lastResort.setFormatter(LogFormatter("%(level)s: %(message)s"))
     try:

@@ -24,8 +24,7 @@ _INVALID = re.compile("[\0\ud800-\udfff]")
 """Characters that neither a path nor a UTF-8 file can contain."""
 
 _MAX_SETTINGS = 20_000
-"""Maximum number of settings and list entries. The content of an alias counts at each use."""
-
+"""Maximum number of settings and list entries of a file. Those of an alias count each time that it is used."""
 
 MAX_MB = 256
 """Maximum size of a text file in MB (10^6 bytes). The largest tokenizers have 40 MB."""

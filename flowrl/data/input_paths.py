@@ -23,12 +23,12 @@ MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 """Names of the maximum sequence length in the configuration of a language model."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
-"""Patterns of the files of a model, except weights."""
 _OTHER_FORMAT = re.compile(r"\.(csv|tsv|xlsx?)(\.gz|\.zst)?$", re.IGNORECASE)
 """File extensions of tables that flowrl does not read."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 """File extensions in the folder of a model whose files are read completely before they are parsed."""
+_TEXT_FILES = (*(f"*{suffix}" for suffix in _TEXT_SUFFIXES), "additional_chat_templates/*.jinja")
+"""Patterns of the files of a model, except weights."""
 _SETTINGS_FILES = (
     "adapter_config.json",
     "added_tokens.json",

@@ -27,8 +27,9 @@ _MAX_TEMPLATE = 200_000
 _MAX_REASON = 1_000
 """Maximum number of characters of the error of a chat template."""
 
-_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-                    MemoryError)  # fmt: skip
+_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
 """Errors that an expression of a chat template can raise."""
 
 _IGNORED = ("response_format_tags",)

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -28,7 +28,7 @@ from flowrl.environments.user_calls import (
     start_threads,
 )
 from flowrl.rewards.processes.frames import FrameReader, encode_frame, make_frame
-from flowrl.rewards.processes.scorer import STACK_SIGNAL
+from flowrl.rewards.processes.scorer import STACK_SIGNAL, ProcessContext
 from flowrl.rewards.reward_function import is_async
 
 _MAX_REQUEST_BYTES = 1 << 30
@@ -318,24 +318,14 @@ class EnvironmentServer:
             os._exit(1)
 
 
-def serve(
-    channel: socket.socket,
-    output: int,
-    stacks: int,
-    rows: int,
-    settings: Mapping[str, Any],
-    unavailable: Sequence[str],
-) -> NoReturn:
-    """Runs the main loop of the process. The arguments are those of `launcher.Serve`.
-
-    `output` and `rows` are not used.
-    """
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+def serve(context: ProcessContext) -> NoReturn:
+    """Runs the main loop of the process."""
+    faulthandler.register(STACK_SIGNAL, file=context.stacks, all_threads=True)
     for number in (signal.SIGINT, signal.SIGALRM):  # of a timer that an environment has left running
         signal.signal(number, signal.SIG_IGN)
     sys.stdout, sys.stderr = CountedOutput(sys.stdout), CountedOutput(sys.stderr)  # type: ignore[assignment]
-    channel.sendall(encode_frame({"kind": "ready", "unavailable": list(unavailable)}))
-    server = EnvironmentServer(channel, settings)
+    context.channel.sendall(encode_frame({"kind": "ready", "unavailable": list(context.unavailable)}))
+    server = EnvironmentServer(context.channel, context.settings)
     server.load()
     asyncio.run(server.run())
     os._exit(0)

@@ -178,7 +178,7 @@ def _read(path: Path, last_step: int) -> Iterator[dict[str, float]]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Formats ascending numbers, such as `1, 3 to 6, 9`. Omits ranges after the first ten."""
+    """Returns ascending numbers as text, such as `1, 3 to 6, 9`. Omits those after the first ten groups."""
     groups = [
         [number for _, number in group] for _, group in groupby(enumerate(numbers), lambda item: item[1] - item[0])
     ]

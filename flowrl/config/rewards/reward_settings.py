@@ -134,10 +134,7 @@ class RewardConfig(RewardSource):
     its state and stops. `on_failure: stop` ends a run at the first failure.
     """
 
-    DEPENDENCIES = (
-        *RewardSource.DEPENDENCIES,
-        FAILURE_RATE,
-    )
+    DEPENDENCIES = (*RewardSource.DEPENDENCIES, FAILURE_RATE)
 
     @classmethod
     def unsupported_settings(cls) -> Mapping[str, str]:

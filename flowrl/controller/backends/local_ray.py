@@ -137,7 +137,7 @@ _running: LocalRay | None = None
 
 
 def find_local_end() -> str | None:
-    """Returns how the local Ray of this process has ended; None while it runs, and in a process without a local Ray.
+    """Returns the cause of the end of this process's local Ray. Returns None if it runs, or if there is none.
 
     Without its raylet, most functions of Ray would end this process immediately, with exit code 1 and without an
     exception. Call this function before them.

@@ -260,7 +260,7 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
 
 
 def _is_of_raylet(client: socket.socket, driver_id: int) -> bool:
-    """Returns whether a raylet that the driver has started is the parent of the process that has connected.
+    """Returns whether the parent process of a client is a raylet that the driver has started.
 
     Reward functions and environments run as the same user. A secret would not exclude them: without namespaces, they
     can read what the client can read. They cannot choose their parent.

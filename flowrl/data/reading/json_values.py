@@ -11,7 +11,7 @@ from uuid import UUID
 from flowrl.data.reading.row_problems import RowProblem
 
 
-def parse_json(text: str, start: int = 0) -> tuple[Any, int]:  # Any: any JSON value
+def parse_strictly(text: str, start: int = 0) -> tuple[Any, int]:  # Any: any JSON value
     """Parses the JSON value that begins at a position of a text. Returns the value and the position of its end.
 
     Raises RowProblem with the key of a value that is not JSON although Python's parser accepts it: NaN, an infinity, a
@@ -40,7 +40,7 @@ class _UnusualJsonError(Exception):
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The keys and values of an object, in the order of the text."""
+    """The pairs of key and value of a JSON object, which may contain a key twice."""
 
 
 class _Number(str):

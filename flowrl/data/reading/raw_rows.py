@@ -14,7 +14,7 @@ from flowrl.config import DataFile
 from flowrl.data.input_paths import find_dataset_problem
 from flowrl.data.messages import DataError
 from flowrl.data.reading.generated_rows import generate_lines
-from flowrl.data.reading.json_values import UnusualValue, parse_json
+from flowrl.data.reading.json_values import UnusualValue, parse_strictly
 from flowrl.data.reading.row_problems import RowProblem
 
 _BLOCK_BYTES = 1 << 20
@@ -202,7 +202,7 @@ def _array_rows(first: bytes, blocks: Iterator[bytes | RowProblem]) -> Iterator[
     position = _skip_space(text, text.index("[") + 1)
     while position < len(text) and text[position] != "]":
         try:
-            value, position = parse_json(text, position)
+            value, position = parse_strictly(text, position)
         except UnusualValue as unusual:
             value, position = unusual, unusual.end
         except (ValueError, RecursionError) as error:

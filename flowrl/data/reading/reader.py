@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from flowrl.config import DataFile
 from flowrl.data.messages import Conversation, DataError
-from flowrl.data.reading.json_values import parse_json, to_json_columns
+from flowrl.data.reading.json_values import parse_strictly, to_json_columns
 from flowrl.data.reading.kinds import Kind, select_turns, split_pair
 from flowrl.data.reading.raw_rows import RawChunk, read_chunks
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
@@ -73,7 +73,7 @@ def _parse_json(line: bytes) -> Any:  # Any: any JSON value
         raise RowProblem("invalid_json", "the line is empty; write one JSON object per line")
     try:
         text = line.decode().rstrip(_JSON_SPACE)
-        value, end = parse_json(text, len(text) - len(text.lstrip(_JSON_SPACE)))
+        value, end = parse_strictly(text, len(text) - len(text.lstrip(_JSON_SPACE)))
         if end < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
         return value

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flowrl.data.folders.private_folder import find_private_paths, remove_folder
+from flowrl.data.folders.process_stat import read_stat
 from flowrl.rewards.processes.isolation import (
     Isolation,
     adopt_orphans,
@@ -36,7 +37,7 @@ from flowrl.rewards.processes.isolation import (
     mount_proc,
     probe_namespaces,
 )
-from flowrl.rewards.processes.scorer import STACK_SIGNAL
+from flowrl.rewards.processes.scorer import STACK_SIGNAL, ProcessContext
 
 MAX_PROCESSES = 512
 """Processes and threads of one process of reward functions and its descendants."""
@@ -59,11 +60,8 @@ _DESCRIPTOR = 900
 """Smallest number of the descriptors of a process, which user code does not reach by accident."""
 
 
-Serve = Callable[[socket.socket, int, int, int, dict[str, Any], Sequence[str]], NoReturn]  # Any: values of JSON
-"""Main loop of a process. Receives the socket of its messages, the descriptors for printed text and for the stacks that
-`STACK_SIGNAL` requests, the pipe of rows that it may score, the settings of the process, and the protections that the
-system does not offer.
-"""
+Serve = Callable[[ProcessContext], NoReturn]
+"""Main loop of a process."""
 
 
 def main(control: socket.socket, parent: int, folder: str, roots: Sequence[str], serve: Serve) -> None:
@@ -242,10 +240,9 @@ def _children() -> Iterator[int]:
     parent = os.getpid()
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # ends meanwhile
-                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == parent:
-                    yield int(entry.name)
+            child = int(entry.name)
+            if read_stat(child).parent_id == parent:
+                yield child
 
 
 def _work(
@@ -280,7 +277,7 @@ def _work(
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    serve(socket.socket(fileno=channel), output, stacks, rows, settings, (*unavailable, *missing))
+    serve(ProcessContext(socket.socket(fileno=channel), output, stacks, rows, settings, (*unavailable, *missing)))
 
 
 def _move(descriptor: int) -> int:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from flowrl.rewards.processes.frames import FrameReader, encode_frame
 from flowrl.rewards.reward_function import (
@@ -32,6 +32,23 @@ STACK_SIGNAL = signal.SIGRTMIN + 9
 
 CALL_START = b"\x1e"
 """Separates the output of a call from earlier output: the record separator of ASCII."""
+
+
+class ProcessContext(NamedTuple):
+    """What a process gets from the launcher."""
+
+    channel: socket.socket
+    """Socket of its messages."""
+    output: int
+    """Descriptor for printed text."""
+    stacks: int
+    """Descriptor for the stacks that `STACK_SIGNAL` requests."""
+    rows: int
+    """Descriptor of the pipe of rows that it may score."""
+    settings: Mapping[str, Any]  # Any: values of JSON
+    unavailable: Sequence[str]
+    """Protections that the system does not offer."""
+
 
 _MAX_CALL_BYTES = 1 << 30
 _MAX_MESSAGE = 4000
@@ -259,15 +276,8 @@ def _location(task: "asyncio.Task[Any]") -> str:
     return location
 
 
-def serve(
-    channel: socket.socket,
-    output: int,
-    stacks: int,
-    rows: int,
-    settings: Mapping[str, Any],
-    unavailable: Sequence[str],
-) -> NoReturn:
-    """Runs the main loop of the process. The arguments are those of `launcher.Serve`."""
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-    channel.sendall(encode_frame({"kind": "ready", "unavailable": list(unavailable)}))
-    Scorer(channel, output, rows, settings["timeout_s"]).run()
+def serve(context: ProcessContext) -> NoReturn:
+    """Runs the main loop of the process."""
+    faulthandler.register(STACK_SIGNAL, file=context.stacks, all_threads=True)
+    context.channel.sendall(encode_frame({"kind": "ready", "unavailable": list(context.unavailable)}))
+    Scorer(context.channel, context.output, context.rows, context.settings["timeout_s"]).run()

@@ -34,7 +34,7 @@ _GRACE_S = 5.0
 
 @lru_cache(maxsize=1)
 def _create_parent(process_id: int) -> Path:
-    """Creates the folder that contains the folders of all sandboxes of a process."""
+    """Creates a folder. Each sandbox of the process has a folder in it."""
     return create_folder("code").path
 
 

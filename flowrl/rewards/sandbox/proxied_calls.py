@@ -243,7 +243,7 @@ def check(settings: dict[str, Any], descriptor: int) -> int:
                 elif name in used:  # a value, which may be large
                     names[name] = client.request(op="value", target=name)
         candidate = None if entry_point is None else names[entry_point]
-        # Last, so that the code cannot replace them.
+        # Set last, because names from the code of the response must not replace them.
         names |= {"__name__": "tests", "__builtins__": builtins, "_to_json": _to_json}
         exec(code, names)
         test_function = names.get("check")

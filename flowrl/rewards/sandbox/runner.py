@@ -289,7 +289,7 @@ def _deny_hidden_memory() -> bool:
     if platform.machine() not in _HIDDEN_MEMORY:
         return False
     machine, mmap, clone, denied = _HIDDEN_MEMORY[platform.machine()]
-    # Offsets in the argument of the filter, struct seccomp_data.
+    # Offsets of the fields of struct seccomp_data, which describes the system call that a filter checks.
     number_at, machine_at, flags_of_clone_at, flags_of_mmap_at = 0, 4, 16, 40
     to_mmap, to_missing, to_deny, to_allow = "mmap", "missing", "deny", "allow"
     program: list[tuple[int, int, str | None, str | None]] = [
