@@ -67,7 +67,7 @@ class LocalRay:
         atexit.register(self.stop)
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
-        _set_authentication({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)})
+        set_authentication({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)})
         try:
             with _keep_signal_handlers(), _use_loopback():
                 ray.init(
@@ -106,7 +106,7 @@ class LocalRay:
         self._kill_processes()
         remove_folder(self._session)
         self._token.unlink(missing_ok=True)
-        _set_authentication(self._variables)
+        set_authentication(self._variables)
         atexit.unregister(self.stop)
 
     def _kill_processes(self) -> None:
@@ -145,7 +145,7 @@ def find_local_end() -> str | None:
     return None if _running is None else _running.find_end()
 
 
-def _set_authentication(variables: Mapping[str, str]) -> None:
+def set_authentication(variables: Mapping[str, str]) -> None:
     """Sets the environment variables of Ray's authentication, which Ray has cached in this process."""
     for name in _AUTH_VARIABLES:
         os.environ.pop(name, None)

@@ -8,9 +8,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
+import grpc
 import ray
+from ray._private import services
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._private.grpc_utils import init_grpc_channel
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -27,6 +32,9 @@ _logger = logging.getLogger("flowrl")
 _WAIT_LIMIT_S = 120.0
 _FIRST_NOTICE_S, _NOTICE_INTERVAL_S = 5.0, 30.0
 _PROBE_TIMEOUT_S = 0.2
+_RESPONSE_TIMEOUT_S = 5.0
+_CLUSTER_ID_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""First call of each process that joins a cluster. Ray has no public function with a deadline."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,6 @@ class RayNodes:
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)
         if address is not None:
-            _check_reachable(address)
             self.connect(0)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
@@ -306,32 +313,72 @@ def interface_of(address: str) -> str | None:
 
 
 def _join_ray(address: str) -> None:
+    address = _resolve_auto(address)
+    check_cluster(address)
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-    except (ConnectionError, AuthenticationError) as error:
+    except (ConnectionError, RuntimeError) as error:
         # Ray reports the cause as the text of a traceback.
-        cause = str(error.__cause__ or error)
-        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in cause:
-            raise BackendError(
-                f"the Ray cluster at address {address} requires a token: set RAY_AUTH_MODE=token, and "
-                f"RAY_AUTH_TOKEN_PATH to a file with the token of its nodes"
-            ) from None
-        last = cause.strip().rpartition("\n")[2]
+        last = str(error.__cause__ or error).strip().rpartition("\n")[2]
         raise BackendError(
-            f"the Ray cluster at address {address} cannot be joined ({last}): check that Ray runs there, and start the "
-            f"run on one of its nodes"
+            f"the Ray cluster at address {address} cannot be joined ({last}): check that Ray runs there in the same "
+            f"version, and start the run on one of its nodes"
         ) from None
 
 
-def _check_reachable(address: str) -> None:
-    """Raises `BackendError` if the address refuses connections. Ray itself would retry for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or "://" in address:
-        return  # Ray resolves `auto` and Ray client addresses
+def _resolve_auto(address: str) -> str:
+    """Returns host:port of the cluster that Ray finds on this machine for `auto`, and other addresses unchanged."""
+    if address != "auto":
+        return address
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
+        resolved = services.canonicalize_bootstrap_address(address)
+    except ConnectionError:
+        resolved = None
+    if resolved is None:
         raise BackendError(
-            f"no Ray cluster responds at address {address} ({error}): start one with ray start --head, or remove "
-            f"address"
+            "address is auto, but no Ray cluster runs on this machine: start one with ray start --head, or remove "
+            "address"
+        )
+    return resolved
+
+
+def check_cluster(address: str, timeout_s: float = _RESPONSE_TIMEOUT_S) -> None:
+    """Raises `BackendError` if no Ray cluster at `address` accepts this process's token within `timeout_s` seconds.
+
+    Ray itself would retry for 40 s or more, and print each failure.
+    """
+    host, _, port = address.rpartition(":")
+    if not host.strip() or not port.isdecimal() or "://" in address:
+        raise BackendError(f"address is {address!r}: set it to auto, or to HOST:PORT of a Ray cluster")
+    advice = "start one with ray start --head, or remove address"
+    deadline = time.monotonic() + timeout_s
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise BackendError(f"no Ray cluster responds at address {address} ({error}): {advice}") from None
+    try:
+        with closing(init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)])) as channel:
+            channel.unary_unary(_CLUSTER_ID_METHOD)(b"", timeout=max(0.0, deadline - time.monotonic()))
+    except AuthenticationError as error:
+        raise BackendError(
+            f"RAY_AUTH_MODE is token, but no token is readable ({str(error).partition('. ')[0]}): set "
+            f"RAY_AUTH_TOKEN_PATH to a file with the token of the cluster's nodes"
         ) from None
+    except grpc.RpcError as error:
+        raise BackendError(_describe_rejection(address, error.code(), timeout_s, advice)) from None  # pyright: ignore[reportAttributeAccessIssue] (calls have a code)
+
+
+def _describe_rejection(address: str, code: grpc.StatusCode, timeout_s: float, advice: str) -> str:
+    if code == grpc.StatusCode.UNAUTHENTICATED and is_token_auth_enabled():
+        return (
+            f"the Ray cluster at address {address} rejects the token of this process: set RAY_AUTH_TOKEN_PATH to a "
+            f"file with the token of its nodes, and unset RAY_AUTH_TOKEN"
+        )
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return (
+            f"the Ray cluster at address {address} requires a token: set RAY_AUTH_MODE=token, and "
+            f"RAY_AUTH_TOKEN_PATH to a file with the token of its nodes"
+        )
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"the program at address {address} does not respond like Ray within {timeout_s:g} s: {advice}"
+    return f"the program at address {address} is not the head of a Ray cluster ({code.name}): {advice}"

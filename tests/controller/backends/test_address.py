@@ -3,18 +3,24 @@
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import ray
 
 from flowrl import Cluster, Placement
 from flowrl.controller.backends.local_ray import LOOPBACK_VARIABLE
+from flowrl.controller.backends.ray_nodes import check_cluster
 from flowrl.controller.errors import BackendError
 from tests.errors import missing_facts, rejects
 
@@ -36,6 +42,39 @@ def test_an_unreachable_address_is_rejected() -> None:
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"actor": "main"})
     with rejects("address", "127.0.0.1:1", error=BackendError):
         Cluster(placement, address="127.0.0.1:1")
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5", ":6379", "ray://10.0.0.5:10001"])
+def test_an_address_without_host_or_port_is_rejected(address: str) -> None:
+    with rejects("address", "HOST", "PORT", "auto", error=BackendError) as caught:
+        check_cluster(address)
+    assert address in str(caught.value)
+
+
+def test_a_web_server_at_the_address_is_rejected() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with rejects(f"127.0.0.1:{server.server_port}", "UNAVAILABLE", error=BackendError):
+            check_cluster(f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
+def test_another_grpc_server_at_the_address_is_rejected() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with rejects(f"127.0.0.1:{port}", "UNIMPLEMENTED", error=BackendError):
+            check_cluster(f"127.0.0.1:{port}")
+    finally:
+        server.stop(grace=None).wait()
+
+
+def test_a_program_that_does_not_respond_is_rejected_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with rejects(address, "0.2", error=BackendError):
+            check_cluster(address, timeout_s=0.2)
 
 
 @dataclass
@@ -64,7 +103,17 @@ def local_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
 
 
 ENTER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.get(ray.put('inside')))"
-JOIN = "from flowrl.controller.backends.ray_nodes import RayNodes; import sys; RayNodes(sys.argv[1])"
+JOIN = """
+import json, os, sys, time
+from flowrl.cli import exit_code
+from flowrl.controller.backends.local_ray import set_authentication
+from flowrl.controller.backends.ray_nodes import RayNodes
+for variables in json.loads(os.environ["CASES"]):
+    set_authentication(variables)
+    started = time.monotonic()
+    code = exit_code(lambda: RayNodes(sys.argv[1]))
+    print(json.dumps([code, time.monotonic() - started]))
+"""
 WRONG_TOKEN = "0" * 64
 NODE = f"""
 import os, sys
@@ -119,14 +168,18 @@ def test_a_local_run_has_its_own_token_and_writes_none_to_the_home_folder(local_
     assert not (local_run.home / ".ray").exists()
 
 
-def test_the_error_of_a_driver_without_the_token_names_the_variables_to_set(
+def test_a_driver_without_the_token_ends_with_one_line_and_exit_code_2_at_once(
     local_run: LocalRun, tmp_path: Path
 ) -> None:
-    process = outsider(JOIN, local_run, tmp_path)
-    assert process.returncode != 0
-    error = process.stderr.splitlines()[-1]
-    assert "BackendError: " in error
-    assert not missing_facts(error, local_run.facts["address"], "RAY_AUTH_MODE", "token", "RAY_AUTH_TOKEN_PATH")
+    no_file = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/no/such/file"}
+    process = outsider(JOIN, local_run, tmp_path, CASES=json.dumps([NO_TOKEN, ANOTHER_TOKEN, no_file]))
+    results = [json.loads(line) for line in process.stdout.splitlines()]
+    assert [code for code, _ in results] == [2, 2, 2], process.stderr
+    assert max(elapsed_s for _, elapsed_s in results) < 5
+    none, other, unreadable = process.stderr.splitlines()  # no line of Ray
+    assert not missing_facts(none, local_run.facts["address"], "RAY_AUTH_MODE", "token", "RAY_AUTH_TOKEN_PATH")
+    assert not missing_facts(other, local_run.facts["address"], "rejects", "RAY_AUTH_TOKEN_PATH")
+    assert not missing_facts(unreadable, "RAY_AUTH_MODE", "/no/such/file", "RAY_AUTH_TOKEN_PATH")
 
 
 def test_a_local_run_has_no_dashboard(local_run: LocalRun) -> None:
