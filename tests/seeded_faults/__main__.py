@@ -161,7 +161,7 @@ class _Runner:
         return match[1]
 
     def _run(self, copy: Path, paths: Sequence[str], *arguments: str) -> Result:
-        options = ["-q", "-rfE", "--color=no", "-p", "no:cacheprovider", "-n", "0", "-m", self._select]
+        options = ["-q", "-rfE", "--color=no", "-p", "no:cacheprovider", "-m", self._select]
         return run_pytest(self._context, copy, [*options, *arguments, *paths], LIMIT_S)
 
 

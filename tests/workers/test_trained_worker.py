@@ -1,5 +1,6 @@
 """Training with losses of a recipe through worker groups, inline and on Ray."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.combined_losses import PAIR, distillation
 from tests.errors import rejects
 
+ROOT = Path(__file__).parents[2]
 IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3, 2, 3, 9, 1, 5, 12, 3], [8, 4, 4, 3]
 MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2 + [False] + [True] * 3 + [False] + [True] * 2
 OPTIMIZER = OptimizerConfig(lr=0.01)
@@ -235,10 +237,11 @@ if __name__ == "__main__":
 def test_functions_of_a_program_reach_the_ranks_of_ray(model: ModelConfig, tmp_path: Path):
     """The rows of a pair are 0 and 2, or 1 and 3, so that an even split over two ranks would divide them."""
     (tmp_path / "program.py").write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     norms = []
     for backend, ranks in (("inline", "1"), ("ray", "2")):
         command = [sys.executable, str(tmp_path / "program.py"), backend, ranks, str(model.path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         norms.append(float(done.stdout.split()[-1]))
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
