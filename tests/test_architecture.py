@@ -24,7 +24,7 @@ LAYERS = (
     ("flowrl.checkpoints", "flowrl.memory", "flowrl.workers"),
     ("flowrl.environments",),
     ("flowrl.controller", "flowrl.engines", "flowrl.algorithms", "flowrl.rewards", "flowrl.health"),
-    ("flowrl.data",),
+    ("flowrl.data", "flowrl.devices"),
     ("flowrl.config",),
 )
 """Top to bottom. A package may import packages of lower layers; packages of one layer do not import each other."""
@@ -280,6 +280,24 @@ def test_a_library_is_imported_only_in_its_package():
         and name_of(path) not in DATA_SCRIPTS
     ]
     assert violations == []
+
+
+def cuda_calls(path: Path) -> Iterator[str]:
+    """Yields every use of `torch.cuda`, of `torch.accelerator`, and of `cuda()` of a tensor or module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if name == "torch.accelerator" or name.endswith(".cuda"):
+            yield f"{name_of(path)}:{node.lineno} uses {name}"
+    yield from (
+        f"{name_of(path)}:{line} imports {module}"
+        for line, module in imports(path)
+        if module.startswith(("torch.cuda", "torch.accelerator"))
+    )
+
+
+def test_one_module_calls_torch_for_gpus():
+    assert [call for path in SOURCES if name_of(path) != "flowrl/devices/device.py" for call in cuda_calls(path)] == []
+    assert list(cuda_calls(ROOT / "flowrl/devices/device.py")), "the rule finds calls"
 
 
 def test_the_root_package_is_not_imported_by_the_library():

@@ -4,5 +4,5 @@ Entry points: `Cluster` starts processes, `WorkerGroup` calls workers, `Worker` 
 `Future` is the result of a call.
 Packages: placement assigns devices to ranks, calls tracks calls and handles failures, host is the code of a worker
 process, and backends start worker processes. `wire` defines the messages between driver and hosts.
-May import `flowrl.config` and `flowrl.data`.
+May import `flowrl.config`, `flowrl.data` and `flowrl.devices`.
 """

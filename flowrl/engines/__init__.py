@@ -7,5 +7,5 @@
 - rollout: generation with transformers or vLLM
 
 A subpackage uses only subpackages above it in this list. `rollout` uses only `models`.
-May import `flowrl.config` and `flowrl.data`.
+May import `flowrl.config`, `flowrl.data` and `flowrl.devices`.
 """

@@ -19,6 +19,7 @@ from flowrl.config.rollout.engines import get_capabilities, name_alternatives
 from flowrl.controller.placement.cpu_threads import default_threads, use_threads
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.template import ConversationTemplate
+from flowrl.devices.device import has_gpu
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.engines.rollout.base import (
     EngineContext,
@@ -117,7 +118,7 @@ class TextGenerator:
         self.source, self.sampling, self.settings = source, sampling, settings
         self.chat = chat or open_chat(source)
         use_threads(default_threads())
-        self._device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        self._device = "cuda:0" if has_gpu() else "cpu"
         self._stops = StopStrings(self.chat, sampling.stop)
         dtype = settings.dtype or ("float32" if self._device == "cpu" else stored_dtype(source.path))
         check_engine(settings, self._device, dtype, sampling)

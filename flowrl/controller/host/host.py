@@ -1,6 +1,5 @@
 """Host: constructs and calls the workers of all roles in one process, and offloads idle workers."""
 
-import gc
 import signal
 import sys
 import time
@@ -74,10 +73,10 @@ class ResidentWorker:
 
 def release_cached_memory() -> None:
     """Returns freed blocks of torch's cache to the GPU, because other processes cannot allocate them otherwise."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        gc.collect()  # frees tensors in reference cycles
-        torch.cuda.empty_cache()
+    if "torch" in sys.modules:
+        from flowrl.devices.device import release_unused_memory  # noqa: PLC0415 (loads torch only where it is used)
+
+        release_unused_memory()
 
 
 class Host:

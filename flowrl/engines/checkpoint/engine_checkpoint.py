@@ -39,6 +39,7 @@ from flowrl.data.checksums import (
     write_with_checksum,
 )
 from flowrl.data.dtypes import dtype_name
+from flowrl.devices.device import get_device
 from flowrl.engines.checkpoint.shards import (
     ALIGNMENT,
     INDEX,
@@ -127,8 +128,10 @@ class EngineCheckpoints:
     def __init__(self, engine: CheckpointedEngine) -> None:
         self._engine = engine
         self._pending_save: _Save | None = None
-        self._buffers: list[Tensor] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         """Host memory of the last asynchronous save, which the next save reuses."""
+        self._copies: list[Tensor] = []
+        """Copies of the saved tensors, as views of `_buffer`."""
 
     def save(self, folder: Path, *, asynchronous: bool = False, extra_files: Mapping[str, bytes] | None = None) -> None:
         """Starts a save. `result` completes the save.
@@ -193,21 +196,26 @@ class EngineCheckpoints:
         return Saved(save.checksums, _architecture(self._engine.model))
 
     def _copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies tensors to host buffers that are reused between saves. A copy to new memory would be several times
+        """Copies tensors to one host buffer that is reused between saves. A copy to new memory would be several times
         slower.
         """
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if layouts != [(buffer.shape, buffer.dtype) for buffer in self._buffers]:
-            self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
-        for buffer, tensor in zip(self._buffers, tensors, strict=True):
+        devices = sorted({tensor.device for tensor in tensors}, key=str)
+        if layouts != [(copied.shape, copied.dtype) for copied in self._copies]:
+            sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+            # A GPU's buffer if a tensor is on a GPU, since "cuda" comes after "cpu".
+            self._buffer = get_device(devices[-1] if devices else "cpu").host_buffer(sum(sizes))
+            parts = zip(self._buffer.split(sizes), tensors, strict=True)
+            self._copies = [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in parts]
+        for copied, tensor in zip(self._copies, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
                 # torch synchronizes its threads per tensor, which is 40 times slower if a core is busy.
-                np.copyto(np.asarray(tensor_bytes(buffer)), np.asarray(tensor_bytes(tensor)))
+                np.copyto(np.asarray(tensor_bytes(copied)), np.asarray(tensor_bytes(tensor)))
             else:
-                buffer.copy_(tensor.detach(), non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
-        return self._buffers
+                copied.copy_(tensor.detach(), non_blocking=True)
+        for device in devices:
+            get_device(device).synchronize()
+        return self._copies
 
 
 def load(engine: CheckpointedEngine, folder: Path) -> None:

@@ -21,6 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from flowrl.data.batch.tensordicts import row_positions
+from flowrl.devices.device import get_device
 
 ROWS = "flowrl_rows"
 """Name of this attention implementation in transformers."""
@@ -199,7 +200,7 @@ def _has_varlen_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool
         and width == value.shape[-1]
         and width <= 256
         and width % 8 == 0
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and (get_device(query.device).capability or (0, 0)) >= (8, 0)
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from flowrl.data.dtypes import dtype_name, torch_dtype
+from flowrl.devices.device import get_device
 
 _DEVICE_INDEX = 6
 """Position of the device index in the arguments with which torch opens an IPC buffer."""
@@ -78,22 +79,19 @@ class IpcSender:
         self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         for part, (_, weight) in zip(self._buffer.split(sizes), weights, strict=True):
             part.copy_(_bytes(weight))
-        if self._device.type == "cuda":
-            # The receiver's stream does not wait for the copies on this stream.
-            torch.cuda.current_stream(self._device).synchronize()
-        return IpcBucket(metadata, {_device_id(self._device): reduce_tensor(self._buffer)})
+        # The receiver's stream does not wait for the copies on this stream.
+        get_device(self._device).wait_for_stream()
+        return IpcBucket(metadata, {get_device(self._device).id: reduce_tensor(self._buffer)})
 
     def release(self) -> None:
         """Returns the memory of the last bucket to the GPU, so that other processes can allocate it."""
         self._drop_buffer()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        get_device(self._device).release_cached()
 
     def _drop_buffer(self) -> None:
         if self._buffer is not None:
             self._buffer = None
-            if self._device.type == "cuda":
-                torch.cuda.ipc_collect()
+            get_device(self._device).release_ipc()
 
 
 def read_bucket(bucket: IpcBucket, device: torch.device) -> list[tuple[str, Tensor]]:
@@ -101,18 +99,16 @@ def read_bucket(bucket: IpcBucket, device: torch.device) -> list[tuple[str, Tens
 
     Each buffer must be opened once: torch counts the receivers of an export.
     """
-    key = _device_id(device)
-    assert key in bucket.handles, f"the actor has no bucket on {key}, only on {', '.join(bucket.handles)}"
-    rebuild, arguments = bucket.handles[key]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        arguments = (*arguments[:_DEVICE_INDEX], index, *arguments[_DEVICE_INDEX + 1 :])
+    own = get_device(device)
+    assert own.id in bucket.handles, f"the actor has no bucket on {own.id}, only on {', '.join(bucket.handles)}"
+    rebuild, arguments = bucket.handles[own.id]
+    if own.index is not None:
+        arguments = (*arguments[:_DEVICE_INDEX], own.index, *arguments[_DEVICE_INDEX + 1 :])
     metadata = bucket.metadata
     parts = rebuild(*arguments).split(metadata.sizes)
     # Copied before `view`, because the offset of a weight need not be a multiple of its element size.
     copies = [part.clone() for part in parts]
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    own.wait_for_stream()
     dtypes = [torch_dtype(name) for name in metadata.dtype_names]
     weights = zip(metadata.names, copies, dtypes, metadata.shapes, strict=True)
     return [(name, copied.view(dtype).view(shape)) for name, copied, dtype, shape in weights]
@@ -120,8 +116,3 @@ def read_bucket(bucket: IpcBucket, device: torch.device) -> list[tuple[str, Tens
 
 def _bytes(weight: Tensor) -> Tensor:
     return weight.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _device_id(device: torch.device) -> str:
-    """Returns the UUID of a GPU, whose index differs between processes, or the type of another device."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

@@ -125,9 +125,9 @@ def serve(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings) 
 
 def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings, folder: Path) -> list[str]:
     """Returns the arguments of vLLM's command, and writes the files that they name to a folder."""
-    import torch  # noqa: PLC0415 (after check_server)
+    from flowrl.devices.device import has_gpu  # noqa: PLC0415 (loads torch, after check_server)
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_gpu()
     command = ["serve", str(source.path), "--tokenizer", str(source.tokenizer_path)]
     command += ["--served-model-name", settings.name or source.name, "--host", settings.host]
     command += ["--port", str(settings.port), "--dtype", settings.dtype or ("auto" if on_gpu else "float32")]
@@ -151,10 +151,10 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
 
 def server_environment(settings: ServerSettings) -> Mapping[str, str]:
     """Returns the environment variables of the server that differ from those of this process."""
-    import torch  # noqa: PLC0415 (after check_server)
+    from flowrl.devices.device import has_gpu  # noqa: PLC0415 (loads torch, after check_server)
 
     values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_gpu()
     # On a GPU, vLLM uses one thread while it serves, unless the variable is set.
     if num_threads := read_requested_threads() if on_gpu else default_threads():
         values["OMP_NUM_THREADS"] = str(num_threads)

@@ -20,6 +20,7 @@ from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.config import UserError
 from flowrl.config.source import read_json
 from flowrl.data.checksums import CheckpointError
+from flowrl.devices.device import gpu_names, has_gpu
 
 FOLDER = "recorded"
 """Folder of the recordings in the output folder of a run."""
@@ -106,8 +107,8 @@ def read_recording(run: Path, step: int | None) -> Recording:
 def describe_machine() -> dict[str, str]:
     """Returns the properties of this process on which the rounding of results depends."""
     values = {"cpu": torch.backends.cpu.get_cpu_capability(), "architecture": platform.machine()}
-    if torch.cuda.is_available():
-        values["gpu"] = torch.cuda.get_device_name()
+    if has_gpu() and (names := gpu_names()):
+        values["gpu"] = " and ".join(names)
     return values
 
 

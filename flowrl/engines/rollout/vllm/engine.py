@@ -16,11 +16,11 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
 from flowrl.config.rollout.engines import ENGINES
+from flowrl.devices.device import has_gpu
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.parameters import unique_parameters
 from flowrl.engines.models.weights import to_tensors
@@ -51,7 +51,7 @@ _SETTINGS = {
     # Other processes use the same CPU cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-if not torch.cuda.is_available():
+if not has_gpu():
     # Compiling the sampler takes seconds and does not speed up the CPU.
     _SETTINGS["TORCHDYNAMO_DISABLE"] = "1"
 
@@ -403,12 +403,12 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
         max_num_batched_tokens=max(_STEP_TOKENS, config.max_num_seqs),
         # -1: vLLM derives the limit from the model and the KV cache size.
         max_model_len=settings.max_model_len or -1,
-        enforce_eager=not settings.graphs or not torch.cuda.is_available(),
+        enforce_eager=not settings.graphs or not has_gpu(),
         enable_prefix_caching=settings.prefix_caching,
         kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),
         # Only a lower bound for free GPU memory at start, since kv_cache_memory_bytes is set.
         gpu_memory_utilization=0.01,
-        enable_sleep_mode=can_sleep and torch.cuda.is_available(),
+        enable_sleep_mode=can_sleep and has_gpu(),
         logprobs_mode="processed_logprobs",
         # Each step must return its results at once, because the weight version changes between steps.
         async_scheduling=False,

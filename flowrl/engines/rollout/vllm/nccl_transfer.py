@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
+from flowrl.devices.device import get_device
 from flowrl.engines.rollout.base import RolloutError
 from flowrl.engines.rollout.cuda_ipc import WeightMetadata
 
@@ -58,11 +59,12 @@ class NcclSender:
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcasts weights. Every replica must call `NcclReceiver.receive` at the same time."""
         # vLLM reads the weights on streams that do not wait for the optimizer step on the current stream.
-        torch.cuda.current_stream().synchronize()
+        device = torch.device("cuda")
+        get_device(device).wait_for_stream()
         # An engine with `offload: parameters` has its weights in host memory.
-        on_gpu = ((name, weight.cuda()) for name, weight in weights)
+        on_gpu = ((name, weight.to(device)) for name, weight in weights)
         packed_nccl_broadcast_producer(on_gpu, self._group, 0, itemgetter(1), buffer_size_bytes=self._buffer_bytes)
-        torch.cuda.synchronize()
+        get_device(device).synchronize()
 
 
 class NcclReceiver:

@@ -8,8 +8,7 @@ quantized.
 import json
 from typing import Any
 
-import torch
-
+from flowrl.devices.device import get_device, has_gpu
 from flowrl.engines.rollout.base import RolloutError
 
 _FP8 = "fp8_per_channel"
@@ -44,11 +43,12 @@ def quantization_options(quantization: str | None) -> dict[str, Any]:  # Any: fi
 
 
 def _check_device(quantization: str) -> None:
-    if not torch.cuda.is_available():
+    if not has_gpu():
         if quantization == "int4":
             raise RolloutError("quantization is int4, which vLLM supports on GPUs only: set quantization: int8")
         return
-    actual, required = torch.cuda.get_device_capability(), _CAPABILITY[quantization]
+    actual, required = get_device("cuda").capability, _CAPABILITY[quantization]
+    assert actual is not None
     if actual < required:
         alternative = "int8" if actual >= _CAPABILITY["int8"] else "null"
         raise RolloutError(

@@ -1,0 +1,200 @@
+"""Operations on devices. Only this module calls `torch.cuda`."""
+
+import gc
+import subprocess
+import weakref
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1
+"""Flag of cudaHostRegister that pins memory for all GPUs of the process."""
+
+_QUERY_TIMEOUT_S = 30.0
+"""Timeout of nvidia-smi in seconds."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device in bytes."""
+
+    allocated: int
+    """Memory of this process's tensors. On the CPU, the resident memory of the process."""
+    reserved: int
+    """Memory that this process keeps from other processes: `allocated`, and the blocks in torch's cache."""
+    free: int
+    """Memory that every process can allocate."""
+    total: int
+
+
+class Device(Protocol):
+    """Operations on a device."""
+
+    @property
+    def id(self) -> str:
+        """Name that is equal in all processes: the UUID of a GPU, or `cpu`."""
+        ...
+
+    @property
+    def index(self) -> int | None:
+        """Index of a GPU among those that this process can see. None for the CPU."""
+        ...
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA compute capability. None for the CPU."""
+        ...
+
+    def wait_for_stream(self) -> None:
+        """Waits for the operations on the current stream, whose results another stream or process will read."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for the operations on all streams of the device."""
+        ...
+
+    def release_cached(self) -> None:
+        """Returns the freed blocks in torch's cache to the device, so that other processes can allocate them."""
+        ...
+
+    def release_ipc(self) -> None:
+        """Frees exported IPC buffers that all receivers have closed."""
+        ...
+
+    def memory(self) -> DeviceMemory: ...
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Returns a new buffer `[num_bytes]` of host memory. Copies between it and the device need not wait for each
+        other as long as the caller keeps it.
+        """
+        ...
+
+    def random_state(self) -> Tensor:
+        """Returns the state of torch's random number generator of the device."""
+        ...
+
+    def restore_random_state(self, state: Tensor) -> None: ...
+
+
+class CpuDevice:
+    """The CPU. It has no streams, and torch keeps no cache of its memory."""
+
+    id = "cpu"
+    index = None
+    capability = None
+
+    def wait_for_stream(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def release_cached(self) -> None: ...
+
+    def release_ipc(self) -> None: ...
+
+    def memory(self) -> DeviceMemory:
+        import psutil  # noqa: PLC0415 (Ray has a copy of psutil, which can be imported after ray)
+
+        resident, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
+        return DeviceMemory(resident, resident, machine.available, machine.total)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def random_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def restore_random_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+class CudaDevice:
+    """A GPU."""
+
+    def __init__(self, index: int | None = None) -> None:
+        """`index` is None for the current GPU of the process."""
+        self.index = torch.cuda.current_device() if index is None else index
+
+    @property
+    def id(self) -> str:
+        return str(torch.cuda.get_device_properties(self.index).uuid)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        properties = torch.cuda.get_device_properties(self.index)
+        return properties.major, properties.minor
+
+    def wait_for_stream(self) -> None:
+        torch.cuda.current_stream(self.index).synchronize()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def release_ipc(self) -> None:
+        torch.cuda.ipc_collect()
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.index)
+        allocated, reserved = torch.cuda.memory_allocated(self.index), torch.cuda.memory_reserved(self.index)
+        return DeviceMemory(allocated, reserved, free, total)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            # Not `pin_memory`, because torch's allocator of pinned memory rounds sizes up to powers of two.
+            cudart, address = torch.cuda.cudart(), buffer.data_ptr()
+            error = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
+            if error:
+                raise RuntimeError(f"{num_bytes} bytes of host memory cannot be pinned: CUDA reports error {error}")
+            weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
+        return buffer
+
+    def random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.index)
+
+    def restore_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.index)
+
+
+def get_device(device: torch.device | str) -> Device:
+    """Returns the operations on a device. A GPU without an index is the current GPU of the process."""
+    device = torch.device(device)
+    return CudaDevice(device.index) if device.type == "cuda" else _CPU
+
+
+_CPU = CpuDevice()
+
+
+def has_gpu() -> bool:
+    """Returns whether torch can use a GPU. Does not create a CUDA context."""
+    return torch.cuda.is_available()
+
+
+def gpu_names() -> list[str]:
+    """Returns the names of this machine's GPUs, each once. Empty if nvidia-smi does not run.
+
+    torch would create a CUDA context, which needs 0.5 GB of GPU memory.
+    """
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return sorted({line.strip() for line in result.stdout.splitlines() if line.strip()})
+
+
+def used_gpu() -> Device | None:
+    """Returns the current GPU of this process. None if the process has not used CUDA, which this does not change."""
+    return get_device("cuda") if torch.cuda.is_initialized() else None
+
+
+def release_unused_memory() -> None:
+    """Frees tensors in reference cycles, and returns freed memory to the device that this process uses."""
+    gpu = used_gpu()
+    if gpu is not None:
+        gc.collect()
+    (gpu or get_device("cpu")).release_cached()

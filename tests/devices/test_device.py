@@ -1,0 +1,100 @@
+"""Operations of CPUs and GPUs."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.devices.device import Device, get_device, gpu_names, release_unused_memory
+
+MIB = 2**20
+GPU = pytest.param(
+    "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
+
+
+@pytest.fixture(params=["cpu", GPU])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def device(name: str) -> Iterator[Device]:
+    yield get_device(name)
+
+
+def test_a_tensor_is_counted_as_allocated_memory(name: str, device: Device) -> None:
+    before = device.memory()
+    tensor = torch.ones(256 * MIB, dtype=torch.uint8, device=name)
+    during = device.memory()
+    del tensor
+    release_unused_memory()
+    after = device.memory()
+    assert during.allocated - before.allocated == pytest.approx(256 * MIB, rel=0.1)
+    assert during.allocated - after.allocated == pytest.approx(256 * MIB, rel=0.1)
+    for memory in (before, during, after):
+        assert 0 <= memory.allocated <= memory.reserved <= memory.total and 0 <= memory.free < memory.total
+
+
+def test_random_numbers_continue_from_a_restored_state(name: str, device: Device) -> None:
+    state = device.random_state()
+    expected = torch.rand(4, device=name)
+    device.restore_random_state(state)
+    assert torch.equal(torch.rand(4, device=name), expected)
+
+
+def test_a_host_buffer_receives_the_copy_of_a_tensor(name: str, device: Device) -> None:
+    tensor = torch.arange(200, dtype=torch.uint8, device=name)
+    buffer = device.host_buffer(200)
+    buffer.copy_(tensor, non_blocking=True)
+    device.wait_for_stream()
+    assert buffer.device.type == "cpu" and buffer.is_pinned() == (name != "cpu")
+    assert buffer.tolist() == list(range(200))
+
+
+def test_a_host_buffer_can_be_empty(device: Device) -> None:
+    assert device.host_buffer(0).numel() == 0
+
+
+def test_a_device_without_an_index_is_the_current_one(name: str, device: Device) -> None:
+    same = get_device(torch.device(name).type)
+    assert (same.id, same.index, same.capability) == (device.id, device.index, device.capability)
+
+
+def make_nvidia_smi(folder: Path, script: str) -> None:
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("echo NVIDIA L4; echo NVIDIA H100 80GB HBM3; echo NVIDIA L4", ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]),
+        ("echo NVIDIA L4; exit 9", []),
+        ("echo", []),
+    ],
+)
+def test_each_kind_of_gpu_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, names: list[str]
+) -> None:
+    make_nvidia_smi(tmp_path, script)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpu_names() == names
+
+
+def test_no_gpu_has_a_name_without_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_names() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_driver_describes_its_gpu_without_a_cuda_context() -> None:
+    code = (
+        "import torch; from flowrl.run.replay.recording import describe_machine\n"
+        "assert describe_machine()['gpu'] and not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
