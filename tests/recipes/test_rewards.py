@@ -378,7 +378,7 @@ def test_a_reward_model_without_finite_scores_fails(
 ) -> None:
     folder = shutil.copytree(task_folder / "model", tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][0] = math.nan
+    weights["model.norm.weight"].fill_(3e38)  # finite, but its products are infinite, and their sums NaN
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     reward = {"model": {"path": folder}, "head": "fresh", "on_failure": on_failure}
     config = grpo_config(schedule=SCHEDULES[schedule], reward=reward, **APART, **ALL_ROWS)
