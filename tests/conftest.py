@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -36,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     hypothesis.settings.register_profile("flowrl", deadline=None)
     hypothesis.settings.load_profile("flowrl")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skips files from which `-m` selects no test, because importing them takes seconds."""
+    return selection.is_ignored(collection_path, config.getoption("markexpr") or "") or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

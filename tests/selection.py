@@ -1,9 +1,10 @@
 """Default tests, parts of the slow tests, and the two commands of tests/run_tests.sh.
 
 tests/conftest.py applies these tables: each slow test receives the marker of its part, and each test that starts
-processes the marker `processes`.
+processes the marker `processes`. Each command imports only the files that can contain its tests.
 """
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,33 @@ PROCESS_FIXTURES = {"ray_session"}
 """Fixtures whose tests share one Ray, one fork server and one vLLM."""
 
 PROCESS_PATHS: tuple[str, ...] = ("recipes/", "engines/rollout/vllm/")
-"""Files and folders of tests/ that start processes without such a fixture: programs, Rays of their own, vLLM."""
+"""Files and folders of tests/ that start processes without such a fixture: programs, Rays of their own, vLLM.
+
+The command without processes does not import them.
+"""
+
+MIXED_PATHS: tuple[str, ...] = (
+    "checkpoints/test_saver.py",
+    "controller/",
+    "inference/serving/test_model_server.py",
+    "inference/test_vllm_commands.py",
+    "report/test_trace.py",
+    "run/replay/test_replay.py",
+    "run/test_doctor.py",
+    "run/test_loop.py",
+    "run/test_loop_outputs.py",
+    "run/test_restarts.py",
+    "run/test_sleeping_run.py",
+    "weight_sync/test_transfer.py",
+    "workers/test_judge.py",
+    "workers/test_quantized_rollout.py",
+    "workers/test_reward.py",
+    "workers/test_streaming.py",
+)
+"""Files and folders of tests/ in which some tests start processes. Both commands import them.
+
+The command with processes imports no other file, so `mark` rejects tests of other files that start processes.
+"""
 
 
 def part_of(path: Path) -> str:
@@ -74,6 +101,25 @@ def starts_processes(item: pytest.Item) -> bool:
     return on_ray or not PROCESS_FIXTURES.isdisjoint(item.fixturenames)
 
 
+def is_ignored(path: Path, expression: str) -> bool:
+    """Returns whether `-m expression` selects no test of a test file, or of a folder, as far as its path shows.
+
+    Such expressions are `processes` and `not processes`, alone or joined to others by `and`.
+    """
+    if not path.is_relative_to(TESTS):
+        return False
+    try:
+        tree = ast.parse(expression, mode="eval").body
+    except SyntaxError:  # empty, or not an expression of Python
+        return False
+    joined = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    conditions = {ast.unparse(condition) for condition in joined}
+    name = path.relative_to(TESTS).as_posix() + ("/" if path.is_dir() else "")
+    if "not processes" in conditions and name.startswith(PROCESS_PATHS):
+        return True
+    return "processes" in conditions and path.is_file() and not name.startswith((*PROCESS_PATHS, *MIXED_PATHS))
+
+
 def add_markers(config: pytest.Config) -> None:
     """Registers the markers that `mark` adds."""
     config.addinivalue_line("markers", "processes: uses the Ray of the session, or starts programs or a Ray of its own")
@@ -86,4 +132,10 @@ def mark(item: pytest.Item) -> None:
     if item.get_closest_marker("slow"):
         item.add_marker(part_of(item.path))
     if starts_processes(item):
+        name = item.path.relative_to(TESTS).as_posix()
+        if not name.startswith((*PROCESS_PATHS, *MIXED_PATHS)):
+            raise pytest.UsageError(
+                f"{item.nodeid} starts processes, so tests/{name} must be listed in MIXED_PATHS of tests/selection.py; "
+                "otherwise no command of tests/run_tests.sh runs the test"
+            )
         item.add_marker("processes")
