@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from flowrl.engines.rollout.sampling import row_keys
 from flowrl.inference.generation_settings import EngineSettings, SamplingSettings
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.stop_strings import StopStrings
+from flowrl.memory.model_fit import find_head_size_problem
 
 _STOP_CHECK_S = 0.2
 """Interval in which unfinished responses are searched for stop strings. It changes only the time of the search."""
@@ -121,7 +123,7 @@ class TextGenerator:
         self._device = "cuda:0" if has_gpu() else "cpu"
         self._stops = StopStrings(self.chat, sampling.stop)
         dtype = settings.dtype or ("float32" if self._device == "cpu" else stored_dtype(source.path))
-        check_engine(settings, self._device, dtype, sampling)
+        check_engine(settings, source.path, self._device, dtype, sampling)
         limit = sampling.max_tokens
         if uses_full_context:
             limit = self.chat.max_positions() or limit
@@ -266,8 +268,8 @@ def open_chat(source: ModelSource, template: ConversationTemplate | None = None)
     return ChatTokenizer(source.tokenizer_path, template, model=source.path)
 
 
-def check_engine(settings: EngineSettings, device: str, dtype: str, sampling: SamplingSettings) -> None:
-    """Raises UserError if the engine does not support a setting on the device."""
+def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str, sampling: SamplingSettings) -> None:
+    """Raises UserError if the engine does not support the model or a setting on the device."""
     known = get_capabilities(settings.engine)
     kind, name = ("cuda" if device.startswith("cuda") else "cpu"), settings.quantization
     if name is not None:
@@ -290,6 +292,8 @@ def check_engine(settings: EngineSettings, device: str, dtype: str, sampling: Sa
                 f"quantization {name} of engine {settings.engine} needs weights in {' or '.join(quantization.dtypes)}, "
                 f"but the dtype is {dtype}: set dtype {quantization.dtypes[0]}"
             )
+    if problem := find_head_size_problem(settings.engine, model, kind):
+        raise UserError(problem)
     if dtype not in known.dtypes:
         raise UserError(f"dtype {dtype} is not supported by engine {settings.engine}: use {' or '.join(known.dtypes)}")
     if 0 < sampling.temperature < known.min_temperature:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from flowrl.config import ConfigError, ModelRoleConfig, TrainedConfig
+from flowrl.config.rollout.engines import DEFAULT_ENGINE, get_capabilities
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import RolePlan
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
@@ -13,6 +14,9 @@ from flowrl.memory.model_size import ModelSize, read_model_size
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts per layer in the configuration of a language model."""
+
+_HIDDEN, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
+"""Keys of the width of the hidden states and of the number of attention heads."""
 
 _WITHOUT_TP_PLAN = ("gpt2", "opt")
 """Model families without a tensor-parallel plan in transformers (docs/models.md)."""
@@ -45,6 +49,28 @@ def read_max_positions(model: Path) -> int | None:
     """Returns the maximum sequence length in a model's `config.json`; None if there is none or it is unknown."""
     sizes = read_text_config(model)
     return next((sizes[name] for name in MAX_POSITIONS if name in sizes), None)
+
+
+def read_head_size(model: Path) -> int | None:
+    """Returns the size of an attention head in a model's `config.json`; None if it is missing or unknown."""
+    sizes = read_text_config(model)
+    if sizes.get("head_dim") is not None:
+        size = sizes["head_dim"]
+        return size if isinstance(size, int) else None
+    hidden, heads = (next((sizes[name] for name in names if name in sizes), None) for names in (_HIDDEN, _HEADS))
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def find_head_size_problem(engine: str, model: Path, device: str) -> str | None:
+    """Returns the error message if an engine does not support the attention heads of a model on a kind of device."""
+    supported, size = get_capabilities(engine).head_sizes.get(device), read_head_size(model)
+    if supported is None or size is None or size in supported:
+        return None
+    *others, last = map(str, supported)
+    return (
+        f"engine {engine} supports attention heads of size {', '.join(others)} or {last} on a {device} device, but "
+        f"those of the model in {model} have size {size}: set engine {DEFAULT_ENGINE}, or use another model"
+    )
 
 
 def has_experts(model: Path) -> bool:

@@ -50,6 +50,7 @@ from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import (
     check_model_fit,
     excess_tokens_message,
+    find_head_size_problem,
     has_experts,
     read_max_positions,
     read_num_token_ids,
@@ -361,6 +362,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
             _check_engine(role, role_plan, model.engine, is_trained=isinstance(model, TrainedConfig))
     check_adapters(config, planned)
     check_quantization(config, planned)
+    check_head_sizes(config, planned)
     check_schedule(config, planned)
     for role, value in config:
         if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
@@ -391,6 +393,19 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
             raise ConfigError(problem)
     if isinstance(config, RolloutRunConfig):
         config.check_served_dtype()
+
+
+def check_head_sizes(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if the engine of a rollout or judge does not support its model's heads on the devices."""
+    for role, value in config.role_settings.items():
+        if isinstance(value, JudgeConfig):
+            model = value.model
+        elif isinstance(value, RolloutConfig) and isinstance(config, RolloutRunConfig):
+            model = config.actor.model
+        else:
+            continue
+        if problem := find_head_size_problem(value.engine, model.path, planned.kind):
+            raise ConfigError(f"{role}.{problem}")
 
 
 def check_rollouts(config: RunConfig) -> None:

@@ -51,6 +51,13 @@ def missing_methods(worker: Rollout) -> list[str]:
     return find_missing_methods(type(worker.engine))
 
 
+def cpu_head_sizes(worker: Rollout) -> tuple[int, ...]:
+    """Returns the head sizes that vLLM's attention supports on a CPU."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: PLC0415 (only in this process)
+
+    return tuple(CPUAttentionBackend.get_supported_head_sizes())
+
+
 def state(worker: Rollout) -> str:
     return engine_of(worker).state.value
 

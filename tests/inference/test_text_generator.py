@@ -24,6 +24,7 @@ from flowrl.inference.text_generator import (
     check_engine,
 )
 from flowrl.workers import Rollout
+from tests.errors import rejects
 
 SAMPLING = SamplingSettings(max_tokens=12, temperature=0.9)
 
@@ -141,7 +142,13 @@ def test_what_an_engine_does_not_support_is_rejected(
     settings: EngineSettings, sampling: SamplingSettings, device: str, dtype: str, fix: str
 ) -> None:
     with pytest.raises(UserError, match=fix):
-        check_engine(settings, device, dtype, sampling)
+        check_engine(settings, Path("unknown"), device, dtype, sampling)
+
+
+def test_vllm_on_a_cpu_rejects_heads_that_its_attention_does_not_support(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "head_dim": 8}))
+    with rejects("vllm", "cpu", 8, 32, 512, tmp_path, "hf"):
+        check_engine(EngineSettings("vllm"), tmp_path, "cpu", "float32", SAMPLING)
 
 
 def test_log_probabilities_are_those_of_the_sampled_tokens(source: ModelSource) -> None:

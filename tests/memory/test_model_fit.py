@@ -9,7 +9,7 @@ from transformers import GPT2Config, LlavaConfig, PreTrainedConfig, Qwen2Config
 
 from flowrl.config import ActorConfig, ConfigError, LoraConfig, ModelConfig, OptimizerConfig, Placement
 from flowrl.config import RolePlacement as Role
-from flowrl.memory.model_fit import has_experts, read_max_positions, read_num_token_ids
+from flowrl.memory.model_fit import has_experts, read_head_size, read_max_positions, read_num_token_ids
 from flowrl.run.preflight import plan_run
 from tests.errors import rejects
 from tests.hub_cache import make_snapshot
@@ -31,6 +31,23 @@ def check(folder: Path, config: PreTrainedConfig, lora: LoraConfig | None = None
     role = Role.model_validate({"pool": "main"} | sizes)
     placement = Placement(device="cpu", pools={"main": [12]}, roles={"actor": role})
     plan_run(ActorRun(output=Path("out"), steps=1, placement=placement, actor=actor))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 8}, 8),
+        ({"hidden_size": 64, "num_attention_heads": 8, "head_dim": 32}, 32),
+        ({"hidden_size": 64, "num_attention_heads": 8, "head_dim": None}, 8),
+        ({"n_embd": 48, "n_head": 4}, 12),  # GPT-2
+        ({"text_config": {"hidden_size": 64, "num_attention_heads": 4}}, 16),
+        ({"hidden_size": 64}, None),
+        ({"hidden_size": 64, "num_attention_heads": 0}, None),
+    ],
+)
+def test_the_head_size_of_a_model(settings: dict[str, object], expected: int | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_head_size(tmp_path) == expected
 
 
 @pytest.mark.parametrize(

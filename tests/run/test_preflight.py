@@ -249,6 +249,32 @@ def test_a_tensor_parallel_hf_rollout_is_rejected_naming_vllm() -> None:
         plan_run(run)
 
 
+def model_with_heads_of(size: int, folder: Path) -> Path:
+    folder.mkdir()
+    sizes = {"hidden_size": 4 * size, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    return folder
+
+
+def vllm_run(model: Path, device: str) -> GRPOConfig:
+    roles = dict.fromkeys(("actor", "rollout", "reference", "reward"), "main")
+    placement = {"device": device, "pools": {"main": [1]}, "roles": roles}
+    rollout = {"engine": "vllm", "max_response_tokens": 8}
+    return GRPOConfig.model_validate(grpo_settings(model=model, rollout=rollout, placement=placement))
+
+
+@pytest.mark.parametrize("size", [8, 48])
+def test_vllm_on_a_cpu_rejects_a_head_size_that_its_attention_does_not_support(size: int, tmp_path: Path) -> None:
+    model = model_with_heads_of(size, tmp_path / "model")
+    with rejects("rollout.engine", "vllm", "cpu", size, 32, 80, 512, model, "hf", error=ConfigError):
+        plan_run(vllm_run(model, "cpu"), [1])
+
+
+@pytest.mark.parametrize(("size", "device"), [(32, "cpu"), (80, "cpu"), (8, "cuda")])
+def test_vllm_accepts_other_head_sizes(size: int, device: str, tmp_path: Path) -> None:
+    assert plan_run(vllm_run(model_with_heads_of(size, tmp_path / "model"), device), [1]).kind == device
+
+
 def scripted(name: str) -> RolloutConfig:
     return RolloutConfig(max_response_tokens=8, engine=f"tests.engines.rollout.scripted_engine:{name}")
 

@@ -60,6 +60,8 @@ class EngineCapabilities:
     """Smallest sampling temperature."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """Supported dtypes of the weights, the preferred one first."""
+    head_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Kind of device -> supported sizes of attention heads. A device that is missing supports all sizes."""
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)
     packages: tuple[Package, ...] = ()
     """Packages that the engine needs. `flowrl doctor` prints their versions."""

@@ -35,6 +35,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         sleep=True,
         tensor_parallel=True,
         min_temperature=0.01,
+        head_sizes={"cpu": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)},
         quantizations={
             "int8": Quantization(packages=(_TORCHAO,)),
             "int4": Quantization(devices=("cuda",), dtypes=("bfloat16",), packages=(_TORCHAO,)),

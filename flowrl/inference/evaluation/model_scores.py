@@ -13,6 +13,7 @@ from flowrl.run.datasets import read_held_out
 from flowrl.run.evaluation import Evaluation, PromptScores, evaluate
 from flowrl.run.preflight import (
     check_functions,
+    check_head_sizes,
     check_positions,
     check_quantization,
     check_reward_heads,
@@ -88,6 +89,7 @@ def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> dict[
         raise ConfigError(problems[0])
     planned = plan(config.placement, local_inventory(config.placement.device, None), config.roles)
     check_quantization(config, planned)
+    check_head_sizes(config, planned)
     return read_held_out(config)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
+from flowrl.config.rollout.engines import ENGINES
 from flowrl.controller.worker import Worker
 from flowrl.engines.models.weights import export_weights, weight_buckets
 from flowrl.workers import Rollout
@@ -110,6 +111,10 @@ def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_the_engine_implements_the_protocols_of_its_capabilities(pair: Pair) -> None:
     assert pair.group.run(vllm_checks.missing_methods) == [[]]
+
+
+def test_the_capabilities_name_the_head_sizes_of_the_attention(pair: Pair) -> None:
+    assert pair.group.run(vllm_checks.cpu_head_sizes) == [ENGINES["vllm"].head_sizes["cpu"]]
 
 
 @pytest.mark.parametrize(
