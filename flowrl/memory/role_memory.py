@@ -85,7 +85,7 @@ class RoleModel:
     @property
     def num_shards(self) -> int:
         """Number of ranks over which FSDP shards the weights."""
-        return (self.engine.shard_ranks or self.mesh.dp) * self.mesh.sp if self.is_sharded else 1
+        return self.mesh.shard_ranks(self.engine.shard_ranks) * self.mesh.sp if self.is_sharded else 1
 
     @property
     def precision(self) -> Precision:
@@ -125,6 +125,12 @@ class RoleModel:
         return self.weights if self.lora is None else self._adapter
 
     @property
+    def gradients(self) -> int:
+        """Bytes of the gradients on this rank. Those of 16-bit weights are summed in float32."""
+        is_half = self.param_bytes == 2 and self.lora is None
+        return 2 * self.trained if is_half else self.trained
+
+    @property
     def _adapter(self) -> int:
         if self.lora is None:
             return 0
@@ -157,7 +163,7 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
     moments = 2 * model.trained
     is_gpu = model.device_type == "cuda"  # on a CPU, device memory is host memory
     offloads_optimizer = is_gpu and model.engine.offload == "optimizer"
-    gradients = 0 if model.offloads_parameters else model.trained
+    gradients = 0 if model.offloads_parameters else model.gradients
     calls = [_update(model, gradients, model.num_tokens(rows), entropy), inference_call(model, rows, "forward")]
     if offloads_optimizer:
         calls.append(CallMemory("step", gradients=gradients, optimizer=moments))

@@ -1,5 +1,6 @@
 """Rank processes of the strategy tests: the same optimizer steps of a real model under every strategy."""
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,6 +253,34 @@ def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[st
     }
 
 
+class Weight(nn.Module):
+    """A weight of four bfloat16 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (self.weight * factor).sum()
+
+
+SUMS = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}, "tp": {"strategy": "fsdp"}}
+"""Strategy -> engine settings of `norm_of_a_sum` on two ranks."""
+
+
+def norm_of_a_sum(strategy: str, group: distributed.ProcessGroup | None) -> float:
+    """Returns the gradient norm of a step of 21 micro-batches per rank, whose gradients are 256, 1, 1, ..., 1.
+
+    A sum in bfloat16 remains 256, because the next larger number is 258.
+    """
+    mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu", tp=2 if strategy == "tp" else 1)
+    settings = EngineConfig.model_validate(SUMS.get(strategy, {}) | {"max_tokens_per_microbatch": 1})
+    engine = TrainEngine(Weight(), OptimizerConfig(lr=1e-3), settings, mesh=mesh)
+    factors = itertools.chain([256.0], itertools.repeat(1.0))
+    metrics = engine.update(table(21), lambda model, micro, counts: (model(next(factors)), {}))
+    return metrics["grad_norm"].result()
+
+
 def main(rank: int, folder: Path, names: Collection[str]) -> None:
     """Runs the named cases and the half-precision cases on one of four ranks, and writes the results."""
     torch.set_num_threads(1)
@@ -267,6 +296,7 @@ def main(rank: int, folder: Path, names: Collection[str]) -> None:
         group = groups[2]
         assert isinstance(group, distributed.ProcessGroup)
         results["bfloat16"] = train_on_bfloat16(group)
+        results |= {f"sum with {strategy}": norm_of_a_sum(strategy, group) for strategy in SUMS}
         results |= {f"in {dtype}": train_in_half(dtype, group) for dtype in ("bfloat16", "float16")}
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

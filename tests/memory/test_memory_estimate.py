@@ -85,6 +85,10 @@ def test_fsdp_shards_resident_state_and_ddp_does_not() -> None:
     assert sharded.calls[0].gradients == full.calls[0].gradients // 4
 
 
+def test_gradients_of_16_bit_weights_have_32_bits() -> None:
+    assert training_role(role_model(), 8, "none", copies_checkpoints=False).calls[0].gradients == 4 * 6_910_365_696
+
+
 def test_offloaded_adam_state_is_loaded_for_the_step() -> None:
     resident = training_role(role_model(offload="optimizer"), 8, "none", copies_checkpoints=False)
     assert resident.optimizer == 0

@@ -1,4 +1,8 @@
-"""Sums, measures, scales and frees the gradients of an optimizer step."""
+"""Sums, measures, scales and frees the gradients of an optimizer step.
+
+Gradients of 16-bit weights are summed in float32, over micro-batches and over ranks. A sum in bfloat16 ignores terms
+below 1/256 of its value.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,6 +26,10 @@ class Gradients(Protocol):
         """Completes the sum of the gradients over all ranks after the backward passes."""
         ...
 
+    def cast(self) -> None:
+        """Casts the gradients to the dtypes of the weights, which the optimizer requires."""
+        ...
+
     def norm(self) -> float:
         """Returns the L2 norm of the gradients over all parameters and ranks."""
         ...
@@ -43,17 +51,18 @@ class ReplicatedGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
         self._parameters, self._mesh = parameters, mesh
         self._buffers: list[Tensor] = []
+        _allow_other_dtypes(parameters)
 
     def zero(self) -> None:
         self._buffers = []
-        for dtype in sorted({parameter.dtype for parameter in self._parameters}, key=str):
-            parameters = [parameter for parameter in self._parameters if parameter.dtype == dtype]
+        for dtype in sorted({_sum_dtype(parameter) for parameter in self._parameters}, key=str):
+            parameters = [parameter for parameter in self._parameters if _sum_dtype(parameter) == dtype]
             num_values = sum(parameter.numel() for parameter in parameters)
             self._use(torch.zeros(num_values, dtype=dtype, device=parameters[0].device))
 
     def _use(self, buffer: Tensor) -> None:
-        """Makes the gradients of all parameters with the dtype of `buffer` views of `buffer`."""
-        parameters = [parameter for parameter in self._parameters if parameter.dtype == buffer.dtype]
+        """Makes the gradients of all parameters that are summed in the dtype of `buffer` views of `buffer`."""
+        parameters = [parameter for parameter in self._parameters if _sum_dtype(parameter) == buffer.dtype]
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, gradient in zip(parameters, buffer.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
@@ -64,8 +73,12 @@ class ReplicatedGradients:
             for buffer in self._buffers:
                 distributed.all_reduce(buffer, group=self._mesh.data)
 
+    def cast(self) -> None:
+        _cast(self._parameters)
+        self._buffers = []
+
     def norm(self) -> float:
-        return math.hypot(*(_norm(buffer) for buffer in self._buffers))
+        return math.hypot(*(torch.linalg.vector_norm(buffer).item() for buffer in self._buffers))
 
     def scale(self, factor: float) -> None:
         for buffer in self._buffers:
@@ -82,18 +95,25 @@ class ReplicatedGradients:
 
 
 class ShardedGradients:
-    """Gradient shards, which FSDP2 reduce-scatters at the end of each backward pass."""
+    """Gradient shards, which FSDP2 reduce-scatters at the end of each backward pass and adds to existing gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
         self._parameters, self._mesh = parameters, mesh
+        _allow_other_dtypes(parameters)
 
     def zero(self) -> None:
         _free(self._parameters)
+        for parameter in self._parameters:
+            if _sum_dtype(parameter) != parameter.dtype:
+                parameter.grad = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
 
     def sum(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def cast(self) -> None:
+        _cast(self._parameters)
 
     def norm(self) -> float:
         assert self._mesh.all_ranks is not None
@@ -126,9 +146,21 @@ class ShardedGradients:
         _free(self._parameters)
 
 
-def _norm(buffer: Tensor) -> float:
-    """Returns the L2 norm, computed in at least float32. Half precision has only about three significant digits."""
-    return torch.linalg.vector_norm(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32)).item()
+def _sum_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Returns the dtype in which the gradients of a weight are summed, which is at least float32."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _allow_other_dtypes(parameters: Sequence[nn.Parameter]) -> None:
+    """Lets gradients have another dtype than their weights, which torch rejects by default."""
+    for parameter in parameters:
+        parameter.grad_dtype = None
+
+
+def _cast(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.to(parameter.dtype)
 
 
 def _num_shards(gradient: DTensor) -> int:

@@ -62,7 +62,8 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     if mesh.tp > 1:
         for language_model in language_models(model):
             _apply_tensor_parallelism(language_model, mesh, shards_norms=config.sequence_parallel_norms)
-    reduce_dtype = torch.float32 if compute_dtype is not None else None
+    is_half = any(weight.dtype.itemsize == 2 for weight in model.parameters())
+    reduce_dtype = torch.float32 if compute_dtype is not None or is_half else None
     pinned = mesh.devices.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
     for unit in [*layers(model), model]:

@@ -426,6 +426,7 @@ class TrainEngine:
         scale = (limit / norm if limit is not None and norm > limit else 1.0) / factor
         if scale != 1:
             self._gradients.scale(scale)
+        self._gradients.cast()
         lr = learning_rate(self._config, self._num_steps)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = lr

@@ -187,6 +187,15 @@ def test_an_adapter_of_bfloat16_weights_is_trained_in_float32_on_ranks(results: 
     assert all(weight.dtype == torch.float32 for weight in expected[-1].values())
 
 
+@pytest.mark.parametrize(
+    # Each of the four weights has the gradient 256 + 20 on one rank, and twice this sum over two data-parallel ranks.
+    ("strategy", "norm"),
+    [("ddp", 2 * 552.0), ("fsdp", 2 * 552.0), ("tp", 2 * 276.0)],
+)
+def test_gradients_of_bfloat16_weights_are_summed_in_float32(results: list[dict], strategy: str, norm: float):
+    assert [results[rank][f"sum with {strategy}"] for rank in range(2)] == [norm, norm]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fsdp_in_half_precision_equals_one_process_in_half_precision(results: list[dict], dtype: str):
     """Compares the first two steps only, because rounding errors accumulate."""

@@ -11,7 +11,7 @@ from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.device_memory import reserved_bytes
-from tests.engines.strategies import policy_loss
+from tests.engines.strategies import norm_of_a_sum, policy_loss
 from tests.engines.tables import table
 from tests.engines.tiny import qwen2
 
@@ -110,6 +110,20 @@ def test_float32_is_rejected_for_half_precision_weights():
 def test_compute_dtype_is_rejected_for_float64_weights():
     with pytest.raises(EngineError, match=r"engine\.compute_dtype"):
         TrainEngine(PolicyModel(qwen2(torch.float64)), TINY_STEP, EngineConfig(compute_dtype="bfloat16"))
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32_over_micro_batches():
+    """Each of the four weights has the gradient 256 + 20."""
+    assert norm_of_a_sum("single", None) == 2 * 276.0
+
+
+def test_the_optimizer_step_keeps_the_dtype_of_the_weights_and_moments():
+    trained = TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig())
+    trained.update(table(9), policy_loss)
+    assert trained.optimizer is not None
+    moments = [state["exp_avg"] for state in trained.optimizer.state.values()]
+    assert {tensor.dtype for tensor in [*weights(trained), *moments]} == {torch.bfloat16}
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
 
 
 def test_the_norm_of_half_precision_gradients_is_not_rounded_to_half_precision():
