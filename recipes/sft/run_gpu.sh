@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Supervised fine-tuning of a Qwen model on UltraChat, on GPUs.
+# Arguments: the name of a config of this folder, then settings: key=value.
+set -euo pipefail
+config=${1:?name a config of this folder, such as qwen0.5b}
+source "$(dirname "${BASH_SOURCE[0]}")/../install.sh"
+enter_repository data
+exec python -m recipes.sft.train "recipes/sft/$config.yaml" "${@:2}"
