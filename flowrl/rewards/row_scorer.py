@@ -122,6 +122,9 @@ class _PendingRow:
             self._outcomes[name] = future.result()
             if len(self._outcomes) < self._num_calls:
                 return
+        # In the order of the rewards, because that of the calls differs between equal runs.
+        names = [part.name for part in self._components if part.name in self._outcomes]
+        self._outcomes = {name: self._outcomes[name] for name in names}
         failures = [(name, outcome) for name, outcome in self._outcomes.items() if outcome.failure is not None]
         if failures and self._config.on_failure == "stop":
             self.future.set_exception(RewardError(self._describe(*failures[0])))
