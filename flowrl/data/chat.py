@@ -225,6 +225,12 @@ class ChatTokenizer:
         self.check_ids(ids)
         return ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of each text, those of `encode`, but does not check their embeddings."""
+        if self._backend is None:
+            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises MissingEmbeddingError if the model has no embedding for an id."""
         if self._num_embeddings is None or (largest := max(ids, default=-1)) < self._num_embeddings:
@@ -260,7 +266,11 @@ class ChatTokenizer:
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the token ids of a conversation, followed by the chat template's generation prompt."""
-        return self.encode(self._render(self._with_system(messages), generate=True))
+        return self.encode(self.render_prompt(messages))
+
+    def render_prompt(self, messages: Sequence[Message]) -> str:
+        """Returns the text of a conversation, followed by the chat template's generation prompt."""
+        return self._render(self._with_system(messages), generate=True)
 
     def encode_example(self, messages: Sequence[Message], first: int = 0) -> tuple[list[int], list[bool]]:
         """Returns the token ids of a complete conversation and the mask of the assistant's tokens.
@@ -352,13 +362,11 @@ class ChatTokenizer:
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of consecutive pieces of a text."""
-        if self._can_encode_parts and self._backend is not None:
-            encoded = self._backend.encode_batch_fast(list(pieces), add_special_tokens=False)
-            for piece in encoded:
-                self.check_ids(piece.ids)
-            return [piece.ids for piece in encoded]
         if self._can_encode_parts:
-            return [self.encode(piece) if piece else [] for piece in pieces]
+            encoded = self.encode_all(pieces)
+            for ids in encoded:
+                self.check_ids(ids)
+            return encoded
         # The tokenizer adds a space at the start of a text, so a piece is encoded together with those before it.
         encoded = []
         before: list[int] = []
@@ -514,7 +522,8 @@ class ChatTokenizer:
     def _backend(self) -> Any:  # Any: tokenizers.Tokenizer, or None
         """The tokenizer of the library `tokenizers`, whose batch calls are faster. None if its results could differ."""
         tokenizer = self._tokenizer
-        if not tokenizer.is_fast or tokenizer.split_special_tokens:
+        # CodeLlama's tokenizer splits a text at its fill token before the call.
+        if not tokenizer.is_fast or tokenizer.split_special_tokens or getattr(tokenizer, "fill_token", None):
             return None
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()

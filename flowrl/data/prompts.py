@@ -16,9 +16,12 @@ from flowrl.data.order.success_order import SuccessOrder
 from flowrl.data.reading import reader
 from flowrl.data.reading.kinds import select_turns
 from flowrl.data.reading.row_problems import RowCounts, RowProblem
-from flowrl.data.template import naming_row
+from flowrl.data.template import TemplateTimeError, naming_row
 
 _logger = logging.getLogger(__name__)
+
+_ENCODED_TOGETHER = 1024
+"""Number of prompts that are tokenized in one call. One call per prompt would need several times as long."""
 
 RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
 """Names of columns that flowrl writes. A dataset must not contain these names."""
@@ -86,10 +89,14 @@ def tokenize_prompts(
     start = 0
     for count, weight in parts or ((len(conversations), 1.0),):
         before = len(rows)
-        for conversation in conversations[start : start + count]:
+        for conversation, encoded in _encode_in_batches(conversations[start : start + count], tokenizer):
             try:
+                if isinstance(encoded, Exception):
+                    raise encoded
                 rows.append(
-                    tokenize_prompt(conversation, tokenizer, max_prompt_tokens, too_long, "data.max_prompt_tokens")
+                    _limit_length(
+                        conversation, encoded, tokenizer, max_prompt_tokens, too_long, "data.max_prompt_tokens"
+                    )
                 )
             except RowProblem as problem:
                 if problem.reason == "too_long" and too_long == "refuse":
@@ -117,9 +124,55 @@ def tokenize_prompt(
 
     Raises RowProblem if the prompt is too long or does not end with the user, or if the chat template rejects it.
     """
-    if conversation.messages[-1:] and conversation.messages[-1].role == "assistant":
-        select_turns(conversation, "prompts")
-    ids = _encode(conversation, tokenizer)
+    (ids,) = tokenizer.encode_all([_render(conversation, tokenizer)])
+    return _limit_length(conversation, ids, tokenizer, max_tokens, too_long, setting)
+
+
+def _encode_in_batches(
+    conversations: Iterable[Conversation], tokenizer: ChatTokenizer
+) -> Iterator[tuple[Conversation, list[int] | RowProblem | TemplateTimeError]]:
+    """Yields each conversation with the token ids of its prompt, or with the error that it caused.
+
+    An error ends a batch, because the caller may raise it. Later conversations are then not rendered.
+    """
+    batch: list[Conversation] = []
+    texts: list[str] = []
+    for conversation in conversations:
+        failure = None
+        try:
+            texts.append(_render(conversation, tokenizer))
+            batch.append(conversation)
+        except (RowProblem, TemplateTimeError) as error:
+            failure = error
+        if failure is not None or len(texts) == _ENCODED_TOGETHER:
+            yield from zip(batch, tokenizer.encode_all(texts), strict=True)
+            batch, texts = [], []
+        if failure is not None:
+            yield conversation, failure
+    yield from zip(batch, tokenizer.encode_all(texts), strict=True)
+
+
+def _render(prompt: Conversation, tokenizer: ChatTokenizer) -> str:
+    """Returns the text of a prompt. Raises RowProblem and TemplateTimeError."""
+    if prompt.messages[-1:] and prompt.messages[-1].role == "assistant":
+        select_turns(prompt, "prompts")
+    try:
+        with naming_row(prompt.location):
+            return tokenizer.render_prompt(prompt.messages)
+    except DataError as error:
+        raise RowProblem("template", str(error)) from error
+
+
+def _limit_length(
+    conversation: Conversation,
+    ids: list[int],
+    tokenizer: ChatTokenizer,
+    max_tokens: int | None,
+    too_long: Literal["refuse", "drop", "truncate"],
+    setting: str,
+) -> TokenizedPrompt:
+    """Returns a prompt with its token ids `ids`, without the turns that `tokenize_prompt` drops."""
+    _check_embeddings(ids, tokenizer)
     length = len(ids)
     while max_tokens is not None and len(ids) > max_tokens:
         users = [i for i, message in enumerate(conversation.messages) if message.role == "user"]
@@ -130,18 +183,16 @@ def tokenize_prompt(
             )
         system = conversation.messages[: users[0]]
         conversation = replace(conversation, messages=(*system, *conversation.messages[users[1] :]))
-        ids = _encode(conversation, tokenizer)
+        (ids,) = tokenizer.encode_all([_render(conversation, tokenizer)])
+        _check_embeddings(ids, tokenizer)
     return TokenizedPrompt(conversation, np.asarray(ids, dtype=np.int32))
 
 
-def _encode(prompt: Conversation, tokenizer: ChatTokenizer) -> list[int]:
+def _check_embeddings(ids: Sequence[int], tokenizer: ChatTokenizer) -> None:
     try:
-        with naming_row(prompt.location):
-            return tokenizer.encode_prompt(prompt.messages)
+        tokenizer.check_ids(ids)
     except MissingEmbeddingError as error:
         raise RowProblem("no_embedding", str(error)) from error
-    except DataError as error:
-        raise RowProblem("template", str(error)) from error
 
 
 def too_long_error(row: Conversation, problem: RowProblem) -> DataError:

@@ -196,6 +196,25 @@ def test_the_end_token_and_the_size_of_the_vocabulary_are_known(tmp_path: Path) 
     assert (chat.eos_id, len(chat)) == (1, 9)
 
 
+@pytest.mark.parametrize("kind", ["plain", "adds_a_space", "splits_special_tokens", "truncates_and_pads"])
+def test_texts_encoded_together_have_the_ids_that_transformers_gives_to_each_alone(tmp_path: Path, kind: str) -> None:
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "</s>", "▁", "a", "b", "▁a", *"<>/s"])}
+    core = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>"))
+    scheme = "always" if kind == "adds_a_space" else "never"
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    if kind == "truncates_and_pads":
+        core.enable_truncation(2)
+        core.enable_padding(length=4)
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="</s>", unk_token="<unk>", split_special_tokens=kind == "splits_special_tokens"
+    ).save_pretrained(tmp_path)
+    chat = ChatTokenizer(tmp_path)
+    texts = ["", "a", "ab", " a b", "a</s>b", "ba" * 50]
+    together = chat.encode_all(texts)
+    assert together == [chat.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert together[2] == ([5, 4] if kind == "adds_a_space" else [3, 4])
+
+
 def make_larger(folder: Path, template: str = MARKED, eos: str = "</s>") -> ChatTokenizer:
     """Returns a tokenizer with the added token <i>, id 9, of a model with embeddings for the ids 0 to 8."""
     tokenizer = make(folder, template).tokenizer

@@ -11,8 +11,12 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError, Message
 from flowrl.data.messages import Conversation
 from flowrl.data.prompts import PromptStream, read_conversations, tokenize_prompts
+from flowrl.data.template import ConversationTemplate
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects
+
+NO_TWO = ConversationTemplate("{{ messages[0].content if messages[0].content != '2' else raise_exception('') }}")
+"""Rejects the message 2."""
 
 ASK = {"messages": [{"from": "human", "content": "1+1"}], "answer": "2"}
 
@@ -208,6 +212,28 @@ def test_a_prompt_that_is_too_long_is_rejected_with_its_line(tokenizer: ChatToke
     long = Conversation((Message("user", "11111+1"),), {}, Path("data.jsonl"), 7)
     with rejects("data.jsonl", 7, 8, "data.max_prompt_tokens", "data.too_long", error=DataError):
         PromptStream([long], tokenizer, seed=0, max_prompt_tokens=7)
+
+
+def test_each_of_many_prompts_has_the_tokens_that_it_has_alone(tokenizer: ChatTokenizer) -> None:
+    rows = [Conversation((Message("user", f"{n}+1"),)) for n in range(1500)]
+    encoded = tokenize_prompts(rows, tokenizer, max_prompt_tokens=8).rows
+    assert [prompt.ids.tolist() for prompt in encoded] == [tokenizer.encode_prompt(row.messages) for row in rows]
+
+
+def test_dropped_prompts_leave_the_others_with_their_tokens(tokenizer: ChatTokenizer) -> None:
+    chat = ChatTokenizer(tokenizer.path, NO_TWO)
+    rows = [Conversation((Message("user", str(n)),), line=n) for n in (1, 2, 33, 4)]
+    left = tokenize_prompts(rows, chat, max_prompt_tokens=1, too_long="drop", strict=False)
+    assert [(row.conversation.line, row.ids.tolist()) for row in left.rows] == [
+        (n, chat.encode(str(n))) for n in (1, 4)
+    ]
+
+
+@pytest.mark.parametrize("texts", [["33", "2"], ["2", "33"]])
+def test_the_first_of_two_unusable_prompts_is_reported(tokenizer: ChatTokenizer, texts: list[str]) -> None:
+    rows = [Conversation((Message("user", text),), line=70 + n) for n, text in enumerate(["1", *texts])]
+    with rejects(71, error=DataError):
+        tokenize_prompts(rows, ChatTokenizer(tokenizer.path, NO_TWO), max_prompt_tokens=1)
 
 
 def test_a_stream_rejects_a_conversation_that_ends_with_the_assistant(tokenizer: ChatTokenizer) -> None:
