@@ -142,9 +142,9 @@ class Config(BaseModel):
         frozen=True,
         extra="forbid",
         strict=True,
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
+        defer_build=True,  # A command uses few of the classes.
     )
 
     ALTERNATIVES: ClassVar[tuple[str, ...]] = ()
@@ -231,13 +231,6 @@ class Config(BaseModel):
                     entry._with_defaults([rest]) if isinstance(entry, Config) else entry for entry in value
                 )
         return self.model_copy(update=changed) if changed else self
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Copies the docstring of a field to a subclass that redefines the field without a docstring."""
-        inherited = getattr(cls.__mro__[1], "model_fields", {})
-        for name in cls.model_fields.keys() & inherited.keys():
-            cls.model_fields[name].description = cls.model_fields[name].description or inherited[name].description
 
 
 # Strict mode rejects "3" for 3 and true for 1. YAML has neither paths nor tuples, so these types accept text and lists.

@@ -12,6 +12,7 @@ from flowrl.config.setting_tree import (
     config_classes,
     fields_of,
     find_unions,
+    meaning_of,
     names_of,
     select_members,
     setting_paths,
@@ -213,7 +214,7 @@ def _missing(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -
     if isinstance(error["loc"][-1], int):
         return f"{dotted(key)} is {error['input']!r}, but has too few entries: add entries"
     info = fields_of(walk(error["loc"][:-1], cls, source.values)[1]).get(str(key[-1]))
-    meaning = _first_sentence(info.description or "") if info else ""
+    meaning = _first_sentence(meaning_of(info)) if info else ""
     return f"`{dotted(key)}` is required" + (f": {meaning}" if meaning else "")
 
 
@@ -229,7 +230,7 @@ _TYPES = {
 
 def _first_sentence(description: str) -> str:
     """Returns the first sentence without its period, and in lower case unless it starts with an acronym."""
-    sentence = re.split(r"(?<=\.)\s", " ".join(description.split()))[0].rstrip(".")
+    sentence = re.split(r"(?<=\.)\s", description)[0].rstrip(".")
     is_acronym = sentence[1:2].isupper()
     return sentence if is_acronym else sentence[:1].lower() + sentence[1:]
 

@@ -18,7 +18,14 @@ from pydantic.fields import FieldInfo
 from flowrl.config.base import CUSTOM, Config, check_import_name, check_name
 from flowrl.config.placement import Placement
 from flowrl.config.rollout.engines import CUSTOM_ENGINE, ENGINES, check_engine
-from flowrl.config.setting_tree import accepted_fields, config_classes, fields_of, names_of, select_members
+from flowrl.config.setting_tree import (
+    accepted_fields,
+    config_classes,
+    fields_of,
+    meaning_of,
+    names_of,
+    select_members,
+)
 
 Classes = tuple[type[Config], ...]
 """The classes of a group of settings: one class, or all members of a union."""
@@ -112,11 +119,6 @@ def yaml_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}" if value != int(value) else f"{value:.1f}"
     return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).removesuffix("...\n").strip()
-
-
-def meaning_of(info: FieldInfo) -> str:
-    """Returns the docstring of a setting on one line."""
-    return " ".join((info.description or "").split())
 
 
 @dataclass(frozen=True)

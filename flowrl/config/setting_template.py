@@ -14,12 +14,11 @@ from flowrl.config.setting_reference import (
     default_of,
     describe,
     is_collection,
-    meaning_of,
     type_of,
     union_settings,
     yaml_text,
 )
-from flowrl.config.setting_tree import accepted_fields, config_classes, names_of, select_members
+from flowrl.config.setting_tree import accepted_fields, config_classes, meaning_of, names_of, select_members
 
 _WIDTH = 100
 _INDENT = "  "

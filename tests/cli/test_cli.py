@@ -25,6 +25,8 @@ from tests.slow_cases import slow
 
 ROOT = Path(__file__).parents[2]
 DEEPSEEK = str(ROOT / "recipes/ppo/deepseek7b.yaml")
+SLOW_LIBRARIES = ("matplotlib", "numpy", "pandas", "ray", "scipy", "sklearn", "torch", "transformers", "vllm")
+"""Libraries that take up to seconds to import. Commands without a model do not use them."""
 SPLIT = str(ROOT / "placement/split.yaml")
 
 
@@ -97,11 +99,11 @@ def test_a_plan_with_a_function_that_cannot_be_imported_is_rejected(
     assert f": {setting}: " in message and not missing_facts(message, "nowhere")
 
 
-def test_a_plan_without_user_defined_functions_loads_no_torch() -> None:
-    code = f"import sys\nfrom flowrl.cli import main\nmain(['plan', {DEEPSEEK!r}, '--devices', '8'])\n"
-    code += "print([m for m in ('torch', 'ray') if m in sys.modules])"
+def test_a_plan_without_user_defined_functions_loads_no_slow_library_and_reads_no_docstring() -> None:
+    code = f"import linecache, sys\nfrom flowrl.cli import main\nmain(['plan', {DEEPSEEK!r}, '--devices', '8'])\n"
+    code += f"print([m for m in {SLOW_LIBRARIES} if m in sys.modules], [f for f in linecache.cache if '/config/' in f])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.splitlines()[-1] == "[] []"
 
 
 PLACEMENT = """device: cpu

@@ -9,11 +9,12 @@ from pydantic.fields import FieldInfo
 from flowrl.cli.main import REFERENCE_COMMAND
 from flowrl.cli.recipe_names import included_recipes
 from flowrl.config import ActorConfig, EngineConfig, OptimizerConfig, RolloutConfig
+from flowrl.config.base import Config
 from flowrl.config.placement import SINGLE, Placement
 from flowrl.config.run import RunConfig
 from flowrl.config.schedule import AsyncSchedule, SyncSchedule
 from flowrl.config.setting_reference import default_of, render_reference, type_of, union_settings
-from flowrl.config.setting_tree import config_classes, fields_of, setting_paths
+from flowrl.config.setting_tree import config_classes, fields_of, meaning_of, setting_paths
 
 PAGE = Path(__file__).parents[2] / "docs/config.md"
 
@@ -104,10 +105,29 @@ def test_settings_of_a_union_are_merged_if_they_are_equal() -> None:
     assert clip_low[("ppo", "decoupled_ppo", "clip_cov")] == 0.2 and clip_low[("gspo", "gspo_token")] == 3e-4
 
 
+def test_a_redefined_field_without_a_docstring_has_that_of_the_base_class() -> None:
+    class Base(Config):
+        size: int = 1
+        """Number
+        of rows."""
+        name: str = ""
+
+    class Redefined(Base):
+        size: int = 2
+        name: str = "a"
+        """Name of the file."""
+
+    meanings = [{name: meaning_of(field) for name, field in cls.model_fields.items()} for cls in (Base, Redefined)]
+    assert meanings == [
+        {"size": "Number of rows.", "name": ""},
+        {"size": "Number of rows.", "name": "Name of the file."},
+    ]
+
+
 @pytest.mark.parametrize("cls", included_recipes().values(), ids=included_recipes())
 def test_every_setting_has_a_meaning(cls: type[RunConfig]) -> None:
     def missing(fields: dict[str, FieldInfo], prefix: str) -> list[str]:
-        own = [prefix + name for name, info in fields.items() if not info.description and name not in ("kind",)]
+        own = [prefix + name for name, info in fields.items() if not meaning_of(info) and name not in ("kind",)]
         groups = {name: fields_of(config_classes(info.annotation)) for name, info in fields.items()}
         return own + [key for name, inner in groups.items() for key in missing(inner, f"{prefix}{name}.")]
 

@@ -27,7 +27,7 @@ from flowrl.config import (
     RunConfig,
 )
 from flowrl.config.algorithm.advantage import GaeAdvantage
-from flowrl.config.setting_tree import find_disabled_settings, setting_paths
+from flowrl.config.setting_tree import find_disabled_settings, meaning_of, setting_paths
 from flowrl.config.source import dotted
 from recipes.distillation.config import DistillationConfig
 from recipes.grpo.config import GRPOConfig
@@ -363,7 +363,7 @@ def config_classes() -> list[type[Config]]:
 def test_every_setting_is_explained() -> None:
     assert SFTConfig in config_classes()
     shipped = [cls for cls in config_classes() if cls.__module__.startswith(("flowrl.", "recipes."))]
-    assert not [f"{c.__name__}.{n}" for c in shipped for n, field in c.model_fields.items() if not field.description]
+    assert not [f"{c.__name__}.{n}" for c in shipped for n, field in c.model_fields.items() if not meaning_of(field)]
 
 
 def test_a_placement_file_has_at_most_fifteen_lines() -> None:
