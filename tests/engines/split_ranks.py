@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from flowrl.config import EngineConfig, OptimizerConfig, UserError
 from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.engines.models.loading import CriticModel
+from flowrl.engines.models.sequence_sharding import SequenceSharding, head_weights
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
@@ -73,6 +74,16 @@ def _error_of(model: nn.Module, mesh: RankMesh) -> str:
     return ""
 
 
+def _head_gradients(rank: int) -> list[Tensor | None]:
+    """Returns the gradients of a replicated head, of which rank r trains weight and bias by r + 1."""
+    head = nn.Linear(2, 1)
+    sharding = SequenceSharding(distributed.group.WORLD, distributed.group.WORLD)  # pyright: ignore[reportArgumentType] (set in main)
+    weight, bias = head_weights(head, sharding)
+    assert bias is not None
+    ((rank + 1) * (weight.sum() + bias.sum())).backward()
+    return [head.weight.grad, head.bias.grad]
+
+
 def main(rank: int, folder: Path) -> None:
     """Joins the other rank and writes the saved bytes, by split norms and activation checkpointing."""
     torch.set_num_threads(1)
@@ -93,5 +104,6 @@ def main(rank: int, folder: Path) -> None:
     results["gated"] = _error_of(PolicyModel(gated), mesh)
     results["convolving"] = _error_of(PolicyModel(convolving()), mesh)
     results["of one"] = _error_of(PolicyModel(llama()), rank_mesh(distributed.group.WORLD, device="cpu"))
+    results["head"] = _head_gradients(rank)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -19,6 +19,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import Block, Description, Ref, Shard
 from flowrl.data.batch.payload import Payload
 from flowrl.engines.rollout.weight_check import Compared
+from flowrl.rewards.row_scores import CALLS, FAILED, RewardCall
 from flowrl.schedules.simulation import VirtualClock
 from flowrl.weight_sync.verification import ComparedWeights
 
@@ -29,6 +30,7 @@ EVALUATION_S = 0.1
 """Duration of a held-out row, without concurrency."""
 
 COLUMNS = ("prompt_id", "sample", "replica", "response_mask", "weight_version")
+REWARD_COLUMNS = ("scores", FAILED, CALLS)
 ALL: Gather = lambda mesh, results: list(results)  # noqa: E731 (a constant)
 
 
@@ -91,6 +93,7 @@ class SimulatedReplica:
         seconds: prompt -> duration of its generation.
         num_slots: prompts that are generated concurrently.
         refuses: prompt -> whether the engine refuses it.
+        fails: prompt -> whether the rewards of its responses fail. None: the responses have no rewards.
     """
 
     rank: int
@@ -98,6 +101,7 @@ class SimulatedReplica:
     seconds: Callable[[int], float]
     num_slots: int
     refuses: Callable[[int], bool] = lambda prompt: False
+    fails: Callable[[int], bool] | None = None
     update_s: float = 0.01
     version: int = 0
     free_at: float = 0.0
@@ -156,7 +160,7 @@ class SimulatedReplica:
 
     @property
     def add(self) -> Method:
-        return Method(lambda batch, samples: self._future(lambda: self._add(batch, samples)))
+        return Method(lambda batch, samples, **score: self._future(lambda: self._add(batch, samples)))
 
     def _add(self, batch: Batch, samples: int) -> tuple[dict[int, str | None], float]:
         keys = batch.payload("prompt_id", "sample").rows
@@ -189,11 +193,16 @@ class SimulatedReplica:
 
     @property
     def poll(self) -> Method:
-        return Method(lambda slice_s: self._batch_of(lambda: self._poll(slice_s)))
+        return Method(lambda slice_s, **score: self._batch_of(lambda: self._poll(slice_s)))
 
     def _batch_of(self, run: Callable[[], tuple[Payload, float]]) -> Batch:
         submitted = self._submit(run)
-        return Batch.of_block(Block([Shard(submitted.value, submitted.described, None)]), COLUMNS)
+        columns = COLUMNS if self.fails is None else (*COLUMNS, *REWARD_COLUMNS)
+        return Batch.of_block(Block([Shard(submitted.value, submitted.described, None)]), columns)
+
+    @property
+    def count_waiting(self) -> Method:
+        return Method(lambda samples: self._future(lambda: (0, 0.0)))
 
     def _poll(self, slice_s: float) -> tuple[Payload, float]:
         left, finished = slice_s, []
@@ -236,7 +245,12 @@ class SimulatedReplica:
         """Returns rows of two tokens, sampled by the versions at the start and at the end of the prompt."""
         ids, samples, versions = (np.array([row[i] for row in rows], dtype=np.int64) for i in range(3))
         both = np.stack([versions, np.full(len(rows), self.version)], axis=1).reshape(-1).astype(np.int32)
-        columns = {"prompt_id": ids, "sample": samples, "replica": np.full(len(rows), self.rank)}
+        columns: dict[str, Any] = {"prompt_id": ids, "sample": samples, "replica": np.full(len(rows), self.rank)}
+        if self.fails is not None:
+            failed = np.array([self.fails(prompt) for prompt in ids.tolist()], dtype=bool)
+            calls = [RewardCall(None, failure="error") if is_failed else RewardCall(1.0) for is_failed in failed]
+            records = [{"reward": call.to_dict()} for call in calls]
+            columns |= {"scores": np.where(failed, 0.0, 1.0), FAILED: failed, CALLS: records}
         tokens = {"response_mask": np.ones(2 * len(rows), dtype=bool), "weight_version": both}
         return Payload(len(rows), columns, tokens, np.full(len(rows), 2))
 
@@ -264,6 +278,18 @@ class SimulatedRollout:
 
     def replica(self, rank: int) -> SimulatedReplica:
         return self.replicas[rank]
+
+
+@dataclass(eq=False)
+class SimulatedRewards:
+    """The `Scoring` of a run whose replicas receive the scores of each response."""
+
+    has_models: bool = False
+    generate_arguments: dict[str, Any] = field(default_factory=lambda: {"score": REWARD_COLUMNS})
+    alongside: Any = None
+
+    def connect(self, rollout: SimulatedRollout) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -361,6 +387,9 @@ class NumberedPrompts:
 
     def __init__(self) -> None:
         self.drawn = 0
+
+    def record_success(self, indices: Sequence[int], rates: Sequence[float]) -> None:
+        pass
 
     def take(self, count: int) -> list[dict[str, Any]]:
         self.drawn += count

@@ -14,6 +14,7 @@ from flowrl.checkpoints.saved_rows import FILE, IDENTITY, SavedRows, save_rows
 from flowrl.config import OnPolicyConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.block import LocalRef
 from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
 from flowrl.schedules.scheduler import DROP_REASONS, GroupCounts
 from flowrl.schedules.simulation import VirtualClock
@@ -30,6 +31,7 @@ from tests.schedules.simulated_workers import (
     Calls,
     NumberedPrompts,
     SimulatedReplica,
+    SimulatedRewards,
     SimulatedRollout,
     WeightSync,
     moments,
@@ -64,6 +66,7 @@ class SimulatedRun:
         kills: Any = None,
         refuses: Callable[[int], bool] = lambda prompt: False,
         slower: Sequence[float] = (),
+        fails: Callable[[int], bool] | None = None,
     ) -> None:
         self.config, self.train_s, self.clock = config, train_s, VirtualClock()
         slots = config.rollout.max_num_seqs // SAMPLES
@@ -72,7 +75,7 @@ class SimulatedRun:
             for times in [*slower, *[1.0] * num_replicas][:num_replicas]
         ]
         self.rollout: Any = SimulatedRollout(
-            [SimulatedReplica(rank, self.clock, takes[rank], slots, refuses) for rank in range(num_replicas)]
+            [SimulatedReplica(rank, self.clock, takes[rank], slots, refuses, fails) for rank in range(num_replicas)]
         )
         self.weight_sync: Any = WeightSync(self.clock)
         self.calls: Any = Calls(self.clock)
@@ -80,8 +83,9 @@ class SimulatedRun:
         self.messages: list[str] = []
         queue = PromptQueue(self.prompts, SAMPLES)
         now_ns = lambda: round(self.clock.now_s * 1e9)  # noqa: E731 (same signature as the default)
+        rewards: Any = None if fails is None else SimulatedRewards()
         context = RolloutContext(
-            config, self.rollout, queue, self.weight_sync, self.calls, self.messages.append, now_ns=now_ns
+            config, self.rollout, queue, self.weight_sync, self.calls, self.messages.append, rewards, now_ns=now_ns
         )
         self.source = StreamingRollouts(context)
         self.trained: Counter[int] = Counter()
@@ -128,7 +132,8 @@ class SimulatedRun:
     def _check(self, batch: Batch, version: int) -> None:
         ids, versions = batch.get("prompt_id").tolist(), batch.get("weight_version").tolist()
         assert batch.get("sample").tolist() == list(range(SAMPLES)) * (len(ids) // SAMPLES)
-        assert ids == np.repeat(ids[::SAMPLES], SAMPLES).tolist() and len(ids) == self.config.batch_size
+        assert ids == np.repeat(ids[::SAMPLES], SAMPLES).tolist()
+        assert len(ids) == self.config.batch_size or self.config.on_failure == "drop"
         self.trained.update(ids[::SAMPLES])
         pairs = list(zip(versions[::2], versions[1::2], strict=True))
         self.ages += [version - min(pair) for pair in pairs]
@@ -354,6 +359,25 @@ def test_a_refused_prompt_is_dropped_reported_and_counted() -> None:
     )
     assert any(message.startswith("prompts, line 3: ") for message in run.messages)
     assert len(run.messages) == MAX_REFUSAL_MESSAGES < len(refused)
+
+
+def test_the_failed_fraction_includes_the_groups_that_are_dropped_because_of_failures() -> None:
+    """Every fifth prompt fails. A step trains the other groups of the first four."""
+    settings = config_of(steps=4, max_staleness=1).model_dump()
+    settings["reward"]["on_failure"] = "drop"
+    run = SimulatedRun(OnPolicyConfig.model_validate(settings), fails=lambda prompt: prompt % 5 == 4)
+    measured: list[Any] = []
+
+    def read() -> None:
+        values = [each.get() for each in run.source.pop_metrics() if isinstance(each, LocalRef)]
+        measured.extend(each["reward_failed_fraction"] for each in values if "reward_failed_fraction" in each)
+
+    run.at_end = read
+    run.run()
+    num_dropped = run.source.summary()["groups"]["dropped"]["failed"]
+    assert num_dropped >= 3
+    assert sum(fraction.total for fraction in measured) == SAMPLES * num_dropped
+    assert sum(fraction.count for fraction in measured) == SAMPLES * (run.trained.total() + num_dropped)
 
 
 def test_a_run_ends_if_every_prompt_is_refused() -> None:

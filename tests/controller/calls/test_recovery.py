@@ -1,9 +1,11 @@
 """Recovery plans of processes that may be replaced."""
 
+from flowrl.controller.backends.inline_backend import InlineBackend
+from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.failures import Recovery
 from flowrl.controller.host.host import Host
 from flowrl.controller.placement.plan import Mesh, Slot
-from flowrl.controller.wire import Construction, Request
+from flowrl.controller.wire import Construction, Report, Request
 from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.block import LocalRef
 from tests.controller.faulty_workers import Scorer
@@ -78,3 +80,11 @@ def test_replayed_states_overwrite_a_later_state_that_they_cover():
     assert host.overwrites_state("judge", [load(2, 1)]) and not host.overwrites_state("judge", [])
     host.construct(MADE)
     assert host.overwrites_state("judge", [])
+
+
+def test_each_replacement_of_a_process_is_counted():
+    calls = Calls(InlineBackend())
+    for is_replacement in (False, True, True):
+        report = LocalRef(Report(0, 0, 0, 0, is_replacement=is_replacement))
+        calls.wait([calls.add(report, "scorer", 0, "score", SLOT, "cpu:0")], None)
+    assert calls.get_num_replacements(SLOT) == 2

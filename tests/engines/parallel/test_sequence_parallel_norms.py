@@ -49,3 +49,8 @@ def test_sequence_parallel_peers_save_half_of_the_checkpointed_activations(resul
 def test_unsupported_models_are_rejected(results: list[dict], case: str, named: str):
     for errors in results:
         assert named in errors[case]
+
+
+def test_each_rank_trains_the_head_with_the_tokens_of_all_ranks(results: list[dict]):
+    for rank in results:
+        assert [gradient.tolist() for gradient in rank["head"]] == [[[3.0, 3.0]], [3.0]]
