@@ -4,8 +4,9 @@
     python -m tests.chaos --cases 'sync-hf-*' --count 20 --seed 1 --append-table
 
 Every fault gives a row: whether the run continued or was resumed with correct numbers, the reported cause, the seconds
-to the report and to progress, and what was left behind. `--append-table` adds the rows to tests/chaos/results.jsonl and
-writes the table in docs/failures.md.
+to the report and to progress, and what was left behind. A case whose phase does not occur is repeated. If the phase
+never occurs, the program ends with exit code 1. `--append-table` adds the rows to tests/chaos/results.jsonl and writes
+the table in docs/failures.md.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.faults import all_cases, draw_cases
-from tests.chaos.runs import commit_name, run_cases
+from tests.chaos.runs import PhaseError, commit_name, run_cases
 from tests.chaos.table import append_rows
 
 STEPS = 60
@@ -44,13 +45,17 @@ def main() -> int:
     cache = _cache_of(commit_name())
     until_s = time.monotonic() + 60 * options.minutes
     are_correct = True
-    for results in run_cases(drawn, cache, options.seed, options.steps, until_s):
-        text = "".join(json.dumps(result.as_row()) + "\n" for result in results)
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if options.append_table:
-            append_rows(text)
-        are_correct &= all(result.correct for result in results)
+    try:
+        for results in run_cases(drawn, cache, options.seed, options.steps, until_s):
+            text = "".join(json.dumps(result.as_row()) + "\n" for result in results)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if options.append_table:
+                append_rows(text)
+            are_correct &= all(result.correct for result in results)
+    except PhaseError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     return 0 if are_correct else 1
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,12 @@ from tests.chaos.workers import FOLDER
 TESTED = ("flowrl", "recipes")
 MARGIN_STEPS = 8
 """A fault needs this number of steps before the end of its run."""
+ATTEMPTS = 3
+"""Number of runs that look for the phase of a case."""
+
+
+class PhaseError(Exception):
+    """Raised after all other cases if the phase of a case did not occur in any of its attempts."""
 
 
 def commit_name() -> str:
@@ -75,18 +82,32 @@ def run_cases(
     Args:
         cache: folder that keeps the undisturbed runs.
         until_s: monotonic time after which no further fault is injected.
+    Raises PhaseError if the phase of a case does not occur.
     """
-    commit, num_runs = commit_name(), 0
+    commit, num_runs, num_misses = commit_name(), 0, Counter[Case]()
     prepare(cache / "task", seed=0)
     for variant in dict.fromkeys(case.variant for case in cases):
         left = [case for case in cases if case.variant == variant]
         while left and time.monotonic() < until_s:
-            yield _run_session(left, cache, seed + num_runs, commit, steps, until_s)
+            yield _run_session(left, num_misses, cache, seed + num_runs, commit, steps, until_s)
             num_runs += 1
+    if missed := sorted(case.name for case, count in num_misses.items() if count >= ATTEMPTS):
+        raise PhaseError(f"the phases of these cases did not occur in {ATTEMPTS} runs: {', '.join(missed)}")
 
 
-def _run_session(left: list[Case], cache: Path, seed: int, commit: str, steps: int, until_s: float) -> list[Result]:
-    """Runs cases of one variant until the run or the time ends. Removes these cases from `left`."""
+def _run_session(
+    left: list[Case],
+    num_misses: Counter[Case],
+    cache: Path,
+    seed: int,
+    commit: str,
+    steps: int,
+    until_s: float,
+) -> list[Result]:
+    """Runs cases of one variant until the run or the time ends. Removes these cases from `left`.
+
+    A case whose phase does not occur stays in `left`, up to `ATTEMPTS` times. `num_misses` counts these attempts.
+    """
     schedule, engine = left[0].variant
     reference = [] if schedule == "async" else run_reference(cache, cache / "task", schedule, engine, steps)
     folder = Path(tempfile.mkdtemp(prefix="ch", dir="/tmp"))
@@ -102,7 +123,7 @@ def _run_session(left: list[Case], cache: Path, seed: int, commit: str, steps: i
                 continue
             result = session.take(case)
             if result is None:
-                sys.stderr.write(f"skipped {case.name}: its phase did not occur\n")
+                _miss(case, left, num_misses)
                 continue
             sys.stderr.write(f"{case.name}: {result.outcome} {result.report_s} {result.progress_s} {result.missing}\n")
             if result.outcome == "stuck" or result.numbers is False:
@@ -111,9 +132,17 @@ def _run_session(left: list[Case], cache: Path, seed: int, commit: str, steps: i
     except SessionError as error:
         sys.stderr.write(f"session ended: {error}\n")
         if not session.results:
-            left.pop(0)
+            _miss(left.pop(0), left, num_misses)
         session.abort()
     finally:
         session.close()
         shutil.rmtree(folder, ignore_errors=True)
     return session.results
+
+
+def _miss(case: Case, left: list[Case], num_misses: Counter[Case]) -> None:
+    """Repeats a case in another run and at another time, unless this was its last attempt."""
+    num_misses[case] += 1
+    sys.stderr.write(f"{case.name}: attempt {num_misses[case]} of {ATTEMPTS}: its phase did not occur\n")
+    if num_misses[case] < ATTEMPTS:
+        left.append(case)

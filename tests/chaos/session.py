@@ -52,8 +52,8 @@ DISK_MB = 128
 _PROGRESS = re.compile(
     r"^(training \d|starting |optimizer updates|resuming from step|baseline eval|results: |[^\x00-\x7f])"
 )
-_FOREIGN = re.compile(r"Loading weights|Writing model shards|it/s\]|\(raylet\)")
-"""Lines that flowrl does not print."""
+FOREIGN = re.compile(r"Loading weights|Writing model shards|it/s\]|\(raylet\)|\.cc:\d+: ")
+"""Lines that flowrl does not print. Ray's C++ code in the driver prints its errors with file and line."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Session:
     # Faults.
 
     def take(self, case: Case) -> Result | None:
-        """Injects the fault of a case and judges it. Returns None if its phase does not occur."""
+        """Injects the fault of a case and judges it. Returns None if its phase does not occur before the run ends."""
         self._clear_request()
         victim = self._wait_for_phase(case)
         if victim is None:
@@ -426,7 +426,7 @@ def _find_report(program: Program, event_s: float) -> tuple[float | None, str]:
     messages = [
         (at_s, line)
         for at_s, line in program.output_since(event_s)
-        if line.strip() and not _PROGRESS.match(line) and not _FOREIGN.search(line)
+        if line.strip() and not _PROGRESS.match(line) and not FOREIGN.search(line)
     ]
     if not messages:
         return None, ""

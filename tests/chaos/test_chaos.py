@@ -3,20 +3,24 @@
 `python -m tests.chaos` runs the other cases (docs/failures.md).
 """
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from flowrl import Dispatch, Worker, register
 from flowrl.config import RolloutLogConfig
 from flowrl.report.rollout_log import RolloutLog
 from recipes.ppo import train as recipe
-from tests.chaos.faults import Case, all_cases, draw_cases
+from tests.chaos.faults import DISK, Case, all_cases, draw_cases
 from tests.chaos.runs import run_cases
-from tests.chaos.session import Result, find_difference, find_wrong_steps, read_prompt_ids
+from tests.chaos.session import FOREIGN, Result, find_difference, find_wrong_steps, read_prompt_ids
 from tests.chaos.table import BEGIN, END, PAGE, read_results, render_table
 from tests.chaos.training import REPLACED
 from tests.chaos.variants import ALL_ROWS, BATCH_SIZE, ROLES, SCHEDULES, variant_config
+from tests.chaos.workers import BETWEEN_CALLS, FOLDER, traced
+from tests.conftest import ClusterMaker
 
 CASES = {case.name: case for case in all_cases()}
 NUM_SLOW_FAULTS = 40
@@ -121,10 +125,42 @@ def test_metrics_after_faults_equal_those_of_an_undisturbed_run(cache: Path, fau
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_metrics_after_random_faults_equal_those_of_an_undisturbed_run(cache: Path, schedule: str) -> None:
-    cases = [case for case in all_cases() if case.schedule == schedule]
+    is_root = os.getuid() == 0  # only root can mount a small disk
+    cases = [case for case in all_cases() if case.schedule == schedule and (is_root or case.target != DISK)]
     results = run(draw_cases(cases, NUM_SLOW_FAULTS, seed=0), cache, steps=60)
     assert [result for result in results if not result.correct] == []
-    assert len(results) > NUM_SLOW_FAULTS / 2  # a phase may be too short to be seen
+    assert len(results) == NUM_SLOW_FAULTS
+
+
+@traced
+class Nested(Worker):
+    """Its `update` calls another registered method, as that of a trained model does."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def update(self) -> str:
+        self.optim_step()
+        return (Path(os.environ[FOLDER]) / "now" / "actor-0").read_text().split()[1]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def optim_step(self) -> None: ...
+
+
+def test_a_method_that_calls_another_one_remains_the_current_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_cluster: ClusterMaker
+) -> None:
+    (tmp_path / "now").mkdir()
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    group = open_cluster("inline", {"main": [1]}, {"actor": "main"}).group("actor", Nested)
+    assert group.update() == ["update"]
+    assert (tmp_path / "now" / "actor-0").read_text().split()[1] == BETWEEN_CALLS
+
+
+def test_a_report_does_not_begin_with_a_line_of_ray() -> None:
+    lines = [
+        "[2026-11-26 19:49:11,807 E 18829 19327] task_manager.cc:1545: Failed to push error",
+        "actor.update failed",
+    ]
+    assert [line for line in lines if not FOREIGN.search(line)] == ["actor.update failed"]
 
 
 def test_the_page_has_the_table_of_the_results() -> None:

@@ -21,6 +21,9 @@ RECORD_BYTES = 96
 
 AnyWorker = TypeVar("AnyWorker", bound=type[Worker])
 
+_running: list[str] = []
+"""The traced method that this process runs."""
+
 
 def traced(cls: AnyWorker) -> AnyWorker:
     """Makes a worker class record its process, and the beginning and end of its constructor and methods."""
@@ -33,11 +36,15 @@ def traced(cls: AnyWorker) -> AnyWorker:
 def _traced_method(method: Callable) -> Callable:
     @functools.wraps(method)
     def run(self: Worker, *args: Any, **kwargs: Any) -> Any:  # Any: those of the method
+        if _running:  # for example, `optim_step` in `update`, which remains the current method
+            return method(self, *args, **kwargs)
         is_evaluation = kwargs.get("temperature") is not None or kwargs.get("evaluation")
+        _running.append(method.__name__)
         _record(self, EVALUATION if is_evaluation else method.__name__)
         try:
             return method(self, *args, **kwargs)
         finally:
+            _running.clear()
             _record(self, BETWEEN_CALLS)
 
     return run
