@@ -20,6 +20,7 @@ from flowrl.data.checksums import CheckpointError
 from flowrl.engines.models.lora import LoraError
 from flowrl.inference.model_source import ModelSourceError, resolve_model
 from tests.engines.tiny import llama, qwen2, save
+from tests.errors import rejects
 from tests.slow_cases import slow
 
 WEIGHTS = "model.safetensors"
@@ -82,6 +83,17 @@ def test_an_adapter_of_another_model_is_rejected(adapter: Path, tmp_path: Path) 
         resolve_model(str(save(qwen2(), tmp_path / "other")), adapter=str(adapter))
     with pytest.raises(LoraError, match="does not match"):
         resolve_model(str(save(llama(), tmp_path / "llama")), adapter=str(adapter))
+
+
+def test_an_adapter_with_weights_that_are_not_finite_is_rejected(task_folder: Path, adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = min(weights)
+    weights[name][0, 0] = float("inf")
+    save_file(weights, file, {"format": "pt"})
+    with rejects(name, 1) as caught:
+        resolve_model(str(task_folder / "model"), adapter=str(adapter))
+    assert str(file) in str(caught.value)
 
 
 def test_an_incomplete_adapter_is_rejected(task_folder: Path, adapter: Path) -> None:

@@ -34,6 +34,7 @@ from flowrl.data.dtypes import torch_dtype
 from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.lora import model_weights
+from flowrl.engines.models.parameters import check_finite
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
     SequenceSharding,
@@ -41,7 +42,7 @@ from flowrl.engines.models.sequence_sharding import (
     run_backbone,
     run_head,
 )
-from flowrl.engines.models.sharded_loading import check_finite, make_meta_model
+from flowrl.engines.models.sharded_loading import make_meta_model
 
 _VALUE_HEAD = "value_head.safetensors"
 _SCORE = "score"
@@ -129,7 +130,10 @@ def load_critic(
     critic = CriticModel(_load(AutoModel, config, "a language model", on_meta), head=head, seed=seed)
     saved = config.path / _VALUE_HEAD
     if saved.is_file():
-        critic.value_head.load_state_dict(load_file(saved))
+        weights = load_file(saved)
+        for name, weight in weights.items():
+            check_finite(weight, name, saved)
+        critic.value_head.load_state_dict(weights)
     return critic.eval()
 
 

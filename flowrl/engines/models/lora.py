@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import LoraConfig, UserError
 from flowrl.data.folders.atomic_folder import write_atomically
-from flowrl.engines.models.parameters import to_full_tensor
+from flowrl.engines.models.parameters import check_finite, to_full_tensor
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
@@ -192,7 +192,8 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     Args:
         model: unsharded model without an adapter.
         folder: folder in the format of peft. Weights are read only from safetensors.
-    Raises LoraError if the folder has no adapter, or if the adapter does not match the model.
+    Raises LoraError if the folder has no adapter, or if the adapter does not match the model. Raises UserError if the
+    adapter has NaN or infinite weights.
     """
     import peft  # noqa: PLC0415 (a program without LoRA needs no peft)
 
@@ -216,11 +217,14 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     except (RuntimeError, ValueError) as error:  # shapes of weights, or missing layers
         reason = " ".join(str(error).split())[:200]
         raise LoraError(f"adapter {folder} does not match the model ({reason}): use the base model {base}") from error
-    if different := sorted(set(peft.get_peft_model_state_dict(adapted)) ^ names):
+    loaded = peft.get_peft_model_state_dict(adapted)
+    if different := sorted(set(loaded) ^ names):
         raise LoraError(
             f"adapter {folder} does not match the model: see the weights {', '.join(different[:3])}; use the base "
             f"model {base}"
         )
+    for name, weight in loaded.items():
+        check_finite(weight, name, file)
     merged = adapted.merge_and_unload()
     assert isinstance(merged, PreTrainedModel)
     return merged

@@ -1,10 +1,14 @@
 """Parameters and optimizer state: names of tied weights, device moves, and full tensors of sharded weights."""
 
 import logging
+import math
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from flowrl.config import UserError
 
 # torch warns about the two all-gathers of every weight that both tensor parallelism and FSDP shard.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -44,3 +48,22 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
                 state[name] = value.to(
                     device
                 )  # moves the local shard of a DTensor, whose mesh may be of another device
+
+
+def check_finite(weight: Tensor, name: str, source: Path | str) -> None:
+    """Raises UserError if a weight has NaN or infinite values, which would make all results of the model NaN.
+
+    Args:
+        weight: the loaded weight.
+        name: its name in the file.
+        source: the file or the folder of the model.
+    """
+    with torch.no_grad():
+        # The sum needs no memory. It is finite if all values are, except in a weight of very large values.
+        if math.isfinite(weight.sum(dtype=torch.float32).item()):
+            return
+        count = int(weight.isfinite().logical_not().sum())
+    if count:
+        raise UserError(
+            f"{source}: the weight {name} has {count:,} NaN or infinite values: use another checkpoint of the model"
+        )

@@ -4,7 +4,6 @@ A model is created on the meta device, where weights take no memory, and is then
 shards and reads them from the safetensors files.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from flowrl.config import UserError
 from flowrl.config.source import read_json
 from flowrl.engines.models.lora import model_weights
-from flowrl.engines.models.parameters import set_parameter, unique_parameters
+from flowrl.engines.models.parameters import check_finite, set_parameter, unique_parameters
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -134,25 +132,6 @@ def _read(weight: Tensor, entry: _FileEntry) -> None:
             slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
             local.copy_(file.get_slice(entry.name)[slices] if slices else file.get_tensor(entry.name))
         check_finite(local, entry.name, entry.file)
-
-
-def check_finite(weight: Tensor, name: str, source: Path | str) -> None:
-    """Raises UserError if a weight has NaN or infinite values, which would make all results of the model NaN.
-
-    Args:
-        weight: the loaded weight.
-        name: its name in the file.
-        source: the file or the folder of the model.
-    """
-    with torch.no_grad():
-        # The sum needs no memory. It is finite if all values are, except in a weight of very large values.
-        if math.isfinite(weight.sum(dtype=torch.float32).item()):
-            return
-        count = int(weight.isfinite().logical_not().sum())
-    if count:
-        raise UserError(
-            f"{source}: the weight {name} has {count:,} NaN or infinite values: use another checkpoint of the model"
-        )
 
 
 def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:

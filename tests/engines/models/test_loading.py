@@ -207,6 +207,15 @@ def test_a_weight_that_is_not_finite_is_named_with_its_file(tmp_path: Path, valu
     assert str(folder) in str(caught.value)
 
 
+def test_a_value_head_that_is_not_finite_is_named_with_its_file(tmp_path: Path) -> None:
+    critic = load_critic(config(save(llama(), tmp_path / "policy")))
+    torch.nn.init.constant_(critic.value_head.bias, float("nan"))
+    save_model(critic, tmp_path / "policy", tmp_path / "critic")
+    with rejects("bias", 1) as caught:
+        load_critic(config(tmp_path / "critic"))
+    assert str(tmp_path / "critic" / "value_head.safetensors") in str(caught.value)
+
+
 def test_large_finite_weights_are_accepted(tmp_path: Path) -> None:
     model = llama()
     with torch.no_grad():
