@@ -101,13 +101,13 @@ def temporary_folder() -> Path:
     return path
 
 
-def create_folder(kind: str) -> PrivateFolder:
-    """Creates a folder for temporary files of this process in the user's temporary folder. It is deleted at exit.
+def create_folder(kind: str, parent: Path | None = None) -> PrivateFolder:
+    """Creates a folder for temporary files of this process in `parent`. It is deleted at exit.
 
-    `kind` is a part of its name. Deletes abandoned folders first. As a context manager, it yields the path, and deletes
-    the folder at the end of the block.
+    `kind` is a part of its name. None as `parent` is the user's temporary folder. Deletes abandoned folders first. As a
+    context manager, it yields the path, and deletes the folder at the end of the block.
     """
-    return _create_folder(Path(tempfile.gettempdir()).absolute(), f"{kind}-")
+    return _create_folder(parent or Path(tempfile.gettempdir()).absolute(), f"{kind}-")
 
 
 def _create_folder(parent: Path, kind: str = "") -> PrivateFolder:

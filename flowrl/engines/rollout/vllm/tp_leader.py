@@ -20,12 +20,15 @@ from vllm import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from flowrl.data.console import write_printable
+from flowrl.data.folders.private_folder import create_folder
 from flowrl.engines.rollout.base import RolloutError
 
 _THREADS = "OMP_NUM_THREADS"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
-_MAX_PARENT_BYTES = 54
-"""Paths of Unix sockets have at most 107 bytes. Those of vLLM are PARENT/flowrl-12345678/UUID, with 36 for the UUID."""
+_MAX_PARENT_BYTES = 49
+"""Paths of Unix sockets have at most 107 bytes. Those of vLLM are PARENT/flowrl-vllm-12345678/UUID, with 36 for the
+UUID.
+"""
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 """Prefix of vLLM's log lines: process and source location."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
@@ -125,9 +128,9 @@ def _temporary_sockets() -> Iterator[None]:
     Without this, sockets remain in the temporary folder when Ray kills a process. They are in /tmp if the path of the
     temporary folder is too long for sockets.
     """
-    parent = tempfile.gettempdir()
-    parent = parent if len(os.fsencode(parent)) <= _MAX_PARENT_BYTES else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="flowrl-", dir=parent) as folder, _variable(_SOCKETS, folder):
+    parent = Path(tempfile.gettempdir()).absolute()
+    parent = parent if len(os.fsencode(parent)) <= _MAX_PARENT_BYTES else Path("/tmp")
+    with create_folder("vllm", parent) as folder, _variable(_SOCKETS, str(folder)):
         yield
 
 
