@@ -314,6 +314,37 @@ def test_algorithms_do_not_import_config():
     assert [name_of(p) for p in files for _, module in imports(p) if package_of(module) == "flowrl.config"] == []
 
 
+def loaded_at_import(module: str) -> set[str]:
+    """Returns the modules of flowrl, and the other libraries, that importing a module of flowrl loads."""
+    loaded, remaining = set(), [module]
+    while remaining:
+        name = remaining.pop()
+        if name in loaded:
+            continue
+        loaded.add(name)
+        if not is_module(name):
+            continue
+        remaining += [".".join(name.split(".")[:end]) for end in range(2, name.count(".") + 1)]
+        path = ROOT / name.replace(".", "/")
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+        # Functions, and blocks for type checkers, do not run at the import.
+        statements = [each for each in tree.body if not (isinstance(each, ast.If) and "TYPE" in ast.unparse(each.test))]
+        for statement in statements:
+            if isinstance(statement, ast.Import):
+                remaining += [alias.name for alias in statement.names]
+            elif isinstance(statement, ast.ImportFrom):
+                names = [f"{statement.module}.{alias.name}" for alias in statement.names]
+                remaining += [statement.module or "", *filter(is_module, names)]
+    return loaded
+
+
+def test_matplotlib_tensorboard_and_tenacity_are_loaded_only_when_used():
+    """A slow test in tests/report/test_progress.py includes the imports of other libraries."""
+    loaded = loaded_at_import("flowrl.run.loop") | loaded_at_import("flowrl.workers")
+    assert {"flowrl.run.step_log", "flowrl.workers.actor", "torch"} <= loaded
+    assert {name.split(".")[0] for name in loaded}.isdisjoint({"matplotlib", "tensorboard", "tenacity"})
+
+
 def test_importing_flowrl_does_not_load_torch_or_ray():
     code = "import sys, flowrl, flowrl.cli; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -98,6 +98,7 @@ def test_a_template_file_is_filled_in(folder: Path) -> None:
     assert main(["data", "template", "t.json"]) == 2
 
 
+@pytest.mark.slow
 def test_generated_rows_are_checked_shown_and_prepared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.yaml").write_text(
         "tokenizer: model\nkind: prompts\nfiles: [{reasoning_gym: {chain_sum: 1}, rows: 20, split: test}]\n"
@@ -108,6 +109,9 @@ def test_generated_rows_are_checked_shown_and_prepared(folder: Path, capsys: pyt
     assert "reasoning_gym:chain_sum, line 2" in capsys.readouterr().out
     assert main(["data", "prepare", "rows.yaml", "output=out"]) == 0
     assert main(["data", "check", "out"]) == 0
+
+
+def test_an_unknown_task_of_generated_rows_is_rejected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.yaml").write_text("files: [{reasoning_gym: {chain_sums: 1}}]\n")
     assert main(["data", "check", "rows.yaml"]) == 2
     assert "chain_sums" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """`flowrl chat` as a program: commands, wrong commands, a terminal, and Ctrl-C."""
 
+import io
 import json
 import os
 import pty
@@ -13,40 +14,34 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.cli import main
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80"}
 
 
-def chat(model: Path, lines: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flowrl.cli", "chat", str(model), "--max-tokens", "5"],
-        input="\n".join(lines),
-        env=ENVIRONMENT,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def test_lines_of_standard_input_are_messages_and_commands(run_folder: Path, tmp_path: Path) -> None:
+def test_lines_of_standard_input_are_messages_and_commands(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [
         *("/retry", "/undo", "/unknown", "/temperature hot", "/compare", "/compare nowhere", "/save"),
         *("/temperature 0", "1+1=", "2+2=", "/undo", "/save one.jsonl", "/save one.jsonl"),
         *(f"/compare {run_folder}", "3+3=", "/save two.jsonl", "/reset", "/system S", "/help", "/exit", "4+4="),
     ]
-    done = chat(run_folder, lines, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("error: ") == 8
-    assert all(text in done.stderr for text in ("/retry needs", "/unknown", "'hot'", "nowhere", "already exists"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    code = main(["chat", str(run_folder), "--max-tokens", "5"])
+    output, notices = capsys.readouterr()
+    assert code == 0, notices
+    assert notices.count("error: ") == 8
+    assert all(text in notices for text in ("/retry needs", "/unknown", "'hot'", "nowhere", "already exists"))
     (saved,) = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
     assert [turn["content"] for turn in saved["messages"] if turn["role"] == "user"] == ["1+1="]
     first, second = (json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines())
     assert first["messages"] == second["messages"] and len(first["messages"]) == 4
     responses = [turn["content"] for turn in first["messages"] if turn["role"] == "assistant"]
-    assert done.stdout.startswith(f"{responses[0]}\n")
-    assert done.stdout.count(f"full: {responses[1]}\n") == 2 and "/temperature T" in done.stdout
+    assert output.startswith(f"{responses[0]}\n")
+    assert output.count(f"full: {responses[1]}\n") == 2 and "/temperature T" in output
 
 
 def read_until(terminal: int, text: str, timeout_s: float = 300) -> str:

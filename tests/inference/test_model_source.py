@@ -159,6 +159,7 @@ def test_an_exported_checkpoint_is_deleted_at_the_end(
     assert list(tmp_path.glob("flowrl-*")) == []
 
 
+@pytest.mark.slow
 def test_the_next_program_deletes_the_exported_checkpoint_of_a_killed_one(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,29 @@ def test_the_next_program_deletes_the_exported_checkpoint_of_a_killed_one(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     resolve_model(str(run_folder / "model"))
     assert not folder.exists()
+
+
+KILLED = """
+import os, signal
+from flowrl.data.folders.private_folder import create_folder
+folder = create_folder("model")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_program_deletes_the_folder_of_a_killed_one_and_exports_to_such_a_folder(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run([sys.executable, "-c", KILLED], env={"TMPDIR": str(tmp_path), "PATH": ""}, timeout=300, check=False)
+    (abandoned,) = tmp_path.glob("flowrl-model-*")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = resolve_model(str(run_folder), step=1)
+    try:
+        assert [folder.path for folder in source.folders] == list(tmp_path.glob("flowrl-model-*")) != [abandoned]
+        assert source.path.is_relative_to(source.folders[0].path)
+    finally:
+        for folder in source.folders:
+            folder.remove()
 
 
 RESOLVE_FOR_CHILD = """

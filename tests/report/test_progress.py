@@ -313,7 +313,9 @@ def test_tensorboard_is_optional(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_matplotlib_tensorboard_and_tenacity_are_loaded_only_when_used() -> None:
+    """tests/test_architecture.py checks the imports of flowrl. This test includes those of its libraries."""
     libraries = {"matplotlib", "tensorboard", "tenacity"}
     code = f"import sys, flowrl.run.loop, flowrl.workers; print({libraries} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -17,15 +17,15 @@ from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
 from flowrl.run.datasets.tokenized_data import read_files
 from recipes.grpo.config import GRPOConfig
-from recipes.quickstart.prepare import prepare
 from tests.configs import grpo_settings
 from tests.errors import missing_facts, rejects
+from tests.small_task import prepare_small
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("datasets") / "data"
-    prepare(folder, seed=0)
+    prepare_small(folder)
     return folder
 
 

@@ -40,8 +40,11 @@ PREPARED = "flowrl.workers"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer((PREPARED,))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Starts a server, and a first program, which waits for the imports of the server."""
+    server, folder = ForkServer((PREPARED,)), tmp_path_factory.mktemp("first")
+    (folder / "program.py").write_text(REPORT_PROGRAM)
+    start(server.py_executable, folder / "program.py", folder / "facts")
     yield server
     server.end()
 

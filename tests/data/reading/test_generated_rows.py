@@ -1,5 +1,6 @@
 """Rows of reasoning-gym as data."""
 
+import io
 import json
 import os
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 
 from flowrl.config import DataFile
 from flowrl.data.messages import DataError
-from flowrl.data.reading.generated_rows import generate_lines
+from flowrl.data.reading import generate_rows
+from flowrl.data.reading.generated_rows import _generator_settings, generate_lines
 from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import count_rows, read_conversations
 from tests.errors import rejects
@@ -74,12 +76,20 @@ def test_more_rows_have_the_same_start() -> None:
     assert rows(TASKS, rows=20)[:8] == rows(TASKS)
 
 
-def test_splits_and_seeds_have_different_rows() -> None:
+def test_splits_and_seeds_have_different_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = {"chain_sum": {"options": {"min_digits": 8, "max_digits": 9}}}
-    questions = [
-        {row["prompt"][0]["content"] for row in rows(task, rows=50, **settings)}
-        for settings in ({}, {"seed": 1}, {"split": "test"}, {"seed": 1, "split": "test"})
-    ]
+    questions = []
+    for settings in ({}, {"seed": 1}, {"split": "test"}, {"seed": 1, "split": "test"}):
+        values = _generator_settings(source(task, rows=50, **settings))
+        with monkeypatch.context() as program:  # a process per setting would import reasoning-gym four times
+            program.setattr(sys, "stdin", io.StringIO(json.dumps(values)))
+            program.setattr(sys, "stdout", sys.stdout)  # the program replaces it
+            generate_rows.main()
+        lines = capsys.readouterr().out.splitlines()
+        questions.append({json.loads(line)["prompt"][0]["content"] for line in lines})
+    assert min(map(len, questions)) > 40  # few rows are equal by chance
     assert len(set.union(*questions)) == sum(map(len, questions))
 
 

@@ -156,7 +156,7 @@ FAST = {
 def test_misbehavior_costs_only_its_row(
     mark: str, spec: FunctionSpec, kind: str, expected: tuple[str | None, ...]
 ) -> None:
-    timeout_s = 3 if "timeout" in expected else 60
+    timeout_s = 2 if "timeout" in expected else 60
     memory_mb = 1000 if kind == "memory" else None
     kinds = ["", "", kind, "", "", "", ""]
     outcomes = score_kinds(spec, kinds, timeout_s=timeout_s, memory_mb=memory_mb)
@@ -293,10 +293,12 @@ def test_a_value_that_cannot_be_sent_fails_only_its_row(mark: str) -> None:
 def test_a_timeout_names_function_and_line(mark: str) -> None:
     lines = Path(misbehaving.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if '"hang": lambda' in text)
-    (outcome,) = score_kinds(ASYNC, ["async_hang"], timeout_s=1)
-    assert "score_async" in outcome.message and misbehaving.__file__ in outcome.message
-    (outcome,) = score_kinds(SYNC, ["hang"], timeout_s=1)
-    assert f"{misbehaving.__file__}, line {line}" in outcome.message
+    with make_pool(ASYNC, SYNC, timeout_s=1) as pool:
+        rows = [(ASYNC, "async_hang"), (SYNC, "hang")]
+        futures = [pool.submit(spec.name, {"response": "", "kind": kind, "prompt": "p"}) for spec, kind in rows]
+        of_async, of_sync = (future.result(timeout=200).message for future in futures)
+    assert "score_async" in of_async and misbehaving.__file__ in of_async
+    assert f"{misbehaving.__file__}, line {line}" in of_sync
 
 
 def test_the_last_output_is_reported(mark: str, tmp_path: Path) -> None:
