@@ -73,6 +73,19 @@ def backend(request: pytest.FixtureRequest) -> BackendName:
 
 
 @pytest.fixture
+def default_algorithms() -> Iterator[None]:
+    """Ends torch's deterministic mode after the test, and restores the environment."""
+    import torch  # noqa: PLC0415 (most tests of this file's users need no torch)
+
+    environment = dict(os.environ)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    os.environ.clear()
+    os.environ |= environment
+
+
+@pytest.fixture
 def open_cluster() -> Iterator[ClusterMaker]:
     """Opens CPU clusters that close after the test: `open_cluster("inline", {"main": [2]}, {"actor": "main"})`."""
     with ExitStack() as stack:

@@ -204,6 +204,11 @@ class RunConfig(Config):
     seed: NonNegativeInt = 0
     """Seed of the data order and of all sampled tokens."""
 
+    deterministic: bool = False
+    """Make a run on GPUs repeatable bit by bit, with slower kernels: torch's deterministic algorithms and vLLM's
+    batch-invariant mode. Runs on CPUs are repeatable without it.
+    """
+
     backend: Literal["ray", "inline"] = "ray"
     """`ray`: one process per device. `inline`: all roles in the driver process, for debugging."""
 

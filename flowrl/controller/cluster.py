@@ -75,6 +75,7 @@ class Cluster:
         prepare: modules that worker processes import early: in the fork server, or else in the task worker.
         call_timeout_s: timeout in seconds of calls, unless the method sets `timeout_s`.
         start_timeout_s: timeout in seconds of constructors, and of the start of a replacement process.
+        deterministic: whether all processes use only operations whose results are the same bit by bit in each run.
         restarts: maximum number of replacements of each lost process with stateless workers.
         notify: shows a message about a non-fatal event, such as a replaced process; None logs a warning.
     Raises:
@@ -95,6 +96,7 @@ class Cluster:
         prepare: tuple[str, ...] = (),
         call_timeout_s: float | None = 1800.0,
         start_timeout_s: float | None = 1800.0,
+        deterministic: bool = False,
         restarts: int = 3,
         notify: Callable[[str], None] | None = None,
     ) -> None:
@@ -109,6 +111,7 @@ class Cluster:
         self.calls = Calls(self._backend, call_timeout_s, start_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
         self._restarts = restarts
+        self._deterministic = deterministic
         self._started: set[str] = set()
         self._joined: set[str] = set()
         self._groups: dict[str, _GroupEntry] = {}
@@ -223,6 +226,7 @@ class Cluster:
                 role_plan.num_tp_devices,
                 self._eviction.ledger.is_shared(slot) and cls.can_offload_device(device, *args, **kwargs),
                 self._attempt,
+                self._deterministic,
             )
             self._construct(slot, construction, group)
         self._groups[role] = _GroupEntry(group, cls, args, kwargs)

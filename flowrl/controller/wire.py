@@ -109,6 +109,8 @@ class Construction:
     can_offload: bool = False
     attempt: int = 0
     """Number of program restarts before the construction."""
+    deterministic: bool = False
+    """Whether the process uses only operations whose results are the same bit by bit in each run."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Operations on devices. Only this module calls `torch.cuda`."""
 
 import gc
+import os
 import subprocess
 import weakref
 from dataclasses import dataclass
@@ -8,6 +9,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+_DETERMINISTIC = {
+    # cuBLAS reads it when the process creates its first handle. A workspace of variable size allows other algorithms.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # transformers reads it in each call of flash-attn, whose backward pass otherwise adds in any order.
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    # vLLM reads it at its start. The logits of a row then do not depend on the other rows of the batch.
+    "VLLM_BATCH_INVARIANT": "1",
+}
+"""Environment variables of a process with deterministic operations on GPUs."""
 
 _PORTABLE = 1
 """Flag of cudaHostRegister that pins memory for all GPUs of the process."""
@@ -77,6 +88,13 @@ class Device(Protocol):
 
     def restore_random_state(self, state: Tensor) -> None: ...
 
+    def make_deterministic(self) -> None:
+        """Makes the process use only operations whose results are the same bit by bit in each run.
+
+        Must run before the process uses the device. torch then raises RuntimeError in other operations.
+        """
+        ...
+
 
 class CpuDevice:
     """The CPU. It has no streams, and torch keeps no cache of its memory."""
@@ -107,6 +125,11 @@ class CpuDevice:
 
     def restore_random_state(self, state: Tensor) -> None:
         torch.set_rng_state(state)
+
+    def make_deterministic(self) -> None:
+        torch.use_deterministic_algorithms(True)
+        # Otherwise torch would fill each new tensor with NaN.
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 class CudaDevice:
@@ -158,6 +181,10 @@ class CudaDevice:
 
     def restore_random_state(self, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, self.index)
+
+    def make_deterministic(self) -> None:
+        _CPU.make_deterministic()
+        os.environ |= _DETERMINISTIC
 
 
 def get_device(device: torch.device | str) -> Device:

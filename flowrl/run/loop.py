@@ -146,6 +146,7 @@ class Run:
             prepare=("flowrl.run.advantages", "flowrl.workers"),
             call_timeout_s=config.call_timeout_s,
             start_timeout_s=config.start_timeout_s,
+            deterministic=config.deterministic,
             notify=self._progress.notify,
         )
 

@@ -363,6 +363,8 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
     check_adapters(config, planned)
     check_quantization(config, planned)
     check_head_sizes(config, planned)
+    if config.deterministic:
+        check_determinism(config, planned)
     check_schedule(config, planned)
     for role, value in config:
         if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
@@ -406,6 +408,27 @@ def check_head_sizes(config: RunConfig, planned: Plan) -> None:
             continue
         if problem := find_head_size_problem(value.engine, model.path, planned.kind):
             raise ConfigError(f"{role}.{problem}")
+
+
+def check_determinism(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if `deterministic` is set for a run whose results depend on timing or on other rows."""
+    if isinstance(config, RolloutRunConfig) and config.schedule.is_streaming:
+        raise ConfigError(
+            f"deterministic is true, but with schedule.kind {config.schedule.kind} the weights of each token depend on "
+            f"timing: set schedule.kind: sync, or deterministic: false"
+        )
+    for name, role in config.role_settings.items():
+        value = role.generation if isinstance(role, JudgeConfig) else role
+        if not isinstance(value, RolloutConfig) or value.quantization is None or planned.kind == "cpu":
+            continue
+        known = value.capabilities.quantizations
+        if not known[value.quantization].deterministic:
+            others = [key for key, each in known.items() if each.deterministic]
+            raise ConfigError(
+                f"deterministic is true, but {name}.quantization is {value.quantization}, whose kernels on GPUs are "
+                f"not in the batch-invariant mode of engine {value.engine}: set {name}.quantization: "
+                f"{' or '.join([*others, 'null'])}, or deterministic: false"
+            )
 
 
 def check_rollouts(config: RunConfig) -> None:

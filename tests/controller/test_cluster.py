@@ -55,6 +55,18 @@ def test_workers_have_the_priority_of_their_driver(ray_session: None, open_clust
     assert cluster.group("actor", Arithmetic).niceness() == [os.nice(0)] * 2
 
 
+def is_deterministic(worker: Worker) -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_process_uses_only_deterministic_operations_if_requested(
+    backend: BackendName, open_cluster: ClusterMaker, default_algorithms: None, deterministic: bool
+):
+    cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"}, deterministic=deterministic)
+    assert cluster.group("actor", RaisingWorker).run(is_deterministic) == [deterministic]
+
+
 def get_torch_threads(worker: Worker) -> int:
     return torch.get_num_threads()
 

@@ -1,5 +1,6 @@
 """Operations of CPUs and GPUs."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,11 @@ import torch
 from flowrl.devices.device import Device, get_device, gpu_names, release_unused_memory
 
 MIB = 2**20
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "VLLM_BATCH_INVARIANT": "1",
+}
 GPU = pytest.param(
     "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 )
@@ -62,6 +68,18 @@ def test_a_host_buffer_can_be_empty(device: Device) -> None:
 def test_a_device_without_an_index_is_the_current_one(name: str, device: Device) -> None:
     same = get_device(torch.device(name).type)
     assert (same.id, same.index, same.capability) == (device.id, device.index, device.capability)
+
+
+def test_deterministic_operations_do_not_start_cuda(monkeypatch: pytest.MonkeyPatch, default_algorithms: None) -> None:
+    for name in DETERMINISTIC:
+        monkeypatch.delenv(name, raising=False)
+    get_device("cpu").make_deterministic()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert os.environ.keys().isdisjoint(DETERMINISTIC), "vLLM has no batch-invariant mode on CPUs"
+    get_device("cuda:3").make_deterministic()
+    assert os.environ.items() >= DETERMINISTIC.items()
+    assert not torch.cuda.is_initialized()
 
 
 def make_nvidia_smi(folder: Path, script: str) -> None:

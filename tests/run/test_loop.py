@@ -60,6 +60,11 @@ def test_ray_gives_the_same_metrics(config: Callable[..., EchoConfig], ray_sessi
         assert saved_scores(inline, kind) == saved_scores(on_ray, kind) != {}
 
 
+def test_deterministic_reaches_the_workers(config: Callable[..., EchoConfig], default_algorithms: None) -> None:
+    train(config(deterministic=True))
+    assert torch.are_deterministic_algorithms_enabled()
+
+
 def test_evaluations_do_not_count_as_step_time(config: Callable[..., EchoConfig]) -> None:
     settings = config(evaluate_every=1)
     train(settings)  # every evaluation sleeps 0.5 s, one of them before the first step

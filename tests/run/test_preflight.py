@@ -23,6 +23,7 @@ from flowrl.config import (
 )
 from flowrl.controller.placement.plan import Inventory, plan
 from flowrl.run.preflight import (
+    check_determinism,
     check_paths,
     check_positions,
     check_quantization,
@@ -236,6 +237,29 @@ def test_number_formats_that_the_device_does_not_support_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization .*int4.* placement\.device .*cpu"):
         plan_run(quantized_run("int4"))
     assert plan_run(quantized_run("int8")).kind == "cpu"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_deterministic_is_rejected_on_gpus_for_kernels_without_a_batch_invariant_mode(quantization: str) -> None:
+    run = quantized_run(quantization).model_copy(update={"deterministic": True})
+    gpus = plan(run.placement, Inventory((1,), "cuda"), run.roles, run.dedicated_roles())
+    with rejects("deterministic", "rollout.quantization", quantization, "vllm", "fp8", "null", error=ConfigError):
+        check_determinism(run, gpus)
+    check_determinism(quantized_run("fp8"), gpus)
+
+
+def test_deterministic_accepts_each_quantization_on_cpus() -> None:
+    assert plan_run(quantized_run("int8").model_copy(update={"deterministic": True})).kind == "cpu"
+
+
+def test_deterministic_is_rejected_for_responses_that_depend_on_timing() -> None:
+    placement = {"device": "cpu", "pools": {"a": [1], "b": [1]}, "roles": {"rollout": "b"}}
+    placement["roles"] |= dict.fromkeys(("actor", "reference", "reward"), "a")
+    schedule = {"kind": "async", "max_staleness": 1}
+    settings = grpo_settings(deterministic=True, placement=placement, schedule=schedule)
+    with rejects("deterministic", "schedule.kind", "async", "sync", error=ConfigError):
+        plan_run(GRPOConfig.model_validate(settings))
+    assert plan_run(GRPOConfig.model_validate(settings | {"schedule": schedule | {"max_staleness": 0}}))
 
 
 def test_a_tensor_parallel_hf_rollout_is_rejected_naming_vllm() -> None:

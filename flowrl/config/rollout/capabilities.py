@@ -28,6 +28,9 @@ class Quantization:
     """Supported dtypes of the weights before the quantization; None is all dtypes of the engine."""
     packages: tuple[Package, ...] = ()
     """Packages in addition to those of the engine."""
+    deterministic: bool = True
+    """On GPUs, the logits of a row do not depend on the other rows of the batch, as `deterministic` of a run
+    requires."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         min_temperature=0.01,
         head_sizes={"cpu": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)},
         quantizations={
-            "int8": Quantization(packages=(_TORCHAO,)),
-            "int4": Quantization(devices=("cuda",), dtypes=("bfloat16",), packages=(_TORCHAO,)),
+            "int8": Quantization(packages=(_TORCHAO,), deterministic=False),
+            "int4": Quantization(devices=("cuda",), dtypes=("bfloat16",), packages=(_TORCHAO,), deterministic=False),
             "fp8": Quantization(dtypes=("bfloat16",)),
         },
         packages=(_VLLM,),

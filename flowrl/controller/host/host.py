@@ -122,6 +122,10 @@ class Host:
 
     def _construct(self, construction: Construction) -> None:
         use_threads(construction.num_threads)
+        if construction.deterministic:
+            from flowrl.devices.device import get_device  # noqa: PLC0415 (loads torch only where it is used)
+
+            get_device(construction.device).make_deterministic()
         worker = construction.cls.__new__(construction.cls)
         worker.context = WorkerContext(
             role=construction.role,

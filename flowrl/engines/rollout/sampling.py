@@ -90,8 +90,7 @@ def _sample(
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)
     if top_p < 1:
         logits_BV = _keep_top_p(logits_BV, top_p)
-    # float64: in float32 the rounding error of a large sum exceeds the probability of a rare token.
-    cumulative_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    cumulative_BV = _cumulative(logits_BV.softmax(-1))
     total_B1 = cumulative_BV[:, -1:].contiguous()
     tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * total_B1, right=True)
     # The product can round up to the total, which would select a token of probability 0.
@@ -102,9 +101,16 @@ def _sample(
 
 def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
     sorted_BV, order_BV = torch.sort(logits_BV.softmax(-1), dim=-1, descending=True, stable=True)
-    likelier_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
+    likelier_BV = _cumulative(sorted_BV) - sorted_BV
     dropped_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(1, order_BV, likelier_BV >= top_p)
     return logits_BV.masked_fill(dropped_BV, -math.inf)
+
+
+def _cumulative(probabilities_BV: Tensor) -> Tensor:
+    """Returns cumulative sums in float64. The rounding error of float32 exceeds the probability of a rare token."""
+    # torch's deterministic mode has no sum for GPUs.
+    device = "cpu" if torch.are_deterministic_algorithms_enabled() else probabilities_BV.device
+    return probabilities_BV.to(device).cumsum(-1, dtype=torch.float64).to(probabilities_BV.device)
 
 
 def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:

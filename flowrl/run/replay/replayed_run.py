@@ -118,6 +118,7 @@ class ReplayedRun:
             roles=config.roles,
             dedicated=() if is_inline else config.dedicated_roles(),
             num_threads=self._replay.recording.num_threads,
+            deterministic=config.deterministic,
             notify=self._replay.notify,
         )
 

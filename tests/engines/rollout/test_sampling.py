@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from flowrl.devices.device import get_device
 from flowrl.engines.rollout.sampling import row_keys, sample_tokens, segment_key, uniforms
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
@@ -11,6 +12,14 @@ LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 def draw(logits_1V: torch.Tensor, uniform: float, **settings) -> tuple[int, float]:
     tokens, logprobs = sample_tokens(logits_1V, torch.tensor([uniform], dtype=torch.float64), **settings)
     return int(tokens), float(logprobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_deterministic_algorithms_of_a_gpu_support_sampling(default_algorithms: None):
+    get_device("cuda").make_deterministic()
+    tokens, _ = sample_tokens(LOGITS.cuda(), torch.tensor([0.6]).double().cuda(), temperature=1.0, top_k=0, top_p=0.8)
+    assert tokens.tolist() == [1]
 
 
 def many_uniforms(num: int, seed: int = 0) -> torch.Tensor:

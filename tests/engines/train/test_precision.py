@@ -1,9 +1,13 @@
 """Matrix products in half precision over float32 weights, in one process (test_strategies.py covers fsdp)."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.devices.device import get_device
 from flowrl.engines.parallel.gradients import ReplicatedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.parallel.sharding import EngineError
@@ -124,6 +128,40 @@ def test_the_optimizer_step_keeps_the_dtype_of_the_weights_and_moments():
     moments = [state["exp_avg"] for state in trained.optimizer.state.values()]
     assert {tensor.dtype for tensor in [*weights(trained), *moments]} == {torch.bfloat16}
     assert all(parameter.grad is None for parameter in trained.model.parameters())
+
+
+def test_deterministic_algorithms_support_a_training_step(default_algorithms: None):
+    expected, trained = engine(), engine()
+    expected.update(table(9), policy_loss)
+    get_device("cpu").make_deterministic()
+    trained.update(table(9), policy_loss)
+    assert all(map(torch.equal, weights(trained), weights(expected)))
+
+
+STEPS = """
+import torch
+from flowrl.devices.device import get_device
+get_device("cuda").make_deterministic()
+from flowrl.config import EngineConfig
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.workers.policy_model import PolicyModel
+from tests.engines.strategies import OPTIMIZER, policy_loss
+from tests.engines.tables import table
+from tests.engines.tiny import qwen2
+
+torch.manual_seed(0)
+trained = TrainEngine(PolicyModel(qwen2()), OPTIMIZER, EngineConfig(compute_dtype="bfloat16"), device="cuda")
+for seed in range(3):
+    trained.update(table(64, seed), policy_loss)
+print(*(weight.double().sum().item() for weight in trained.model.parameters()))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_deterministic_steps_on_a_gpu_are_equal_in_two_processes():
+    runs = [subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True) for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout != ""
 
 
 def test_the_norm_of_half_precision_gradients_is_not_rounded_to_half_precision():

@@ -16,6 +16,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
@@ -130,6 +131,8 @@ class VllmRollout:
         self._finished: dict[str, Response] = {}
         """Finished responses that `poll` has not yet returned."""
         self._tp = tp
+        # In torch's deterministic mode, vLLM's sampler would raise an error. Its batch-invariant mode replaces it.
+        torch.use_deterministic_algorithms(False)
         self._engine = start_engine(_engine_args(model, config, tp, can_sleep))
         call_workers(self._engine, "init_weight_transfer_engine", {})
         self._engine.set_weight_version(str(self.version))
