@@ -175,9 +175,12 @@ class Actor(TrainedWorker["ActorGroup"]):
 
     @register(Dispatch.RANK_ZERO, memory=())
     def open_transfer_group(self) -> tuple[str, int]:
-        """Returns an address and a free port for the rendezvous of the NCCL transfer group."""
-        with socket.create_server((self.context.address, 0)) as listener:
-            return self.context.address, listener.getsockname()[1]
+        """Returns the address and port of the rendezvous of the NCCL transfer group.
+
+        Listens on the port until `join_transfer_group`, so that no other process can take it.
+        """
+        self._listener = socket.create_server((self.context.address, 0))
+        return self.context.address, self._listener.getsockname()[1]
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
@@ -187,7 +190,7 @@ class Actor(TrainedWorker["ActorGroup"]):
             TransferGroup,
         )
 
-        self._nccl: NcclSender = NcclSender(TransferGroup(**group))
+        self._nccl: NcclSender = NcclSender(TransferGroup(**group), self._listener, torch.device(self.device))
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def broadcast_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> None:

@@ -2,6 +2,8 @@
 
 import inspect
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -87,14 +89,31 @@ def nccl_receiver(worker: Worker) -> tuple[int, tuple[str, ...]]:
     return transfer.nccl_receiver._engine.packed_buffer_size_bytes, ranks[0]
 
 
-def error_of_disabled_nccl(worker: Worker) -> str:
-    """Returns the error of a receiver whose communicator vLLM has disabled, because its group has one rank."""
-    from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group  # noqa: PLC0415 (as above)
+def errors_of_disabled_nccl(worker: Worker) -> list[str]:
+    """Returns the errors of a receiver and of a sender whose communicator vLLM has disabled, because NCCL is missing.
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    The sender and another rank meet at the port on which the sender's process listens.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415 (as above)
+
+    from flowrl.engines.rollout.vllm.nccl_transfer import NcclSender, TransferGroup  # noqa: PLC0415
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    group = TransferGroup("127.0.0.1", port, 2, buffer_bytes=1000)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(StatelessProcessGroup.create, "127.0.0.1", port, 1, 2)
+        errors = [
+            _rollout_error(lambda: join_nccl(SimpleNamespace(disabled=True))),
+            _rollout_error(lambda: NcclSender(group, listener, torch.device("cpu"))),
+        ]
+        assert other.result().world_size == 2
+    return errors
+
+
+def _rollout_error(function: Callable[[], object]) -> str:
     try:
-        join_nccl(stateless_init_process_group("127.0.0.1", port, 0, 1, device="cpu"))
+        function()
     except RolloutError as error:
         return str(error)
     return ""
@@ -123,13 +142,15 @@ def join_nccl(communicator: Any) -> tuple[Any, list[tuple[str, ...]]]:
 
 def signatures(worker: Worker) -> dict[str, list[str]]:
     """Returns the parameter names of the called vLLM functions."""
-    from vllm.distributed.weight_transfer import packed_tensor  # noqa: PLC0415 (as above)
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init  # noqa: PLC0415
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: PLC0415 (as above)
+    from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415
+    from vllm.distributed.weight_transfer import packed_tensor  # noqa: PLC0415
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine  # noqa: PLC0415
 
     called = {
         "packed_nccl_broadcast_producer": packed_tensor.packed_nccl_broadcast_producer,
-        "trainer_init": trainer_init,
+        "PyNcclCommunicator": PyNcclCommunicator,
+        "create": StatelessProcessGroup.create,
     }
     called |= {
         name: getattr(NCCLWeightTransferEngine, name)
@@ -138,25 +159,10 @@ def signatures(worker: Worker) -> dict[str, list[str]]:
     return {name: list(inspect.signature(function).parameters) for name, function in called.items()}
 
 
-def keys_of_trainer_init(worker: Worker) -> set[str]:
-    """Returns the keys that vLLM reads from the actor's init info."""
-    from vllm.distributed.weight_transfer import nccl_common  # noqa: PLC0415 (as above)
+def precision_of_triton(worker: Worker) -> str | None:
+    """Returns the precision of float32 products in Triton kernels that do not set it, such as vLLM's attention."""
+    from triton import knobs  # noqa: PLC0415 (as above)
 
-    read = set[str]()
+    import flowrl.engines.rollout.vllm.engine  # noqa: F401, PLC0415 (as above)
 
-    class Read(dict):
-        def __getitem__(self, key: str) -> Any:
-            read.add(key)
-            return super().__getitem__(key)
-
-    def stop(*_: Any) -> None:
-        raise InterruptedError
-
-    nccl_common.torch = SimpleNamespace(accelerator=SimpleNamespace(current_device_index=stop))  # pyright: ignore
-    try:
-        nccl_common.trainer_init(Read(master_address="127.0.0.1", master_port=1, world_size=2))
-    except InterruptedError:
-        pass
-    finally:
-        nccl_common.torch = torch  # pyright: ignore
-    return read
+    return knobs.language.fp32_default

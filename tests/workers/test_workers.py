@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import sys
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
@@ -98,6 +99,19 @@ def test_an_actor_shares_its_weights_without_vllm(cluster: Cluster, model: Model
     assert num_buckets > 2 and list(weights) == list(expected)
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert "vllm" not in sys.modules
+
+
+def test_no_other_process_can_take_the_port_of_the_transfer_group(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model)
+    host, port = actor.open_transfer_group()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((host, port))
+    with socket.create_connection((host, port)):
+        actor.run(close_listener)
+
+
+def close_listener(worker: Actor) -> None:
+    worker._listener.close()
 
 
 def read_shared_weights(worker: Actor, num_buckets: int) -> dict[str, torch.Tensor]:

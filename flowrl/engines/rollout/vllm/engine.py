@@ -51,6 +51,8 @@ _SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     # Other processes use the same CPU cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # vLLM's attention in float32 would compute products in TF32, unlike the trainer.
+    "TRITON_F32_DEFAULT": "ieee",
 }
 if not has_gpu():
     # Compiling the sampler takes seconds and does not speed up the CPU.

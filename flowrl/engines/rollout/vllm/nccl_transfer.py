@@ -1,5 +1,6 @@
 """NCCL transport of weights between GPUs, with vLLM's sender and receiver. It has not been tested on GPUs."""
 
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -7,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_common import trainer_init
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
@@ -49,22 +51,28 @@ class TransferGroup:
 class NcclSender:
     """Sender of the NCCL broadcast, on the actor's rank 0."""
 
-    def __init__(self, group: TransferGroup) -> None:
-        self._buffer_bytes = group.buffer_bytes
-        self._group = trainer_init(
-            {"master_address": group.host, "master_port": group.port, "world_size": group.world_size}
-        )
+    def __init__(self, group: TransferGroup, listener: socket.socket, device: torch.device) -> None:
+        """Waits until all members have joined.
+
+        Args:
+            group: the rendezvous.
+            listener: listens on the address of the rendezvous. The constructor takes ownership.
+            device: GPU that broadcasts.
+        """
+        self._buffer_bytes, self._device = group.buffer_bytes, device
+        # Not vLLM's `trainer_init`, which binds the port itself, after another process could have taken it.
+        rendezvous = StatelessProcessGroup.create(group.host, group.port, 0, group.world_size, listen_socket=listener)
+        self._group = PyNcclCommunicator(rendezvous, device)
         _check_enabled(self._group)
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcasts weights. Every replica must call `NcclReceiver.receive` at the same time."""
         # vLLM reads the weights on streams that do not wait for the optimizer step on the current stream.
-        device = torch.device("cuda")
-        get_device(device).wait_for_stream()
+        get_device(self._device).wait_for_stream()
         # An engine with `offload: parameters` has its weights in host memory.
-        on_gpu = ((name, weight.to(device)) for name, weight in weights)
+        on_gpu = ((name, weight.to(self._device)) for name, weight in weights)
         packed_nccl_broadcast_producer(on_gpu, self._group, 0, itemgetter(1), buffer_size_bytes=self._buffer_bytes)
-        get_device(device).synchronize()
+        get_device(self._device).synchronize()
 
 
 class NcclReceiver:
