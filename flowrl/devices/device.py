@@ -5,10 +5,17 @@ import os
 import subprocess
 import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Timeout of process groups. It exceeds the timeouts of calls, whose errors name the rank that is late.
+
+A shorter timeout could end the ranks that wait for the late rank first, with an error that does not name the cause.
+"""
 
 _DETERMINISTIC = {
     # cuBLAS reads it when the process creates its first handle. A workspace of variable size allows other algorithms.

@@ -76,9 +76,10 @@ class _RayHost(Host):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         enable_stack_dumps(name)
         self.address = _LOOPBACK if folder is not None else ray.util.get_node_ip_address()
-        # By default, gloo uses the network interface of the host name, which other nodes may not reach.
+        # By default, gloo uses the interface of the host name and NCCL the first one, which others may not reach.
         if device := interface_of(self.address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")  # without "=", it is a prefix of names
 
     def live(self) -> None:
         """Returns None, which shows that the process is alive and idle."""

@@ -2,13 +2,11 @@
 
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_TIMEOUT = timedelta(minutes=30)
 _store: object | None = None
 
 
@@ -23,6 +21,8 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
         init_process_group,
     )
 
+    from flowrl.devices.device import COLLECTIVE_TIMEOUT  # noqa: PLC0415 (imports torch)
+
     global _store
     host, port = address
     if rank == 0 and port == 0:
@@ -30,13 +30,20 @@ def join_process_group(address: tuple[str, int], rank: int, world_size: int, kin
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         _store = TCPStore(
-            host, port, None, True, _TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+            host,
+            port,
+            None,
+            True,
+            COLLECTIVE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
         )
         return host, port
-    store = _store if rank == 0 else TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
+    store = _store if rank == 0 else TCPStore(host, port, None, False, COLLECTIVE_TIMEOUT, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     prefixed = PrefixStore("hosts", store)  # pyright: ignore[reportArgumentType] (the TCPStore made above)
-    init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     return None
 
 
@@ -48,5 +55,7 @@ def role_process_group(ranks: Sequence[int]) -> "ProcessGroup | None":
     """
     from torch import distributed  # noqa: PLC0415 (only collective roles need torch)
 
-    group = distributed.new_group(list(ranks))
+    from flowrl.devices.device import COLLECTIVE_TIMEOUT  # noqa: PLC0415 (imports torch)
+
+    group = distributed.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
     return group if isinstance(group, distributed.ProcessGroup) else None

@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
+from flowrl.devices.device import COLLECTIVE_TIMEOUT
+
 
 @dataclass(frozen=True)
 class RankMesh:
@@ -118,6 +120,8 @@ def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None
 
 def _group(ranks: Tensor | Sequence[int]) -> ProcessGroup:
     """Creates a process group. Only ranks of the new group call this."""
-    created = distributed.new_group([int(rank) for rank in ranks], use_local_synchronization=True)
+    created = distributed.new_group(
+        [int(rank) for rank in ranks], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+    )
     assert isinstance(created, ProcessGroup), "this rank is a member of the group"
     return created
