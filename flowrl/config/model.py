@@ -116,8 +116,8 @@ class EngineConfig(Config):
     ranks."""
 
     shard_ranks: PositiveInt | None = None
-    """Number of ranks that share one sharded copy (HSDP), such as the ranks of a node; null uses all ranks. Only for
-    fsdp.
+    """Number of data-parallel ranks that share one sharded copy of the model (HSDP). Null uses the ranks of a node if
+    each node has the same number, and otherwise all ranks. Only for fsdp.
     """
 
     reshard_after_forward: bool = True

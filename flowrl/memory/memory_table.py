@@ -100,6 +100,8 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
     num_ranks, tp = role_plan.mesh.size, role_plan.mesh.tp
     if num_ranks > 1 and not shards_model(engine, num_ranks, tp) and config.backend == "ray":
         return f"set {key}.strategy: fsdp to shard the model over its {num_ranks} ranks"
+    if role_plan.mesh.shard_ranks(engine.shard_ranks) < role_plan.mesh.dp:
+        return f"set {key}.shard_ranks: {role_plan.mesh.dp} to shard the model over all ranks"
     return (
         f"give {role} more devices than the {num_ranks} of {role_plan.pool}, with {key}.strategy: fsdp, or use a "
         f"smaller model"

@@ -39,7 +39,7 @@ def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:
         device=worker.device,
         tp=worker.mesh.tp,
         sp=worker.mesh.sp,
-        shard_ranks=engine.shard_ranks,
+        shard_ranks=worker.mesh.shard_ranks(engine.shard_ranks),
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import groupby
 from typing import Literal
 
 from flowrl.config import ROLES, Placement, RolePlacement, UserError
@@ -76,10 +77,19 @@ class Mesh:
     dp: int
     sp: int
     tp: int
+    node_dp: int | None = None
+    """Number of data-parallel ranks on each of several nodes. None if it is 1, or differs between nodes."""
 
     @property
     def size(self) -> int:
         return self.pp * self.dp * self.sp * self.tp
+
+    def shard_ranks(self, requested: int | None) -> int:
+        """Returns the number of data-parallel ranks over which one copy of a model is sharded.
+
+        If `requested` is None, these are the ranks of a node, because the network between nodes is slower.
+        """
+        return requested or self.node_dp or self.dp
 
     def coordinates(self, rank: int) -> Coordinates:
         rest, tp = divmod(rank, self.tp)
@@ -179,7 +189,7 @@ def plan(
     role_plans, dedicated_plans = {}, {}
     for role, role_placement in selected.items():
         chosen = _role_slots(role, role_placement, slots)
-        mesh = _mesh(role, role_placement, len(chosen))
+        mesh = _mesh(role, role_placement, chosen)
         role_plans[role] = RolePlan(role, role_placement.pool, chosen, mesh)
         if role in dedicated:
             role_plans[role] = _dedicate_processes(role_plans[role], inventory.kind)
@@ -368,7 +378,8 @@ def _first_node_with_free_devices(
     )
 
 
-def _mesh(role: str, role_placement: RolePlacement, ranks: int) -> Mesh:
+def _mesh(role: str, role_placement: RolePlacement, slots: Sequence[Slot]) -> Mesh:
+    ranks = len(slots)
     size = role_placement.tp * role_placement.sp * role_placement.pp
     if ranks % size:
         parts = [
@@ -380,7 +391,19 @@ def _mesh(role: str, role_placement: RolePlacement, ranks: int) -> Mesh:
             f"placement.roles.{role} has {' x '.join(parts)}, which does not divide the number of devices ({ranks}) of "
             f"pool {role_placement.pool}: change the parallel size or the pool"
         )
-    return Mesh(pp=role_placement.pp, dp=ranks // size, sp=role_placement.sp, tp=role_placement.tp)
+    mesh = Mesh(pp=role_placement.pp, dp=ranks // size, sp=role_placement.sp, tp=role_placement.tp)
+    return replace(mesh, node_dp=_count_node_dp(mesh, [slot.node for slot in slots]))
+
+
+def _count_node_dp(mesh: Mesh, nodes: Sequence[int]) -> int | None:
+    """Returns the number of data-parallel ranks on each node. `nodes` has the node of each rank.
+
+    None if there is one node, if each node has one such rank, or if the nodes have different numbers of ranks.
+    """
+    blocks = [len(list(ranks)) for _, ranks in groupby(nodes)]
+    node_dp, rest = divmod(blocks[0], mesh.sp * mesh.tp)
+    is_uniform = len(blocks) == len(set(nodes)) and len(set(blocks)) == 1 and not rest and mesh.pp == 1
+    return node_dp if is_uniform and 1 < node_dp < mesh.dp else None
 
 
 def _text(pool: Sequence[int] | str) -> str:

@@ -81,6 +81,32 @@ def test_data_parallel_size_is_devices_divided_by_the_other_sizes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("per_node", "sizes", "shard_ranks"),
+    [
+        ([8], {}, 8),
+        ([8, 8], {}, 8),
+        ([8, 8], {"tp": 2}, 4),
+        ([4, 4], {"tp": 2, "sp": 2}, 2),  # with one rank per node, sharding needs the network
+        ([8, 4], {}, 12),
+        ([1, 1, 1], {}, 3),
+        ([3, 3], {"tp": 2}, 3),  # a layer is on both nodes
+    ],
+)
+def test_a_model_is_sharded_over_the_ranks_of_a_node(
+    per_node: list[int], sizes: dict[str, int], shard_ranks: int
+) -> None:
+    roles = {"actor": RolePlacement.model_validate({"pool": "main"} | sizes)}
+    mesh = plan(Placement(pools={"main": per_node}, roles=roles), gpus(*per_node)).roles["actor"].mesh
+    assert (mesh.shard_ranks(None), mesh.shard_ranks(1)) == (shard_ranks, 1)
+
+
+def test_a_model_is_sharded_over_all_ranks_if_the_pools_of_a_role_alternate_between_nodes() -> None:
+    pools = {"a": [2, 2], "b": [2, 2]}
+    planned = plan(Placement(pools=pools, roles={"actor": "a+b"}), gpus(4, 4))
+    assert planned.roles["actor"].mesh.shard_ranks(None) == 8
+
+
 def test_tensor_parallel_peers_are_neighbors() -> None:
     mesh = Mesh(pp=2, dp=3, sp=2, tp=2)
     assert mesh.size == 24 and mesh.rank(Coordinates(pp=1, dp=2, sp=0, tp=1)) == ((1 * 3 + 2) * 2 + 0) * 2 + 1
