@@ -7,9 +7,11 @@ import torch
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.checksums import CheckpointError, checksum_of
+from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.train.engine import LossScale, TrainEngine
 from flowrl.workers.policy_model import PolicyModel
+from tests.devices.recorded_device import RecordedDevice
 from tests.engines.checkpoint_ranks import STRATEGIES, copied, full_parameters, main, save, sharded
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import Bigram, bigram_loss
@@ -63,6 +65,21 @@ def test_a_second_asynchronous_save_reuses_the_memory_of_the_first(tmp_path: Pat
     assert again.num_steps == 1
     load(again, tmp_path / "1")
     assert_equal(full_parameters(again.model), full_parameters(engine.model))
+
+
+def test_asynchronous_saves_wait_for_the_device_and_share_one_host_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations: list[str] = []
+    monkeypatch.setattr(devices, "_CPU", RecordedDevice(devices._CPU, operations.append))
+    engine = copied(None)
+    train(engine, range(1))
+    checkpoints = EngineCheckpoints(engine)
+    for step in range(2):
+        (tmp_path / str(step)).mkdir()
+        checkpoints.save(tmp_path / str(step), asynchronous=True)
+        checkpoints.result()
+    assert operations == ["host buffer", "synchronize", "synchronize"]
 
 
 def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from flowrl.devices import device as devices
 from flowrl.engines.models.weights import full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout import cuda_ipc
 from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, WeightMetadata, read_bucket
+from tests.devices.recorded_device import RecordedDevice
 from tests.engines.ipc_receiver import Receiver, start_receiver
 
 CPU = torch.device("cpu")
@@ -46,6 +48,23 @@ def receiver(device: torch.device) -> Iterator[Receiver]:
 
 def describe(weights: list[tuple[str, Tensor]]) -> WeightMetadata:
     return WeightMetadata.of((name, weight.dtype, weight.shape) for name, weight in weights)
+
+
+def test_a_bucket_is_shared_after_its_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations: list[str] = []
+    monkeypatch.setattr(devices, "_CPU", RecordedDevice(devices._CPU, operations.append))
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for name in ("a", "b"):
+            operations.append(f"read {name}")
+            yield name, torch.ones(2)
+
+    sender, metadata = IpcSender(CPU), describe([("a", torch.ones(2)), ("b", torch.ones(2))])
+    for _ in range(2):
+        sender.share(read(), metadata)
+    sender.release()
+    copied = ["read a", "read b", "wait for stream"]
+    assert operations == [*copied, "release ipc", *copied, "release ipc", "release cached"]
 
 
 def bits(weights: list[tuple[str, Tensor]]) -> list[tuple[str, torch.dtype, tuple[int, ...], list[int]]]:

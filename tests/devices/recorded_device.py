@@ -1,0 +1,47 @@
+"""A device that records its operations."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flowrl.devices.device import Device, DeviceMemory
+
+
+class RecordedDevice:
+    """Passes the name of each operation to a function, and then runs it on another device."""
+
+    def __init__(self, device: Device, record: Callable[[str], None]) -> None:
+        self._device, self._record = device, record
+        self.id, self.index, self.capability = device.id, device.index, device.capability
+
+    def wait_for_stream(self) -> None:
+        self._record("wait for stream")
+        self._device.wait_for_stream()
+
+    def synchronize(self) -> None:
+        self._record("synchronize")
+        self._device.synchronize()
+
+    def release_cached(self) -> None:
+        self._record("release cached")
+        self._device.release_cached()
+
+    def release_ipc(self) -> None:
+        self._record("release ipc")
+        self._device.release_ipc()
+
+    def memory(self) -> DeviceMemory:
+        return self._device.memory()
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        self._record("host buffer")
+        return self._device.host_buffer(num_bytes)
+
+    def random_state(self) -> Tensor:
+        return self._device.random_state()
+
+    def restore_random_state(self, state: Tensor) -> None:
+        self._device.restore_random_state(state)
+
+    def make_deterministic(self) -> None:
+        self._device.make_deterministic()
