@@ -3,6 +3,8 @@
 `python -m tests.chaos.user_code` runs all kinds (docs/failures.md).
 """
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,10 @@ import pytest
 from tests.chaos.user_code.measurement import Measurement, Result
 from tests.chaos.user_code.misbehavior_kinds import HARMLESS, KINDS
 from tests.chaos.user_code.misbehavior_table import BEGIN, END, PAGE, read_results, render_table
+
+
+def measure(folder: Path, name: str) -> Result:
+    return Measurement(folder).measure(KINDS[name])
 
 
 def test_there_are_kinds_of_each_code() -> None:
@@ -33,5 +39,7 @@ def test_the_results_have_the_columns_of_a_result() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["reward-hang", "environment-kill", "tool-wait"])
 def test_a_kind_costs_only_its_rows(tmp_path: Path, name: str) -> None:
-    result = Measurement(tmp_path).measure(KINDS[name])
+    # A measurement forks its process, which must not have computed with torch. Earlier tests may have.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        result = process.submit(measure, tmp_path, name).result()
     assert result.problems == [] and result.calls > 0
