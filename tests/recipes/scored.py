@@ -44,6 +44,18 @@ def fail_for_long_responses(response: str) -> float:
     return float(len(response))
 
 
+def fails_for_response(response: str) -> bool:
+    """Returns whether `fails_for_some_responses` fails: for about every fourth response."""
+    return zlib.crc32(response.encode()) % 4 == 0
+
+
+def fails_for_some_responses(response: str) -> float:
+    """Returns the length."""
+    if fails_for_response(response):
+        raise RuntimeError("verifier crashed")
+    return float(len(response))
+
+
 def slow(prompt: str, response: str, answer: str) -> float:
     time.sleep(0.02)
     return task_score(prompt, response, answer)

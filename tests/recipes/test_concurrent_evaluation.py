@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.config import ModelConfig, Placement
+from flowrl.config import Placement
 from flowrl.controller.cluster import Cluster
 from flowrl.report.rollout_log import read_rows
 from flowrl.run.advantages import Advantages
@@ -64,18 +64,22 @@ def train(config: GRPOConfig, at_end: Callable[[Run, Any, Any], None]) -> dict[s
         return run.finish()
 
 
-def evaluate_saved(config: GRPOConfig, folder: Path, names: tuple[str, ...]) -> Any:
-    """Returns a blocking evaluation of saved weights on sets of the config."""
+def evaluate_blocking(config: GRPOConfig, weights: dict[int, Any], due: dict[int, tuple[str, ...]]) -> dict[int, Any]:
+    """Returns, by step, blocking evaluations of the weights of a step on its sets."""
     _, held_out = read_prompts(config)
-    model = ModelConfig(path=folder, dtype=config.actor.model.dtype)
     placement = Placement.model_validate(
         {"device": "cpu", "pools": {"main": [1]}, "roles": {"rollout": "main", "reward": "main"}}
     )
     assert config.reward is not None
     with Cluster(placement, backend="inline", roles=("rollout", "reward")) as cluster:
         reward: Any = cluster.group("reward", Reward, config.reward)
-        rollout: Any = cluster.group("rollout", Rollout, config.rollout, model, seed=config.seed)
-        return evaluate(rollout, reward, {name: held_out[name] for name in names}, config.evaluation_by_set)
+        rollout: Any = cluster.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
+        results = {}
+        for step, names in due.items():
+            rollout.load_weights(weights[step], step)
+            sets = {name: held_out[name] for name in names}
+            results[step] = evaluate(rollout, reward, sets, config.evaluation_by_set)
+    return results
 
 
 def evaluation_metrics(record: dict[str, float]) -> dict[str, float]:
@@ -83,24 +87,22 @@ def evaluation_metrics(record: dict[str, float]) -> dict[str, float]:
 
 
 def test_the_record_of_a_step_has_the_values_of_a_blocking_evaluation_of_its_weights(
-    grpo_config: GrpoConfigs, tmp_path: Path
+    grpo_config: GrpoConfigs,
 ) -> None:
     config = with_float64_models(with_sets(grpo_config))
-    folder, pending = tmp_path / "weights", list[int]()
+    weights, pending = dict[int, Any](), list[int]()
 
-    def save(run: Run, actor: Any, rollout: Any) -> None:
-        actor.save((folder / str(run.step)).absolute())
+    def keep(run: Run, actor: Any, rollout: Any) -> None:
+        weights[run.step] = actor.weights().get()
         pending.extend(step for step, _ in run._records.pending_evaluations)
 
-    folder.mkdir()
-    summary = train(config, save)
+    summary = train(config, keep)
     records = metrics_of(config)
     assert [record["step"] for record in records] == [0, 1, 2, 3, 4, 5] and set(pending) == {2, 3, 4}
     due = {2: ("",), 3: ("sampled",), 4: ("",), 5: ("", "sampled")}
     assert {record["step"] for record in records[1:] if evaluation_metrics(record)} == set(due)
     responses = []
-    for step, names in due.items():
-        expected = evaluate_saved(config, folder / str(step), names)
+    for step, expected in evaluate_blocking(config, weights, due).items():
         assert evaluation_metrics(records[step]) == dict(expected)
         rows = read_rows(config.output / "rollouts", "evaluation", step)
         assert [row["response"] for row in rows] == [row["response"] for row in expected.rows]

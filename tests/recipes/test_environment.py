@@ -16,23 +16,25 @@ from flowrl.data.chat import DataError
 from flowrl.run.preflight import check_functions
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
+from recipes.ppo.config import PPOConfig
 from tests.configs import with_float64_models
 from tests.errors import rejects
+from tests.recipes.conftest import FinishedRun
 from tests.recipes.test_numbers import assert_same, metrics_of
-from tests.recipes.test_resume import assert_bitwise_identical, without_evaluations
-from tests.recipes.test_schedules import ALIKE, ASYNC, EVERY_STEP, ONE_STEP_OFF, detached, from_step
+from tests.recipes.test_resume import assert_bitwise_identical, from_step, without_evaluations
+from tests.recipes.test_schedules import ALIKE, ASYNC, EVERY_STEP, ONE_STEP_OFF, detached
 
 GrpoConfigs = Callable[..., GRPOConfig]
 ENVIRONMENTS = "tests.environments.environment_functions"
 ROLLOUT = {"max_response_tokens": 12, "environment": f"{ENVIRONMENTS}:ask_again"}
 
 
-def saved_rows(config: GRPOConfig, kind: str) -> list[dict[str, Any]]:
+def saved_rows(config: GRPOConfig | PPOConfig, kind: str) -> list[dict[str, Any]]:
     files = sorted((config.output / "rollouts").glob(f"{kind}-*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def check(config: GRPOConfig, *, evaluated: bool = True) -> None:
+def check(config: GRPOConfig | PPOConfig, *, evaluated: bool = True) -> None:
     """Checks that the environment took part in the training and in the evaluation, and that no check failed."""
     lines = [line for line in metrics_of(config) if "response_length" in line]
     assert len(lines) == config.steps and sum("environment_length" in line for line in lines) > 0
@@ -42,11 +44,9 @@ def check(config: GRPOConfig, *, evaluated: bool = True) -> None:
     assert all("=" in row["response"] for row in rows if row["environment_length"])
 
 
-def test_a_run_trains_and_evaluates(grpo_config: GrpoConfigs) -> None:
+def test_a_run_trains_and_evaluates(sync_run: FinishedRun[PPOConfig]) -> None:
     """With strict checks of the rollout's log-probabilities, also after the environment's tokens."""
-    actor = grpo_config().actor.model_dump() | {"old_logprobs": "recompute"}
-    config = grpo_config(rollout=ROLLOUT | {"check": "strict"}, evaluate_every=3, actor=actor)
-    train(config)
+    config = sync_run.config
     check(config)
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     gaps = [line["rollout_gap"] for line in lines if "rollout_gap" in line]

@@ -21,6 +21,7 @@ from recipes.grpo.train import train as train_grpo
 from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 from tests.errors import rejects
+from tests.recipes.conftest import FinishedRun
 from tests.recipes.test_numbers import metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_rewards import ALL_ROWS, FAST_SCHEDULES, SCHEDULES, saved_rows
@@ -53,7 +54,8 @@ def results(config: GRPOConfig) -> list[dict[str, float]]:
 def test_one_turn_is_bitwise_identical_to_a_reward_function(
     grpo_config: GrpoConfigs, tmp_path: Path, schedule: str, placement: Placement
 ) -> None:
-    settings: dict[str, Any] = {"schedule": SCHEDULES[schedule], "placement": placement, "evaluate_every": 1}
+    changes: dict[str, Any] = {"steps": 2, "evaluate_every": 2}
+    settings = {"schedule": SCHEDULES[schedule], "placement": placement, **changes}
     function = grpo_config(
         output=tmp_path / "function", reward={"function": "recipes.quickstart.task:score"}, **settings
     )
@@ -106,10 +108,21 @@ def test_episodes_of_two_turns_are_trained(grpo_config: GrpoConfigs, schedule: s
         schedule=SCHEDULES[schedule],
         placement=APART,
         rollout={"max_response_tokens": 24},
+        steps=2,
+        batch_size=16,
         **environment("TwoTurns"),
         **ALL_ROWS,
     )
     train_grpo(config)
+    check_turns(config)
+
+
+def test_episodes_of_two_turns_are_trained_on_ray(one_step_off_run: FinishedRun[GRPOConfig]) -> None:
+    check_turns(one_step_off_run.config)
+
+
+def check_turns(config: GRPOConfig) -> None:
+    """Checks that rows have the environment's turn, and that the metrics count it."""
     rows = [row for step in saved_rows(config) for row in step]
     assert any("1+1=" in row["response"] for row in rows) and any(row["environment_length"] for row in rows)
     for line in metrics_of(config):

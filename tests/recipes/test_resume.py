@@ -31,9 +31,9 @@ from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train as train_sft
-from tests.configs import with_float64_models
+from tests.configs import NO_REPORT, AnyConfig, with_float64_models
 from tests.recipes import crashing
-from tests.recipes.conftest import build_ppo_config
+from tests.recipes.conftest import FinishedRun, build_ppo_config
 from tests.recipes.test_numbers import CLOCK, ROLES, assert_same, metrics_of, with_adapters
 
 TWO = Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main"))
@@ -62,7 +62,7 @@ def assert_bitwise_identical(resumed: PPOConfig | GRPOConfig, straight: PPOConfi
     """
     assert training_rows(resumed) == training_rows(straight)
     for line, expected in zip(metrics_of(resumed), metrics_of(straight), strict=True):
-        shared = line.keys() & expected.keys()
+        shared = {name for name in line.keys() & expected.keys() if not name.endswith("/seconds")}
         assert all(map(is_evaluation, line.keys() ^ expected.keys()))
         assert {name: line[name] for name in shared} == {name: expected[name] for name in shared}
     weights, others = trained(resumed), trained(straight)
@@ -85,7 +85,31 @@ def straight_float64(task_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return config
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
+def from_step(config: AnyConfig, step: int, output: Path) -> AnyConfig:
+    """Returns the config of a copy of the run that resumes from the checkpoint of `step`."""
+    shutil.copytree(config.output, output)
+    checkpoints = Checkpoints(output)
+    for newer in checkpoints.steps():
+        if newer > step:
+            shutil.rmtree(checkpoints.folder(newer))
+    return config.model_copy(update={"output": output, "resume": "auto"})
+
+
+def test_a_run_with_all_features_resumes_bitwise_identically(sync_run: FinishedRun[PPOConfig], tmp_path: Path) -> None:
+    """The state includes the positions of dynamic sampling and of the text of PTX."""
+    straight = sync_run.config
+    assert Checkpoints(straight.output).steps() == [4, 5]
+    again = from_step(straight, 4, tmp_path / "again")
+    summary = train_ppo(again)
+    assert_bitwise_identical(again, straight)
+    assert Checkpoints(again.output).steps() == [4, 5]
+    assert summary["steps"] == 5 and summary["seconds"] > metrics_of_clock(again)[-1]["elapsed_s"]
+    dropped = [run["groups"]["dropped"] for run in (summary, sync_run.summary)]
+    assert dropped[0] == dropped[1] and dropped[0]["equal_scores"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_ppo_resumes_bitwise_identically(ppo_config: Configs, straight: PPOConfig, asynchronous: bool) -> None:
     checkpoint = {"every": 2, "asynchronous": asynchronous}
     train_ppo(ppo_config(steps=3, checkpoint=checkpoint))
@@ -280,15 +304,13 @@ def test_a_sharded_run_resumes_unsharded_and_with_another_sharding(
 
 
 def test_sft_resumes_with_unseen_examples(task_folder: Path, tmp_path: Path) -> None:
-    def config(output: str, **changes: Any) -> SFTConfig:
-        actor = {"model": {"path": task_folder / "model"}, "optimizer": {"lr": 1e-3}}
-        data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
-        settings = {"output": tmp_path / output, "backend": "inline", "threads": 1, "actor": actor, "data": data}
-        return SFTConfig.model_validate(settings | {"batch_size": 32} | changes)
-
-    straight, again = config("straight", steps=4), config("again", steps=4, checkpoint=EVERY_2, resume="auto")
+    actor = {"model": {"path": task_folder / "model"}, "optimizer": {"lr": 1e-3}}
+    data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
+    sizes = {"steps": 4, "batch_size": 32, "checkpoint": EVERY_2, "report": NO_REPORT}
+    settings = {"output": tmp_path / "straight", "backend": "inline", "threads": 1, "actor": actor, "data": data}
+    straight = SFTConfig.model_validate(settings | sizes)
     train_sft(straight)
-    train_sft(config("again", steps=3, checkpoint=EVERY_2))
+    again = from_step(straight, 2, tmp_path / "again")
     train_sft(again)
     assert all(torch.equal(trained(again)[name], weight) for name, weight in trained(straight).items())
 

@@ -21,10 +21,11 @@ from flowrl.run.loop import Run
 from flowrl.workers import Actor, Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
+from recipes.ppo.config import PPOConfig
 from tests.configs import with_float64_models
 from tests.errors import rejects
-from tests.recipes.conftest import build_grpo_config
-from tests.recipes.scored import MIXED
+from tests.recipes.conftest import FinishedRun, source_of
+from tests.recipes.scored import MIXED, fails_for_response
 from tests.recipes.test_numbers import assert_same, metrics_of
 from tests.recipes.test_resume import assert_bitwise_identical
 from tests.recipes.test_schedules import ALIKE
@@ -35,7 +36,7 @@ __all__ = ["no_proxy"]
 
 HERE = "tests.recipes.scored"
 GrpoConfigs = Callable[..., GRPOConfig]
-RichRun = tuple[GRPOConfig, dict[str, Any]]
+AnyRun = FinishedRun[GRPOConfig] | FinishedRun[PPOConfig]
 SCHEDULES = {
     "sync": {"kind": "sync"},
     "one_step_off": {"kind": "one_step_off"},
@@ -47,65 +48,47 @@ APART: dict[str, Any] = {"placement": Placement.model_validate(ALIKE)}
 ALL_ROWS: dict[str, Any] = {"report": {"rollouts": {"every": 1, "rows": 100}}, "evaluate_every": 0}
 
 
-def saved_rows(config: GRPOConfig) -> list[list[dict[str, Any]]]:
+def saved_rows(config: GRPOConfig | PPOConfig) -> list[list[dict[str, Any]]]:
     """Returns the trained rows of each step."""
     paths = sorted((config.output / "rollouts").glob("training-*.jsonl"))
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
 
-def step_records(config: GRPOConfig) -> list[dict[str, float]]:
+def step_records(config: GRPOConfig | PPOConfig) -> list[dict[str, float]]:
     return [line for line in metrics_of(config) if line["step"]]
 
 
-RICH_REWARD = {
-    "components": [
-        {"name": "task", "weight": 2.0, "function": f"{HERE}:parity"},
-        {"name": "size", "weight": -0.25, "function": f"{HERE}:fail_for_long_responses"},
-    ],
-    "evaluation": f"{HERE}:fails_for_some_answers",
-    "on_failure": "drop",
-    "max_failure_rate": 1.0,
-}
-"""`task` has equal scores in half of the groups, `size` fails for long responses, evaluations for 30 of 64 prompts."""
+@pytest.fixture(params=["sync_run", "async_run"])
+def rewarded_run(request: pytest.FixtureRequest) -> AnyRun:
+    """A run with several rewards, of which one fails for some responses."""
+    return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(scope="module", params=FAST_SCHEDULES)
-def rich_run(request: pytest.FixtureRequest, task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RichRun:
-    """Trains with two rewards, failures and dynamic sampling under a schedule; returns config and summary."""
-    config = build_grpo_config(task_folder, tmp_path_factory.mktemp(request.param))
-    changes: dict[str, Any] = {
-        "schedule": SCHEDULES[request.param],
-        "reward": RICH_REWARD,
-        "dynamic_sampling": {"max_rounds": 20, "column": "task"},
-        # With a larger learning rate, async may learn responses that all fail.
-        "actor": config.actor.model_dump() | {"optimizer": {"lr": 1e-6}},
-        "data": config.data.model_dump() | {"evaluation_rows": 64},
-    }
-    config = build_grpo_config(task_folder, config.output, **changes, **APART, **ALL_ROWS | {"evaluate_every": 1})
-    return config, train_grpo(config)
+@pytest.fixture(params=["sync_run", "one_step_off_run", "async_run"])
+def filtered_run(request: pytest.FixtureRequest) -> AnyRun:
+    """A run with dynamic sampling and failures."""
+    return request.getfixturevalue(request.param)
 
 
-def test_no_trained_group_has_equal_scores(rich_run: RichRun) -> None:
-    config, summary = rich_run
+def test_no_trained_group_has_equal_scores(filtered_run: AnyRun) -> None:
+    config, summary = filtered_run
     steps = saved_rows(config)
     assert len(steps) == config.steps
     for rows in steps:
         prompt_ids = {row["prompt_id"] for row in rows}
         assert len(prompt_ids) == config.prompts_per_step
         for prompt_id in prompt_ids:
-            assert {row["rewards"]["task"] for row in rows if row["prompt_id"] == prompt_id} == {0.0, 1.0}
+            group = [row for row in rows if row["prompt_id"] == prompt_id]
+            assert {row["score"] if config.reward is None else row["rewards"]["task"] for row in group} == {0.0, 1.0}
     trained = [prompt_id for rows in steps for prompt_id in {row["prompt_id"] for row in rows}]
     assert len(set(trained)) == len(trained)
     dropped = sum(line["dropped_equal_scores"] for line in step_records(config))
     assert summary["groups"]["dropped"]["equal_scores"] >= dropped > 0
 
 
-def test_dynamic_sampling_trains_the_first_informative_prompts_in_order(grpo_config: GrpoConfigs) -> None:
+def test_dynamic_sampling_trains_the_first_informative_prompts_in_order(sync_run: FinishedRun[PPOConfig]) -> None:
     """Half of the prompts can have different scores, so a step needs several rounds. Surplus prompts are dropped."""
-    sampling = {"max_rounds": 20, "oversample": 2.0}
-    config = grpo_config(reward={"function": f"{HERE}:parity"}, dynamic_sampling=sampling, **ALL_ROWS)
-    train_grpo(config)
-    trained = [[row["prompt_id"] for row in rows[:: config.samples_per_prompt]] for rows in saved_rows(config)]
+    trained = [list(dict.fromkeys(row["prompt_id"] for row in rows)) for rows in saved_rows(sync_run.config)]
     assert all(ids == sorted(ids) for ids in trained)
     assert all(before[-1] < after[0] for before, after in pairwise(trained))
 
@@ -178,12 +161,20 @@ TWO = [
 ]
 
 
-def test_scores_are_the_weighted_sum_of_the_rewards(rich_run: RichRun) -> None:
-    config, _ = rich_run
-    for row in (row for rows in saved_rows(config) for row in rows):
+def test_scores_are_the_weighted_sum_of_the_rewards(rewarded_run: AnyRun) -> None:
+    for row in (row for rows in saved_rows(rewarded_run.config) for row in rows):
         assert row["rewards"]["size"] == len(row["response"])
-        expected = 2 * row["rewards"]["task"] - 0.25 * row["rewards"]["size"]
+        expected = 2 * row["rewards"]["task"] - 0.25 * row["rewards"]["size"] + 0.5 * row["rewards"].get("bonus", 0)
         assert row["score"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_scores_only_rows_of_its_data_sources(sync_run: FinishedRun[PPOConfig]) -> None:
+    config = sync_run.config
+    rows = [row for step in saved_rows(config) for row in step]
+    for row in rows:
+        expected = len(row["response"]) if source_of(row["prompt"]) == "even" else None
+        assert row["rewards"].get("bonus") == expected
+    assert 0 < sum("bonus" in row["rewards"] for row in rows) < len(rows)
 
 
 @pytest.fixture
@@ -214,25 +205,10 @@ def test_dynamic_sampling_by_a_reward_keeps_groups_of_other_data_sources(
     assert {name for row in trained for name in row["rewards"]} == {"task", "size"}
 
 
-def test_a_reward_scores_only_rows_of_its_data_sources(
-    grpo_config: GrpoConfigs, two_sources: dict[str, Any], tmp_path: Path
-) -> None:
-    data = two_sources
-    rewards = [TWO[0] | {"data_sources": ["even"]}, TWO[1] | {"data_sources": ["odd", "even"]}]
-    config = grpo_config(data=data, reward=rewards, **ALL_ROWS)
-    train_grpo(config)
-    num_missing = 0
-    for row in (row for rows in saved_rows(config) for row in rows):
-        task = row["rewards"].get("task")
-        num_missing += task is None
-        length = -0.25 * row["rewards"]["size"]
-        assert row["score"] == pytest.approx(length if task is None else 2 * task + length, abs=1e-5)
-    assert 0 < num_missing < config.steps * config.batch_size
-    for line, rows in zip(step_records(config), saved_rows(config), strict=True):
-        assert line["rewards/size"] == pytest.approx(sum(row["rewards"]["size"] for row in rows) / len(rows))
-
+def test_a_data_source_without_a_reward_is_named(grpo_config: GrpoConfigs, two_sources: dict[str, Any]) -> None:
+    rewards = [TWO[0] | {"data_sources": ["even"]}]
     with pytest.raises(UserError, match="odd"):
-        train_grpo(grpo_config(data=data, output=tmp_path / "other", reward=[rewards[0]], **ALL_ROWS))
+        train_grpo(grpo_config(data=two_sources, reward=rewards, **ALL_ROWS))
 
 
 @pytest.mark.slow
@@ -246,14 +222,15 @@ def test_gdpo_normalizes_the_rewards_of_a_list(grpo_config: GrpoConfigs) -> None
 # Failures.
 
 
-def test_rows_whose_reward_failed_are_dropped_and_counted(rich_run: RichRun) -> None:
-    config, _ = rich_run
+def test_rows_whose_reward_failed_are_dropped_and_counted(filtered_run: AnyRun) -> None:
+    config, _ = filtered_run
     for line, rows in zip(step_records(config), saved_rows(config), strict=True):
-        assert all(len(row["response"]) <= 4 for row in rows)
         assert min(Counter(row["prompt_id"] for row in rows).values()) >= 2
         assert 0 < line["reward_failed_fraction"] < 1
-        assert line["rewards/size/failed_fraction"] == line["reward_failed_fraction"]
-        assert line["rewards/task/failed_fraction"] == 0
+        if config.reward is not None:
+            assert not any(fails_for_response(row["response"]) for row in rows)
+            assert line["rewards/size/failed_fraction"] == line["reward_failed_fraction"]
+            assert line["rewards/task/failed_fraction"] == 0
 
 
 @pytest.mark.slow
@@ -310,8 +287,8 @@ def with_failing_evaluation(grpo_config: GrpoConfigs, **changes: Any) -> GRPOCon
     return grpo_config(data=data, reward=reward | changes.pop("failures"), **changes)
 
 
-def test_an_evaluation_has_no_score_of_a_failed_reward(rich_run: RichRun) -> None:
-    config, summary = rich_run
+def test_an_evaluation_has_no_score_of_a_failed_reward(rewarded_run: AnyRun) -> None:
+    config, summary = rewarded_run
     expected = {
         "accuracy": 1.0,
         "evaluation/accuracy_low": 1.0,
@@ -321,8 +298,8 @@ def test_an_evaluation_has_no_score_of_a_failed_reward(rich_run: RichRun) -> Non
         "evaluation/failed_as_worst": 34 / 64,
         "evaluation/failed_as_best": 1.0,
     }
-    records = metrics_of(config)
-    assert len(records) == config.steps + 1
+    records = [record for record in metrics_of(config) if "accuracy" in record]
+    assert [record["step"] for record in records] == sorted({0, 2, 4, config.steps})
     assert all(record.items() >= expected.items() for record in records)
     assert all(summary[f"{name}_after"] == value for name, value in expected.items())
     rows = read_rows(config.output / "rollouts", "evaluation", 2)
@@ -513,8 +490,8 @@ def test_rewards_do_not_depend_on_the_placement(
 def test_functions_score_responses_while_others_are_generated(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     """The first call of the reward is earlier than the end of `generate`."""
     reward = [{"name": "task", "function": f"{HERE}:logged", "options": {"folder": str(tmp_path)}}]
-    rollout = {"max_response_tokens": 48, "max_num_seqs": 16}
-    config = grpo_config(reward=reward, steps=1, rollout=rollout, batch_size=64, **ALL_ROWS)
+    rollout = {"max_response_tokens": 48, "max_num_seqs": 8}
+    config = grpo_config(reward=reward, steps=1, rollout=rollout, **ALL_ROWS)
     with Run(config) as run:
         prompts, _ = read_prompts(config)
         actor = run.group(Actor, config.actor)
@@ -523,7 +500,7 @@ def test_functions_score_responses_while_others_are_generated(grpo_config: GrpoC
             run.sync_weights(actor, workers)
         generated = [event for event in run.cluster.calls.events if event.method == "generate"]
     calls_s = sorted(float(line) for line in (tmp_path / "calls").read_text().splitlines())
-    assert len(calls_s) == 64 and calls_s[0] < generated[0].ended_ns / 1e9
+    assert len(calls_s) == 32 and calls_s[0] < generated[0].ended_ns / 1e9
 
 
 # Models and judges in a list.

@@ -13,15 +13,17 @@ from flowrl.cli import exit_code
 from flowrl.health import read_findings
 from recipes.grpo import train as recipe
 from recipes.grpo.config import GRPOConfig
+from recipes.ppo.config import PPOConfig
 from tests.configs import with_float64_models
 from tests.engines.closeness import reduction_rtol
 from tests.errors import missing_facts
+from tests.recipes.conftest import FinishedRun
 from tests.recipes.drifting import Drifting, Hotter
 from tests.slow_cases import one_of
 
 ROLES = {"actor": "a", "reference": "a", "reward": "a", "rollout": "b"}
 APART = Placement(device="cpu", pools={"a": [1], "b": [1]}, roles=ROLES)
-STEPS = 4
+STEPS = 2
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def config(grpo_config: Callable[..., GRPOConfig]) -> Callable[..., GRPOConfig]:
     return make
 
 
-def lines(config: GRPOConfig) -> list[dict[str, float]]:
+def lines(config: GRPOConfig | PPOConfig) -> list[dict[str, float]]:
     return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()][1:]
 
 
@@ -49,10 +51,13 @@ def test_correct_run_compares_weights_after_every_update(config: Callable[..., G
     assert all(line["rollout_gap"] < rtol * line["actor/entropy"] for line in lines(run_config))
 
 
-def test_rollout_that_shares_the_actors_weights_compares_nothing(config: Callable[..., GRPOConfig]) -> None:
-    run_config = config(Placement(pools={"main": [1]}, roles=dict.fromkeys(ROLES, "main")))
-    recipe.train(run_config)
-    assert not any("weights_compared" in line for line in lines(run_config))
+def test_one_step_off_compares_weights_after_every_update(one_step_off_run: FinishedRun[GRPOConfig]) -> None:
+    records = lines(one_step_off_run.config)
+    assert [(line["weights_compared"], line["weights_unreached"]) for line in records] == [(27, 0)] * 4
+
+
+def test_rollout_that_shares_the_actors_weights_compares_nothing(sync_run: FinishedRun[PPOConfig]) -> None:
+    assert not any("weights_compared" in line for line in lines(sync_run.config))
 
 
 def test_wrong_weight_after_an_update_ends_the_run(

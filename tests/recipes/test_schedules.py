@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +28,9 @@ from recipes.ppo.config import PPOConfig
 from recipes.ppo.train import train as train_ppo
 from tests.configs import with_float64_models
 from tests.recipes import crashing
+from tests.recipes.conftest import FinishedRun
 from tests.recipes.test_numbers import assert_same, metrics_of
-from tests.recipes.test_resume import assert_bitwise_identical, without_evaluations
+from tests.recipes.test_resume import assert_bitwise_identical, from_step, without_evaluations
 from tests.recipes.witnesses import WritingActor, WritingRollout, ranks_of
 
 GrpoConfigs = Callable[..., GRPOConfig]
@@ -52,7 +52,7 @@ def test_async_without_staleness_is_bitwise_identical_to_sync(
     ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
     schedules = ({"kind": "sync"}, {"kind": "async", "max_staleness": 0})
-    changes: dict[str, Any] = {"placement": Placement(**ALIKE), "evaluate_every": 2}
+    changes: dict[str, Any] = {"placement": Placement(**ALIKE), "steps": 2, "evaluate_every": 2}
     runs = [ppo_config(output=tmp_path / schedule["kind"], schedule=schedule, **changes) for schedule in schedules]
     for config in runs:
         train_ppo(config)
@@ -93,22 +93,23 @@ def with_staleness_one(config: GRPOConfig) -> dict[str, torch.Tensor]:
 
 def test_one_step_off_trains_on_responses_of_the_previous_weights(grpo_config: GrpoConfigs, tmp_path: Path) -> None:
     schedule = {"kind": "one_step_off"}
-    config = grpo_config(steps=4, placement=Placement(**ALIKE), schedule=schedule)
+    sizes = {"batch_size": 16, "minibatch_size": 8, "evaluate_every": 0}
+    config = grpo_config(placement=Placement(**ALIKE), schedule=schedule, **sizes)
     train_grpo(config)
     expected = with_staleness_one(config.model_copy(update={"output": tmp_path / "by_hand"}))
     assert all(torch.equal(weights(config)[name], weight) for name, weight in expected.items())
+    assert [line["staleness"] for line in metrics_of(config)] == [0, 1, 1]
+
+
+def test_one_step_off_on_ray_has_a_staleness_of_one(one_step_off_run: FinishedRun[GRPOConfig]) -> None:
+    """Its first checkpoints contain rollouts that are not trained yet."""
+    config = one_step_off_run.config
     assert [line["staleness"] for line in metrics_of(config)[1:]] == [0, 1, 1, 1]
     assert [line["staleness_1"] for line in metrics_of(config)[1:]] == [0, 1, 1, 1]
-
-
-def from_step(config: AnyConfig, step: int, output: Path) -> AnyConfig:
-    """Returns the config of a copy of the run that resumes from the checkpoint of `step`."""
-    shutil.copytree(config.output, output)
-    checkpoints = Checkpoints(output)
-    for newer in checkpoints.steps():
-        if newer > step:
-            shutil.rmtree(checkpoints.folder(newer))
-    return config.model_copy(update={"output": output, "resume": "auto"})
+    for step in (1, 2, 3):
+        checkpoint = Checkpoints(config.output).read(step)
+        versions = load_file(checkpoint.path / FILE)["tokens/weight_version"]
+        assert checkpoint.driver()["objects"]["prompts"]["untrained"] and set(versions.tolist()) == {-1, step - 1}
 
 
 ONE_STEP_OFF: dict[str, Any] = {"placement": Placement(**ALIKE), "schedule": {"kind": "one_step_off"}}
@@ -189,7 +190,12 @@ def test_a_one_step_off_run_that_is_extended_is_bitwise_identical_to_a_longer_ru
 
 def train_streaming(config: GRPOConfig) -> list[dict[str, float]]:
     """Trains, checks the invariants of asynchronous runs, and returns the log records."""
-    summary = train_grpo(config)
+    return check_streaming(FinishedRun(config, train_grpo(config)))
+
+
+def check_streaming(run: FinishedRun[GRPOConfig]) -> list[dict[str, float]]:
+    """Checks the invariants of asynchronous runs, and returns the log records."""
+    config, summary = run
     lines = metrics_of(config)[1:]
     bound = config.schedule.staleness
     assert all(line["staleness_max"] <= bound for line in lines)
@@ -220,15 +226,15 @@ def test_async_resumes_with_complete_rollouts_and_trains_every_prompt_once(
 ) -> None:
     schedule = {"kind": "async", "max_staleness": 3}
     changes: dict[str, Any] = {"placement": Placement(**ALIKE), "schedule": schedule}
-    first = grpo_config(steps=6, checkpoint=EVERY_STEP, **changes)
+    first = grpo_config(steps=4, checkpoint=EVERY_STEP, **changes)
     begun = trained_prompts(first)
-    checkpoint = Checkpoints(first.output).read(3)
+    checkpoint = Checkpoints(first.output).read(2)
     state = checkpoint.driver()["objects"]["prompts"]
     finished = sum(version is not None for _, version in state["groups"])
-    again = from_step(first, 3, tmp_path / "again")
+    again = from_step(first, 2, tmp_path / "again")
     rest = trained_prompts(again)
-    trained = [prompt for step in range(1, 7) for prompt in (begun if step <= 3 else rest)[step]]
-    assert list(rest) == [4, 5, 6] and sorted(trained) == list(range(6 * first.prompts_per_step))
+    trained = [prompt for step in range(1, 5) for prompt in (begun if step <= 2 else rest)[step]]
+    assert list(rest) == [3, 4] and sorted(trained) == list(range(4 * first.prompts_per_step))
     assert (FILE in checkpoint.manifest.files) == (finished > 0)
     if finished:
         rows = load_file(checkpoint.path / FILE)
@@ -254,8 +260,13 @@ def trained_prompts(config: GRPOConfig) -> dict[int, list[int]]:
     return prompts_by_step
 
 
-@pytest.mark.parametrize("interrupt", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_grpo_streams_from_two_replicas_to_two_trainers(
+def test_grpo_streams_from_two_replicas_to_two_trainers(async_run: FinishedRun[GRPOConfig]) -> None:
+    assert len(check_streaming(async_run)) == async_run.config.steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_grpo_streams_all_groups_from_two_replicas_to_two_trainers(
     grpo_config: GrpoConfigs, ray_session: None, interrupt: bool
 ) -> None:
     schedule = ASYNC | {"interrupt": interrupt}

@@ -16,6 +16,7 @@ from flowrl.config import ConfigError, load
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 from tests.errors import rejects
+from tests.recipes.test_resume import from_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "write_a_recipe.md"
 
@@ -63,19 +64,18 @@ def test_the_documented_program_resumes_with_its_kl_coefficient(
 ) -> None:
     control = {"kind": "adaptive", "target": 1e-4, "horizon": 200}
     algorithm = {"estimator": "rloo", "kl_coef": 0.1, "kl_control": control}
-    settings = {"algorithm": algorithm, "checkpoint": {"every": 2}, "report": {"plots": False, "tensorboard": False}}
+    settings = {"algorithm": algorithm, "checkpoint": {"every": 2}, "batch_size": 16, "minibatch_size": 8}
     straight = grpo_config(**settings, steps=4, output=tmp_path / "straight")
-    first = grpo_config(**settings, steps=2, output=tmp_path / "resumed")
     assert recipe.train(straight)["steps"] == 4
-    recipe.train(first)
-    recipe.train(first.model_copy(update={"steps": 4, "resume": "auto"}))
+    resumed = from_step(straight, 2, tmp_path / "resumed")
+    recipe.train(resumed)
     records = [
         [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
-        for config in (straight, first)
+        for config in (straight, resumed)
     ]
     coefficients = [[record.get("kl_coef") for record in history] for history in records]
     assert coefficients[0] == coefficients[1] and len(set(coefficients[0][1:])) == 4
     rewards = [[record.get("reward") for record in history] for history in records]
     assert rewards[0] == rewards[1]
-    states = [Checkpoints(c.output).read(4).driver()["objects"]["advantages"] for c in (straight, first)]
+    states = [Checkpoints(c.output).read(4).driver()["objects"]["advantages"] for c in (straight, resumed)]
     assert states[0] == states[1]

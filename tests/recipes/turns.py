@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.environments.base import ModelResponse, Observation, conversation_of
 from recipes.quickstart.task import score
-from tests.recipes.scored import parity
+from tests.recipes.scored import fails_for_response, parity
 
 
 class OneTurn:
@@ -46,6 +46,19 @@ class Parity(OneTurn):
     async def step(self, response: ModelResponse) -> Observation:
         reward = parity(prompt=self.row["prompt"], response=response.text)
         return Observation(reward=reward, done=True, info={"counts": {"odd": int(reward)}})
+
+
+class ParityOfTwoTurns(OneTurn):
+    """Asks again after the first response, and scores the second with `scored.parity`. Raises for some responses."""
+
+    observation_roles = ("user",)
+
+    async def step(self, response: ModelResponse) -> Observation:
+        if not response.turn:
+            return Observation([{"role": "user", "content": "1+1="}], reward=0.0, info={"counts": {"again": 1}})
+        if fails_for_response(response.text):
+            raise RuntimeError("unlucky")
+        return Observation(reward=parity(self.row["prompt"], response.text), done=True, info={"counts": {"answer": 1}})
 
 
 class Unlucky(OneTurn):

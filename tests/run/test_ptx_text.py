@@ -85,6 +85,7 @@ def records(settings: GRPOConfig) -> list[dict[str, float]]:
     return [json.loads(line) for line in (settings.output / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_lowers_the_loss_of_its_text_and_resumes_bitwise_identically(task: Path, tmp_path: Path) -> None:
     straight = config(task, tmp_path / "straight", {})
     train(straight)

@@ -10,7 +10,7 @@ from flowrl.config import EnvironmentConfig, RewardConfig
 from flowrl.data.batch.tensordicts import make_tensordict, objects
 from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.rewards.reward_function import RewardError
-from flowrl.schedules.rewards import EnvironmentScoring, Rewards, combine_scores
+from flowrl.schedules.rewards import EnvironmentScoring, Rewards, combine_scores, measure_rewards
 
 
 def test_the_limits_are_those_of_the_reward() -> None:
@@ -26,6 +26,28 @@ def test_the_limits_are_those_of_the_environment() -> None:
     unused = cast(Any, None)  # a group, which the limits do not need
     limits = EnvironmentScoring(config, unused, max_prompt_tokens=8).limits
     assert limits == PoolLimits(2, 1.5, memory_mb=900.0, allow_network=True)
+
+
+def test_the_metrics_of_a_reward_are_means_over_the_rows_of_its_data_sources() -> None:
+    """The reward `bonus` does not apply to the second row, and fails for the third."""
+
+    def call(score: float | None, failure: str | None = None) -> dict[str, Any]:
+        return {"score": score, "failure": failure, "message": "crashed", "seconds": None}
+
+    calls = [
+        {"size": call(2.0), "bonus": call(3.0)},
+        {"size": call(5.0)},
+        {"size": call(8.0), "bonus": call(None, "x")},
+    ]
+    failed = torch.tensor([False, False, True])
+    metrics = measure_rewards(make_tensordict({"reward_failed": failed, "reward_calls": calls}))
+    assert {name: metric.result() for name, metric in metrics.items()} == {
+        "reward_failed_fraction": 1 / 3,
+        "rewards/size": 5.0,
+        "rewards/size/failed_fraction": 0.0,
+        "rewards/bonus": 3.0,
+        "rewards/bonus/failed_fraction": 0.5,
+    }
 
 
 # Scores of models.
