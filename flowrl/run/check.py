@@ -204,9 +204,10 @@ class _Checks:
                 "the reward is a model, which the check step runs" if has_model else "the recipe has no reward function"
             )
         train, test = self._prompts
-        self.scores = _score_answers(reward, train.evaluation_rows(NUM_ROWS))
-        for prompts in test.values() if reward.evaluation is not None else ():
-            _score_answers(reward, _first_rows(prompts), evaluation=True)
+        with closing(RowScorer(reward.model_copy(update={"on_failure": "stop"}), workers=1)) as scorer:
+            self.scores = _score_answers(scorer, train.evaluation_rows(NUM_ROWS))
+            for prompts in test.values() if reward.evaluation is not None else ():
+                _score_answers(scorer, _first_rows(prompts), evaluation=True)
         names = dict.fromkeys(function for _, function in reward.functions())
         has_answers = any(score for _, _, score, _ in self.scores)
         if has_answers and all(float(score or 0) <= float(empty) for _, _, score, empty in self.scores):
@@ -359,7 +360,7 @@ def _first_rows(prompts: Batch) -> list[dict[str, Any]]:
 
 
 def _score_answers(
-    reward: RewardConfig, rows: Sequence[dict[str, Any]], *, evaluation: bool = False
+    scorer: RowScorer, rows: Sequence[dict[str, Any]], *, evaluation: bool = False
 ) -> list[tuple[str, str, str, str]]:
     """Returns one row per prompt: the prompt, the answer, and the scores of the answer and of an empty response."""
     # A response is always text, whatever the type of the answer column is.
@@ -370,9 +371,8 @@ def _score_answers(
         for row, answer in zip(rows, answers, strict=True)
         for response in ((answer, "") if answer is not None else ("",))
     ]
-    with closing(RowScorer(reward.model_copy(update={"on_failure": "stop"}), workers=1)) as scorer:
-        futures = [scorer.submit(row, evaluation=evaluation) for row in inputs]
-        values = [future.result().values for future in futures]
+    futures = [scorer.submit(row, evaluation=evaluation) for row in inputs]
+    values = [future.result().values for future in futures]
     scores = iter(f"{row['scores'] if 'scores' in row else sum(row.values()):g}" for row in values)
     return [
         (_shorten(row["prompt"]), _shorten(row["answer"]), "" if answer is None else next(scores), next(scores))
