@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.cli.number_types import natural, port, positive, positive_count, share, temperature
-from flowrl.cli.recipe_names import add_working_folder
+from flowrl.cli.recipe_names import add_working_folder, collection_paused
 from flowrl.config import CheckFailed, UserError
 from flowrl.config.rollout.engines import ENGINES
 from flowrl.data.messages import DataError
@@ -144,7 +144,8 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     conversations, source = read_job(job), find_source(arguments)
 
-    from flowrl.inference.generation_job import run_job  # noqa: PLC0415 (torch, after the arguments are valid)
+    with collection_paused():
+        from flowrl.inference.generation_job import run_job  # noqa: PLC0415 (torch, after the arguments are valid)
 
     run_job(job, conversations, source)
 
@@ -167,10 +168,11 @@ def _chat(arguments: argparse.Namespace) -> None:
     template, model = read_template_option(arguments.template), find_source(arguments)
 
     # imported here, because they import torch, which takes seconds: errors of the arguments come first
-    from flowrl.inference.chat_session import ChatSession  # noqa: PLC0415
-    from flowrl.inference.chat_terminal import ChatTerminal  # noqa: PLC0415
-    from flowrl.inference.model_source import ModelSource, resolve_model  # noqa: PLC0415
-    from flowrl.inference.text_generator import TextGenerator, open_chat  # noqa: PLC0415
+    with collection_paused():
+        from flowrl.inference.chat_session import ChatSession  # noqa: PLC0415
+        from flowrl.inference.chat_terminal import ChatTerminal  # noqa: PLC0415
+        from flowrl.inference.model_source import ModelSource, resolve_model  # noqa: PLC0415
+        from flowrl.inference.text_generator import TextGenerator, open_chat  # noqa: PLC0415
 
     def open_session(source: ModelSource) -> ChatSession:
         chat = open_chat(source, template)
@@ -238,7 +240,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     check_server(settings)
     template, source = read_template_option(arguments.template), find_source(arguments)
 
-    from flowrl.inference.text_generator import open_chat  # noqa: PLC0415 (torch, after the arguments are valid)
+    with collection_paused():
+        from flowrl.inference.text_generator import open_chat  # noqa: PLC0415 (torch, after the arguments are valid)
 
     chat = open_chat(source, template)
     if stops := unsupported_stops(chat):

@@ -23,7 +23,13 @@ from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.eval_commands import add_eval
 from flowrl.cli.inference_commands import add_inference
 from flowrl.cli.number_types import natural, seconds
-from flowrl.cli.recipe_names import add_working_folder, find_recipe, included_recipes, training_function
+from flowrl.cli.recipe_names import (
+    add_working_folder,
+    collection_paused,
+    find_recipe,
+    included_recipes,
+    training_function,
+)
 from flowrl.cli.replay_commands import add_replay
 from flowrl.cli.report_commands import add_report
 from flowrl.cli.show_commands import add_show
@@ -205,7 +211,8 @@ def run_recipe(
 def _import_train(name: str) -> Callable[[RunConfig], object]:
     # Unlike import_function, leaves an exception of the recipe's own imports as it is, with its traceback.
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+    with collection_paused():
+        return getattr(importlib.import_module(module), function)
 
 
 def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -244,7 +251,8 @@ def _check(arguments: argparse.Namespace) -> None:
     schema = _run_config(arguments.config)
     config, locate = load_located(arguments.config, arguments.overrides, schema)
 
-    from flowrl.run.check import check_config  # noqa: PLC0415 (torch, after the config is validated)
+    with collection_paused():
+        from flowrl.run.check import check_config  # noqa: PLC0415 (torch, after the config is validated)
 
     check_config(config, partial(training_function, schema), locate)
 

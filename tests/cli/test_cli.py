@@ -1,5 +1,6 @@
 """`flowrl` prints the requested output, or a one-line error with exit code 2."""
 
+import gc
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import pytest
 
 from flowrl.checkpoints.run_folder import write_json
 from flowrl.cli import exit_code, main, run_recipe
+from flowrl.cli.recipe_names import collection_paused
 from flowrl.config import ConfigError, RolloutLogConfig, RunConfig, loading
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog
@@ -104,6 +106,19 @@ def test_a_plan_without_user_defined_functions_loads_no_slow_library_and_reads_n
     code += f"print([m for m in {SLOW_LIBRARIES} if m in sys.modules], [f for f in linecache.cache if '/config/' in f])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] []"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_pausing_the_garbage_collector_restores_its_state_also_after_an_error(is_enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with pytest.raises(ImportError), collection_paused():
+            is_paused = not gc.isenabled()
+            raise ImportError
+        assert (is_paused, gc.isenabled()) == (True, is_enabled)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 PLACEMENT = """device: cpu
