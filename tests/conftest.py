@@ -1,8 +1,10 @@
 """Fixtures for all tests: one Ray per pytest process, and clusters on either backend that close after their test."""
 
+import atexit
+import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skips files from which `-m` selects no test, because importing them takes seconds."""
     return selection.is_ignored(collection_path, config.getoption("markexpr") or "") or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports the test files without the garbage collector, which then ignores their objects in all tests.
+
+    Almost all objects of an import remain for the whole session.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # otherwise, some libraries report their objects as leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
