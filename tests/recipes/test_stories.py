@@ -38,6 +38,7 @@ from recipes.sft.train import train as train_sft
 from tests.configs import NO_REPORT
 from tests.engines import vllm_checks
 from tests.engines.closeness import reduction_rtol, relative_error
+from tests.errors import missing_facts
 
 MODEL = Path(__file__).parent / "stories260k"
 NUM_PROMPTS, NUM_HELD_OUT = 128, 8
@@ -247,6 +248,14 @@ def save_with_wide_heads(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL / name, folder)
     return folder
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_the_narrow_heads_are_rejected_before_vllm_starts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(Path(__file__).parents[2] / "recipes/grpo/arithmetic.yaml")
+    assert main([command, config, f"actor.model.path={MODEL}", "rollout.engine=vllm"]) == 2
+    problem = next(line for line in capsys.readouterr().err.splitlines() if "rollout.engine" in line)
+    assert not missing_facts(problem, "vllm", "cpu", 8, 32, 512, MODEL)
 
 
 def test_wide_heads_have_equal_logits(tmp_path: Path) -> None:
