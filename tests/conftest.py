@@ -97,7 +97,7 @@ def default_algorithms() -> Iterator[None]:
     environment = dict(os.environ)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue] (torch replaces the module at import)
     os.environ.clear()
     os.environ |= environment
 

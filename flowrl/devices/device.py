@@ -136,7 +136,7 @@ class CpuDevice:
     def make_deterministic(self) -> None:
         torch.use_deterministic_algorithms(True)
         # Otherwise torch would fill each new tensor with NaN.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (torch replaces the module at import)
 
 
 class CudaDevice:
@@ -177,6 +177,7 @@ class CudaDevice:
         if num_bytes:
             # Not `pin_memory`, because torch's allocator of pinned memory rounds sizes up to powers of two.
             cudart, address = torch.cuda.cudart(), buffer.data_ptr()
+            assert cudart is not None
             error = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
             if error:
                 raise RuntimeError(f"{num_bytes} bytes of host memory cannot be pinned: CUDA reports error {error}")
