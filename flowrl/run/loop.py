@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, ParamSpec, Self, overload
@@ -116,7 +116,7 @@ class Run:
             self._resumed = find_checkpoint(config)
             self._progress = resources.enter_context(LiveProgress(config.steps))
             self._interruption = resources.enter_context(Interruption(self._progress.notify))
-            restarts = current_policy()
+            self._restarts = restarts = current_policy()
             self._progress.notify(restarts.pop_message() or f"starting {', '.join(config.roles)} ({config.backend})")
             self._checks = StepChecks(config, self._progress.notify)
             self._protections = Protections(self._progress.notify)
@@ -526,13 +526,15 @@ class Run:
             show(self._progress.console, self._evaluations.results, self.folder, metric_titles(self.config))
         return summary
 
-    def _write_trace_and_plots(self, until_ns: int | None = None) -> None:
+    def _write_trace_and_plots(self, until_ns: int | None = None, *, is_partial: bool = False) -> None:
         events, dropped_until_ns = list(self.cluster.calls.events), self._log.recorded.dropped_until_ns
         earlier = None if self._resumed is None else (self._earlier, self._resumed.manifest.step)
         counted = () if self._source is None else self._source.counted
         write_trace(self.folder, events, dropped_until_ns, earlier, counted)
+        draw = partial(draw_plots, self.folder, self._metrics.history, events, until_ns)
         if self.config.report.plots:
-            draw_plots(self.folder, self._metrics.history, events, until_ns)
+            # A restart does not wait for the plots of the failed attempt.
+            self._restarts.draw_at_end(draw) if is_partial else draw()
 
     def _summary(self) -> Summary:
         signal = self._interruption.signal
@@ -542,7 +544,7 @@ class Run:
             "steps_requested": self.config.steps,
             "interrupted_by": None if signal is None else signal.name,
             "stopped_by": self._checks.error,
-            "restarts": current_policy().num_restarts,
+            "restarts": self._restarts.num_restarts,
             "seconds": time.monotonic() - self.started_s,
             "rollout_gap_steps": self._checks.rollout.gap_steps,
             "health": self._checks.health.summary(),
@@ -578,7 +580,7 @@ class Run:
     def _write_partial_results(self, error: BaseException) -> None:
         has_steps = self._resumed is not None or any(record["step"] for record in self._metrics.history)
         if has_steps or self._recorder.keeps_step(error):
-            self._write_trace_and_plots()
+            self._write_trace_and_plots(is_partial=True)
         else:
             self.folder.clear()  # there is no result yet, so the next attempt may use the same folder
             self._interruption.progress = "before the first step was complete; nothing was saved"

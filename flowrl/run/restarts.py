@@ -30,6 +30,7 @@ class RestartPolicy:
         self._retained: Cluster | None = None
         self._message = ""
         self._last_failure: tuple[str, int] | None = None
+        self._draw: Callable[[], None] | None = None
 
     @contextmanager
     def cluster(
@@ -52,6 +53,16 @@ class RestartPolicy:
         finally:
             if self._retained is None:
                 cluster.close()
+            draw, self._draw = self._draw, None
+            if draw is not None and not self.is_restarting:
+                try:
+                    draw()
+                except OSError as lost:  # not raised, because the first error is reported
+                    cluster.notify(f"the plots in {config.output} are incomplete: {lost}")
+
+    def draw_at_end(self, draw: Callable[[], None]) -> None:
+        """Sets a function that draws the plots of a failed attempt. It is called unless the program restarts."""
+        self._draw = draw
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
         """Whether a restart may succeed, because a process failed and neither a bug nor invalid input is the cause."""

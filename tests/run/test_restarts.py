@@ -11,6 +11,7 @@ from flowrl.config import CheckpointConfig, RunConfig
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import current_policy, with_restarts
+from tests.conftest import BackendName
 from tests.controller.replica_workers import Replica, StatefulReplica
 from tests.errors import missing_facts
 
@@ -32,14 +33,17 @@ def checkpointed(folder: Path, step: int) -> None:
 class Program:
     """A training function with a given body. Records messages and processes of every attempt."""
 
-    def __init__(self, body: Callable[["Program", WorkerGroup], object]) -> None:
+    def __init__(self, body: Callable[["Program", WorkerGroup], object], backend: BackendName = "ray") -> None:
         self.body = body
+        self.backend: BackendName = backend
         self.messages: list[str] = []
         self.failures: list[str] = []
         self.resumes: list[str] = []
         self.restarts: list[int] = []
         self.replica_processes: list[int] = []
         self.clusters: list[Cluster] = []
+        self.drawn: list[int] = []
+        """Numbers of restarts when plots were drawn."""
 
     def __call__(self, config: RunConfig) -> None:
         policy, interruption = current_policy(), Interruption(self.messages.append)
@@ -52,10 +56,11 @@ class Program:
             actor, rollout = cluster.group("actor", StatefulReplica), cluster.group("rollout", Replica)
             self.replica_processes.append(rollout.identify()[0][2])
             self.interruption = interruption
+            policy.draw_at_end(lambda: self.drawn.append(policy.num_restarts))
             self.body(self, actor)
 
     def _cluster(self) -> Cluster:
-        return Cluster(PLACEMENT, num_threads=1)
+        return Cluster(PLACEMENT, backend=self.backend, num_threads=1)
 
 
 def is_closed(cluster: Cluster) -> bool:
@@ -84,6 +89,14 @@ def test_a_restart_retains_the_other_processes(config: RunConfig):
     assert not missing_facts(program.messages[2], "restart", "step", 2, "rollout")
     assert len(program.failures) == 2 and not missing_facts(program.failures[0], "actor.commit", "rank", "node")
     assert is_closed(program.clusters[0])
+    assert program.drawn == [2]  # a restart does not wait for plots
+
+
+def test_the_plots_of_an_attempt_without_restart_are_drawn_after_its_failure(tmp_path: Path):
+    program = Program(lambda self, actor: actor.commit("raise").get(), backend="inline")
+    with pytest.raises(WorkerError, match="KeyError"):
+        with_restarts(program, RunConfig(output=tmp_path, steps=5, placement=PLACEMENT, restarts=2))
+    assert program.drawn == [0]
 
 
 @pytest.mark.slow
