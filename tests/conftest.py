@@ -13,10 +13,12 @@ from typing import Any, Literal
 import pytest
 
 from flowrl import Cluster, Placement
+from flowrl.controller.backends.base import Backend
 from tests import selection
+from tests.controller.faulty_backend import FaultyBackend
 from tests.costs import Costs
 
-BackendName = Literal["inline", "ray"]
+BackendName = Literal["inline", "faulty", "ray"]
 NUM_CPUS = 16
 """Number of logical CPUs of the test Ray, which bounds its worker processes; independent of the machine."""
 
@@ -89,6 +91,11 @@ def backend(request: pytest.FixtureRequest) -> BackendName:
     return request.param
 
 
+def make_backend(backend: BackendName | Backend) -> Literal["inline", "ray"] | Backend:
+    """Returns the argument of `Cluster` for a backend in the parameters of a test."""
+    return FaultyBackend() if backend == "faulty" else backend
+
+
 @pytest.fixture
 def default_algorithms() -> Iterator[None]:
     """Ends torch's deterministic mode after the test, and restores the environment."""
@@ -107,8 +114,10 @@ def open_cluster() -> Iterator[ClusterMaker]:
     """Opens CPU clusters that close after the test: `open_cluster("inline", {"main": [2]}, {"actor": "main"})`."""
     with ExitStack() as stack:
 
-        def make(backend: BackendName, pools: dict[str, Any], roles: dict[str, Any], **settings: Any) -> Cluster:
+        def make(
+            backend: BackendName | Backend, pools: dict[str, Any], roles: dict[str, Any], **settings: Any
+        ) -> Cluster:
             placement = Placement(device="cpu", pools=pools, roles=roles)
-            return stack.enter_context(Cluster(placement, backend=backend, **settings))
+            return stack.enter_context(Cluster(placement, backend=make_backend(backend), **settings))
 
         yield make

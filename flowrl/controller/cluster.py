@@ -65,7 +65,7 @@ class Cluster:
 
     Args:
         placement: pools and roles.
-        backend: `ray` (one process per device) or `inline` (all workers in this process).
+        backend: `ray` (one process per device), `inline` (all workers in this process), or a backend of your own.
         address: address of a Ray cluster to join; None starts Ray on this machine.
         devices: number of usable devices per node; None detects the number.
         roles: roles that the program uses; None means all roles of the placement.
@@ -87,7 +87,7 @@ class Cluster:
         self,
         placement: Placement,
         *,
-        backend: Literal["ray", "inline"] = "ray",
+        backend: Literal["ray", "inline"] | Backend = "ray",
         address: str | None = None,
         devices: tuple[int, ...] | None = None,
         roles: tuple[str, ...] | None = None,
@@ -107,7 +107,9 @@ class Cluster:
             raise PlacementError(f"placement: the name {TASKS!r} is reserved by flowrl; rename the pool or role")
         self.notify = notify or _log.warning
         """Shows the user a message. Programs with a progress display replace this function."""
-        self._backend: Backend = InlineBackend() if self._inline else _make_ray_backend(address, self._notify, prepare)
+        if backend == "ray":
+            backend = _make_ray_backend(address, self._notify, prepare)
+        self._backend: Backend = InlineBackend() if backend == "inline" else backend
         self.calls = Calls(self._backend, call_timeout_s, start_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
         self._restarts = restarts

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
-from tests.conftest import BackendName
+from tests.conftest import BackendName, make_backend
 from tests.controller.workers import Arithmetic, Summing
 
 PLACEMENT = Placement.model_validate(
@@ -27,6 +27,14 @@ PLACEMENT = Placement.model_validate(
 )
 
 
+@pytest.fixture(params=["inline", "faulty", "ray"], scope="session")
+def backend(request: pytest.FixtureRequest) -> BackendName:
+    """Parametrizes a test over all backends; starts Ray on first use."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    return request.param
+
+
 @dataclass
 class Shared:
     """Groups of two pools of three and two processes. No test may let a call fail in a worker here."""
@@ -43,7 +51,7 @@ class Shared:
 
 @pytest.fixture(scope="session")
 def shared(backend: BackendName) -> Iterator[Shared]:
-    with Cluster(PLACEMENT, backend=backend, num_threads=1) as cluster:
+    with Cluster(PLACEMENT, backend=make_backend(backend), num_threads=1) as cluster:
         sums = {
             role: cluster.group(role, Summing, factor) for role, factor in (("sum_a", 1), ("sum_b", 10), ("sum_two", 1))
         }

@@ -174,7 +174,7 @@ def test_roles_of_one_pool_share_processes(shared: Shared):
 
 def test_ranks_of_the_ray_backend_are_processes(shared: Shared):
     own = set(shared.first.process_id() + shared.second.process_id())
-    assert own == {os.getpid()} if shared.backend == "inline" else len(own) == 5 and os.getpid() not in own
+    assert own == {os.getpid()} if shared.backend != "ray" else len(own) == 5 and os.getpid() not in own
 
 
 def test_a_worker_reads_its_peer_in_the_same_process(shared: Shared):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
-from tests.conftest import BackendName
+from tests.conftest import BackendName, make_backend
 from tests.controller.chain import Chain
 from tests.controller.oracle import METHODS, SAME_ROWS, Rows, concat
 
@@ -28,7 +28,7 @@ PLACEMENT = Placement.model_validate(
 @pytest.fixture(scope="module")
 def groups(backend: BackendName) -> Iterator[list[WorkerGroup]]:
     """Three data-parallel ranks; two with tensor-parallel peers; one behind sequence and pipeline peers."""
-    with Cluster(PLACEMENT, backend=backend, num_threads=1) as cluster:
+    with Cluster(PLACEMENT, backend=make_backend(backend), num_threads=1) as cluster:
         yield [cluster.group(role, Chain) for role in ("flat", "tensor", "deep")]
 
 

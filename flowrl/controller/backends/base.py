@@ -14,11 +14,28 @@ RAY_LOGGER = "flowrl.ray"
 """Name of the logger that receives the messages of Ray's own processes."""
 
 
+class Clock(Protocol):
+    """The time of deadlines and waits. The module `time` is the real clock."""
+
+    def monotonic(self) -> float:
+        """Returns the current time in seconds since any moment."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Returns after `seconds` seconds."""
+        ...
+
+
 class Backend(Protocol):
     """Runs one host (process with workers) per slot. Returned `Ref`s raise `WorkerError` on `get` if a call failed."""
 
     is_remote: bool
     """Whether calls run in other processes, so that they also run while the driver computes."""
+
+    @property
+    def clock(self) -> Clock:
+        """Returns the clock of `wait`. All timeouts of calls are measured with it."""
+        ...
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         """Returns the available devices. `devices` replaces the detected number of devices per node."""

@@ -1,11 +1,13 @@
 """Inline backend: runs all workers synchronously in the driver's process, where `breakpoint()` works."""
 
 import copy
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flowrl.config.base import Device
+from flowrl.controller.backends.base import Clock
 from flowrl.controller.errors import WorkerError, describe_unpicklable
 from flowrl.controller.host.host import Host
 from flowrl.controller.host.process_probe import StackDump
@@ -21,6 +23,7 @@ class InlineBackend:
     """Runs the ranks of a call one after another. A failed call raises immediately."""
 
     is_remote = False
+    clock: Clock = time
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, int], Host] = {}

@@ -9,7 +9,6 @@ import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pickle import PicklingError
 from typing import Any
 
@@ -29,12 +28,12 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowrl.config.base import Device
-from flowrl.controller.backends.base import RAY_LOGGER
+from flowrl.controller.backends.base import RAY_LOGGER, Clock
 from flowrl.controller.backends.local_ray import find_local_end
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError, describe_unpicklable
 from flowrl.controller.host.fork_server import fork_server, survive_fork_server
-from flowrl.controller.host.host import Host
+from flowrl.controller.host.host import ReplaceableHost
 from flowrl.controller.host.process_end import ProcessEnds, count_oom_kills
 from flowrl.controller.host.process_probe import (
     StackDump,
@@ -57,14 +56,12 @@ _MEMORY_KILL = "Ray's memory monitor killed its process, because the node ran ou
 _EXIT_TYPE_TIMEOUT_S = 1.0
 
 
-class _RayHost(Host):
+class _RayHost(ReplaceableHost):
     """A host (process with workers) as a Ray actor."""
 
     def __init__(self, name: str, folder: str | None) -> None:
         """`folder` is the folder for temporary files on a local Ray. It is None on a cluster."""
-        super().__init__()
-        self._is_restored = False
-        """Whether `restore` has restored a lost process, and no call has reported it yet."""
+        super().__init__(_read_objects)
         if folder is not None:
             set_temporary_folder(folder)
         # On Ctrl-C, a terminal sends SIGINT to all processes. Only the driver handles the signal.
@@ -90,51 +87,8 @@ class _RayHost(Host):
 
     def call_encoded(self, encoded: Any, *objects: Any) -> tuple[Any, Any]:  # Any: bytes or the value
         request, plan = decode(encoded)
-        value, report = self.call(request, plan, *objects)
+        value, report = self.call_after_recovery(request, plan, *objects)
         return encode(value) if isinstance(value, Payload) else value, encode(report)
-
-    def call(self, request: Request, plan: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
-        """Runs `Host.call`. A replacement process first restores the workers and the state of the lost process."""
-        is_replacement = self._is_restored or (plan is not None and self.lacks(plan.constructions))
-        self._is_restored = False
-        if plan is not None:
-            self.recover(plan, request.role)
-        value, report = super().call(request, *objects)
-        return value, replace(report, is_replacement=True) if is_replacement else report
-
-    def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Constructs a worker, unless an earlier recovery has already constructed it."""
-        if self.lacks([construction]):
-            return super().construct(construction, *after)
-        now_ns = time.time_ns()
-        return None, Report(now_ns, now_ns, now_ns, now_ns)
-
-    def restore(self, plan: RecoveryPlan) -> None:
-        """Constructs missing workers, and replays the calls that need no device memory. The next call reports it."""
-        if self.lacks(plan.constructions):
-            self.recover(plan, role="")
-            self._is_restored = True
-
-    def recover(self, plan: RecoveryPlan, role: str) -> None:
-        """Constructs missing workers, and replays the calls that set the state of `role`.
-
-        After a construction, also replays such calls of the other roles of the process if they need no device memory.
-        Workers of other processes may need this state before the driver calls these roles, for example a server.
-        """
-        missing = [construction for construction in plan.constructions if self.lacks([construction])]
-        self.replaced = self.replaced or bool(missing)
-        self.forget_states(plan.attempt_start_id)
-        # A retried call needs the state at its submission. If a later call has changed the state, replay restores it.
-        # If replay cannot overwrite all of the state, the worker is constructed again.
-        is_ahead = self.is_ahead(role, plan.requests)
-        rebuild = is_ahead and not self.overwrites_state(role, plan.requests)
-        for construction in [*missing, *(c for c in plan.constructions if c.role == role and rebuild)]:
-            super().construct(construction)
-        roles = {construction.role for construction in missing} - {role}
-        is_replayed = is_ahead or self.is_behind(role, plan.requests)
-        for state, refs in plan.replay_log:
-            if (state.role == role and is_replayed) or (state.role in roles and state.contract.memory == ()):
-                super().call(state, *ray.get([_object_ref(ref) for ref in refs]))
 
 
 class RayRef:
@@ -243,6 +197,7 @@ class RayBackend:
     """Runs hosts as Ray actors on a local Ray, or on the cluster at `address`."""
 
     is_remote = True
+    clock: Clock = time
 
     def __init__(self, address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...] = ()) -> None:
         """`prepare` lists modules that the fork server imports."""
@@ -331,7 +286,7 @@ class RayBackend:
         self, slot: Slot, construction: Construction, plan: RecoveryPlan | None, after: Sequence[Ref] = ()
     ) -> Ref:
         _raise_if_ray_ended(construction.role, construction.rank, slot.node, "__init__")
-        method = self._hosts[slot.pool, slot.rank].construct
+        method = self._hosts[slot.pool, slot.rank].construct_once
         method = method.options(num_returns=2, max_task_retries=-1 if plan else 0)
         _, report = method.remote(construction, *map(_object_ref, after))
         return RayRef(report, (construction.role, construction.rank, slot.node, "__init__"))
@@ -453,6 +408,10 @@ def _restore(host: Any, plan: RecoveryPlan) -> None:  # Any: an actor handle, as
     """Runs on a worker of Ray. A failure is raised by the next call of the driver, which restores the workers too."""
     with contextlib.suppress(RayError):
         ray.get(host.restore.options(max_task_retries=-1).remote(plan))
+
+
+def _read_objects(refs: Sequence[Ref]) -> list[Any]:  # Any: payloads and results
+    return ray.get([_object_ref(ref) for ref in refs])
 
 
 def _object_ref(ref: Ref) -> ray.ObjectRef:

@@ -332,11 +332,11 @@ class Calls:
         self._pump.raise_error()
         if is_over():
             return True
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else self.backend.clock.monotonic() + timeout_s
         has_waited = False
         with self._pump.waiting_call():
             while not is_over():
-                left_s = POLL_INTERVAL_S if deadline is None else deadline - time.monotonic()
+                left_s = POLL_INTERVAL_S if deadline is None else deadline - self.backend.clock.monotonic()
                 if has_waited and left_s <= 0:
                     return False
                 triggers = self._pump.run()
@@ -378,12 +378,13 @@ class Calls:
         records = self.in_flight()
         self._collect(records, 0.0, len(records))
         with self.lock:
-            self.failures.check(time.monotonic())
+            now_s = self.backend.clock.monotonic()
+            self.failures.check(now_s)
             for record in self.in_flight():
                 if record.symptom is not None and (error := self._get_first_cause(record)):
                     self._in_flight.pop(record.call_id)
                     record.error = error
-            self._send_pings(time.monotonic())
+            self._send_pings(now_s)
 
     def _collect(self, records: Sequence[CallRecord], timeout_s: float, count: int) -> None:
         """Waits until `count` of the calls are done, or until the timeout. Resolves done calls in submission order."""
@@ -391,7 +392,7 @@ class Calls:
         if not by_ref:
             if not any(record.is_resolved for record in records):  # another thread may have resolved all of them
                 # The process of every remaining call is unreachable. `Failures` finds out why, in its next check.
-                time.sleep(timeout_s)
+                self.backend.clock.sleep(timeout_s)
             return
         refs = [record.report_ref for record in by_ref.values()]
         ready = self.backend.wait(refs, min(count, len(refs)), timeout_s)

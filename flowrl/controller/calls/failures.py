@@ -1,7 +1,6 @@
 """Failures: finds root causes, ends the processes that fail together, enforces deadlines, and stores replay logs."""
 
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -288,7 +287,8 @@ class Failures:
         record.symptom = error
         if group.name not in self._suspicions:
             probes = [(slot, self._backend.probe(slot)) for slot in group.slots]
-            self._suspicions[group.name] = _Suspicion(record, error, probes, time.monotonic() + SYMPTOM_GRACE_S)
+            until_s = self._backend.clock.monotonic() + SYMPTOM_GRACE_S
+            self._suspicions[group.name] = _Suspicion(record, error, probes, until_s)
         return None
 
     def record_success(self, slot: Slot) -> None:
@@ -421,8 +421,8 @@ def is_starting(record: CallRecord, stack: Stack, now_s: float) -> bool:
     is_younger = stack.age_s < now_s - record.running_since_s
     if stack.is_missing and not is_younger:
         return False  # the call itself may have replaced the handler of the signal, or may never return
-    if stack.frames and not stack.is_recovering and not is_younger:
-        if record.starting_since_s is None:
+    if stack.frames and not stack.is_recovering:
+        if record.starting_since_s is None and not is_younger:
             return False
         # The process started to run the call after the last check, so the clock of the call starts now.
         record.starting_since_s, record.running_since_s = None, now_s

@@ -1,4 +1,4 @@
-"""Host: constructs and calls the workers of all roles in one process, and offloads idle workers."""
+"""Host: constructs and calls the workers of all roles in one process, offloads idle workers, and restores lost ones."""
 
 import signal
 import sys
@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,9 @@ from flowrl.controller.errors import (
 )
 from flowrl.controller.host.rendezvous import join_process_group, role_process_group
 from flowrl.controller.placement.cpu_threads import use_threads
-from flowrl.controller.wire import Construction, FutureArgument, Report, Request, TableArgument
+from flowrl.controller.wire import Construction, FutureArgument, RecoveryPlan, Report, Request, TableArgument
 from flowrl.controller.worker import Worker, WorkerContext
-from flowrl.data.batch.block import Description
+from flowrl.data.batch.block import Description, Ref
 from flowrl.data.batch.payload import Payload
 
 if TYPE_CHECKING:
@@ -207,6 +208,59 @@ class Host:
         This is true if `states` contains a call of every method that has set state of this worker.
         """
         return self._state_methods.get(role, set()) <= {state.method for state in states if state.role == role}
+
+
+class ReplaceableHost(Host):
+    """A host whose process may replace a lost process. It then restores the workers and the state of that process."""
+
+    def __init__(self, read: Callable[[Sequence[Ref]], list[Any]]) -> None:  # Any: payloads and results
+        """`read` returns the values of references, which are the inputs of replayed calls."""
+        super().__init__()
+        self._read = read
+        self._is_restored = False
+        """Whether `restore` has restored a lost process, and no call has reported it yet."""
+
+    def call_after_recovery(self, request: Request, plan: RecoveryPlan | None, *objects: Any) -> tuple[Any, Report]:
+        """Runs `call`. A replacement process first restores the workers and the state of the lost process."""
+        is_replacement = self._is_restored or (plan is not None and self.lacks(plan.constructions))
+        self._is_restored = False
+        if plan is not None:
+            self.recover(plan, request.role)
+        value, report = self.call(request, *objects)
+        return value, replace(report, is_replacement=True) if is_replacement else report
+
+    def construct_once(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
+        """Constructs a worker, unless an earlier recovery has already constructed it."""
+        if self.lacks([construction]):
+            return self.construct(construction, *after)
+        return None, _simple_report(time.time_ns())
+
+    def restore(self, plan: RecoveryPlan) -> None:
+        """Constructs missing workers, and replays the calls that need no device memory. The next call reports it."""
+        if self.lacks(plan.constructions):
+            self.recover(plan, role="")
+            self._is_restored = True
+
+    def recover(self, plan: RecoveryPlan, role: str) -> None:
+        """Constructs missing workers, and replays the calls that set the state of `role`.
+
+        After a construction, also replays such calls of the other roles of the process if they need no device memory.
+        Workers of other processes may need this state before the driver calls these roles, for example a server.
+        """
+        missing = [construction for construction in plan.constructions if self.lacks([construction])]
+        self.replaced = self.replaced or bool(missing)
+        self.forget_states(plan.attempt_start_id)
+        # A retried call needs the state at its submission. If a later call has changed the state, replay restores it.
+        # If replay cannot overwrite all of the state, the worker is constructed again.
+        is_ahead = self.is_ahead(role, plan.requests)
+        rebuild = is_ahead and not self.overwrites_state(role, plan.requests)
+        for construction in [*missing, *(c for c in plan.constructions if c.role == role and rebuild)]:
+            self.construct(construction)
+        roles = {construction.role for construction in missing} - {role}
+        is_replayed = is_ahead or self.is_behind(role, plan.requests)
+        for state, refs in plan.replay_log:
+            if (state.role == role and is_replayed) or (state.role in roles and state.contract.memory == ()):
+                self.call(state, *self._read(refs))
 
 
 def _last_of(role: str, states: Sequence[Request]) -> int:

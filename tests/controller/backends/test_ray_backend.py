@@ -10,41 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray._private import worker as ray_worker
 
 from flowrl.controller.backends import local_ray
 from flowrl.controller.backends.base import RAY_LOGGER
-from flowrl.controller.backends.ray_backend import RayBackend, _RayHost
+from flowrl.controller.backends.ray_backend import RayBackend
 from flowrl.controller.errors import BackendError, ProcessLost
-from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.wire import Construction, RecoveryPlan, Request, encode
-from flowrl.controller.worker import Contract, Dispatch
-from flowrl.data.folders.private_folder import private_folder, temporary_folder
+from flowrl.data.folders.private_folder import private_folder
 from tests.conftest import ClusterMaker
-from tests.controller.faulty_workers import Scorer, SlowRestart
+from tests.controller.faulty_workers import Scorer
 from tests.errors import missing_facts
-
-SCORED = Request(5, "judge", 0, 0, "process_id", {}, Contract(Dispatch.ONE_TO_ALL), returns_batch=False)
-LOADED = Request(4, "judge", 0, 0, "load", {"offset": 7}, Contract(Dispatch.ONE_TO_ALL, replay=True), False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["the call", pytest.param("the construction", marks=pytest.mark.slow)])
-def test_a_new_process_constructs_its_worker_once(ray_session: None, tmp_path: Path, first: str) -> None:
-    lines = tmp_path / "lines"
-    construction = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
-    host: Any = ray.remote(_RayHost).options(num_cpus=0).remote("flowrl-test-ray-backend", str(temporary_folder()))
-    called = encode((SCORED, RecoveryPlan((construction,), ((LOADED, ()),))))
-    call, construct = host.call_encoded.options(num_returns=2), host.construct.options(num_returns=2)
-    if first == "the call":
-        ids = [call.remote(called)[0], construct.remote(construction)[0], call.remote(called)[0]]
-    else:
-        ids = [construct.remote(construction)[0], call.remote(called)[0], call.remote(called)[0]]
-    responses = ray.get(ids)
-    assert responses.count(None) == 1
-    assert lines.read_text() == "constructed\n"
-    ray.kill(host)
 
 
 def test_messages_of_ray_are_logged_and_not_printed(

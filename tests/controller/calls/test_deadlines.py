@@ -95,6 +95,14 @@ def test_a_process_without_a_stack_is_starting_only_if_it_is_younger_than_the_ca
     assert not is_starting(call, Stack(age_s=16.0, is_missing=True), 122.0)
 
 
+def test_the_clock_of_a_call_starts_again_once_in_a_replacement_process() -> None:
+    call, frames = record(1, 0, 10.0), (Frame("rewards.py", 7, "score"),)
+    call.running_since_s = 100.0
+    assert is_starting(call, Stack(frames, age_s=5.0), 111.0)
+    assert call.running_since_s == 111.0
+    assert not is_starting(call, Stack(frames, age_s=16.0), 122.0)
+
+
 @pytest.mark.parametrize(
     ("setting", "starting_since_s", "expected"),
     [

@@ -39,6 +39,7 @@ class Chain:
         return [self.now] if self.now is not None else []
 
 
+@pytest.mark.parametrize("backend", ["inline", "ray"], indirect=True)
 def test_callbacks_run_while_the_driver_waits_for_a_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     """Completed calls trigger it: polls are too rare in this test."""
     first, second = cluster.group("first", RaisingWorker), cluster.group("second", RaisingWorker)

@@ -1,14 +1,18 @@
 """Recovery plans of processes that may be replaced."""
 
+from pathlib import Path
+
+import pytest
+
 from flowrl.controller.backends.inline_backend import InlineBackend
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.failures import Recovery
-from flowrl.controller.host.host import Host
+from flowrl.controller.host.host import Host, ReplaceableHost
 from flowrl.controller.placement.plan import Mesh, Slot
-from flowrl.controller.wire import Construction, Report, Request
+from flowrl.controller.wire import Construction, RecoveryPlan, Report, Request
 from flowrl.controller.worker import Contract, Dispatch
 from flowrl.data.batch.block import LocalRef
-from tests.controller.faulty_workers import Scorer
+from tests.controller.faulty_workers import Scorer, SlowRestart
 
 SLOT = Slot("judges", 0, 0, 0, 0)
 MADE = Construction("judge", Scorer, (10,), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
@@ -88,3 +92,18 @@ def test_each_replacement_of_a_process_is_counted():
         report = LocalRef(Report(0, 0, 0, 0, is_replacement=is_replacement))
         calls.wait([calls.add(report, "scorer", 0, "score", SLOT, "cpu:0")], None)
     assert calls.get_num_replacements(SLOT) == 2
+
+
+@pytest.mark.parametrize("is_constructed_first", [True, False])
+def test_a_replacement_process_constructs_its_worker_once(tmp_path: Path, is_constructed_first: bool):
+    """The call and the construction of a lost process reach its replacement in any order."""
+    host, lines = ReplaceableHost(list), tmp_path / "lines"
+    construction = Construction("judge", SlowRestart, (lines, 0.0), {}, Mesh(1, 1, 1, 1), 0, 0, 0, "cpu", 1)
+    plan = RecoveryPlan((construction,), ((load(4, 7), ()),))
+    request = Request(5, "judge", 0, 0, "process_id", {}, Contract(Dispatch.ONE_TO_ALL), returns_batch=False)
+    if is_constructed_first:
+        host.construct_once(construction)
+    reports = [host.call_after_recovery(request, plan)[1], host.call_after_recovery(request, plan)[1]]
+    host.construct_once(construction)
+    assert lines.read_text() == "constructed\n"
+    assert [report.is_replacement for report in reports] == [not is_constructed_first, False]

@@ -12,6 +12,9 @@ from tests.controller.conftest import Shared
 from tests.engines.closeness import assert_norm_close
 from tests.slow_cases import slow
 
+# The processes of a FaultyBackend are simulated, and have no process group.
+pytestmark = pytest.mark.parametrize("backend", ["inline", "ray"], indirect=True)
+
 
 @pytest.mark.parametrize(("role", "total"), [("sum_a", 6), ("sum_b", 60), slow("sum_two", 3)])
 def test_ranks_of_a_role_sum_over_each_other(shared: Shared, role: str, total: int):
