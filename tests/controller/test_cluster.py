@@ -9,6 +9,7 @@ from flowrl import ContractError, FlowError, ResourcePool
 from flowrl.controller.placement.plan import PlacementError
 from flowrl.controller.worker import Worker
 from tests.conftest import BackendName, ClusterMaker
+from tests.controller.faulty_backend import CallFault, FaultyBackend
 from tests.controller.faulty_workers import RaisingWorker
 from tests.controller.workers import Arithmetic
 
@@ -141,9 +142,10 @@ def test_a_closed_cluster_rejects_calls(backend: BackendName, open_cluster: Clus
         group.add_one(1)
 
 
-def test_a_call_in_flight_fails_when_the_cluster_closes(ray_session: None, open_cluster: ClusterMaker):
-    cluster = open_cluster("ray", {"main": [1]}, {"actor": "main"})
-    future = cluster.group("actor", RaisingWorker).sleep(60.0)
+def test_a_call_in_flight_fails_when_the_cluster_closes(open_cluster: ClusterMaker):
+    backend = FaultyBackend(CallFault("slow", "actor", "add_one", after_s=60.0))
+    cluster = open_cluster(backend, {"main": [1]}, {"actor": "main"})
+    future = cluster.group("actor", RaisingWorker).add_one(1)
     cluster.close()
     with pytest.raises(FlowError):
         future.get()

@@ -10,8 +10,9 @@ from flowrl import Batch, ContractError, FlowError, WorkerError, WorkerGroup
 from flowrl.config import UserError
 from flowrl.controller.errors import WorkerUserError
 from tests.conftest import BackendName, ClusterMaker
+from tests.controller.faulty_backend import CallFault, FaultyBackend
 from tests.controller.faulty_workers import RaisingConstructor, RaisingWorker, raises
-from tests.slow_cases import INLINE_BY_DEFAULT
+from tests.slow_cases import INLINE_BY_DEFAULT, slow
 
 
 @pytest.fixture
@@ -19,6 +20,7 @@ def failing(backend: BackendName, open_cluster: ClusterMaker) -> WorkerGroup:
     return open_cluster(backend, {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
 
 
+@pytest.mark.parametrize("backend", ["inline", "faulty", slow("ray")], indirect=True)
 def test_a_failure_names_role_rank_node_and_method(failing: WorkerGroup):
     with pytest.raises(WorkerError) as caught:
         failing.fail_on(1).get()
@@ -63,20 +65,18 @@ def test_the_error_of_a_constructor_names_its_rank(backend: BackendName, open_cl
         cluster.group("actor", RaisingConstructor, bad_rank=1).hello()
 
 
-def test_a_failing_function_of_the_task_worker_is_raised(ray_session: None, open_cluster: ClusterMaker):
-    cluster = open_cluster("ray", {"main": [1]}, {"actor": "main"})
+def test_a_failing_function_of_the_task_worker_is_raised(open_cluster: ClusterMaker):
+    cluster = open_cluster("faulty", {"main": [1]}, {"actor": "main"})
     tasks = cluster.group("actor", RaisingWorker).tasks
     assert tasks is not None
     with pytest.raises(WorkerError, check=lambda error: (error.role, error.method) == ("tasks", "reduce")):
         tasks.reduce(raises, Batch.from_columns({"x": [1]}), {}).get()
 
 
-@pytest.mark.slow
-def test_a_failure_that_was_not_read_is_raised_by_the_next_call(ray_session: None, open_cluster: ClusterMaker):
-    group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
+def test_a_failure_that_was_not_read_is_raised_by_the_next_call(open_cluster: ClusterMaker):
+    group = open_cluster("faulty", {"main": [2]}, {"actor": "main"}).group("actor", RaisingWorker)
     failed = group.fail_on(1)
-    while not failed.done():
-        time.sleep(0.01)
+    assert failed.done()
     with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("fail_on", 1)):
         group.add_one(1)
 
@@ -91,22 +91,20 @@ def test_peers_blocked_on_a_failed_rank_are_ended(ray_session: None, open_cluste
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.slow
-def test_a_call_on_a_failed_input_raises_its_cause_and_its_own_group_continues(
-    ray_session: None, open_cluster: ClusterMaker
-):
-    cluster = open_cluster("ray", {"a": [2], "b": [1]}, {"actor": "a", "critic": "b"})
+def test_a_call_on_a_failed_input_raises_its_cause_and_its_own_group_continues(open_cluster: ClusterMaker):
+    cluster = open_cluster("faulty", {"a": [2], "b": [1]}, {"actor": "a", "critic": "b"})
     actor, critic = cluster.group("actor", RaisingWorker), cluster.group("critic", RaisingWorker)
     with pytest.raises(WorkerError, check=lambda error: (error.role, error.rank) == ("actor", 0)):
         critic.add_one(actor.fail_on(0)).get()
     assert critic.add_one(1).get() == [2]
 
 
-def test_a_deadline_names_the_call_that_is_late(ray_session: None, open_cluster: ClusterMaker):
-    group = open_cluster("ray", {"main": [1]}, {"actor": "main"}).group("actor", RaisingWorker)
-    group.add_one(1).get()
-    with pytest.raises(TimeoutError, match=r"actor\.sleep.* 0 .*0\.2 s"):
-        group.sleep(60.0).get(timeout_s=0.2)
+def test_a_deadline_names_the_call_that_is_late(open_cluster: ClusterMaker):
+    backend = FaultyBackend(CallFault("slow", "actor", "add_one", after_s=60.0))
+    group = open_cluster(backend, {"main": [1]}, {"actor": "main"}).group("actor", RaisingWorker)
+    with pytest.raises(TimeoutError, match=r"actor\.add_one.* 0 .*0\.2 s"):
+        group.add_one(1).get(timeout_s=0.2)
+    assert backend.clock.monotonic() == 0.2
 
 
 def test_every_error_is_a_flow_error():

@@ -7,16 +7,22 @@ from flowrl.controller.errors import WorkerError
 from tests.conftest import BackendName, ClusterMaker
 from tests.controller.replica_workers import Replica
 from tests.controller.workers import Arithmetic
+from tests.slow_cases import one_of
 
 BATCH = Batch.from_columns({"x": [1, 2, 3]})
 
 
+SEVERAL_REPLICAS = pytest.mark.parametrize("backend", one_of("faulty", "ray"), indirect=True)
+"""The inline backend has one replica."""
+
+
 @pytest.fixture
-def cluster(ray_session: None, open_cluster: ClusterMaker) -> Cluster:
+def cluster(backend: BackendName, open_cluster: ClusterMaker) -> Cluster:
     roles = {"rollout": "makers", "pairs": {"pool": "makers", "tp": 2}}
-    return open_cluster("ray", {"makers": [4]}, roles, num_threads=1)
+    return open_cluster(backend, {"makers": [4]}, roles, num_threads=1)
 
 
+@SEVERAL_REPLICAS
 def test_a_call_of_a_replica_runs_only_on_its_rank(cluster: Cluster):
     group = cluster.group("rollout", Replica)
     everyone = group.identify()
@@ -26,6 +32,7 @@ def test_a_call_of_a_replica_runs_only_on_its_rank(cluster: Cluster):
     assert (last.role, last.rank, last.method) == ("rollout", 2, "identify")
 
 
+@SEVERAL_REPLICAS
 def test_a_replica_receives_and_returns_full_batches(cluster: Cluster):
     group = cluster.group("rollout", Replica)
     group.replica(1).load(10)
@@ -40,7 +47,7 @@ def _doubled(table):
     return make_tensordict({"z": table["rows", "y"] * 2})
 
 
-@pytest.mark.slow
+@SEVERAL_REPLICAS
 def test_a_replica_of_several_ranks_calls_all_of_them(cluster: Cluster):
     pairs = cluster.group("pairs", Replica)
     ranks = [rank for rank, _, _ in pairs.replica(1).identify()]
@@ -48,7 +55,7 @@ def test_a_replica_of_several_ranks_calls_all_of_them(cluster: Cluster):
     assert pairs.replica(1).shifted(BATCH).num_rows == 3
 
 
-@pytest.mark.slow
+@SEVERAL_REPLICAS
 def test_an_error_names_the_rank_of_the_role(cluster: Cluster):
     group = cluster.group("rollout", Replica)
     with pytest.raises(WorkerError, check=lambda error: (error.method, error.rank) == ("commit", 3)):

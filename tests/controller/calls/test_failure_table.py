@@ -415,6 +415,13 @@ def test_invalid_input_of_a_stateless_worker_ends_no_process(open_cluster: Clust
     assert score(run) == [1, 2]
 
 
+def test_every_failure_group_raises_its_own_failure(open_cluster: ClusterMaker) -> None:
+    run = Run(open_cluster)
+    for group, rank in ((run.judge, ()), (run.actor, (1,))):
+        error = run.raised(lambda run, group=group, rank=rank: group.fail(*rank).get())
+        assert (error.role, error.method) == (group.role, "fail")
+
+
 def test_calls_of_a_lost_process_see_the_state_at_their_submission(open_cluster: ClusterMaker) -> None:
     run = Run(open_cluster, of_judge("exit"))
     results = [run.judge.score(BATCH)]

@@ -1,4 +1,7 @@
-"""The failure table of docs/failures.md with real processes."""
+"""The failure table of docs/failures.md with real processes: one case per kind, and slow tests of all others.
+
+test_failure_table.py has all cases with simulated processes.
+"""
 
 import os
 import signal
@@ -134,19 +137,6 @@ def test_a_rank_whose_result_violates_its_contract(pair: Cluster, method: str):
 
 
 @pytest.mark.slow
-def test_every_later_call_and_every_colocated_role_raise_the_first_failure(pair: Cluster):
-    first, second = pair.group("first", Faulty), pair.group("second", Faulty)
-    finished = second.compute("nothing")
-    with pytest.raises(WorkerError) as caught:
-        first.compute("raise").get()
-    for _ in range(2):
-        with pytest.raises(WorkerError) as again:
-            second.compute("nothing")
-        assert again.value is caught.value
-    finished.get()
-
-
-@pytest.mark.slow
 def test_a_driver_that_waits_late_gets_the_first_cause(pair: Cluster):
     group = pair.group("first", Faulty)
     group.process_id()
@@ -168,16 +158,6 @@ def test_the_deadline_error_names_the_rank_that_its_peers_wait_for(pair: Cluster
     assert (caught.value.rank, caught.value.method) == (1, "linger")
     assert not missing_facts(str(caught.value), "call_timeout_s")
     assert caught.value.remote_traceback.rstrip().endswith("in linger")
-
-
-@pytest.mark.slow
-def test_every_failure_group_raises_its_own_failure(ray_session: None, open_cluster: ClusterMaker):
-    cluster = open_cluster("ray", {"a": [1], "b": [1]}, {"first": "a", "second": "b"})
-    for role in ("first", "second"):
-        group = cluster.group(role, RaisingWorker)
-        with pytest.raises(WorkerError) as caught:
-            group.fail_on(0).get()
-        assert (caught.value.role, caught.value.method) == (role, "fail_on")
 
 
 @pytest.mark.slow
@@ -223,15 +203,14 @@ def test_a_call_without_its_state_raises_the_loss_that_caused_it(ray_session: No
     assert (caught.value.role, caught.value.rank, caught.value.method) == ("first", 1, "gather_to_one")
 
 
-@pytest.mark.slow
 def test_the_deadline_error_names_a_stopped_rank(pair: Cluster):
     group = pair.group("first", Faulty)
     os.kill(group.process_id()[1], signal.SIGSTOP)
-    shorten_deadline(pair, "spin")
+    pair.calls.timeout_s = 0.3  # a stopped process is the cause on any machine, also if its peer is slow
     with pytest.raises(DeadlineError) as caught:
         group.gather("nothing").get()
     assert (caught.value.rank, caught.value.method) == (1, "gather")
-    assert not missing_facts(str(caught.value), "SIGSTOP", "0")
+    assert not missing_facts(str(caught.value), "SIGSTOP")
 
 
 @pytest.mark.slow
@@ -309,6 +288,7 @@ def test_a_stateless_process_lost_between_calls_is_replaced(recoverable: Recover
     assert recoverable.double_scores() == [22, 42, 62, 82]
 
 
+@pytest.mark.slow
 def test_calls_to_a_replacement_see_the_state_at_their_submission(recoverable: Recoverable, tmp_path: Path):
     """The waiting calls reach a replacement in any order."""
     batch = Batch.from_columns({"x": [0, 0]})
@@ -385,27 +365,6 @@ def test_the_report_of_a_process_without_a_call_names_the_users_functions(
     os.kill(process_id, signal.SIGKILL)
     cluster.calls.wait_until(lambda: bool(messages), 60.0)
     assert not missing_facts(messages[0], "scorer", 0, "SIGKILL", "rewards.score_10")
-
-
-@pytest.mark.slow
-def test_an_exception_in_a_stateless_worker_is_raised_and_not_retried(scorers: tuple[Cluster, list[str]]):
-    scorer = scorers[0].group("scorer", Scorer, 1)
-    with pytest.raises(WorkerError) as caught:
-        scorer.score(BATCH, "raise").get("score")
-    assert caught.value.cause.startswith("KeyError")
-
-
-@pytest.mark.slow
-def test_invalid_input_of_a_stateless_worker_ends_no_process(ray_session: None, open_cluster: ClusterMaker):
-    cluster = open_cluster("ray", {"a": [1]}, {"scorer": "a", "first": "a"}, num_threads=1)
-    scorer, first = cluster.group("scorer", Scorer, 1), cluster.group("first", Arithmetic)
-    with pytest.raises(WorkerUserError) as caught:
-        scorer.score(BATCH, "reject").get("score")
-    with pytest.raises(WorkerUserError) as again:
-        first.identify()
-    assert again.value is caught.value
-    cluster.calls.abandon_all(10.0)
-    assert scorer.score(BATCH).get("score").tolist() == [1, 2]
 
 
 @pytest.mark.slow

@@ -146,9 +146,8 @@ def test_resolved_results_do_not_cause_a_busy_loop(cluster: Cluster):
     assert count <= num_polls + 4, "resolved results trigger only one run"
 
 
-@pytest.mark.slow
-def test_a_wait_for_a_condition_raises_a_failure(ray_session: None, open_cluster: ClusterMaker):
-    cluster = open_cluster("ray", {"a": [1]}, {"first": "a"}, num_threads=1)
+def test_a_wait_for_a_condition_raises_a_failure(open_cluster: ClusterMaker):
+    cluster = open_cluster("faulty", {"a": [1]}, {"first": "a"}, num_threads=1)
     cluster.group("first", RaisingWorker).fail_on(0)
     with pytest.raises(WorkerError, check=lambda error: (error.role, error.rank) == ("first", 0)):
         cluster.calls.wait_until(lambda: False)

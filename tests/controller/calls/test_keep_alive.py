@@ -10,7 +10,6 @@ import pytest
 from flowrl import Batch, Cluster, Dispatch, Worker, register
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Scorer
-from tests.slow_cases import slow
 
 BATCH = Batch.from_columns({"x": [1, 2]})
 LIMIT_S, DEADLINE_S = 120.0, 6.0
@@ -66,7 +65,8 @@ def cluster(ray_session: None, open_cluster: ClusterMaker, messages: list[str]) 
     return open_cluster("ray", {"main": [1], "other": [1]}, roles, num_threads=1, restarts=3, notify=messages.append)
 
 
-@pytest.mark.parametrize(("number", "fact"), [(signal.SIGKILL, "SIGKILL"), slow(signal.SIGSTOP, "SIGSTOP")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "fact"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "SIGSTOP")])
 def test_a_server_without_calls_in_flight_is_replaced(
     cluster: Cluster, messages: list[str], tmp_path: Path, number: signal.Signals, fact: str
 ) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from flowrl import Batch, Cluster, WorkerGroup
-from flowrl.controller.errors import ProcessLost, WorkerError
+from flowrl.controller.errors import ProcessLost
 from tests.conftest import ClusterMaker
 from tests.controller.faulty_workers import Doubling
 from tests.controller.replica_workers import Replica, StatefulReplica
@@ -30,6 +30,7 @@ def check_lost(error: ProcessLost, rank: int, method: str) -> None:
     assert (error.role, error.rank, error.node, error.method) == ("rollout", rank, 0, method)
 
 
+@pytest.mark.slow
 def test_the_caller_gets_process_lost_and_the_run_continues(cluster: Cluster):
     group = cluster.group("rollout", Replica)
     group.load(10).get()
@@ -131,15 +132,6 @@ def test_a_process_that_is_lost_again_and_again_ends_the_run(ray_session: None, 
         replica.shifted(BATCH).get("y")
     with pytest.raises(ProcessLost):
         cluster.calls.wait_until(lambda: False)
-
-
-@pytest.mark.slow
-def test_an_exception_of_a_method_fails_its_group(cluster: Cluster):
-    replica = cluster.group("rollout", Replica)
-    with pytest.raises(WorkerError, check=lambda error: error.cause.startswith("KeyError")):
-        replica.replica(0).commit("raise").get()
-    with pytest.raises(WorkerError, check=lambda error: error.cause.startswith("KeyError")):
-        replica.identify()
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def test_a_write_into_an_input_is_rejected_in_another_process(
     assert rows.rows([0, 1, 2]).get("x").tolist() == ([1, 2, 3] if made_by == "driver by value" else [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_a_broken_contract_in_another_process_is_named(ray_session: None, open_cluster: ClusterMaker):
     group = open_cluster("ray", {"main": [2]}, {"actor": "main"}).group("actor", Wrong)
     with pytest.raises(WorkerError, match=r"actor\.misnamed .*rank \d .*writes=\(y\).*\bz\b"):

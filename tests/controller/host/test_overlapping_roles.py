@@ -44,9 +44,8 @@ def test_rows_are_sent_from_part_of_a_pool_to_several_pools(backend: BackendName
     assert everywhere.scaled(batch).get("y").tolist() == [6, 12, 18, 24, 30]
 
 
-@pytest.mark.slow
-def test_pools_that_a_role_spans_fail_together_and_others_continue(ray_session: None, open_cluster: ClusterMaker):
-    cluster = open_cluster("ray", POOLS, ROLES)
+def test_pools_that_a_role_spans_fail_together_and_others_continue(open_cluster: ClusterMaker):
+    cluster = open_cluster("faulty", POOLS, ROLES, num_threads=1)
     front, back, other = (cluster.group(role, RaisingWorker) for role in ("front", "back", "other"))
     with pytest.raises(WorkerError, match=r"back\.fail_on .*rank 1 .*node 0\b.*KeyError"):
         back.fail_on(1).get()
