@@ -87,7 +87,10 @@ class ActorGroup(TypedGroup):
 
     @blocking
     def open_transfer_group(self) -> tuple[str, int]:
-        """Returns an address and a free port for the rendezvous of the NCCL transfer group."""
+        """Returns the address and port of the rendezvous of the NCCL transfer group.
+
+        Listens on the port until `join_transfer_group`, so that no other process can take it.
+        """
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[Mapping[str, Any]]) -> None:
