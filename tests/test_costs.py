@@ -97,7 +97,7 @@ def test_an_expensive_default_test_fails_the_session(pytester: pytest.Pytester) 
     result = run(pytester, EXPENSIVE)
     (error,) = errors(result)
     assert result.ret == pytest.ExitCode.TESTS_FAILED and "test_it.py::test_expensive" in error
-    assert not missing_facts(error, "0.075", "slow", "LISTED", "tests/costs.py")
+    assert not missing_facts(error, "0.1", "slow", "LISTED", "tests/costs.py")
 
 
 def test_a_listed_test_may_be_expensive(pytester: pytest.Pytester) -> None:

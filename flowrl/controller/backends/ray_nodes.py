@@ -93,10 +93,11 @@ class RayNodes:
         self._owns_ray = False
         self._local_ray: LocalRay | None = None
         self._notify, self._wait_limit_s, self._ends = notify, wait_limit_s, ends
-        self.address = address
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)
-        if address is not None:
+        self.address = None if address is None else _resolve_auto(address)
+        if self.address is not None:
+            check_cluster(self.address)
             self.connect(0)
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
@@ -313,8 +314,6 @@ def interface_of(address: str) -> str | None:
 
 
 def _join_ray(address: str) -> None:
-    address = _resolve_auto(address)
-    check_cluster(address)
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:
