@@ -62,10 +62,16 @@ def test_the_documented_placement_is_the_split_placement() -> None:
     assert placement == load(ROOT / "placement/split.yaml", [], Placement)
 
 
-PLANS = [block.split("\n", 1) for block in blocks("placement.md") if block.startswith("$ flowrl plan recipes/")]
+PLANS = [
+    block.split("\n", 1)
+    for page in (DOCS / "placement.md", *sorted((ROOT / "recipes").glob("*/README.md")))
+    for block in re.findall(
+        r"^```\n(\$ flowrl plan recipes/.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+]
 
 
-@pytest.mark.parametrize(("command", "expected"), [plan for plan in PLANS if "memory_gb" not in plan[0]])
+@pytest.mark.parametrize(("command", "expected"), PLANS)
 def test_the_documented_plans_are_the_output_of_the_command(
     command: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +80,5 @@ def test_the_documented_plans_are_the_output_of_the_command(
     assert " ".join(expected.split()) in " ".join("".join(capsys.readouterr()).split())
 
 
-def test_two_documented_plans_are_compared() -> None:
-    """The other commands of the page need a model's folder."""
-    assert sum("memory_gb" not in command for command, _ in PLANS) == 2
+def test_ten_documented_plans_are_compared() -> None:
+    assert len(PLANS) == 10

@@ -51,7 +51,7 @@ from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, plan
 from flowrl.controller.placement.plan_table import render_plan, render_threads
 from flowrl.data.console import LogFormatter, indent_lines, write_printable
-from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
+from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.trace import loop_events
@@ -282,7 +282,8 @@ def _plan(arguments: argparse.Namespace) -> None:
             planned = plan_run(config, arguments.devices)
             is_local = arguments.devices is None and config.address is None
             available = memory_budget(config, planned, is_local=is_local)
-            devices = estimate_memory(config, planned)
+            with collection_paused():  # the memory of a known model is measured with torch and transformers
+                devices = estimate_memory(config, planned, read_sizes(config))
             check_memory(config, planned, devices, available)
             log_doubts(config, planned)
         is_inline = config.backend == "inline"

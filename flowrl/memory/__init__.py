@@ -2,5 +2,6 @@
 
 Entry points: `memory_estimate.estimate_memory` (bytes per device, role and call), `memory_table.check_memory` and
 `render_memory`, and `model_fit.check_model_fit` (model sizes against tp, sp and LoRA targets).
-May import `flowrl.config`, `flowrl.controller.placement` and `flowrl.data`, but neither torch nor transformers.
+May import `flowrl.config`, `flowrl.controller.placement` and `flowrl.data`, and `flowrl.engines.train.layer_trace` in a
+function only. Importing the package loads neither torch nor transformers, so a typo in a config is reported at once.
 """

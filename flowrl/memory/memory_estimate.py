@@ -1,16 +1,19 @@
 """Estimates the memory of each device of a plan: the resident state of its roles plus the largest call.
 
 The calls of a process run sequentially, so a device needs the state of all its roles and the memory of one call.
-The estimate reads only `config.json` files.
+`estimate_memory` depends only on the settings, the plan and the sizes of the models. `read_sizes` reads the sizes.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from flowrl.config import (
     ActorConfig,
     CriticConfig,
+    DataConfig,
     JudgeConfig,
     ModelRoleConfig,
     ReferenceConfig,
@@ -25,15 +28,11 @@ from flowrl.config import (
 )
 from flowrl.controller.placement.plan import Plan, RolePlan, Slot
 from flowrl.data.dtypes import ITEMSIZE
-from flowrl.memory.activations import Entropy
-from flowrl.memory.model_size import find_size_problem, read_model_size
+from flowrl.memory.device_constants import CPU_PROCESS, CUDA_PROCESS, FRAGMENTATION
+from flowrl.memory.head_memory import Entropy
+from flowrl.memory.model_size import ModelSize, find_size_problem, read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inference_role, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad
-
-PROCESS = {"cpu": 430_000_000, "cuda": 500_000_000}
-"""Bytes of a process without a model. The CPU value (Python, torch, transformers, Ray) is measured; the CUDA value is
-assumed."""
-
 
 _CHARACTERS_PER_TOKEN = 4
 """Characters of a judge's prompt per token."""
@@ -47,22 +46,39 @@ class DeviceMemory:
     device: int
     roles: Mapping[str, RoleMemory | None]
     """Memory of each role; None if the size of the role's model is unknown."""
-    process: int
-    """Bytes of the processes on the device before they load models."""
+    fixed: Mapping[str, int]
+    """Term -> bytes that the processes on the device need in any case, such as CUDA contexts."""
+    fragmentation: float = 0.0
+    """Bytes that torch reserves in addition to the tensors of a call, relative to these tensors."""
 
     @property
     def is_known(self) -> bool:
         return None not in self.roles.values()
 
     @property
+    def process(self) -> int:
+        """Bytes that all processes need in any case."""
+        return sum(self.fixed.values())
+
+    @property
     def peak(self) -> tuple[int, str, CallMemory]:
         """Bytes, role and call at the peak, over all roles with known memory."""
-        calls = [(role, call) for role, memory in self.roles.items() if memory is not None for call in memory.calls]
-        peaks = [(self._during(role, call), role, call) for role, call in calls]
+        peaks = [(self.during(role, call), role, call) for role, call in self._calls]
         return max(peaks, key=lambda peak: peak[0], default=(self.process, "", CallMemory("start")))
 
-    def _during(self, role: str, call: CallMemory) -> int:
-        return self.process + call.total + sum(self.resident(other, role) for other in self.roles)
+    @property
+    def _calls(self) -> list[tuple[str, CallMemory]]:
+        return [(role, call) for role, memory in self.roles.items() if memory is not None for call in memory.calls]
+
+    def during(self, role: str, call: CallMemory) -> int:
+        """Returns the bytes of the device while a call runs."""
+        # An eviction returns the reserved memory of other processes, so only this call's process has unused memory.
+        state = sum(self.resident(other, role) for other in self.roles)
+        return self.process + state + call.total + self.reserved(call)
+
+    def reserved(self, call: CallMemory) -> int:
+        """Returns the bytes that torch reserves in addition to the tensors of a call."""
+        return int(self.fragmentation * call.total)
 
     def resident(self, role: str, caller: str) -> int:
         """Returns the resident bytes of `role` while a method of `caller` (possibly the same role) runs."""
@@ -74,11 +90,33 @@ class DeviceMemory:
         is_shared = role == "actor" and caller_memory is not None and caller_memory.shares_actor_weights
         return memory.weights if is_shared else 0
 
+    def cache_room(self, role: str, available: float) -> float:
+        """Returns the bytes that `available` bytes leave for the KV cache of `role`, whatever its present size."""
+        memory = self.roles[role]
+        assert memory is not None, "the memory of the role is known"
+        others = [self.during(*call) for call in self._calls if not memory.offloads or call[0] == role]
+        return available - max(others, default=self.process) + memory.kv_cache
 
-def estimate_memory(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
-    """Returns the memory of each device of a plan, ordered by node and device. Accurate to 20 % (docs/training.md)."""
-    estimator = _Estimator(config, planned)
+
+def read_sizes(config: RunConfig) -> dict[Path, ModelSize]:
+    """Returns the size of every model of a run that is on this machine, by its path or Hub name."""
+    judges = [value for value in config.role_settings.values() if isinstance(value, JudgeConfig)]
+    models = [value.model for value in (*models_of(config).values(), *judges) if value.model is not None]
+    sizes = {model.path: read_model_size(model.path) for model in models}
+    return {path: size for path, size in sizes.items() if size is not None}
+
+
+def estimate_memory(config: RunConfig, planned: Plan, sizes: Mapping[Path, ModelSize]) -> list[DeviceMemory]:
+    """Returns the memory of each device of a plan, ordered by node and device. Accurate to 20 % (docs/training.md).
+
+    Args:
+        config: settings of the run.
+        planned: its devices.
+        sizes: size of each model, by its path or Hub name. The memory of a role without a size is unknown.
+    """
+    estimator = _Estimator(config, planned, sizes)
     slots = {slot for role in planned.roles.values() for slot in role.slots}
+    fragmentation = FRAGMENTATION.value if planned.kind == "cuda" else 0.0
     devices = []
     for node, device in sorted({location for slot in slots for location in slot.node_devices}):
         local_slots = [slot for slot in slots if (node, device) in slot.node_devices]
@@ -88,8 +126,22 @@ def estimate_memory(config: RunConfig, planned: Plan) -> list[DeviceMemory]:
             for slot in local_slots
             if slot in role.slots
         }
-        devices.append(DeviceMemory(node, device, roles, len(local_slots) * PROCESS[planned.kind]))
+        fixed = _fixed_memory(planned, local_slots, roles)
+        devices.append(DeviceMemory(node, device, roles, fixed, fragmentation))
     return devices
+
+
+def _fixed_memory(planned: Plan, slots: Sequence[Slot], roles: Mapping[str, RoleMemory | None]) -> dict[str, int]:
+    """Returns the terms of `device_constants` that the processes on a device need in any case, in bytes."""
+    fixed: Counter[str] = Counter()
+    for memory in roles.values():
+        fixed.update({} if memory is None else memory.fixed)
+    if planned.kind == "cpu":
+        return {"process": len(slots) * int(CPU_PROCESS.value)}
+    # An engine in a process of its own counts its process itself.
+    num_processes = len(slots) - sum("vLLM process" in memory.fixed for memory in roles.values() if memory is not None)
+    fixed["CUDA context"] = num_processes * int(CUDA_PROCESS.value)
+    return {name: fixed[name] for name in ("CUDA context", "vLLM process", "CUDA graphs", "NCCL") if fixed[name]}
 
 
 def explain_unknown_sizes(config: RunConfig) -> list[str]:
@@ -113,11 +165,12 @@ def explain_unknown_sizes(config: RunConfig) -> list[str]:
 class _Estimator:
     """Computes the memory of each role of a config on the ranks of a plan."""
 
-    def __init__(self, config: RunConfig, planned: Plan) -> None:
-        self._config, self._planned = config, planned
+    def __init__(self, config: RunConfig, planned: Plan, sizes: Mapping[Path, ModelSize]) -> None:
+        self._config, self._planned, self._sizes = config, planned, sizes
         self._role_configs = models_of(config)
-        self._role_model = cache(self._read_role_model)  # called once per slot
-        self._max_length = 0
+        self._role_model = cache(self._make_role_model)  # called once per slot
+        prompts = [value.max_prompt_tokens for _, value in config if isinstance(value, DataConfig)]
+        self._max_length = max(prompts, default=0)
         if isinstance(config, RolloutRunConfig):
             self._max_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
@@ -148,11 +201,11 @@ class _Estimator:
             return RoleMemory(0, 0, calls, shares_actor_weights=True)
         return inference_role(model, rows, "logprobs" if model.is_policy else "score")
 
-    def _read_role_model(self, role: str) -> RoleModel | None:
+    def _make_role_model(self, role: str) -> RoleModel | None:
         value = self._role_configs.get(role)
         if not isinstance(value, ModelRoleConfig) or value.model is None:
             return None
-        size = read_model_size(value.model.path)
+        size = self._sizes.get(value.model.path)
         if size is None or value.model.dtype == "float64":
             return None  # Activations are counted for 16 and 32 bits.
         return RoleModel(
@@ -186,12 +239,13 @@ class _Estimator:
             weight_owner=actor if self._shares_actor_weights(actor, role_plan, slot) else None,
             num_devices=role_plan.num_tp_devices,
             offloads=can_offload and self._shares_device(slot),
+            receives_weights=slot not in self._planned.roles["actor"].slots,
         )
         return import_attribute(rollout.capabilities.memory)(load)
 
     def _judge_memory(self, judge: JudgeConfig, role_plan: RolePlan, slot: Slot) -> RoleMemory | None:
         """Returns the memory of a judge; None if the size of its model or the memory of its engine is unknown."""
-        size = read_model_size(judge.model.path)
+        size = self._sizes.get(judge.model.path)
         if size is None or judge.model.dtype == "float64" or judge.capabilities.memory is None:
             return None
         num_responses = 1 if judge.kind == "pointwise" else 2

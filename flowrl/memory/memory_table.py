@@ -1,5 +1,6 @@
 """Renders the estimated memory of a plan as a table and rejects plans that exceed the available memory."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,12 +9,14 @@ from flowrl.config import (
     JudgeConfig,
     RolloutConfig,
     RunConfig,
+    VllmConfig,
     models_of,
     shards_model,
 )
 from flowrl.controller.placement.inventory import local_memory
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.plan_table import aligned
+from flowrl.memory.device_constants import TERMS
 from flowrl.memory.memory_estimate import DeviceMemory, group_equal_devices
 from flowrl.memory.role_memory import CallMemory, RoleMemory
 from flowrl.memory.rollout_memory import MIN_ROWS
@@ -58,11 +61,12 @@ def check_memory(config: RunConfig, planned: Plan, devices: Sequence[DeviceMemor
 def _error_message(config: RunConfig, planned: Plan, device: DeviceMemory, available: float) -> str:
     needed, caller, call = device.peak
     role, use = _largest_use(device, caller, call)
-    share = device.resident(role, caller) + (call.total if role == caller else 0)
+    share = device.resident(role, caller) + (call.total + device.reserved(call) if role == caller else 0)
     largest = f" ({role}: {share / GB:.1f} GB)" if len(device.roles) > 1 else ""
+    advice = _advice(config, planned, role, use, device.cache_room(role, available))
     return (
         f"{caller}.{call.name} on device {device.node}:{device.device} needs about {needed / GB:.1f} GB{largest}, but "
-        f"{available / GB:.1f} GB are available: {_advice(config, planned, role, use)}"
+        f"{available / GB:.1f} GB are available: {advice}"
     )
 
 
@@ -70,24 +74,31 @@ def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[s
     """Returns the role and the kind of memory that use most while `call` of the role `caller` runs."""
     uses: list[tuple[float, str, str]] = []
     for role in device.roles:
+        memory = device.roles[role]
         state = device.resident(role, caller) + (call.gradients + call.optimizer if role == caller else 0)
+        state -= 0 if memory is None else memory.kv_cache
         uses.append((state, role, "state"))
     uses += [
         (device.process, caller, "process"),
         (call.activations, caller, "activations"),
         (call.kv_cache, caller, "kv_cache"),
         (call.gathered, caller, "gathered"),
+        *((memory.kv_cache, role, "allocated_cache") for role, memory in device.roles.items() if memory is not None),
     ]
     _, role, use = max(uses)
     return role, use
 
 
-def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
+def _advice(config: RunConfig, planned: Plan, role: str, use: str, cache_room: float) -> str:
     role_plan = planned.roles[role]
     if use == "process":
         return "processes without models already use most of it; use fewer devices or devices with more memory"
     for name, value in config.role_settings.items():
         if name == role and isinstance(value, RolloutConfig | JudgeConfig):
+            current_gb = (value.vllm or VllmConfig()).kv_cache_gb
+            largest_gb = math.floor(cache_room / GB * 10) / 10
+            if use == "allocated_cache" and largest_gb > 0:
+                return f"lower {name}.vllm.kv_cache_gb (now {current_gb:g}) to {largest_gb:g}"
             can_lower = use in ("kv_cache", "activations") and value.max_num_seqs > MIN_ROWS
             lower = f"lower {name}.max_num_seqs (now {value.max_num_seqs}), or " if can_lower else ""
             return f"{lower}give {name} a pool of its own instead of {role_plan.pool}"
@@ -109,9 +120,11 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str) -> str:
 
 
 def render_memory(devices: Sequence[DeviceMemory], budget: MemoryBudget) -> str:
-    """Returns a table with one line per device and role, in GB. A dot stands for less than 0.05 GB."""
-    heads = ["devices", "role", "weights", "Adam", "resident", "call"]
-    rows = [[*heads, "gradients", "activations", "gathered", "KV", "total"]]
+    """Returns a table with one line per device and role, in GB, and the sources of estimated terms. A dot stands for
+    less than 0.05 GB.
+    """
+    heads = ["devices", "role", "weights", "Adam", "state", "call"]
+    rows = [[*heads, "grads", "activations", "gathered", "KV", "buffers", "total"]]
     for group in group_equal_devices(devices):
         first, last = group[0], group[-1]
         label = f"{first.node}:{first.device}"
@@ -119,29 +132,53 @@ def render_memory(devices: Sequence[DeviceMemory], budget: MemoryBudget) -> str:
         for role, memory in first.roles.items():
             rows.append([label, role, *_cells(memory)])
             label = ""
-        rows.append(["", "all", *_total_cells(first, budget)])
-    title = "memory in GB per device: resident state of each role, its largest call, and the peak"
-    return "\n".join([title, *aligned(rows, 2)])
+        if first.is_known:
+            rows += [["", term, *[""] * 9, _gb(count)] for term, count in _fixed_terms(first).items()]
+        rows.append(["", *_total_cells(first, budget)])
+    title = "memory in GB per device: state of each role, its largest call, and the peak"
+    return "\n".join([title, *aligned(rows, 2), *_sources(devices)])
+
+
+def _fixed_terms(device: DeviceMemory) -> dict[str, int]:
+    """Returns the terms of a device at its peak that belong to no single role."""
+    terms = dict(device.fixed)
+    if reserved := device.reserved(device.peak[2]):
+        terms["fragmentation"] = reserved
+    return terms
+
+
+def _sources(devices: Sequence[DeviceMemory]) -> list[str]:
+    """Returns one line per constant of `device_constants` that the table contains and no test has measured."""
+    used = {term: None for device in devices if device.is_known for term in _fixed_terms(device)}
+    calls = [call for device in devices for memory in device.roles.values() if memory for call in memory.calls]
+    if any(call.buffers for call in calls):
+        used["buffers"] = None
+    constants = [(term, constant) for term in used for constant in TERMS[term] if not constant.is_measured]
+    if not constants:
+        return []
+    lines = [f"  {term}: {constant.shown} {constant.meaning} ({constant.source})" for term, constant in constants]
+    return ["estimated, not measured:", *lines]
 
 
 def _cells(memory: RoleMemory | None) -> list[str]:
     if memory is None:
-        return ["unknown", *[""] * 8]
+        return ["unknown", *[""] * 9]
     call = max(memory.calls, key=lambda call: call.total, default=CallMemory(""))
     state = [memory.weights, memory.optimizer, memory.resident]
-    transient = [call.gradients, call.activations, call.gathered, call.kv_cache]
+    kv_cache = memory.kv_cache + call.kv_cache
+    transient = [call.gradients, call.activations, call.gathered, kv_cache, call.buffers]
     return [*map(_gb, state), call.name, *map(_gb, transient), _gb(memory.resident + call.total)]
 
 
 def _total_cells(device: DeviceMemory, budget: MemoryBudget) -> list[str]:
     needed, role, call = device.peak
-    if not device.is_known:
-        return ["unknown", *[""] * 8]
     limit = "" if budget.per_device is None else f" of {budget.per_device / GB:.1f}"
     if budget.per_node is not None:
-        limit = f", node has {budget.per_node / GB:.1f}"
+        limit = f" (node: {budget.per_node / GB:.1f})"
+    if not device.is_known:
+        return ["all", "unknown", *[""] * 9]
     resident = sum(device.resident(other, role) for other in device.roles) + device.process
-    return ["", "", _gb(resident), f"{role}.{call.name}", *[""] * 4, _gb(needed) + limit]
+    return [f"all{limit}", "", "", _gb(resident), f"{role}.{call.name}", *[""] * 5, _gb(needed)]
 
 
 def _gb(count: float) -> str:

@@ -1,14 +1,20 @@
-"""Reads parameter counts and layer widths from a model's `config.json`.
+"""Reads parameter counts and layer widths from a model's `config.json`: in its folder, in the cache of the Hub, or in
+`published_sizes.json`, which has the sizes of the models that recipes name.
 
 Widths per token: D hidden states, Q all query heads, K all key heads (values have the same width), M the MLP.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.config.source import read_json
+from flowrl.data.input_paths import find_model_file, is_hub_name
+
+PUBLISHED = Path(__file__).parent / "published_sizes.json"
+"""Hub name -> settings in its `config.json` that determine the memory."""
 
 Linears = tuple[tuple[str, int, int], ...]
 """Name, input width and output width of each matrix of a layer."""
@@ -42,8 +48,8 @@ class ModelSize:
     """Number of parameters outside layers, embeddings and head, such as the final norm."""
     tied: bool
     """Whether the head shares the weights of the input embeddings."""
-    window: int | None = None
-    """Sliding-window length in tokens; None for full attention."""
+    config: str = ""
+    """Text of `config.json`, from which flowrl/engines/train/layer_trace.py builds layers."""
 
     @property
     def layer(self) -> int:
@@ -74,23 +80,26 @@ class ModelSize:
         return tuple(linear for linear in self.linears if linear[0] in names)
 
 
-def read_model_size(folder: Path) -> ModelSize | None:
-    """Returns the size of the model in `folder`; None if `config.json` is missing or the family is unsupported."""
+def read_model_size(model: Path) -> ModelSize | None:
+    """Returns the size of a model in a folder or on the Hub; None if it is not on this machine or its family is
+    unsupported.
+    """
     try:
-        return model_size_from_config(read_json(folder / "config.json"))
+        return model_size_from_config(_read_config(model))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def find_size_problem(folder: Path) -> str | None:
-    """Returns why `read_model_size` returns None for a folder, or None if it returns a size."""
-    if read_model_size(folder) is not None:
+def find_size_problem(model: Path) -> str | None:
+    """Returns why `read_model_size` returns None for a model, or None if it returns a size."""
+    if read_model_size(model) is not None:
         return None
-    if not folder.is_dir():
-        return "which is not a local directory: download the model, and set its directory"
-    path = folder / "config.json"
+    if is_hub_name(model) and find_model_file(model, "config.json") is None:
+        return "whose config.json is not in the cache of the Hub: download the model, or set its directory"
+    if not is_hub_name(model) and not model.is_dir():
+        return "which is not a directory: correct the path"
     try:
-        family = read_json(path)["model_type"]
+        family = _read_config(model)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return "which has no config.json with a model_type: save the model with save_pretrained"
     if family in (*_NORMS, "gpt2", "opt"):
@@ -98,21 +107,28 @@ def find_size_problem(folder: Path) -> str | None:
     return f"whose family {family} has no estimate (docs/models.md lists the families)"
 
 
+def _read_config(model: Path) -> dict[str, Any]:  # Any: JSON values
+    file = find_model_file(model, "config.json")
+    if file is None and is_hub_name(model):
+        return read_json(PUBLISHED)[str(model)]
+    return read_json(model / "config.json" if file is None else file)
+
+
 def model_size_from_config(settings: dict[str, Any]) -> ModelSize | None:  # Any: JSON values
     """Returns the size of a model with this configuration; None if docs/models.md does not list the model family."""
     family = settings["model_type"]
-    if family == "gpt2":
-        return _gpt2(settings)
-    if family == "opt":
-        return _opt(settings)
-    return _llama_like(family, settings) if family in _NORMS else None
+    if family not in (*_NORMS, "gpt2", "opt"):
+        return None
+    read = {"gpt2": _gpt2, "opt": _opt}.get(family, _llama_like)
+    return replace(read(settings), config=json.dumps(settings, sort_keys=True, default=str))
 
 
 _NORMS = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "gemma": 2, "gemma2": 4, "glm": 2, "glm4": 4}
 """Number of norms over the hidden states per layer."""
 
 
-def _llama_like(family: str, settings: dict[str, Any]) -> ModelSize:
+def _llama_like(settings: dict[str, Any]) -> ModelSize:
+    family = settings["model_type"]
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     width = settings.get("head_dim") or hidden // heads
     queries, keys = heads * width, (settings.get("num_key_value_heads") or heads) * width
@@ -139,7 +155,6 @@ def _llama_like(family: str, settings: dict[str, Any]) -> ModelSize:
         embedding=settings["vocab_size"] * hidden,
         rest=hidden,
         tied=settings.get("tie_word_embeddings", family.startswith("gemma")),
-        window=settings.get("sliding_window") if settings.get("use_sliding_window", family == "mistral") else None,
     )
 
 

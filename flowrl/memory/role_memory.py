@@ -4,22 +4,18 @@ A backward pass can peak at three points: at the head, when the activations of a
 gradient checkpointing has recomputed; and at the gradient of the embeddings.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flowrl.config import EngineConfig, LoraConfig, shards_model
 from flowrl.controller.placement.plan import Mesh
-from flowrl.memory.activations import (
-    DeviceType,
-    Entropy,
-    HeadMemory,
-    Precision,
-    backward_bytes,
-    inference_bytes,
-    layer_bytes,
-    policy_head_memory,
-    scalar_head_memory,
-)
+from flowrl.memory.device_constants import nccl_bytes
+from flowrl.memory.head_memory import DeviceType, Entropy, HeadMemory, Precision, policy_head_memory
 from flowrl.memory.model_size import Linears, ModelSize
+
+if TYPE_CHECKING:
+    from flowrl.engines.train.layer_trace import LayerTrace
 
 
 @dataclass(frozen=True)
@@ -34,10 +30,12 @@ class CallMemory:
     kv_cache: int = 0
     optimizer: int = 0
     """Bytes of offloaded optimizer state that is loaded for the optimizer step."""
+    buffers: int = 0
+    """Bytes of buckets of transferred weights, and of the logits and probabilities of a sampler."""
 
     @property
     def total(self) -> int:
-        return self.gradients + self.activations + self.gathered + self.kv_cache + self.optimizer
+        return self.gradients + self.activations + self.gathered + self.kv_cache + self.optimizer + self.buffers
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,8 @@ class RoleMemory:
     """Bytes of the checkpoint snapshot; 0 on GPUs, because the snapshot is in host memory."""
     kv_cache: int = 0
     """Bytes of the KV cache that stay allocated between calls."""
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Term of `flowrl.memory.device_constants` -> bytes that stay allocated in any case, even if the role offloads."""
 
     @property
     def resident(self) -> int:
@@ -76,7 +76,7 @@ class RoleModel:
     """Number of tokens of the longest row."""
     lora: LoraConfig | None = None
     is_inline: bool = False
-    """Whether the inline backend runs the model, which never shards the model."""
+    """Whether the inline backend runs the model. It does not shard."""
 
     @property
     def is_sharded(self) -> bool:
@@ -126,9 +126,13 @@ class RoleModel:
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients on this rank. Those of 16-bit weights are summed in float32."""
-        is_half = self.param_bytes == 2 and self.lora is None
-        return 2 * self.trained if is_half else self.trained
+        """Bytes of the gradients on this rank."""
+        return 2 * self.trained if self.sums_in_float32 else self.trained
+
+    @property
+    def sums_in_float32(self) -> bool:
+        """Whether gradients are summed in float32, because the trained weights have 16 bits."""
+        return self.param_bytes == 2 and self.lora is None
 
     @property
     def _adapter(self) -> int:
@@ -146,15 +150,46 @@ class RoleModel:
     def _adapted(self) -> Linears:
         return () if self.lora is None else self.size.adapted(self.lora.targets)
 
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Bytes of the NCCL communicators: of all ranks, of the shards, and of tensor and sequence parallelism."""
+        if self.device_type == "cpu" or self.mesh.size == 1 or self.is_inline:
+            return {}
+        return {"NCCL": nccl_bytes(1 + self.is_sharded + (self.mesh.tp > 1) + (self.mesh.sp > 1))}
+
     def num_tokens(self, rows: int | None) -> int:
         """Returns the number of tokens of the largest micro-batch, for `rows` rows per call."""
         budget = self.engine.max_tokens_per_microbatch
         tokens = budget if rows is None else min(budget, rows * self.max_length // self.mesh.sp)
         return max(tokens, self.max_length // self.mesh.sp)
 
+    def trace(self, num_tokens: int, *, is_training: bool) -> "LayerTrace":
+        """Returns the activations of a micro-batch of `num_tokens` tokens with rows of about equal length."""
+        # imported here, because a config is validated before torch is imported
+        from flowrl.engines.train.layer_trace import Pass, trace_layers  # noqa: PLC0415
+
+        row_tokens = self.max_length // self.mesh.sp or num_tokens
+        num_rows = -(-num_tokens // row_tokens)
+        half = self.engine.compute_dtype if self.engine.compute_dtype in ("bfloat16", "float16") else "bfloat16"
+        return trace_layers(
+            Pass(
+                config=self.size.config,
+                num_rows=num_rows,
+                row_tokens=num_tokens // num_rows,
+                device_type=self.device_type,
+                weight_dtype=half if self.precision == "half" else "float32",
+                compute_dtype=half if self.precision == "autocast" else None,
+                is_training=is_training,
+                gradient_checkpointing=is_training and self.engine.gradient_checkpointing,
+                can_pack=self.engine.packing != "never",
+                lora=self.lora,
+                tp=self.mesh.tp,
+            )
+        )
+
     def head(self, num_tokens: int, entropy: Entropy) -> HeadMemory:
         if not self.is_policy:
-            return scalar_head_memory(self.size, self.precision, num_tokens)
+            return HeadMemory(0, 0)
         return policy_head_memory(self.size, self.precision, num_tokens, entropy, self.device_type)
 
 
@@ -173,53 +208,52 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
         calls=tuple(calls),
         offloads=model.offloads_when_idle,
         checkpoint_copy=model.trained + moments if copies_checkpoints and not is_gpu else 0,
+        fixed=model.fixed,
     )
 
 
 def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
     """Returns the memory of a model that only runs forward passes, such as a reference or reward model."""
     weights = 0 if model.offloads_parameters else model.weights
-    return RoleMemory(weights, 0, (inference_call(model, rows, name),), offloads=model.offloads_when_idle)
+    calls = (inference_call(model, rows, name),)
+    return RoleMemory(weights, 0, calls, offloads=model.offloads_when_idle, fixed=model.fixed)
 
 
 def inference_call(model: RoleModel, rows: int | None, name: str) -> CallMemory:
     num_tokens = model.num_tokens(rows)
+    layers = model.trace(num_tokens, is_training=False)
     head = model.head(num_tokens, "none")
-    layer = num_tokens * inference_bytes(model.size, model.precision, model.mesh.tp)
-    if model.size.family == "gemma2":
-        layer += num_tokens * 8 * model.size.heads // model.mesh.tp * model.max_length
-    activations = max(layer, head.saved + head.forward) + _half_copies(model)
+    kept = layers.kept(model.size.layers) + model.size.layers * layers.cached
+    activations = kept + max(layers.peak, head.forward + _head_copy(model))
     return CallMemory(name, activations=activations, gathered=_gathered(model))
 
 
 def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy) -> CallMemory:
-    size, precision, tp, sp = model.size, model.precision, model.mesh.tp, model.mesh.sp
-    rank = 0 if model.lora is None else model.lora.rank
-    layer = num_tokens * layer_bytes(
-        size,
-        precision,
-        max_length=model.max_length,
-        device_type=model.device_type,
-        tp=tp,
-        sp=sp,
-        adapter_rank=rank,
-    )
-    checkpointing = model.engine.gradient_checkpointing
-    stream = num_tokens * size.hidden * (2 if precision == "half" else 4)
-    saved = size.layers * (stream if checkpointing else layer)
-    copies = _half_copies(model)
+    size = model.size
+    layers = model.trace(num_tokens, is_training=True)
+    element = 4 if model.precision == "float32" else 2
+    # With sequence parallelism, the attention output is saved before and after the all-to-all between heads and shards.
+    exchanged = num_tokens * element * size.queries if model.mesh.sp > 1 else 0
+    kept = layers.kept(size.layers) + size.layers * (0 if model.engine.gradient_checkpointing else exchanged)
     head = model.head(num_tokens, entropy)
     is_full_finetuning = model.lora is None
-    element = 2 if precision == "half" else 4
-    embedding_gradient = element * size.embedding if is_full_finetuning else 0
+    embedding_gradient = (2 if model.precision == "half" else 4) * size.embedding if is_full_finetuning else 0
     head_gradient = embedding_gradient if model.is_policy else 0
+    # Under autocast, the head computes the gradient of the copy of its weights, which is then cast to float32.
+    head_copy = _head_copy(model)
+    copy_gradient = head_copy if is_full_finetuning else 0
+    at_head = kept + max(
+        size.layers * layers.cached + head_copy + head.forward,
+        head_copy + head.backward + (copy_gradient or head_gradient),
+        copy_gradient + head_gradient,
+    )
     # The gradient of a tied weight stays allocated until the gradient of the embeddings is added at the end.
     tied_gradient = head_gradient if size.tied else 0
-    at_head = saved + copies + head.saved + max(head.forward, head.backward + head_gradient)
-    backward = num_tokens * backward_bytes(size, precision, tp)
-    at_layer = saved + tied_gradient + backward + (layer if checkpointing else copies)
+    at_layer = kept + tied_gradient + layers.peak + exchanged
     if not model.is_sharded:
-        return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient))
+        # All gradients of 16-bit weights are cast before their float32 sums are freed.
+        cast = model.trained if model.sums_in_float32 else 0
+        return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient, cast))
     # FSDP holds unsharded gradients and a copy for the reduce-scatter, first of a layer, then of the other weights.
     compute, reduced = _sharded_dtype_bytes(model)
     layer_gradients, non_layer_gradients = (
@@ -229,12 +263,9 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
     return CallMemory("update", gradients, max(in_layers, non_layer_gradients), _gathered(model))
 
 
-def _half_copies(model: RoleModel) -> int:
-    """Returns the bytes of the 16-bit weight copies that autocast caches during a pass."""
-    if model.precision != "autocast":
-        return 0
-    head = model.size.embedding if model.is_policy else 0
-    return 2 * (model.size.layers * model.size.layer_matrices // model.mesh.tp + head)
+def _head_copy(model: RoleModel) -> int:
+    """Returns the bytes of the 16-bit copy of the head's weights that autocast keeps during a pass."""
+    return 2 * model.size.embedding if model.precision == "autocast" and model.is_policy else 0
 
 
 def _gathered(model: RoleModel) -> int:

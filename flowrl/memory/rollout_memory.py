@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from flowrl.config import RolloutConfig, VllmConfig
-from flowrl.memory.activations import DeviceType, inference_bytes
+from flowrl.memory.device_constants import CUDA_GRAPHS, SAMPLER_COPIES, TRANSFER_BUCKETS, VLLM_PROCESS, nccl_bytes
+from flowrl.memory.head_memory import DeviceType
 from flowrl.memory.model_size import ModelSize
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel
 
@@ -56,6 +57,8 @@ class RolloutLoad:
     """Number of tensor-parallel devices of the engine."""
     offloads: bool = False
     """Whether the engine sleeps while other roles use the device."""
+    receives_weights: bool = False
+    """Whether weights arrive in buckets from a role in another process."""
 
 
 def hf_memory(load: RolloutLoad) -> RoleMemory:
@@ -116,11 +119,22 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
     vLLM allocates the KV cache at start. It offloads weights and KV cache together.
     """
     size, param_bytes, config, num_devices = load.size, load.param_bytes, load.config, load.num_devices
+    settings, is_gpu = config.vllm or VllmConfig(), load.device_type == "cuda"
     step = VLLM_STEP_TOKENS * _run_bytes(size, param_bytes) // num_devices
-    kv_cache = int((config.vllm or VllmConfig()).kv_cache_gb * 1e9)
+    kv_cache = int(settings.kv_cache_gb * 1e9)
     weights = weight_bytes(size, param_bytes, config.quantization) // num_devices
-    calls = (CallMemory("generate", activations=step),)
-    return RoleMemory(weights, 0, calls, offloads=load.offloads, kv_cache=kv_cache)
+    # Every device of a replica has the logits of all sequences.
+    logits = config.max_num_seqs * size.vocabulary * (int(SAMPLER_COPIES.value) * 4 + param_bytes)
+    calls = [CallMemory("generate", activations=step, buffers=logits)]
+    if is_gpu and load.receives_weights:
+        buckets = int(TRANSFER_BUCKETS.value * config.transfer.bucket_mb * 1e6)
+        calls.append(CallMemory("load_weights", buffers=buckets))
+    fixed = {"vLLM process": int(VLLM_PROCESS.value)} if is_gpu else {}
+    if is_gpu and settings.graphs:
+        fixed["CUDA graphs"] = int(CUDA_GRAPHS.value)
+    if is_gpu and num_devices > 1:
+        fixed["NCCL"] = nccl_bytes(1)
+    return RoleMemory(weights, 0, tuple(calls), offloads=load.offloads, kv_cache=kv_cache, fixed=fixed)
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:
@@ -133,7 +147,8 @@ def num_slots(prompt: int, response: int) -> tuple[int, int]:
 
 
 def _run_bytes(size: ModelSize, param_bytes: int) -> int:
-    return inference_bytes(size, "float32" if param_bytes == 4 else "half")
+    """Returns the bytes per token of a layer without autograd: residual stream, input and three MLP activations."""
+    return param_bytes * (2 * size.hidden + 3 * size.mlp)
 
 
 def _prefill(size: ModelSize, param_bytes: int, num_tokens: int) -> int:

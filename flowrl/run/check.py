@@ -55,7 +55,7 @@ from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import as_files
 from flowrl.data.reading.row_problems import RowProblem
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
-from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
+from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
 from flowrl.memory.memory_table import GB, check_memory, memory_budget
 from flowrl.memory.model_size import read_model_size
 from flowrl.rewards.row_scorer import RowScorer
@@ -224,7 +224,7 @@ class _Checks:
 
     def memory(self) -> str:
         config = self.config
-        devices = estimate_memory(config, self._plan)
+        devices = estimate_memory(config, self._plan, read_sizes(config))
         budget = memory_budget(config, self._plan, is_local=config.address is None)
         check_memory(config, self._plan, devices, budget)
         if not all(device.is_known for device in devices):

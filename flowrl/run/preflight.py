@@ -45,7 +45,7 @@ from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
-from flowrl.memory.memory_estimate import estimate_memory
+from flowrl.memory.memory_estimate import estimate_memory, read_sizes
 from flowrl.memory.memory_table import check_memory, memory_budget
 from flowrl.memory.model_fit import (
     check_model_fit,
@@ -103,10 +103,11 @@ def check_start(config: RunConfig) -> None:
     check_vocabularies(config)
     check_reward_heads(config)
     planned = plan_run(config) if config.address is None else None
-    if planned is not None:
-        check_memory(config, planned, estimate_memory(config, planned), memory_budget(config, planned, is_local=True))
     check_paths(config)
     log_doubts(config, planned)
+    if planned is not None:  # last, because the estimate imports torch
+        devices = estimate_memory(config, planned, read_sizes(config))
+        check_memory(config, planned, devices, memory_budget(config, planned, is_local=True))
 
 
 def log_doubts(config: RunConfig, planned: Plan | None) -> None:

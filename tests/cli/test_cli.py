@@ -101,8 +101,10 @@ def test_a_plan_with_a_function_that_cannot_be_imported_is_rejected(
     assert f": {setting}: " in message and not missing_facts(message, "nowhere")
 
 
-def test_a_plan_without_user_defined_functions_loads_no_slow_library_and_reads_no_docstring() -> None:
-    code = f"import linecache, sys\nfrom flowrl.cli import main\nmain(['plan', {DEEPSEEK!r}, '--devices', '8'])\n"
+def test_a_plan_without_known_models_and_own_functions_loads_no_slow_library_and_reads_no_docstring() -> None:
+    arguments = ["plan", DEEPSEEK, "--devices", "8"]
+    arguments += [f"{role}.model.path=unknown" for role in ("actor", "critic", "reference")]
+    code = f"import linecache, sys\nfrom flowrl.cli import main\nmain({arguments})\n"
     code += f"print([m for m in {SLOW_LIBRARIES} if m in sys.modules], [f for f in linecache.cache if '/config/' in f])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] []"
@@ -170,10 +172,10 @@ def test_an_error_of_a_path_names_its_file_and_line(capsys: pytest.CaptureFixtur
 
 def test_a_plan_states_why_the_memory_is_unknown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    path = f"critic.model.path={tmp_path}"
-    assert main(["plan", DEEPSEEK, "--devices", "8", path, "reference.model.dtype=float64"]) == 0
+    settings = ["actor.model.path=unknown/model", f"critic.model.path={tmp_path}", "reference.model.dtype=float64"]
+    assert main(["plan", DEEPSEEK, "--devices", "8", *settings]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory unknown")]
-    facts = [("actor.model.path", "deepseek-ai/deepseek-llm-7b-chat"), ("reference.model.dtype", "float64")]
+    facts = [("actor.model.path", "unknown/model"), ("reference.model.dtype", "float64")]
     facts.append(("critic.model.path", "mamba"))
     assert len(lines) == 3
     for line, expected in zip(sorted(lines), sorted(facts), strict=True):

@@ -29,7 +29,7 @@ from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.engine import Denominators, TrainEngine
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.memory.activations import Entropy
+from flowrl.memory.head_memory import Entropy
 from flowrl.memory.model_size import ModelSize, model_size_from_config
 from flowrl.memory.role_memory import RoleMemory, RoleModel, inference_role, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, hf_memory

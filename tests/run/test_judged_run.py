@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.checkpoints.inputs import input_checksums
 from flowrl.config import ConfigError, JudgeConfig, UserError
-from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes
+from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
 from flowrl.run.preflight import check_functions, check_rollouts, find_path_problems, plan_run
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
@@ -35,7 +35,7 @@ def config_of(folder: Path, **judge: Any) -> JudgedConfig:
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_the_memory_plan_counts_a_judge(folder: Path, engine: str) -> None:
     config = config_of(folder, engine=engine)
-    devices = estimate_memory(config, plan_run(config, [2]))
+    devices = estimate_memory(config, plan_run(config, [2]), read_sizes(config))
     (memory,) = [device.roles["judge"] for device in devices if "judge" in device.roles]
     assert memory is not None
     num_parameters = json.loads((folder / "model.safetensors").read_bytes()[8:].split(b"}}")[0].decode() + "}}")
@@ -55,7 +55,7 @@ def test_the_memory_plan_counts_a_judge_in_the_dtype_of_its_engine(folder: Path)
         config = config_of(folder, engine="vllm", vllm={"dtype": dtype})
         (memory,) = [
             memory
-            for device in estimate_memory(config, plan_run(config, [2]))
+            for device in estimate_memory(config, plan_run(config, [2]), read_sizes(config))
             if (memory := device.roles.get("judge")) is not None
         ]
         weights[dtype] = memory.weights

@@ -177,12 +177,18 @@ def _attend_pack(
     return torch.cat(attended)[None]
 
 
-def _has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
+def has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
     """Returns whether torch's attention keeps its memory linear in the row length if query heads share keys and values.
 
     In float32 on a GPU, torch falls back to separate operations, which save the attention weights [B, H, L, L].
     """
     return device_type != "cuda" or dtype in _HALF_PRECISION
+
+
+def repeats_packed_heads(device_type: str, dtype: torch.dtype) -> bool:
+    """Returns whether attention over packed rows repeats keys and values that query heads share."""
+    is_varlen = device_type == "cuda" and dtype in _HALF_PRECISION
+    return _GROUPED is None if is_varlen else not has_grouped_kernel(device_type, dtype)
 
 
 def _kernel_dtype(query: Tensor) -> torch.dtype:
@@ -210,7 +216,7 @@ def _attend_varlen(
     grouped: dict[str, Any] = {}  # Any: keyword arguments of the kernel
     if query.shape[1] != key.shape[1]:
         if _GROUPED is None:
-            key, value = _repeat_heads(query, key, value)
+            key, value = repeat_heads(query, key, value)
         else:
             grouped = _GROUPED
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
@@ -241,8 +247,8 @@ def _attend_rows(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return capped_attention(query * scale, key, value, bias_LL, softcap)
     # Kernels with a mask do not support grouped-query attention.
-    if mask_LL is not None or not _has_grouped_kernel(query.device.type, _kernel_dtype(query)):
-        key, value = _repeat_heads(query, key, value)
+    if mask_LL is not None or not has_grouped_kernel(query.device.type, _kernel_dtype(query)):
+        key, value = repeat_heads(query, key, value)
     attended = nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -288,7 +294,7 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return causal_LL.triu(1 - window)
 
 
-def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     repeats = query.shape[1] // key.shape[1]
     if repeats == 1:
         return key, value

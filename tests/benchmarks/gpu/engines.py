@@ -20,7 +20,7 @@ from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.engine import TrainEngine
-from flowrl.memory.memory_estimate import PROCESS, estimate_memory
+from flowrl.memory.memory_estimate import estimate_memory, read_sizes
 from flowrl.run.preflight import plan_run
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from recipes.grpo.config import GRPOConfig
@@ -230,11 +230,10 @@ def _compare_peak(size: str, device: torch.device, folder: Path, *settings: str)
         *settings,
     ]
     config = load("recipes/grpo/arithmetic.yaml", overrides, GRPOConfig)
-    (planned,) = estimate_memory(config, plan_run(config, [1]))
+    (planned,) = estimate_memory(config, plan_run(config, [1]), read_sizes(config))
     actor = planned.roles["actor"]
     assert actor is not None
-    update = next(call for call in actor.calls if call.name == "update")
-    expected = PROCESS[device.type] + actor.resident + update.total
+    expected = planned.during("actor", next(call for call in actor.calls if call.name == "update"))
     if device.type == "cpu":
         raise CellSkipped(f"the plan is {expected / 1e9:.2f} GB, but a CPU does not report the peak of its tensors")
     free_memory(device)
