@@ -30,7 +30,7 @@ import pytest
 from tests.selection import PROCESS_FIXTURES
 
 LIMIT_S = 2.0
-"""Seconds that a default test may cost."""
+"""Seconds above which the cost of a default test is reported."""
 
 MARGIN = 2.0
 """Factor of the limit above which the session fails, because the speed of machines differs."""
@@ -76,7 +76,7 @@ MAX_LISTED = 25
 _REMEDY = "make it cheaper, mark it slow, or list it with a reason in LISTED of tests/costs.py"
 _PRESSURE = Path("/proc/pressure")
 _REFERENCE_S = 0.0094
-"""CPU seconds of the loop in `read_slowdown` on an idle machine with the committed costs."""
+"""CPU seconds of the loop in `read_slowdown` on an idle machine of docs/benchmarks.md."""
 
 
 @dataclass(frozen=True)

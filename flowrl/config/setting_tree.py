@@ -46,8 +46,8 @@ def _add_docstrings(cls: type[Config]) -> None:
     bases = [base for base in cls.__mro__ if issubclass(base, Config)]
     for name, info in cls.model_fields.items():
         if info.description is None:
-            found = (_read_docstrings(base.__module__).get((base.__qualname__, name)) for base in bases)
-            info.description = next((docstring for docstring in found if docstring), "")
+            docstrings = (_read_docstrings(base.__module__).get((base.__qualname__, name)) for base in bases)
+            info.description = next((docstring for docstring in docstrings if docstring), "")
     for subclass in cls.__subclasses__():
         _add_docstrings(subclass)
 
@@ -57,7 +57,7 @@ def _read_docstrings(module: str) -> Mapping[tuple[str, str], str]:
     """Returns (class, attribute) -> docstring, for the annotated attributes of all classes in a module."""
     try:
         return dict(_find_docstrings(ast.parse(inspect.getsource(sys.modules[module])), ""))
-    except OSError:  # The module has no source.
+    except (KeyError, OSError, TypeError):  # a module without source, of a terminal or removed
         return {}
 
 

@@ -226,7 +226,7 @@ class ChatTokenizer:
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text, those of `encode`, but does not check their embeddings."""
+        """Returns the token ids of each text, as `encode` does. Does not check that the model has their embeddings."""
         if self._backend is None:
             return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]

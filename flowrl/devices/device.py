@@ -84,8 +84,8 @@ class Device(Protocol):
     def memory(self) -> DeviceMemory: ...
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Returns a new buffer `[num_bytes]` of host memory. Copies between it and the device need not wait for each
-        other as long as the caller keeps it.
+        """Returns a new buffer `[num_bytes]` of host memory. For a GPU, it is pinned until the tensor is freed, so that
+        copies can be asynchronous.
         """
         ...
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flowrl.config import (
     ActorConfig,
+    ConfigError,
     CriticConfig,
     DataConfig,
     JudgeConfig,
@@ -175,7 +176,16 @@ class _Estimator:
             self._max_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def role_memory(self, role: str, slot: Slot) -> RoleMemory | None:
-        """Returns the memory of the role's rank on `slot`; None if the size of the role's model is unknown."""
+        """Returns the memory of the role's rank on `slot`; None if the size of the role's model is unknown.
+
+        Raises ConfigError if transformers cannot construct the model.
+        """
+        try:
+            return self._role_memory(role, slot)
+        except ConfigError as error:
+            raise ConfigError(f"{role}.model: {error}") from None
+
+    def _role_memory(self, role: str, slot: Slot) -> RoleMemory | None:
         role_config = self._role_configs.get(role)
         role_plan = self._planned.roles[role]
         if role == "rollout":

@@ -255,9 +255,9 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
         cast = model.trained if model.sums_in_float32 else 0
         return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient, cast))
     # FSDP holds unsharded gradients and a copy for the reduce-scatter, first of a layer, then of the other weights.
-    compute, reduced = _sharded_dtype_bytes(model)
+    gradient_bytes = _gathered_bytes(model) + 4  # reduced in float32
     layer_gradients, non_layer_gradients = (
-        count * (compute + reduced) if is_full_finetuning else 0 for count in (model.layer, model.non_layer)
+        count * gradient_bytes if is_full_finetuning else 0 for count in (model.layer, model.non_layer)
     )
     in_layers = max(at_head, at_layer + layer_gradients)
     return CallMemory("update", gradients, max(in_layers, non_layer_gradients), _gathered(model))
@@ -272,12 +272,10 @@ def _gathered(model: RoleModel) -> int:
     """Returns the bytes that FSDP all-gathers: parameters outside the layers, the running layer and the next layer."""
     if not model.is_sharded:
         return 0
-    compute, _ = _sharded_dtype_bytes(model)
     layers = 2 if model.engine.reshard_after_forward else model.size.layers
-    return compute * (model.non_layer + min(layers, model.size.layers) * model.layer)
+    return _gathered_bytes(model) * (model.non_layer + min(layers, model.size.layers) * model.layer)
 
 
-def _sharded_dtype_bytes(model: RoleModel) -> tuple[int, int]:
-    """Returns the bytes of a gathered parameter, and of a gradient element in FSDP's reduce-scatter."""
-    compute = 2 if model.precision == "half" else 4
-    return compute, compute if model.engine.compute_dtype is None else 4
+def _gathered_bytes(model: RoleModel) -> int:
+    """Returns the bytes of an all-gathered parameter."""
+    return 2 if model.precision == "half" else 4

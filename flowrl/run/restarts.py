@@ -53,15 +53,22 @@ class RestartPolicy:
         finally:
             if self._retained is None:
                 cluster.close()
-            draw, self._draw = self._draw, None
-            if draw is not None and not self.is_restarting:
-                try:
-                    draw()
-                except OSError as lost:  # not raised, because the first error is reported
-                    cluster.notify(f"the plots in {config.output} are incomplete: {lost}")
+            if not self.is_restarting:
+                self._draw_plots(config, cluster)
+
+    def _draw_plots(self, config: RunConfig, cluster: "Cluster") -> None:
+        draw, self._draw = self._draw, None
+        if draw is not None:
+            try:
+                draw()
+            except OSError as lost:  # not raised, because the first error is reported
+                cluster.notify(f"the plots in {config.output} are incomplete: {lost}")
 
     def draw_at_end(self, draw: Callable[[], None]) -> None:
-        """Sets a function that draws the plots of a failed attempt. It is called unless the program restarts."""
+        """Sets a function that draws the plots of a failed attempt. It is called unless the program restarts.
+
+        After a restart, it stays set until the next attempt sets its own.
+        """
         self._draw = draw
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:

@@ -131,7 +131,8 @@ def test_metrics_after_random_faults_equal_those_of_an_undisturbed_run(cache: Pa
     cases = [case for case in all_cases() if case.schedule == schedule and (is_root or case.target != DISK)]
     seed = int(commit_name().removesuffix("+"), 16)  # each commit selects other cases
     results = run(draw_cases(cases, len(cases), seed), cache, 60, seed, time.monotonic() + RANDOM_FAULTS_S)
-    assert results and [result for result in results if not result.correct] == []
+    assert len(results) >= 5, "a fault takes two minutes"
+    assert [result for result in results if not result.correct] == []
 
 
 @traced

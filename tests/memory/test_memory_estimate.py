@@ -338,6 +338,24 @@ def test_a_model_in_the_cache_of_the_hub_is_planned(tmp_path: Path, monkeypatch:
     assert size is not None and size.parameters == 7_615_616_512
 
 
+@pytest.mark.parametrize(("key", "value"), [("rope_theta", "x"), ("hidden_act", "unknown")])
+def test_a_model_that_transformers_cannot_construct_is_rejected(model: Path, key: str, value: str) -> None:
+    (model / "config.json").write_text(json.dumps(SETTINGS | {key: value}))
+    config = config_of(model)
+    with rejects("actor.model", "config.json", error=ConfigError):
+        estimate_memory(config, plan_run(config, [8]), read_sizes(config))
+
+
+def test_gradients_of_sharded_bfloat16_weights_are_reduced_in_float32() -> None:
+    """FSDP holds the gradients outside the layers in bfloat16, and their copy for the reduction in float32."""
+    size = model_size_from_config(SETTINGS)
+    assert size is not None
+    engine = EngineConfig(strategy="fsdp", compute_dtype=None, max_tokens_per_microbatch=64)
+    model = RoleModel(size, engine, Mesh(1, 8, 1, 1), "cuda", 2, is_policy=True, max_length=64)
+    update, *_ = training_role(model, None, "value", copies_checkpoints=False).calls
+    assert update.activations == 6 * model.non_layer
+
+
 PUBLISHED_PEAKS = {
     "Qwen3-0.6B": (
         None,

@@ -18,7 +18,7 @@ class Clock(Protocol):
     """The time of deadlines and waits. The module `time` is the real clock."""
 
     def monotonic(self) -> float:
-        """Returns the current time in seconds since any moment."""
+        """Returns the current time in monotonic seconds."""
         ...
 
     def sleep(self, seconds: float, /) -> None:

@@ -316,12 +316,12 @@ def interface_of(address: str) -> str | None:
 def _join_ray(address: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:
+    except (AuthenticationError, ConnectionError, RuntimeError) as error:
         # Ray reports the cause as the text of a traceback.
         last = str(error.__cause__ or error).strip().rpartition("\n")[2]
         raise BackendError(
-            f"the Ray cluster at address {address} cannot be joined ({last}): check that Ray runs there in the same "
-            f"version, and start the run on one of its nodes"
+            f"the Ray cluster at address {address} cannot be joined ({last}): start the run on one of its nodes, with "
+            f"the Ray version of the cluster"
         ) from None
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, PreTrainedModel
 
-from flowrl.config import LoraConfig
+from flowrl.config import ConfigError, LoraConfig
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.attention import (
     ROWS,
@@ -122,21 +122,13 @@ def trace_layers(traced: Pass) -> LayerTrace:
 
 def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
     """Returns the model on the meta device, and the pack with which attention allocates what it does in the run."""
-    settings = {name: value for name, value in json.loads(traced.config).items() if name not in _IGNORED}
-    architecture = AutoConfig.for_model(**settings)
-    architecture.update({name: value for name, value in _SUBSTITUTES.items() if hasattr(architecture, name)})
-    if types := getattr(architecture, "layer_types", None):
-        architecture.layer_types = (types * _NUM_LAYERS)[:_NUM_LAYERS]
-    if traced.tp > 1:
-        architecture.head_dim = (
-            getattr(architecture, "head_dim", None) or architecture.hidden_size // architecture.num_attention_heads
-        )
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            setattr(architecture, name, getattr(architecture, name) // traced.tp)
-    with torch.device("meta"):
-        model = AutoModel.from_config(
-            architecture, dtype=torch_dtype(traced.weight_dtype), attn_implementation="sdpa", trust_remote_code=False
-        )
+    try:
+        model = _construct(traced)
+    except Exception as error:  # noqa: BLE001 (transformers raises errors of any kind)
+        raise ConfigError(
+            f"transformers cannot construct the model of its config.json ({type(error).__name__}: {error}): correct "
+            f"its settings"
+        ) from None
     if traced.lora is not None:
         add_adapter(model, traced.lora)
     model.eval()
@@ -155,6 +147,26 @@ def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
     # equal length saves. Otherwise, packed rows are split, and their results are concatenated.
     is_one_kernel = traced.device_type == "cuda" and dtype.itemsize == 2 and not has_softcap
     return model, pack_rows([traced.row_tokens] * traced.num_rows) if traced.can_pack and not is_one_kernel else None
+
+
+def _construct(traced: Pass) -> PreTrainedModel:
+    """Returns the model with three layers on the meta device."""
+    settings = {name: value for name, value in json.loads(traced.config).items() if name not in _IGNORED}
+    architecture = AutoConfig.for_model(**settings)
+    architecture.update({name: value for name, value in _SUBSTITUTES.items() if hasattr(architecture, name)})
+    if types := getattr(architecture, "layer_types", None):
+        architecture.layer_types = (types * _NUM_LAYERS)[:_NUM_LAYERS]
+    if traced.tp > 1:
+        architecture.head_dim = (
+            getattr(architecture, "head_dim", None) or architecture.hidden_size // architecture.num_attention_heads
+        )
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            setattr(architecture, name, getattr(architecture, name) // traced.tp)
+    with torch.device("meta"):
+        model = AutoModel.from_config(
+            architecture, dtype=torch_dtype(traced.weight_dtype), attn_implementation="sdpa", trust_remote_code=False
+        )
+    return model
 
 
 class _LiveBytes(TorchDispatchMode):
