@@ -285,8 +285,7 @@ def test_a_library_is_imported_only_in_its_package():
 def cuda_calls(path: Path) -> Iterator[str]:
     """Yields every use of `torch.cuda`, of `torch.accelerator`, and of `cuda()` of a tensor or module."""
     for node in ast.walk(ast.parse(path.read_text())):
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if name == "torch.accelerator" or name.endswith(".cuda"):
+        if isinstance(node, ast.Attribute) and (name := ast.unparse(node)).endswith((".cuda", "torch.accelerator")):
             yield f"{name_of(path)}:{node.lineno} uses {name}"
     yield from (
         f"{name_of(path)}:{line} imports {module}"

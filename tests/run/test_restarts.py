@@ -11,7 +11,7 @@ from flowrl.config import CheckpointConfig, RunConfig
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
 from flowrl.run.interrupt import Interruption
 from flowrl.run.restarts import current_policy, with_restarts
-from tests.conftest import BackendName
+from tests.conftest import BackendName, make_backend
 from tests.controller.replica_workers import Replica, StatefulReplica
 from tests.errors import missing_facts
 
@@ -60,7 +60,7 @@ class Program:
             self.body(self, actor)
 
     def _cluster(self) -> Cluster:
-        return Cluster(PLACEMENT, backend=self.backend, num_threads=1)
+        return Cluster(PLACEMENT, backend=make_backend(self.backend), num_threads=1)
 
 
 def is_closed(cluster: Cluster) -> bool:
