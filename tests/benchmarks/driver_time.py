@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl import Batch, WorkerGroup
 from flowrl.config.base import Device
+from flowrl.controller.backends.base import Clock
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.group import DeviceEviction, DeviceOwnership, GroupTasks
 from flowrl.controller.host.process_probe import StackDump
@@ -49,6 +50,7 @@ class InstantBackend:
     """Hosts that return empty reports immediately, with the rows of the contract."""
 
     is_remote = False
+    clock: Clock = time
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return Inventory((max(RANKS),), "cpu")
