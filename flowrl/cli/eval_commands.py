@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from flowrl.cli.imports import add_working_folder
 from flowrl.cli.number_types import natural, positive_count, temperature
-from flowrl.cli.recipe_names import add_working_folder
 from flowrl.config import ConfigError
 
 Commands = Any  # argparse's type of sub-commands is private

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowrl.cli.imports import add_working_folder, collection_paused
 from flowrl.cli.number_types import natural, port, positive, positive_count, share, temperature
-from flowrl.cli.recipe_names import add_working_folder, collection_paused
 from flowrl.config import CheckFailed, UserError
 from flowrl.config.rollout.engines import ENGINES
 from flowrl.data.messages import DataError

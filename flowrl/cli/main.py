@@ -21,15 +21,10 @@ from flowrl.cli.command_parser import CommandParser
 from flowrl.cli.data_commands import add_data
 from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.eval_commands import add_eval
+from flowrl.cli.imports import add_working_folder, collection_paused
 from flowrl.cli.inference_commands import add_inference
 from flowrl.cli.number_types import natural, seconds
-from flowrl.cli.recipe_names import (
-    add_working_folder,
-    collection_paused,
-    find_recipe,
-    included_recipes,
-    training_function,
-)
+from flowrl.cli.recipe_names import find_recipe, included_recipes, training_function
 from flowrl.cli.replay_commands import add_replay
 from flowrl.cli.report_commands import add_report
 from flowrl.cli.show_commands import add_show

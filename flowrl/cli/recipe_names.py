@@ -1,40 +1,17 @@
-"""Finds the config class and the training function of a recipe, and prepares imports."""
+"""Finds the config class and the training function of a recipe."""
 
-import gc
 import importlib
 import importlib.util
 import pkgutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+from flowrl.cli.imports import add_working_folder
 from flowrl.config import ConfigError, RunConfig, import_recipe, training_module
 from flowrl.config.base import unknown_name
 
 _PACKAGE = "recipes"
 """Package of the included recipes. A recipe is a sub-package with the modules `config` and `train`."""
-
-
-def add_working_folder() -> None:
-    """Makes modules of the working folder importable, as `python -m` does."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Pauses the cyclic garbage collector. Imports of torch and transformers then take a fifth less CPU time.
-
-    The collector would traverse the new modules many times, although it can free almost none of their objects.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def included_recipes() -> dict[str, type[RunConfig]]:

@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from flowrl.cli.imports import add_working_folder
 from flowrl.cli.number_types import natural
-from flowrl.cli.recipe_names import add_working_folder, training_function
+from flowrl.cli.recipe_names import training_function
 from flowrl.config import ConfigError, RunConfig, UserError, loading, recipe_class
 
 Commands = Any  # argparse's type of sub-commands is private

@@ -124,8 +124,7 @@ def tokenize_prompt(
 
     Raises RowProblem if the prompt is too long or does not end with the user, or if the chat template rejects it.
     """
-    (ids,) = tokenizer.encode_all([_render(conversation, tokenizer)])
-    return _limit_length(conversation, ids, tokenizer, max_tokens, too_long, setting)
+    return _limit_length(conversation, _encode(conversation, tokenizer), tokenizer, max_tokens, too_long, setting)
 
 
 def _encode_in_batches(
@@ -150,6 +149,11 @@ def _encode_in_batches(
         if failure is not None:
             yield conversation, failure
     yield from zip(batch, tokenizer.encode_all(texts), strict=True)
+
+
+def _encode(prompt: Conversation, tokenizer: ChatTokenizer) -> list[int]:
+    (ids,) = tokenizer.encode_all([_render(prompt, tokenizer)])
+    return ids
 
 
 def _render(prompt: Conversation, tokenizer: ChatTokenizer) -> str:
@@ -183,7 +187,7 @@ def _limit_length(
             )
         system = conversation.messages[: users[0]]
         conversation = replace(conversation, messages=(*system, *conversation.messages[users[1] :]))
-        (ids,) = tokenizer.encode_all([_render(conversation, tokenizer)])
+        ids = _encode(conversation, tokenizer)
         _check_embeddings(ids, tokenizer)
     return TokenizedPrompt(conversation, np.asarray(ids, dtype=np.int32))
 

@@ -35,7 +35,7 @@ _QUERY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class MemoryUsage:
     """Memory of a device in bytes."""
 
     allocated: int
@@ -81,7 +81,7 @@ class Device(Protocol):
         """Frees exported IPC buffers that all receivers have closed."""
         ...
 
-    def memory(self) -> DeviceMemory: ...
+    def memory(self) -> MemoryUsage: ...
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Returns a new buffer `[num_bytes]` of host memory. For a GPU, it is pinned until the tensor is freed, so that
@@ -118,11 +118,11 @@ class CpuDevice:
 
     def release_ipc(self) -> None: ...
 
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MemoryUsage:
         import psutil  # noqa: PLC0415 (Ray has a copy of psutil, which can be imported after ray)
 
         resident, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
-        return DeviceMemory(resident, resident, machine.available, machine.total)
+        return MemoryUsage(resident, resident, machine.available, machine.total)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -167,10 +167,10 @@ class CudaDevice:
     def release_ipc(self) -> None:
         torch.cuda.ipc_collect()
 
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MemoryUsage:
         free, total = torch.cuda.mem_get_info(self.index)
         allocated, reserved = torch.cuda.memory_allocated(self.index), torch.cuda.memory_reserved(self.index)
-        return DeviceMemory(allocated, reserved, free, total)
+        return MemoryUsage(allocated, reserved, free, total)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
@@ -223,7 +223,7 @@ def gpu_names() -> list[str]:
 
 
 def used_gpu() -> Device | None:
-    """Returns the current GPU of this process. None if the process has not used CUDA, which this does not change."""
+    """Returns the current GPU if this process has used CUDA, and otherwise None. Does not initialize CUDA."""
     return get_device("cuda") if torch.cuda.is_initialized() else None
 
 

@@ -21,7 +21,7 @@ TILED_FROM = 8192
 """Vocabulary size from which logits are computed in tiles (flowrl/workers/policy_model.py)."""
 
 CHUNK_ELEMENTS = 2**24
-"""Number of logits per chunk for vocabularies below `TILED_FROM` (flowrl/algorithms/logprobs.py)."""
+"""Number of logits that are computed together if the vocabulary is smaller (flowrl/algorithms/logprobs.py)."""
 
 TILE_SIDES = {"cpu": (4096, 2048), "cuda": (4096, 8192)}
 """Rows and columns of a logits tile, for large vocabularies (flowrl/algorithms/hidden_logprobs.py)."""

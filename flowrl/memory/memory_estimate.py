@@ -134,12 +134,12 @@ def estimate_memory(config: RunConfig, planned: Plan, sizes: Mapping[Path, Model
 
 def _fixed_memory(planned: Plan, slots: Sequence[Slot], roles: Mapping[str, RoleMemory | None]) -> dict[str, int]:
     """Returns the terms of `device_constants` that the processes on a device need in any case, in bytes."""
+    if planned.kind == "cpu":
+        return {"process": len(slots) * int(CPU_PROCESS.value)}
     fixed: Counter[str] = Counter()
     for memory in roles.values():
         fixed.update({} if memory is None else memory.fixed)
-    if planned.kind == "cpu":
-        return {"process": len(slots) * int(CPU_PROCESS.value)}
-    # An engine in a process of its own counts its process itself.
+    # The term "vLLM process" includes the CUDA context of its process.
     num_processes = len(slots) - sum("vLLM process" in memory.fixed for memory in roles.values() if memory is not None)
     fixed["CUDA context"] = num_processes * int(CUDA_PROCESS.value)
     return {name: fixed[name] for name in ("CUDA context", "vLLM process", "CUDA graphs", "NCCL") if fixed[name]}
@@ -176,7 +176,7 @@ class _Estimator:
             self._max_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def role_memory(self, role: str, slot: Slot) -> RoleMemory | None:
-        """Returns the memory of the role's rank on `slot`; None if the size of the role's model is unknown.
+        """Returns the memory that a role needs on `slot`. Returns None if the size of its model is unknown.
 
         Raises ConfigError if transformers cannot construct the model.
         """

@@ -148,7 +148,7 @@ def _fixed_terms(device: DeviceMemory) -> dict[str, int]:
 
 
 def _sources(devices: Sequence[DeviceMemory]) -> list[str]:
-    """Returns one line per constant of `device_constants` that the table contains and no test has measured."""
+    """Returns the constants of `device_constants` in the table that are not measured, one line each."""
     used = {term: None for device in devices if device.is_known for term in _fixed_terms(device)}
     calls = [call for device in devices for memory in device.roles.values() if memory for call in memory.calls]
     if any(call.buffers for call in calls):

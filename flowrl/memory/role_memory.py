@@ -251,7 +251,7 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
     tied_gradient = head_gradient if size.tied else 0
     at_layer = kept + tied_gradient + layers.peak + exchanged
     if not model.is_sharded:
-        # All gradients of 16-bit weights are cast before their float32 sums are freed.
+        # The float32 sums stay allocated until all gradients have been cast to 16 bits.
         cast = model.trained if model.sums_in_float32 else 0
         return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient, cast))
     # FSDP holds unsharded gradients and a copy for the reduce-scatter, first of a layer, then of the other weights.

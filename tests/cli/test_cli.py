@@ -14,7 +14,7 @@ import pytest
 
 from flowrl.checkpoints.run_folder import write_json
 from flowrl.cli import exit_code, main, run_recipe
-from flowrl.cli.recipe_names import collection_paused
+from flowrl.cli.imports import collection_paused
 from flowrl.config import ConfigError, RolloutLogConfig, RunConfig, loading
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flowrl.devices.device import Device, DeviceMemory
+from flowrl.devices.device import Device, MemoryUsage
 
 
 class RecordedDevice:
@@ -30,7 +30,7 @@ class RecordedDevice:
         self._record("release ipc")
         self._device.release_ipc()
 
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MemoryUsage:
         return self._device.memory()
 
     def host_buffer(self, num_bytes: int) -> Tensor:

@@ -230,7 +230,7 @@ class ReplaceableHost(Host):
         return value, replace(report, is_replacement=True) if is_replacement else report
 
     def construct_once(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Constructs a worker, unless an earlier recovery has already constructed it."""
+        """Constructs a worker. Does nothing if a recovery has already constructed it."""
         if self.lacks([construction]):
             return self.construct(construction, *after)
         return None, _simple_report(time.time_ns())

@@ -196,7 +196,7 @@ class EngineCheckpoints:
         return Saved(save.checksums, _architecture(self._engine.model))
 
     def _copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies tensors to one host buffer that is reused between saves. A copy to new memory would be several times
+        """Copies tensors to host memory. All saves use one buffer, because copies to new memory are several times
         slower.
         """
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]

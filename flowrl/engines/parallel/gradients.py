@@ -61,7 +61,7 @@ class ReplicatedGradients:
             self._use(torch.zeros(num_values, dtype=dtype, device=parameters[0].device))
 
     def _use(self, buffer: Tensor) -> None:
-        """Makes the gradients of all parameters that are summed in the dtype of `buffer` views of `buffer`."""
+        """Stores gradients in `buffer`: those of all parameters whose gradients are summed in its dtype."""
         parameters = [parameter for parameter in self._parameters if _sum_dtype(parameter) == buffer.dtype]
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, gradient in zip(parameters, buffer.split(sizes), strict=True):

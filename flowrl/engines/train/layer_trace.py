@@ -22,12 +22,12 @@ from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.attention import (
     ROWS,
     Pack,
-    attend,
     no_mask,
     pack_rows,
     packing_obstacle,
     repeat_heads,
     repeats_packed_heads,
+    rows_attention,
 )
 from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import add_adapter
@@ -201,21 +201,10 @@ class _Allocation:
 
 
 def _attend_repeated(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    pack: Pack | None = None,
-    **others: Any,  # Any: transformers passes further arguments to every attention
-) -> tuple[Tensor, None]:
-    """Calls `attend` with keys and values as kernels without grouped-query attention need them."""
-    key, value = repeat_heads(query, key, value)
-    attended = attend(query, key, value, pack=pack, scaling=scaling, window=sliding_window, softcap=softcap)
-    return attended.contiguous(), None
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **settings: Any
+) -> tuple[Tensor, None]:  # Any: as in `rows_attention`
+    """Attends with repeated keys and values, which kernels without grouped-query attention need."""
+    return rows_attention(module, query, *repeat_heads(query, key, value), *arguments, **settings)
 
 
 AttentionInterface.register(_REPEATED, _attend_repeated)

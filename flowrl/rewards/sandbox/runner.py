@@ -289,7 +289,7 @@ def _deny_hidden_memory() -> bool:
     if platform.machine() not in _HIDDEN_MEMORY:
         return False
     machine, mmap, clone, denied = _HIDDEN_MEMORY[platform.machine()]
-    # Offsets of the fields of struct seccomp_data, which describes the system call that a filter checks.
+    # A filter reads the system call from a struct seccomp_data. These are the offsets of its fields.
     number_at, machine_at, flags_of_clone_at, flags_of_mmap_at = 0, 4, 16, 40
     to_mmap, to_missing, to_deny, to_allow = "mmap", "missing", "deny", "allow"
     program: list[tuple[int, int, str | None, str | None]] = [
