@@ -180,12 +180,6 @@ class _Estimator:
 
         Raises ConfigError if transformers cannot construct the model.
         """
-        try:
-            return self._role_memory(role, slot)
-        except ConfigError as error:
-            raise ConfigError(f"{role}.model: {error}") from None
-
-    def _role_memory(self, role: str, slot: Slot) -> RoleMemory | None:
         role_config = self._role_configs.get(role)
         role_plan = self._planned.roles[role]
         if role == "rollout":
@@ -198,6 +192,14 @@ class _Estimator:
         model = self._role_model(role)
         if model is None:
             return None
+        try:
+            return self._model_memory(role_config, role_plan, slot, model)
+        except ConfigError as error:
+            raise ConfigError(f"{role}.model.path is {role_config.model.path}, but {error}") from None
+
+    def _model_memory(
+        self, role_config: ModelRoleConfig, role_plan: RolePlan, slot: Slot, model: RoleModel
+    ) -> RoleMemory:
         if isinstance(role_config, TrainedConfig):
             trains_entropy = isinstance(role_config, ActorConfig) and role_config.entropy_coef
             entropy: Entropy = "gradient" if trains_entropy else "value"

@@ -342,7 +342,7 @@ def test_a_model_in_the_cache_of_the_hub_is_planned(tmp_path: Path, monkeypatch:
 def test_a_model_that_transformers_cannot_construct_is_rejected(model: Path, key: str, value: str) -> None:
     (model / "config.json").write_text(json.dumps(SETTINGS | {key: value}))
     config = config_of(model)
-    with rejects("actor.model", "config.json", error=ConfigError):
+    with rejects("actor.model.path", model, "config.json", error=ConfigError):
         estimate_memory(config, plan_run(config, [8]), read_sizes(config))
 
 
