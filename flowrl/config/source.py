@@ -184,7 +184,9 @@ def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]
             raise ConfigError(
                 f"{spot}: has a tab, which YAML does not allow here: replace the tab by spaces"
             ) from error
-        raise ConfigError(f"{spot}: not valid YAML, {problem}") from error
+        # On the command line, the value is most likely meant as text.
+        fix = "" if numbered else f": write text in quotes, as in {where.removesuffix(text)}'\"{text}\"'"
+        raise ConfigError(f"{spot}: not valid YAML, {problem}{fix}") from error
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example !!int before text

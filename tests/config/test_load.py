@@ -1,6 +1,7 @@
 """Settings in YAML files and overrides are read. A file that is not a valid config file is rejected with its line."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,11 @@ def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["steps", "=3", ".steps=3", "actor..model=x"])
 def test_an_argument_that_is_not_an_override_is_rejected(ppo: Path, override: str) -> None:
     assert error_of(ppo, override).startswith(f"{override!r} ")
+
+
+def test_the_error_of_an_override_that_is_no_yaml_has_an_override_that_is_read_as_text(ppo: Path) -> None:
+    message = error_of(ppo, "address=[::1]:70000")
+    assert load(ppo, [shlex.split(message)[-1]], PPOConfig).address == "[::1]:70000"
 
 
 def test_an_override_below_a_plain_value_is_rejected(ppo: Path) -> None:

@@ -18,8 +18,11 @@ from ray._private import ray_constants, services, worker
 from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
+from flowrl.controller.errors import BackendError
 from flowrl.controller.host.process_end import ProcessEnds, count_oom_kills
 from flowrl.data.folders.private_folder import private_folder, remove_folder
+
+_logger = logging.getLogger(__name__)
 
 RAY_SETTINGS = {
     # The driver raises failures of calls. Ray would print the same failures again.
@@ -53,16 +56,42 @@ class LocalRay:
     """A Ray on the loopback interface, with its files and its token in the private folder of this process.
 
     Authentication is always on. `RAY_AUTH_MODE` applies only to clusters.
+
+    Args:
+        num_cpus: number of CPUs that Ray offers to pools.
+        ends: describes the ends of Ray's processes.
+        options: further arguments of `ray.init`.
+    Raises:
+        BackendError: Ray has not started in two attempts.
     """
 
     def __init__(self, num_cpus: int, ends: ProcessEnds | None = None, **options: Any) -> None:
-        """Starts Ray. `ends` describes the ends of its processes. `options` are further arguments of `ray.init`."""
         global _running
         self._ends = ends or ProcessEnds(count_oom_kills())
         self._end: str | None = None
         folder = private_folder()
         self._session, self._token = folder / "r", folder / "token"
         self._variables = {name: os.environ[name] for name in _AUTH_VARIABLES if name in os.environ}
+        try:
+            self._start(num_cpus, options)
+        except ValueError:  # an invalid option
+            raise
+        except Exception as first:  # noqa: BLE001 (Ray raises Exception itself)
+            # Ray waits 30 s for each of its processes. On a machine that is busy for a moment, they may need longer.
+            _logger.warning("Ray has not started (%s); one more attempt", str(first).rstrip("."))
+            try:
+                self._start(num_cpus, options)
+            except Exception as error:
+                raise BackendError(
+                    f"Ray has not started on this machine in two attempts ({str(error).rstrip('.')}). Ray waits 30 s "
+                    "for each of its processes: end other programs, or run on a machine with more free cores or memory"
+                ) from error
+        node: Any = worker._global_node  # None before ray.init
+        self._watched = {name: node.all_processes[name][0].process for name in _NEEDED}
+        _running = self
+
+    def _start(self, num_cpus: int, options: dict[str, Any]) -> None:
+        """Starts Ray with a new token, or leaves nothing behind."""
         # At exit, before the private folder is deleted, because Ray writes to it.
         atexit.register(self.stop)
         self._token.touch(mode=0o600)
@@ -82,9 +111,6 @@ class LocalRay:
         except BaseException:
             self.stop()
             raise
-        node: Any = worker._global_node  # None before ray.init
-        self._watched = {name: node.all_processes[name][0].process for name in _NEEDED}
-        _running = self
 
     def find_end(self) -> str | None:
         """Returns how the first process that Ray needs has ended; None while all of them run. Takes microseconds."""

@@ -84,6 +84,55 @@ def test_a_process_can_start_ray_again_with_a_new_token(parent: Path) -> None:
     assert not list(parent.iterdir())
 
 
+SLOW_RAYLET = """
+import os
+import sys
+from pathlib import Path
+from ray._private import services
+from flowrl.controller.backends.local_ray import LocalRay
+from flowrl.controller.errors import BackendError
+from flowrl.data.folders.private_folder import private_folder
+
+starts, program = Path(sys.argv[1]), Path(sys.argv[2])
+num_slow = int(sys.argv[3])
+program.write_text(f'''#!/bin/sh
+echo start >> {starts}
+if [ $(wc -l < {starts}) -le {num_slow} ]; then kill -STOP $$; fi
+exec {services.RAYLET_EXECUTABLE} "$@"
+''')
+program.chmod(0o700)
+services.RAYLET_EXECUTABLE = str(program)
+try:
+    LocalRay(1)
+    print("started")
+except BackendError as error:
+    print(error)
+    import psutil
+    assert [path.name for path in private_folder().iterdir()] == ["process.json"]
+    statuses = [process.status() for process in psutil.Process().children(recursive=True)]
+    assert set(statuses) <= {psutil.STATUS_ZOMBIE}, statuses
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_slow", "expected"), [(1, "started"), (2, "two attempts")])
+def test_ray_has_two_attempts_to_start_before_one_error(
+    num_slow: int, expected: str, parent: Path, tmp_path: Path
+) -> None:
+    arguments = [str(tmp_path / "starts"), str(tmp_path / "raylet"), str(num_slow)]
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_RAYLET, *arguments],
+        env=os.environ | {"RAY_TMPDIR": str(parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert expected in done.stdout and "Traceback" not in done.stderr
+    assert (tmp_path / "starts").read_text().count("start") == 2
+    assert not list(parent.iterdir())
+
+
 SIGNALED = """
 import os
 import signal
