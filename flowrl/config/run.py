@@ -130,6 +130,11 @@ class ReportConfig(Config):
     generated text.
     """
 
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s (10^12 per second) of a device, to which `usage/ROLE/mfu` is relative. Null uses the data sheet of
+    the GPU for dense bfloat16 matrix products. For other devices, null disables this metric.
+    """
+
     @model_validator(mode="after")
     def _check_trackers(self) -> "ReportConfig":
         kinds = [tracker.kind for tracker in self.trackers]

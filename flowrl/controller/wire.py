@@ -124,6 +124,8 @@ class Report:
     description: Description | None = None
     is_replacement: bool = False
     """Whether this is the first call of a process that replaces a lost process."""
+    usage: Mapping[str, float] = field(default_factory=dict)
+    """What the call has used and done (`CallEvent.usage`)."""
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,13 @@ class WorkerContext:
     """Number of tensor-parallel devices of a dedicated process. The other devices have no process of the role."""
     can_offload: bool = False
     """Whether the worker can offload its device memory for other processes on the same device."""
+    usage: dict[str, float] = field(default_factory=dict)
+    """What the worker has used and done since the last `pop_usage`, by the names of `CallEvent.usage`."""
+
+    def add_usage(self, **amounts: float) -> None:
+        """Adds amounts to `usage`."""
+        for name, amount in amounts.items():
+            self.usage[name] = self.usage.get(name, 0) + amount
 
 
 class Worker(Generic[GroupType]):
@@ -299,6 +306,12 @@ class Worker(Generic[GroupType]):
     def onload_parts(self, parts: tuple[str, ...]) -> None:
         """Restores some parts of the offloaded memory, for a method registered with `memory`. Default: all parts."""
         self.onload()
+
+    def pop_usage(self) -> dict[str, float]:
+        """Returns what the worker has used and done since the last call of `pop_usage`. The report of a call has it."""
+        usage = dict(self.context.usage)
+        self.context.usage.clear()
+        return usage
 
     def close(self) -> None:
         """Releases processes and connections. Called only with the backend `inline`, where the process continues."""

@@ -1,7 +1,7 @@
 """Trace records: the timing of calls, and counters over time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_COUNTS = 5_000
 """Number of most recent samples of group counts in `trace.json`."""
@@ -33,6 +33,17 @@ class CallEvent:
     """Time at which the method returned."""
     finished_ns: int
     """Time at which the result was stored."""
+    usage: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """What the rank has used and done in the call, by name. A name is missing if it does not apply.
+
+    - `tokens`: tokens of the rows of forward and backward passes, or sampled tokens, as the share of one device
+    - `flops`: model FLOPs, as the share of one device; `peak_flops`: peak FLOP/s of the device, if it is known
+    - `allocated`, `reserved`, `free`: bytes of device memory (`MemoryUsage`): the peak, and both others after the call
+    - `memory_fraction`: fraction of a GPU's memory that was in use at the peak
+    - `seconds/ROLE/PHASE`: seconds in which memory of a role moved, in a switch between roles that share a device
+    - `weight_bytes`: bytes of weights that were exported or loaded
+    - `responses`, `preemptions`: finished responses, and interruptions of responses because the KV cache was full
+    """
 
     @property
     def device_label(self) -> str:

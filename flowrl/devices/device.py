@@ -40,11 +40,20 @@ class MemoryUsage:
 
     allocated: int
     """Memory of this process's tensors. On the CPU, the resident memory of the process."""
+    peak: int
+    """Largest value of `allocated` since `begin_peak`. On the CPU, the current value."""
     reserved: int
     """Memory that this process keeps from other processes: `allocated`, and the blocks in torch's cache."""
     free: int
     """Memory that every process can allocate."""
     total: int
+
+    @property
+    def peak_fraction(self) -> float:
+        """Fraction of the memory that was in use at the peak of this process. Blocks in torch's cache that were free
+        at that time do not count, because torch could use them for other tensors.
+        """
+        return 1 - (self.free + self.reserved - self.peak) / self.total
 
 
 class Device(Protocol):
@@ -53,6 +62,11 @@ class Device(Protocol):
     @property
     def id(self) -> str:
         """Name that is equal in all processes: the UUID of a GPU, or `cpu`."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name of the model, such as `NVIDIA H100 80GB HBM3`, or `cpu`."""
         ...
 
     @property
@@ -83,6 +97,10 @@ class Device(Protocol):
 
     def memory(self) -> MemoryUsage: ...
 
+    def begin_peak(self) -> None:
+        """Begins to measure `MemoryUsage.peak`."""
+        ...
+
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Returns a new buffer `[num_bytes]` of host memory. For a GPU, it is pinned until the tensor is freed, so that
         copies can be asynchronous.
@@ -106,7 +124,7 @@ class Device(Protocol):
 class CpuDevice:
     """The CPU. It has no streams, and torch keeps no cache of its memory."""
 
-    id = "cpu"
+    id = name = "cpu"
     index = None
     capability = None
 
@@ -122,7 +140,9 @@ class CpuDevice:
         import psutil  # noqa: PLC0415 (Ray has a copy of psutil, which can be imported after ray)
 
         resident, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
-        return MemoryUsage(resident, resident, machine.available, machine.total)
+        return MemoryUsage(resident, resident, resident, machine.available, machine.total)
+
+    def begin_peak(self) -> None: ...
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -151,6 +171,10 @@ class CudaDevice:
         return str(torch.cuda.get_device_properties(self.index).uuid)
 
     @property
+    def name(self) -> str:
+        return torch.cuda.get_device_properties(self.index).name
+
+    @property
     def capability(self) -> tuple[int, int]:
         properties = torch.cuda.get_device_properties(self.index)
         return properties.major, properties.minor
@@ -170,7 +194,11 @@ class CudaDevice:
     def memory(self) -> MemoryUsage:
         free, total = torch.cuda.mem_get_info(self.index)
         allocated, reserved = torch.cuda.memory_allocated(self.index), torch.cuda.memory_reserved(self.index)
-        return MemoryUsage(allocated, reserved, free, total)
+        peak = torch.cuda.max_memory_allocated(self.index)
+        return MemoryUsage(allocated, peak, reserved, free, total)
+
+    def begin_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.index)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
@@ -220,6 +248,14 @@ def gpu_names() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return sorted({line.strip() for line in result.stdout.splitlines() if line.strip()})
+
+
+def used_device(name: str) -> Device | None:
+    """Returns the operations on a device, or None for a GPU if this process has not used CUDA.
+
+    Their first use would create a CUDA context, which needs 0.5 GB of GPU memory.
+    """
+    return get_device(name) if name == "cpu" or torch.cuda.is_initialized() else None
 
 
 def used_gpu() -> Device | None:

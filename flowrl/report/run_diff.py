@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_metrics, read_system
 from flowrl.checkpoints.run_folder import RunFolder
+from flowrl.report import usage
 from flowrl.report.page.config_data import compare_settings
 from flowrl.report.rollout_log import Kind, MissingStepError, Row, read_rows, saved_steps
 
@@ -285,7 +286,7 @@ def _different_metrics(first: Record, second: Record, is_same: Same) -> list[tup
 
 def is_nondeterministic(metric: str) -> bool:
     """Returns whether a metric differs even between identical runs."""
-    return metric in _NONDETERMINISTIC or metric.startswith("idle_") or metric.endswith("/seconds")
+    return metric in _NONDETERMINISTIC or metric.startswith(("idle_", usage.PREFIX)) or metric.endswith("/seconds")
 
 
 def _find_divergence(

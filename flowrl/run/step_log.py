@@ -14,6 +14,7 @@ from flowrl.data.events import CallEvent
 from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
 from flowrl.report.recorded_calls import RecordedCalls
 from flowrl.report.trace import IdleTracker
+from flowrl.report.usage import usage_metrics
 from flowrl.run.evaluation import Evaluation, PendingEvaluation
 from flowrl.run.results import DRAWN_STEPS
 
@@ -46,9 +47,9 @@ class StepLog:
     The driver runs ahead of the workers. A step is unresolved until its calls are done.
     """
 
-    def __init__(self, calls: Calls, elapsed_s: float = 0.0) -> None:
-        """`elapsed_s` is the run time before a resume."""
-        self._calls = calls
+    def __init__(self, calls: Calls, elapsed_s: float = 0.0, peak_tflops: float | None = None) -> None:
+        """`elapsed_s` is the run time before a resume, and `peak_tflops` is `report.peak_tflops`."""
+        self._calls, self._peak_tflops = calls, peak_tflops
         self.recorded = RecordedCalls(calls.events)
         self._begun_ns: deque[int] = deque(maxlen=DRAWN_STEPS + _MAX_STEPS_IN_FLIGHT)
         """Times at which the last steps began."""
@@ -142,8 +143,10 @@ class StepLog:
         with self._calls.lock:  # a schedule may append events on a thread
             events = list(self._events_of(done))
             ended_ns = max((event.ended_ns for event in events), default=done.submitted_ns)
-            waits = self._waits(step, events, ended_ns)
+            recent = self._recent()
+            waits = self._waits(step, events, recent, ended_ns)
         values = {name: metric.result() for name, metric in merged.items()} | waits
+        values |= usage_metrics((event for event in recent if event.ended_ns <= ended_ns), self._peak_tflops)
         values["seconds"] = (ended_ns - self._ended_ns) / 1e9
         values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
         self._ended_ns = self.last_ended_ns = ended_ns
@@ -159,16 +162,23 @@ class StepLog:
             if step.begun_ns <= event.submitted_ns <= step.submitted_ns and event.role != self._excluded_role:
                 yield event
 
-    def _waits(self, step: int, events: Iterable[CallEvent], ended_ns: int) -> dict[str, float]:
+    def _recent(self) -> list[CallEvent]:
+        """Returns the calls that have ended since the end of the previous step, newest first."""
+        recent = []
+        for event in reversed(self._calls.events):
+            if event.ended_ns < self._ended_ns - _MAX_REPORT_DELAY_NS:
+                break
+            if event.ended_ns > self._ended_ns:
+                recent.append(event)
+        return recent
+
+    def _waits(
+        self, step: int, events: Iterable[CallEvent], recent: Sequence[CallEvent], ended_ns: int
+    ) -> dict[str, float]:
         """Returns the idle times since the end of the previous step."""
         if not self._roles:
             return {}
-        begun_ns, recent = self._ended_ns, []
-        for event in reversed(self._calls.events):
-            if event.ended_ns < begun_ns - _MAX_REPORT_DELAY_NS:
-                break
-            if event.ended_ns > begun_ns:
-                recent.append(event)
+        begun_ns = self._ended_ns
         values = self._idle.idle_fractions(recent, self._roles, begun_ns, ended_ns)
         first_ns = min((event.started_ns for event in events if event.role == self._policy), default=begun_ns)
         values["wait_data_s"] = max(0, first_ns - begun_ns) / 1e9

@@ -138,7 +138,9 @@ class Actor(TrainedWorker["ActorGroup"]):
         """Returns a bucket of the current weights on rank 0. If `bucket_mb` is None, returns all weights."""
         names = None if bucket_mb is None else self._buckets(bucket_mb, dtype)[bucket]
         # No snapshot, because the controller copies the result of a call.
-        return export_weights(self.model, names, dtype=_dtype(dtype), is_receiver=self.rank == 0, snapshot=False)
+        arrays = export_weights(self.model, names, dtype=_dtype(dtype), is_receiver=self.rank == 0, snapshot=False)
+        self.context.add_usage(weight_bytes=sum(array.nbytes for array in arrays.values()))
+        return arrays
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def weight_samples(
@@ -166,6 +168,7 @@ class Actor(TrainedWorker["ActorGroup"]):
         `after` is a future that delays this call until the rollout has read the previous bucket.
         """
         metadata = self.describe_weights(bucket, bucket_mb, dtype)
+        self.context.add_usage(weight_bytes=sum(metadata.sizes))
         return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
@@ -196,6 +199,7 @@ class Actor(TrainedWorker["ActorGroup"]):
     def broadcast_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> None:
         """Broadcasts a bucket from rank 0 to the transfer group. All other ranks only take part in the all-gathers."""
         weights = full_weights(self.model, self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype))
+        self.context.add_usage(weight_bytes=sum(self.describe_weights(bucket, bucket_mb, dtype).sizes))
         if self.rank == 0:
             self._nccl.send(weights)
         else:

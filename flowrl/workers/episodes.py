@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from flowrl.data.batch.tensordicts import num_rows, objects
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
 from flowrl.engines.rollout.base import (
     GatheringEngine,
@@ -22,6 +22,7 @@ from flowrl.engines.rollout.base import (
     Segment,
 )
 from flowrl.engines.rollout.request_batch import open_batch
+from flowrl.engines.rollout.response_tensors import Responses, stack_responses
 from flowrl.environments.environment_function import (
     ENVIRONMENT_COLUMNS,
     RESPONSE_PARAMETERS,
@@ -32,7 +33,7 @@ from flowrl.environments.environment_function import (
 from flowrl.rewards.reward_function import SHORT_REPR
 from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
 from flowrl.workers.channel import RequestClient, ServerAddress
-from flowrl.workers.dialogs import LOST, Dialog, Dialogs, EnvironmentServers
+from flowrl.workers.dialogs import EPISODE, LOST, TURN_REWARDS, Dialog, Dialogs, EnvironmentServers, turn_columns
 
 EPISODE_READS = (*(f"{name}?" for name in ENVIRONMENT_COLUMNS), "*")
 """Columns that environments and reward functions can receive, in the notation of `register`."""
@@ -423,3 +424,64 @@ def score_columns(scores: Sequence[RowScores | None], names: Sequence[str]) -> d
     }
     calls = [{name: call.to_dict() for name, call in row.calls.items()} for row in rows]
     return columns | {FAILED: torch.tensor([row.is_failed for row in rows], dtype=torch.bool), CALLS: calls}
+
+
+def episodes_to_tensordict(
+    episodes: Sequence[Episode],
+    tokenizer: ChatTokenizer,
+    score: Sequence[str] = (),
+    *,
+    with_segments: bool = False,
+    **columns: torch.Tensor,
+) -> TensorDict:
+    """Returns the columns of complete episodes, with those of the reward (`score`) and additional ones, [B].
+
+    `with_segments` adds the column `segments`.
+    """
+    responses = [episode.response for episode in episodes if episode.response is not None]
+    assert len(responses) == len(episodes), "every episode is complete"
+    stacked = stack_responses(responses, [episode.request for episode in episodes])
+    names = [name for name in score if name not in (TURN_REWARDS, EPISODE)]
+    scores = score_columns([episode.scores for episode in episodes], names)
+    prompts = [episode.request.token_ids for episode in episodes]
+    segments = {SEGMENTS: [describe_segments(episode, tokenizer) for episode in episodes]} if with_segments else {}
+    table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
+    if TURN_REWARDS not in score:
+        return table
+    rewards_T, records = turn_columns(episodes)
+    tokens = {**dict(table["tokens"].items()), TURN_REWARDS: torch.tensor(rewards_T)}
+    return make_tensordict({**dict(table["rows"].items()), EPISODE: records}, tokens, lengths(table))
+
+
+def responses_to_tensordict(
+    prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: Any
+) -> TensorDict:
+    """Combines prompts, responses and additional row columns into a TensorDict.
+
+    `response_mask` is true for tokens that the policy sampled, and false for those of the prompt and an environment.
+    """
+    prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+    lengths_B = prompt_lengths_B + responses.lengths
+    rows_T = torch.repeat_interleave(torch.arange(len(prompts)), lengths_B)
+    positions_T = torch.arange(len(rows_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[rows_T]
+    in_response_T = positions_T >= prompt_lengths_B[rows_T]
+    input_ids_T = torch.empty(len(rows_T), dtype=torch.int64)
+    input_ids_T[in_response_T] = responses.tokens
+    input_ids_T[~in_response_T] = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
+    tokens = {
+        "input_ids": input_ids_T,
+        "response_mask": torch.zeros_like(in_response_T).masked_scatter(in_response_T, responses.is_policy),
+        "rollout_logprobs": torch.zeros(len(rows_T)).masked_scatter(in_response_T, responses.logprobs.float()),
+        "weight_version": torch.full(rows_T.shape, -1, dtype=torch.int32).masked_scatter(
+            in_response_T, responses.versions
+        ),
+    }
+    ids = responses.token_lists()
+    texts = [tokenizer.decode_response(row) for row in ids]
+    tagged = [tokenizer.decode_tags(*row) for row in zip(prompts, ids, texts, strict=True)]
+    rows = {
+        "truncated": responses.truncated,
+        "response": texts,
+        "tagged_response": [None if a == b else b for a, b in zip(texts, tagged, strict=True)],
+    }
+    return make_tensordict({**rows, **columns}, tokens, lengths_B)

@@ -61,6 +61,9 @@ class ModelWorker(Worker[GroupType]):
     ) -> bool:  # Any: the constructor's
         return config.engine.offload == "idle"
 
+    def pop_usage(self) -> dict[str, float]:
+        return super().pop_usage() | self.engine.pop_usage()
+
     def offload(self, *, keep_weights: bool) -> None:
         if self.engine.offloads_when_idle:
             self.engine.offload(keep_weights=keep_weights)

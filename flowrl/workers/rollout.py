@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
 from flowrl.controller.worker import Contract, Dispatch, Worker, register
-from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
+from flowrl.data.batch.tensordicts import num_rows, objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.rollout.base import (
     TAGS,
@@ -21,6 +21,7 @@ from flowrl.engines.rollout.base import (
     ColocatedEngine,
     EngineContext,
     EngineState,
+    PreemptingEngine,
     PromptError,
     Request,
     RolloutEngine,
@@ -29,13 +30,13 @@ from flowrl.engines.rollout.base import (
     StreamingEngine,
     load_engine_class,
 )
-from flowrl.engines.rollout.response_tensors import Responses, make_requests, stack_responses
+from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.rollout.sampling import row_keys
 from flowrl.engines.rollout.weight_check import Compared, WeightSamples, check_compared
 from flowrl.rewards.row_scores import CALLS, FAILED
 from flowrl.workers.actor import Actor
 from flowrl.workers.channel import ServerAddress
-from flowrl.workers.dialogs import EPISODE, TURN_REWARDS, EnvironmentServers, turn_columns
+from flowrl.workers.dialogs import EPISODE, EnvironmentServers
 from flowrl.workers.episodes import (
     EPISODE_READS,
     POLL_S,
@@ -47,10 +48,9 @@ from flowrl.workers.episodes import (
     EpisodeRun,
     Episodes,
     continue_episodes,
-    describe_segments,
     episode_columns,
+    episodes_to_tensordict,
     run_episodes,
-    score_columns,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +144,17 @@ class Rollout(Worker["RolloutGroup"]):
         own = self._new_episodes(batch, temperature, score)
         with self._connections.share(is_scored=bool(score)) as episodes:
             run_episodes(self.engine, own, episodes)
-        return episodes_to_tensordict(own, self.tokenizer, score, with_segments=self._has_segments(score))
+        return self._to_tensordict(own, score)
+
+    def _to_tensordict(self, own: Sequence[Episode], score: Sequence[str]) -> TensorDict:
+        """Returns the rows of complete episodes."""
+        return self._count(episodes_to_tensordict(own, self.tokenizer, score, with_segments=self._has_segments(score)))
+
+    def _count(self, responses: TensorDict) -> TensorDict:
+        """Adds the rows and their sampled tokens to the usage of the call, and returns the rows."""
+        num_tokens = int(responses["tokens", "response_mask"].sum())
+        self.context.add_usage(tokens=num_tokens / self.context.num_tp_devices, responses=num_rows(responses))
+        return responses
 
     def _new_episodes(self, batch: TensorDict, temperature: float | None, score: Sequence[str]) -> list[Episode]:
         """Returns an episode without a response for each row. The arguments are those of `generate`."""
@@ -272,7 +282,7 @@ class Rollout(Worker["RolloutGroup"]):
                     break
                 if not left_s:
                     break
-        return self._groups.pop_complete(self.tokenizer, score, with_segments=self._has_segments(score))
+        return self._count(self._groups.pop_complete(self.tokenizer, score, with_segments=self._has_segments(score)))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, memory=())
     def count_waiting(self, samples: int) -> int:
@@ -325,7 +335,7 @@ class Rollout(Worker["RolloutGroup"]):
         if run is not None and run.is_done:
             complete = run.own
             self._end_evaluation()
-        return episodes_to_tensordict(complete, self.tokenizer, score, with_segments=self._has_segments(score))
+        return self._to_tensordict(complete, score)
 
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -336,6 +346,12 @@ class Rollout(Worker["RolloutGroup"]):
     def _streaming(self) -> StreamingEngine:
         assert isinstance(self.engine, StreamingEngine), "a schedule that streams requires an engine with `streaming`"
         return self.engine
+
+    def pop_usage(self) -> dict[str, float]:
+        usage = super().pop_usage()
+        if isinstance(self.engine, PreemptingEngine):
+            usage["preemptions"] = self.engine.pop_preemptions()
+        return usage
 
     # Weights.
 
@@ -361,9 +377,12 @@ class Rollout(Worker["RolloutGroup"]):
         if self.shares_weights:
             self.set_version(version)
         else:
-            self._load_bucket(weights, version, bucket, of)
+            self._load_bucket(weights, sum(array.nbytes for array in weights.values()), version, bucket, of)
 
-    def _load_bucket(self, weights: Any, version: int, bucket: int, num_buckets: int) -> None:  # Any: the transport's
+    def _load_bucket(
+        self, weights: Any, num_bytes: int, version: int, bucket: int, num_buckets: int
+    ) -> None:  # Any: the transport's
+        self.context.add_usage(weight_bytes=num_bytes)
         if bucket == 0:
             if self.engine.state is EngineState.UPDATING:
                 self.engine.abort_update()
@@ -396,7 +415,7 @@ class Rollout(Worker["RolloutGroup"]):
     def load_ipc(self, shared: "Sequence[IpcBucket]", version: int, bucket: int, of: int) -> None:
         """Loads a bucket from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
         self._check_not_replayed()
-        self._load_bucket(shared[0].merged(shared), version, bucket, of)
+        self._load_bucket(shared[0].merged(shared), sum(shared[0].metadata.sizes), version, bucket, of)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def wait_for_memory(self, released: object) -> None:
@@ -413,7 +432,7 @@ class Rollout(Worker["RolloutGroup"]):
     def load_broadcast(self, metadata: "WeightMetadata", version: int, bucket: int, of: int) -> None:
         """Loads a bucket that the actor broadcasts at the same time. The arguments are those of `load_weights`."""
         self._check_not_replayed()
-        self._load_bucket(metadata, version, bucket, of)
+        self._load_bucket(metadata, sum(metadata.sizes), version, bucket, of)
 
     def _check_not_replayed(self) -> None:
         if self.context.replaced:
@@ -534,64 +553,3 @@ class PromptGroups:
         request_ids = [request_id for prompt_id in dropped for request_id in self._groups.pop(prompt_id).samples]
         self.episodes.drop(request_ids)
         return request_ids
-
-
-def episodes_to_tensordict(
-    episodes: Sequence[Episode],
-    tokenizer: ChatTokenizer,
-    score: Sequence[str] = (),
-    *,
-    with_segments: bool = False,
-    **columns: torch.Tensor,
-) -> TensorDict:
-    """Returns the columns of complete episodes, with those of the reward (`score`) and additional ones, [B].
-
-    `with_segments` adds the column `segments`.
-    """
-    responses = [episode.response for episode in episodes if episode.response is not None]
-    assert len(responses) == len(episodes), "every episode is complete"
-    stacked = stack_responses(responses, [episode.request for episode in episodes])
-    names = [name for name in score if name not in (TURN_REWARDS, EPISODE)]
-    scores = score_columns([episode.scores for episode in episodes], names)
-    prompts = [episode.request.token_ids for episode in episodes]
-    segments = {SEGMENTS: [describe_segments(episode, tokenizer) for episode in episodes]} if with_segments else {}
-    table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
-    if TURN_REWARDS not in score:
-        return table
-    rewards_T, records = turn_columns(episodes)
-    tokens = {**dict(table["tokens"].items()), TURN_REWARDS: torch.tensor(rewards_T)}
-    return make_tensordict({**dict(table["rows"].items()), EPISODE: records}, tokens, lengths(table))
-
-
-def responses_to_tensordict(
-    prompts: Sequence[Sequence[int]], responses: Responses, tokenizer: ChatTokenizer, **columns: Any
-) -> TensorDict:
-    """Combines prompts, responses and additional row columns into a TensorDict.
-
-    `response_mask` is true for tokens that the policy sampled, and false for those of the prompt and an environment.
-    """
-    prompt_lengths_B = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-    lengths_B = prompt_lengths_B + responses.lengths
-    rows_T = torch.repeat_interleave(torch.arange(len(prompts)), lengths_B)
-    positions_T = torch.arange(len(rows_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[rows_T]
-    in_response_T = positions_T >= prompt_lengths_B[rows_T]
-    input_ids_T = torch.empty(len(rows_T), dtype=torch.int64)
-    input_ids_T[in_response_T] = responses.tokens
-    input_ids_T[~in_response_T] = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
-    tokens = {
-        "input_ids": input_ids_T,
-        "response_mask": torch.zeros_like(in_response_T).masked_scatter(in_response_T, responses.is_policy),
-        "rollout_logprobs": torch.zeros(len(rows_T)).masked_scatter(in_response_T, responses.logprobs.float()),
-        "weight_version": torch.full(rows_T.shape, -1, dtype=torch.int32).masked_scatter(
-            in_response_T, responses.versions
-        ),
-    }
-    ids = responses.token_lists()
-    texts = [tokenizer.decode_response(row) for row in ids]
-    tagged = [tokenizer.decode_tags(*row) for row in zip(prompts, ids, texts, strict=True)]
-    rows = {
-        "truncated": responses.truncated,
-        "response": texts,
-        "tagged_response": [None if a == b else b for a, b in zip(texts, tagged, strict=True)],
-    }
-    return make_tensordict({**rows, **columns}, tokens, lengths_B)

@@ -25,7 +25,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 ENGINES = ("hf", "vllm", "fsdp", EPISODES, VLLM_EPISODES)
 """`hf` and `vllm` generate; the actor of `fsdp` has two sharded ranks. `fsdp` generates with `hf`."""
 
-TIMINGS = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "idle_", "wait_")
+TIMINGS = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "idle_", "wait_", "usage/")
 """Prefixes of metrics that depend on the clock or on the memory of the machine."""
 CALL_SECONDS, RESTARTS = "/seconds", "environment/restarts"
 """End of the names of metrics with the duration of rewards, and the metric that counts episodes that started again."""

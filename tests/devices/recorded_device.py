@@ -12,7 +12,7 @@ class RecordedDevice:
 
     def __init__(self, device: Device, record: Callable[[str], None]) -> None:
         self._device, self._record = device, record
-        self.id, self.index, self.capability = device.id, device.index, device.capability
+        self.id, self.name, self.index, self.capability = device.id, device.name, device.index, device.capability
 
     def wait_for_stream(self) -> None:
         self._record("wait for stream")
@@ -32,6 +32,9 @@ class RecordedDevice:
 
     def memory(self) -> MemoryUsage:
         return self._device.memory()
+
+    def begin_peak(self) -> None:
+        self._device.begin_peak()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         self._record("host buffer")

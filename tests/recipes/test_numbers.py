@@ -63,7 +63,10 @@ PLACEMENTS = {
 
 def metrics_of(config: PPOConfig | GRPOConfig | SFTConfig) -> list[dict[str, float]]:
     lines = (config.output / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in CLOCK and not name.startswith("usage/")}
+        for line in lines
+    ]
 
 
 def assert_same(expected: dict[str, float], actual: dict[str, float], rtol: float = FLOAT64_RTOL) -> None:

@@ -31,7 +31,7 @@ def trained(config: PPOConfig | GRPOConfig) -> list[dict[str, Any]]:
 
 
 def is_clock(name: str) -> bool:
-    return name in CLOCK or name.startswith("idle_")
+    return name in CLOCK or name.startswith(("idle_", "usage/"))
 
 
 def with_old_logprobs(make: Configure, output: Path, old_logprobs: str, **changes: Any) -> PPOConfig | GRPOConfig:

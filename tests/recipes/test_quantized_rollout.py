@@ -22,7 +22,10 @@ CORRECTION = {"correction": {"kind": "truncated"}}
 
 def metrics_of(config: PPOConfig | GRPOConfig) -> list[dict[str, float]]:
     lines = (config.output / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in CLOCK and not name.startswith("usage/")}
+        for line in lines
+    ]
 
 
 def split(roles: tuple[str, ...]) -> Placement:

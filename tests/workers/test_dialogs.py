@@ -18,8 +18,7 @@ from flowrl.environments.tool_calls import parse_response
 from flowrl.rewards.reward_function import RewardError
 from flowrl.workers.channel import RequestClient, RequestServer
 from flowrl.workers.dialogs import Dialogs, turn_columns
-from flowrl.workers.episodes import Episode
-from flowrl.workers.rollout import episodes_to_tensordict
+from flowrl.workers.episodes import Episode, episodes_to_tensordict
 from tests.data.test_golden_templates import tokenizer
 from tests.data.test_turn_delta import make_chat, user
 

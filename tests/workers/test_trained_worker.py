@@ -19,6 +19,8 @@ from flowrl.config import ActorConfig, CriticConfig, ModelConfig, OptimizerConfi
 from flowrl.controller.dispatch import split_batch
 from flowrl.controller.errors import WorkerUserError
 from flowrl.controller.worker import get_contract
+from flowrl.engines.models.loading import load_policy
+from flowrl.engines.train.model_flops import model_flops
 from flowrl.workers import PTX, Actor, Critic, Loss, Reference, RewardModel
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.combined_losses import PAIR, distillation
@@ -261,3 +263,19 @@ def test_ranks_of_a_forward_pass_receive_as_many_tokens(method: Callable[..., ob
     first, second = (batch.lengths()[np.asarray(rows)].sum() for rows in split_batch(batch, 2, contract))
     assert first + second == sum(lengths) and abs(first - second) <= 10
     assert split_batch(batch.with_sections(2), 2, contract) == [(0, 5), (5, 10)]
+
+
+def test_calls_report_the_flops_of_their_passes_and_the_memory_of_the_device(
+    cluster: Cluster, model: ModelConfig
+) -> None:
+    actor = actor_of(cluster, model)
+    actor.logprobs(rows()).get("logprobs")
+    actor.update(rows()).get()
+    forward, training = (event.usage for event in list(cluster.calls.events)[-2:])
+    flops = model_flops(load_policy(model))
+    assert flops is not None
+    for usage, is_training in ((forward, False), (training, True)):
+        assert usage["tokens"] == 19
+        assert usage["flops"] == flops.count(LENGTHS, sum(MASK), is_training=is_training)
+        assert 0 < usage["allocated"] <= usage["reserved"] and usage["free"] > 0
+    assert "memory_fraction" not in training and "peak_flops" not in training, "only GPUs have these figures"

@@ -481,6 +481,7 @@ def _make_event(record: CallRecord, report: Report) -> CallEvent:
         started_ns=report.started_ns,
         ended_ns=report.ended_ns,
         finished_ns=report.finished_ns,
+        usage=report.usage,
     )
 
 

@@ -30,6 +30,12 @@ from flowrl.data.batch.payload import Payload
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from flowrl.devices.device import Device
+
+
+_SHORTEST_PHASE_S = 1e-3
+"""Shorter phases of a switch moved no memory, and are not reported."""
+
 
 class ResidentWorker:
     """Tracks which worker of a process is on the device. Only the called worker and its weight owners are loaded."""
@@ -37,6 +43,8 @@ class ResidentWorker:
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
         self._resident: str | None = None
+        self._seconds: dict[str, float] = {}
+        """Usage `seconds/ROLE/PHASE` since the last `pop_seconds`."""
         self._resident_parts: frozenset[str] | None = None
         """Memory parts of the resident worker that are loaded. None means all parts."""
 
@@ -52,24 +60,43 @@ class ResidentWorker:
         worker = self._workers[role]
         if not is_resident:
             self._offload_others(worker)
-        if parts is None:
-            worker.onload()
-        else:
-            worker.onload_parts(parts)
+        with self.timed(role, "onload" if parts is None else f"onload_{'_'.join(parts)}"):
+            if parts is None:
+                worker.onload()
+            else:
+                worker.onload_parts(parts)
         self._resident, self._resident_parts = role, None if parts is None else onloaded.union(parts)
 
     def _offload_others(self, worker: Worker) -> None:
         weight_owners = worker.weight_owners
         for other in self._workers.values():
             if other is not worker:
-                other.offload(keep_weights=other in weight_owners)
+                with self.timed(other.context.role, "offload"):
+                    other.offload(keep_weights=other in weight_owners)
         for owner in weight_owners:
-            owner.onload()
+            with self.timed(owner.context.role, "onload"):
+                owner.onload()
 
     def offload_all(self) -> None:
         self._resident = None
-        for worker in self._workers.values():
-            worker.offload(keep_weights=False)
+        for role, worker in self._workers.items():
+            with self.timed(role, "offload"):
+                worker.offload(keep_weights=False)
+
+    def pop_seconds(self) -> dict[str, float]:
+        """Returns the usage `seconds/ROLE/PHASE` of the switches since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    @contextmanager
+    def timed(self, role: str, phase: str) -> Iterator[None]:
+        """Measures a phase of a switch, in which memory of `role` moves."""
+        started_s = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started_s
+        if seconds >= _SHORTEST_PHASE_S:
+            name = f"seconds/{role}/{phase}"
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
 
 def release_cached_memory() -> None:
@@ -145,6 +172,7 @@ class Host:
             can_offload=construction.can_offload,
         )
         self._resident.offload_all()
+        self._resident.pop_seconds()
         worker.__init__(*construction.args, **construction.kwargs)
         self._workers[construction.role], self._attempts[construction.role] = worker, construction.attempt
         self._state_ids[construction.role] = 0
@@ -164,15 +192,22 @@ class Host:
         with _as_worker_error(request.role, request.rank, request.node, request.method):
             arguments, payloads = _read_arguments(request, objects)
             started_ns = time.time_ns()
-            if request.contract.memory != ():
+            worker, uses_device = self._workers[request.role], request.contract.memory != ()
+            if uses_device:
                 self._resident.activate(request.role, request.contract.memory)
-            result = _run_method(self._workers[request.role], request, arguments, payloads)
+            device = _used_device(worker) if uses_device else None
+            if device is not None:
+                device.begin_peak()
+            result = _run_method(worker, request, arguments, payloads)
             ended_ns = time.time_ns()
             value, description = _pack_result(result, list(payloads.values()), request)
+            usage = self._resident.pop_seconds() | worker.pop_usage()
+            if device is not None:
+                usage |= _device_usage(device, usage)
         if request.contract.replay:
             self._state_ids[request.role] = request.call_id
             self._state_methods[request.role].add(request.method)
-        return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description)
+        return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description, usage=usage)
 
     def evict(self, role: str, rank: int, node: int) -> tuple[None, Report]:
         """Offloads all workers of the process and releases its cached memory. Raises `WorkerError` with `role` and
@@ -181,8 +216,9 @@ class Host:
         with _as_worker_error(role, rank, node, "evict"):
             started_ns = time.time_ns()
             self._resident.offload_all()
-            self._release_memory()
-            return None, _simple_report(started_ns)
+            with self._resident.timed(role, "release"):
+                self._release_memory()
+            return None, replace(_simple_report(started_ns), usage=self._resident.pop_seconds())
 
     def lacks(self, constructions: Sequence[Construction]) -> bool:
         """Returns whether one of these workers is missing, or was constructed before the last program restart."""
@@ -309,6 +345,27 @@ _CONNECTION_LOST = (
 
 def _is_connection_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in _CONNECTION_LOST)
+
+
+def _used_device(worker: Worker) -> "Device | None":
+    """Returns the device of a worker, or None if the process has not used it."""
+    if "torch" not in sys.modules:
+        return None
+    from flowrl.devices.device import used_device  # noqa: PLC0415 (loads torch only where it is used)
+
+    return used_device(worker.device)
+
+
+def _device_usage(device: "Device", usage: Mapping[str, float]) -> dict[str, float]:
+    """Returns the memory of a device after a call, and its peak FLOP/s if the call has FLOPs in its `usage`."""
+    from flowrl.devices.peak_flops import peak_flops  # noqa: PLC0415 (loads torch only where it is used)
+
+    memory = device.memory()
+    own: dict[str, float] = {"allocated": memory.peak, "reserved": memory.reserved, "free": memory.free}
+    if device.index is not None:
+        own["memory_fraction"] = memory.peak_fraction
+    peak = peak_flops(device.name) if "flops" in usage else None
+    return own if peak is None else own | {"peak_flops": peak}
 
 
 def _simple_report(started_ns: int) -> Report:

@@ -467,6 +467,17 @@ class SleepingEngine(Protocol):
 
 
 @runtime_checkable
+class PreemptingEngine(Protocol):
+    """An engine that interrupts running responses if its KV cache is full, and later computes their keys and values
+    again.
+    """
+
+    def pop_preemptions(self) -> int:
+        """Returns the number of interruptions since the last call."""
+        ...
+
+
+@runtime_checkable
 class BroadcastEngine(Protocol):
     """An engine with the transport `nccl`. Its `receive` also accepts the `WeightMetadata` of a broadcast."""
 

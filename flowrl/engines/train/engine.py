@@ -41,6 +41,7 @@ from flowrl.engines.parallel.sharding import (
     shard_model,
 )
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
+from flowrl.engines.train.model_flops import model_flops
 
 _GROWTH, _GROWTH_STEPS, _BACKOFF = 2.0, 2000, 0.5
 
@@ -140,6 +141,10 @@ class TrainEngine:
             model.sequence_sharding = sequence_sharding
         for layer in layers(model) if engine.compile else ():
             layer.compile(dynamic=True)  # shapes differ between micro-batches
+        self._flops = model_flops(model)
+        self._num_peers = mesh.tp * (1 if mesh.sequence is None else mesh.sequence.size())
+        """Number of ranks that share the work for the rows of this rank."""
+        self._used = {"flops": 0.0, "tokens": 0.0}
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
             load_shards(model, self._home)
@@ -188,6 +193,21 @@ class TrainEngine:
         self._num_steps = int(state["num_steps"])
         if self.loss_scale is not None and "scale_factor" in state:
             self.loss_scale = LossScale(state["scale_factor"], int(state["scale_good_steps"]))
+
+    def pop_usage(self) -> dict[str, float]:
+        """Returns the model FLOPs and the tokens of the passes since the last call, as this rank's share. Without
+        passes, it is empty, and without a formula for the model, `flops` is missing.
+        """
+        used, self._used = self._used, {"flops": 0.0, "tokens": 0.0}
+        return {name: value / self._num_peers for name, value in used.items() if value}
+
+    def _add_usage(self, batch: TensorDictBase, mask_column: str, *, is_training: bool) -> None:
+        lengths_B, mask_T = lengths(batch), batch["tokens"].get(mask_column)
+        num_tokens = int(lengths_B.sum())
+        self._used["tokens"] += num_tokens
+        if self._flops is not None:
+            num_targets = num_tokens if mask_T is None else int(mask_T.sum())
+            self._used["flops"] += self._flops.count(lengths_B.tolist(), num_targets, is_training=is_training)
 
     def evaluate(self, batch: TensorDictBase, forward: Forward) -> Tensor:
         """Computes one value, or one tensor of values, per token of a batch, without gradients.
@@ -255,6 +275,7 @@ class TrainEngine:
     ) -> dict[str, Metric]:
         """Returns the metrics of a loss, as `forward_backward` does, without computing a gradient."""
         micros, num_own, denominators = self._split(batch, mask_column, groups)
+        self._add_usage(batch, mask_column, is_training=False)
         metrics: list[Mapping[str, Metric]] = []
         with torch.no_grad():
             for i, micro in enumerate(micros if denominators.tokens else ()):
@@ -321,6 +342,7 @@ class TrainEngine:
             self._num_losses = 0
         if denominators.tokens == 0:
             return {}
+        self._add_usage(batch, mask_column, is_training=True)
         if self._num_losses == 0:
             self._gradients.zero()
         factor = self._loss_factor * weight
@@ -353,6 +375,7 @@ class TrainEngine:
         self._gradients.free()
 
     def _forward(self, batch: TensorDictBase, forward: Forward) -> Iterator[tuple[MicroBatch, Tensor]]:
+        self._add_usage(batch, "response_mask", is_training=False)
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing)
         num_passes = int(self.mesh.gather(self._counts(len(micros))).max()) if self.is_sharded else len(micros)
         with torch.no_grad():

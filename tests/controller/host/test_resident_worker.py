@@ -1,5 +1,7 @@
 """Roles of one process offload each other, so that one of them is on the device."""
 
+import time
+
 import pytest
 import torch
 
@@ -46,6 +48,27 @@ def test_other_roles_are_offloaded_before_a_role_is_loaded_until_their_next_call
         *("actor offload", "critic onload", "critic work"),
         *("critic offload", "actor onload", "actor work"),
     ]
+
+
+class Slow(Resident):
+    """Needs 2 ms to leave the device, and 3 ms to return to it."""
+
+    def offload(self, *, keep_weights: bool) -> None:
+        time.sleep(0.002)
+
+    def onload(self) -> None:
+        time.sleep(0.003)
+
+
+def test_a_call_reports_the_seconds_in_which_memory_of_its_process_moved(open_cluster: ClusterMaker) -> None:
+    cluster = open_cluster("inline", {"main": [1]}, dict.fromkeys(("actor", "critic"), "main"))
+    actor, critic = cluster.group("actor", Slow, []), cluster.group("critic", Resident, [])
+    for group in (actor, critic, critic):
+        group.work()
+    loaded, offloaded, resident = (event.usage for event in list(cluster.calls.events)[-3:])
+    seconds = [{n: v for n, v in own.items() if n.startswith("seconds/")} for own in (loaded, offloaded, resident)]
+    assert [set(own) for own in seconds] == [{"seconds/actor/onload"}, {"seconds/actor/offload"}, set()]
+    assert seconds[0]["seconds/actor/onload"] >= 0.003 and seconds[1]["seconds/actor/offload"] >= 0.002
 
 
 def test_an_owner_keeps_shared_weights_on_the_device(open_cluster: ClusterMaker) -> None:

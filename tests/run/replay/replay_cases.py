@@ -100,5 +100,15 @@ CASES = {
 def metrics_without_clock(output: Path) -> list[dict[str, float]]:
     """Returns the metrics of all steps, without times, sizes of memory and idle shares."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    clock = ("seconds", "elapsed_s", "tokens_per_s", "memory_mb", "wait_", "idle_", "rewards/", "environment/")
+    clock = (
+        "seconds",
+        "elapsed_s",
+        "tokens_per_s",
+        "memory_mb",
+        "wait_",
+        "idle_",
+        "usage/",
+        "rewards/",
+        "environment/",
+    )
     return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in lines]

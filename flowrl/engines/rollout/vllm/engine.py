@@ -69,6 +69,7 @@ from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from flowrl.engines.rollout.vllm.nccl_transfer import TransferGroup  # noqa: E402
+from flowrl.engines.rollout.vllm.preemptions import CountingScheduler, scheduler_of  # noqa: E402
 from flowrl.engines.rollout.vllm.tp_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
 from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402
@@ -280,6 +281,9 @@ class VllmRollout:
             output_kind=RequestOutputKind.DELTA if self._has_deltas(request) else RequestOutputKind.FINAL_ONLY,
         )
 
+    def pop_preemptions(self) -> int:
+        return scheduler_of(self._engine).pop_preemptions()
+
     # Weights.
 
     def begin_update(self, version: int) -> None:
@@ -417,6 +421,7 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
         logprobs_mode="processed_logprobs",
         # Each step must return its results at once, because the weight version changes between steps.
         async_scheduling=False,
+        scheduler_cls=CountingScheduler,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         disable_log_stats=True,

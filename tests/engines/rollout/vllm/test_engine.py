@@ -391,6 +391,29 @@ def test_two_processes_free_their_memory_for_each_other(ray_session: None, tmp_p
         assert free_awake[0] - min(free_awake) < 2**28, "the actor's process keeps the memory of its tensor"
 
 
+@pytest.mark.slow
+def test_responses_that_do_not_fit_into_the_kv_cache_together_are_preempted(ray_session: None, tmp_path: Path) -> None:
+    """A token needs 1,024 bytes. The cache has 6 blocks of 128 tokens, and each of 6 rows needs 2 blocks."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["LLaMA"]())
+    model.lm_head.weight.data[END] = 0  # other logits are larger, so that no response ends early
+    tiny.save(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    config = RolloutConfig(
+        engine="vllm", max_response_tokens=200, vllm=VllmConfig(kv_cache_gb=0.0008, max_model_len=512)
+    )
+    placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
+    with Cluster(placement, dedicated=("rollout",), num_threads=1) as cluster:
+        rollout = cluster.group("rollout", Rollout, config, ModelConfig(path=tmp_path / "model"), seed=0)
+        for num_rows in (2, 6):
+            prompts = [[2 + row] * 20 for row in range(num_rows)]
+            rows = {"prompt_ids": prompts, "prompt_id": list(range(num_rows))}
+            rollout.generate(Batch.from_columns(rows=rows), temperature=0.0).get("input_ids")
+        usage = [event.usage for event in cluster.calls.events if event.method == "generate"]
+    assert [(own["responses"], own["tokens"]) for own in usage] == [(2, 400), (6, 1200)]
+    assert usage[0]["preemptions"] == 0 and usage[1]["preemptions"] >= 1
+
+
 def test_rejected_requests_leave_no_state(pair: Pair) -> None:
     (messages,) = pair.group.run(vllm_checks.add_invalid_requests, 510)
     assert not missing_facts(messages[0], "prompt", 0, 510, 522)

@@ -1,0 +1,174 @@
+"""Counts the floating-point operations (FLOPs) that a model needs for a pass over rows. Pure functions.
+
+A product of matrices [n, m] and [m, k] has 2 n m k FLOPs. Only matrix products count: of the linear layers, and of
+queries with keys and attention weights with values. Other operations are below 1 % for models with billions of
+parameters. docs/metrics.md has the formula.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from flowrl.engines.parallel.sharding import language_models, layers
+
+_SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that read the same input. A trained weight in one of them is not before the others."""
+
+_ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B")
+"""Names of the parts of a linear layer with a LoRA adapter. The last one reads the output of the second."""
+
+
+class Passes(NamedTuple):
+    """FLOPs of a forward pass, and of the backward pass that follows it."""
+
+    forward: int = 0
+    backward: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a model. They depend only on the shapes of its weights, and on which weights are trained."""
+
+    per_token: Passes
+    """FLOPs of the linear layers, except the language-modeling head, per token of a row."""
+    per_target: Passes
+    """FLOPs of the language-modeling head per token whose log-probability is computed."""
+    per_pair: Mapping[int | None, Passes]
+    """FLOPs of attention per pair of tokens, by the size of the sliding window of the layers. None: no window."""
+
+    def count(self, lengths: Sequence[int], num_targets: int, *, is_training: bool, is_causal: bool = True) -> int:
+        """Returns the FLOPs of a pass over rows.
+
+        Args:
+            lengths: number of tokens of each row, without padding.
+            num_targets: number of tokens whose log-probability is computed.
+            is_training: whether a backward pass follows the forward pass.
+            is_causal: a token attends to itself and earlier tokens of its row. False counts all pairs of tokens of a
+                row, as torch's FlopCounterMode does, although causal attention needs only half of them.
+        """
+        parts = [(self.per_token, sum(lengths)), (self.per_target, num_targets)]
+        for window, passes in self.per_pair.items():
+            parts.append((passes, sum(count_pairs(length, window, is_causal=is_causal) for length in lengths)))
+        return sum(count * (passes.forward + is_training * passes.backward) for passes, count in parts)
+
+
+def count_pairs(length: int, window: int | None = None, *, is_causal: bool = True) -> int:
+    """Returns the number of pairs of tokens of a row that attend to each other.
+
+    With a window, a token attends to at most `window` tokens, including itself.
+    """
+    if not is_causal:
+        return length * length
+    full = min(length, window or length)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def model_flops(model: nn.Module) -> ModelFlops | None:
+    """Returns the FLOPs of a module with a language model. Returns None without a language model, or if the module has
+    matrices of another kind, such as experts or convolutions.
+
+    The backward pass computes the gradient of a weight only if the weight is trained, and the gradient of an input only
+    if a trained weight is before it. With an adapter (LoRA), the frozen weights therefore have no gradients, and
+    neither have the inputs of the first layer. Recomputation (gradient checkpointing, FlashAttention, tiled heads) does
+    not count, because the model does not need it.
+
+    Modules are defined in the order of their execution. OPT models that project their embeddings are an exception: with
+    an adapter, their count is too small by at most two matrices of the adapter.
+    """
+    language_model = next(language_models(model), None)
+    if language_model is None or not _has_known_matrices(model):
+        return None
+    settings = language_model.config.get_text_config()
+    windows = _windows(settings)
+    if windows is None:
+        return None
+    head, blocks = language_model.get_output_embeddings(), {id(layer) for layer in layers(model)}
+    per_token: list[Passes] = []
+    per_target: list[Passes] = []
+    has_gradient: list[dict[str, bool]] = []
+    """For each decoder layer, whether the outputs of its linear layers have gradients, by name."""
+    is_trained = False
+    """Whether a trained weight is before the current module."""
+    owner, has_input_gradient = "", False
+    for name, module in model.named_modules():
+        if id(module) in blocks:
+            has_gradient.append({})
+        own = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
+        if isinstance(module, nn.Linear | Conv1D):
+            if (input_owner := _input_owner(name)) != owner:
+                owner, has_input_gradient = input_owner, is_trained
+            from_adapter = f".{_ADAPTER_PARTS[-1]}." in name
+            passes = _linear_passes(module, is_trained if from_adapter else has_input_gradient)
+            (per_target if module is head else per_token).append(passes)
+            if has_gradient:
+                layer = _layer_name(name).rpartition(".")[2]
+                known = has_gradient[-1].get(layer, False)
+                has_gradient[-1][layer] = known or has_input_gradient or any(own)
+        is_trained = is_trained or any(own)
+    per_pair: dict[int | None, Passes] = {}
+    for outputs, window in zip(has_gradient, windows, strict=True):
+        per_pair[window] = _total([per_pair.get(window, Passes()), _pair_passes(outputs, settings)])
+    return ModelFlops(_total(per_token), _total(per_target), per_pair)
+
+
+def _has_known_matrices(model: nn.Module) -> bool:
+    return all(
+        isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+        for module in model.modules()
+        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+    )
+
+
+def _layer_name(name: str) -> str:
+    """Returns the name of a linear layer, without the part of its adapter."""
+    parts = name.split(".")
+    ends = [parts.index(part) for part in _ADAPTER_PARTS if part in parts]
+    return ".".join(parts[: min(ends, default=len(parts))])
+
+
+def _input_owner(name: str) -> str:
+    """Returns a name that is equal for linear layers, or parts of a layer with an adapter, that read the same input."""
+    path, _, leaf = _layer_name(name).rpartition(".")
+    return f"{path}.{next((names[0] for names in _SHARED_INPUTS if leaf in names), leaf)}"
+
+
+def _linear_passes(layer: nn.Linear | Conv1D, has_input_gradient: bool) -> Passes:
+    flops = 2 * layer.weight.numel()
+    return Passes(flops, flops * (has_input_gradient + layer.weight.requires_grad))
+
+
+def _windows(settings: PreTrainedConfig) -> list[int | None] | None:
+    """Returns the size of the sliding window of each decoder layer, or None for a layer without a window.
+
+    Returns None if a layer has no attention.
+    """
+    window, types = getattr(settings, "sliding_window", None), getattr(settings, "layer_types", None)
+    if types is None:
+        return [window] * settings.num_hidden_layers
+    if set(types) - {"full_attention", "sliding_attention"}:
+        return None
+    return [window if layer_type == "sliding_attention" else None for layer_type in types]
+
+
+def _pair_passes(outputs: Mapping[str, bool], settings: PreTrainedConfig) -> Passes:
+    """Returns the FLOPs of attention in one layer per pair of tokens. `outputs` is the entry of the layer in
+    `has_gradient`.
+    """
+    num_heads = settings.num_attention_heads
+    width = getattr(settings, "head_dim", None) or settings.hidden_size // num_heads
+    query_width = getattr(settings, "qk_head_dim", None) or width
+    value_width = getattr(settings, "v_head_dim", None) or width
+    first = next(iter(outputs.values()), False)  # of a layer that computes queries, keys and values together
+    query, key, value = (outputs.get(name, first) for name in _SHARED_INPUTS[0])
+    logits, mixed = 2 * num_heads * query_width, 2 * num_heads * value_width
+    # Gradients of queries and keys need the gradient of the attention weights.
+    return Passes(logits + mixed, logits * (query + key) + mixed * (value + (query or key)))
+
+
+def _total(passes: Iterable[Passes]) -> Passes:
+    passes = list(passes)
+    return Passes(sum(own.forward for own in passes), sum(own.backward for own in passes))

@@ -1,0 +1,97 @@
+"""The FLOPs of a model equal those that torch counts in its forward and backward passes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from flowrl.config import LoraConfig
+from flowrl.engines.models.loading import CriticModel
+from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.train.model_flops import ModelFlops, Passes, count_pairs, model_flops
+from tests.engines.families import FAMILIES
+from tests.engines.tiny import convolving, qwen2
+
+ROWS, LENGTH = 2, 7
+TOKENS = ROWS * LENGTH
+
+
+def counted(forward: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    """Returns the FLOPs that torch counts in a forward pass, and in a forward and backward pass."""
+    # torch has no formula for its fused attention on CPUs. That for GPUs also counts recomputed attention weights.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        output = forward(torch.full((ROWS, LENGTH), 3))
+        num_forward = counter.get_total_flops()
+        output.sum().backward()
+    return num_forward, counter.get_total_flops()
+
+
+def formula(model: nn.Module) -> tuple[int, int]:
+    """Returns the same figures of the formula, with all pairs of tokens of a row instead of the causal ones."""
+    flops = model_flops(model)
+    assert flops is not None
+    forward, training = (
+        flops.count([LENGTH] * ROWS, TOKENS, is_training=is_training, is_causal=False) for is_training in (False, True)
+    )
+    return forward, training
+
+
+@pytest.mark.parametrize("rank", [0, 3], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_equal_those_that_torch_counts(name: str, rank: int) -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES[name].config()).float().eval()
+    if rank:
+        if name == "OPT":
+            pytest.skip("the order of its modules is not that of their execution")
+        add_adapter(model, LoraConfig(rank=rank))
+    assert counted(lambda ids: model(ids).logits) == formula(model)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("k_proj",), ("down_proj",)], ids="+".join)
+def test_only_gradients_that_an_adapter_needs_are_counted(targets: tuple[str, ...]) -> None:
+    model = qwen2()
+    add_adapter(model, LoraConfig(rank=2, targets=targets))
+    assert counted(lambda ids: model(ids).logits) == formula(model)
+
+
+def test_the_value_head_of_a_critic_is_counted_for_each_token() -> None:
+    model = CriticModel(qwen2().model)
+    assert counted(model) == formula(model)
+
+
+def test_recomputed_activations_are_not_counted() -> None:
+    model = qwen2()
+    expected = formula(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    forward, training = counted(lambda ids: model(ids).logits)
+    assert forward == expected[0] and training > expected[1]
+
+
+def test_flops_of_a_model_by_hand() -> None:
+    """Width 64, 4 heads of 16, 2 key-value heads, MLP 96, 2 layers, 32 tokens in the vocabulary."""
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    head = 32 * 64
+    flops = model_flops(qwen2(vocab_size=32))
+    assert flops is not None and flops == ModelFlops(
+        per_token=Passes(2 * weights, 4 * weights),
+        per_target=Passes(2 * head, 4 * head),
+        per_pair={None: Passes(2 * 2 * 2 * 64, 2 * 4 * 2 * 64)},
+    )
+    # Rows of 3 and 1 tokens have 6 and 1 causal pairs. Two tokens have a log-probability.
+    forward = 4 * 2 * weights + 2 * 2 * head + 7 * 2 * 2 * 2 * 64
+    assert flops.count([3, 1], 2, is_training=False) == forward
+    assert flops.count([3, 1], 2, is_training=True) == 3 * forward
+
+
+@pytest.mark.parametrize(("window", "num_pairs"), [(None, 15), (8, 15), (5, 15), (2, 9), (1, 5)])
+def test_a_window_limits_the_pairs_of_a_row_of_five_tokens(window: int | None, num_pairs: int) -> None:
+    assert count_pairs(5, window) == num_pairs
+
+
+def test_a_model_with_other_matrices_has_no_count() -> None:
+    assert model_flops(convolving()) is None
