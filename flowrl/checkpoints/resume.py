@@ -1,6 +1,5 @@
 """Finds the checkpoint from which a run resumes. Rejects changes of settings or inputs that would change results."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -106,9 +105,6 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     newest = checkpoints.newest()
     checkpoints.remove_unfinished()
     if newest is None:
-        # Without a checkpoint the run starts over, so the files of trackers are removed.
-        for tracker in ("tensorboard", "wandb", "trackio"):
-            shutil.rmtree(config.output / tracker, ignore_errors=True)
         return None
     if isinstance(config, RolloutRunConfig) and newest.manifest.format < ROWS_FORMAT:
         raise CheckpointError(

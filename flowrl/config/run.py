@@ -121,9 +121,7 @@ class ReportConfig(Config):
     """Writes every metric, and a few rows of generated text, to TensorBoard events in `tensorboard/`."""
 
     trackers: Annotated[tuple[AnyTracker, ...], Field(strict=False)] = ()
-    """Trackers that receive metrics, saved rows and results: names, or mappings with the settings of a tracker. `wandb`
-    has project, name, entity, group and mode. `trackio` has project, name and space_id.
-    """
+    """Trackers that receive metrics, saved rows and results: names, or mappings with the settings of a tracker."""
 
     rollouts: RolloutLogConfig | None = RolloutLogConfig()
     """Saves prompts, responses and scores in `rollouts/`; null saves none. Runs without rollouts, such as SFT, have no

@@ -4,16 +4,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flowrl.config.base import Member, OneOf
+from flowrl.config.base import ImportName, Member, OneOf, Options
 
 
 class TrackerConfig(Member):
-    """Base class of the settings of a tracker."""
+    """Base class of the settings of a tracker. Its class receives them as keyword arguments."""
 
     NOUN = "a tracker"
 
     kind: str
-    """Name of the tracker."""
+    """Name of the tracker, or a user's class `module:Class` (docs/extend.md)."""
+
+
+class ProjectTrackerConfig(TrackerConfig):
+    """Base class of the settings of a tracker that has projects."""
 
     project: Annotated[str, Field(min_length=1)] = "flowrl"
     """Project in which the tracker shows the run."""
@@ -22,7 +26,7 @@ class TrackerConfig(Member):
     """Name of the run. Null uses the name of the output folder."""
 
 
-class WandbConfig(TrackerConfig):
+class WandbConfig(ProjectTrackerConfig):
     """Weights & Biases. Requires the extra `wandb`."""
 
     kind: Literal["wandb"] = "wandb"
@@ -39,7 +43,7 @@ class WandbConfig(TrackerConfig):
     """
 
 
-class TrackioConfig(TrackerConfig):
+class TrackioConfig(ProjectTrackerConfig):
     """Trackio, which stores metrics in a local database. Requires the extra `trackio`."""
 
     kind: Literal["trackio"] = "trackio"
@@ -50,4 +54,12 @@ class TrackioConfig(TrackerConfig):
     """
 
 
-AnyTracker = Annotated[WandbConfig | TrackioConfig, OneOf(allows_bare_name=True)]
+class CustomTracker(TrackerConfig):
+    """A user's class `module:Class` (docs/extend.md)."""
+
+    kind: ImportName
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+AnyTracker = Annotated[WandbConfig | TrackioConfig | CustomTracker, OneOf(allows_bare_name=True)]

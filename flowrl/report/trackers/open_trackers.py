@@ -1,29 +1,48 @@
 """Checks and opens the trackers of a run."""
 
+import inspect
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 from flowrl.config import ConfigError, ReportConfig
-from flowrl.config.monitoring.tracker_settings import TrackioConfig, WandbConfig
+from flowrl.config.base import CUSTOM, ImportNameError, import_attribute
+from flowrl.config.monitoring.tracker_settings import AnyTracker
 from flowrl.report.trackers.tracker import OptionalTracker, TrackedRun, Tracker
+
+_INCLUDED = {
+    "wandb": "flowrl.report.trackers.wandb_tracker:WandbTracker",
+    "trackio": "flowrl.report.trackers.trackio_tracker:TrackioTracker",
+}
+"""Name -> class of the included trackers. The package and the extra of each have its name."""
+
+_METHODS = ("write_metrics", "write_rows", "finish", "close")
 
 
 def check_trackers(config: ReportConfig) -> None:
-    """Raises ConfigError if a tracker's package or credentials are missing."""
+    """Raises ConfigError if a tracker's package, class or credentials are missing."""
     for index, tracker in enumerate(config.trackers):
-        if find_spec(tracker.kind) is None:
+        where = f"report.trackers.{index} is {tracker.kind}, but"
+        if tracker.kind in _INCLUDED and find_spec(tracker.kind) is None:
             raise ConfigError(
-                f"report.trackers.{index} is {tracker.kind}, but the package {tracker.kind} is not installed: run "
-                f"`pip install 'flowrl[{tracker.kind}]'`, or remove it"
+                f"{where} the package {tracker.kind} is not installed: run `pip install 'flowrl[{tracker.kind}]'`, or "
+                "remove it"
             )
-        if isinstance(tracker, WandbConfig):
-            from flowrl.report.trackers.wandb_tracker import check_credentials  # noqa: PLC0415 (wandb, if it is used)
-
-            check_credentials(tracker)
+        try:
+            tracker_class = _import_class(tracker)
+        except ImportNameError as error:
+            raise ConfigError(f"report.trackers.{index}: {error}") from error
+        lacking = [name for name in _METHODS if not callable(getattr(tracker_class, name, None))]
+        if not isinstance(tracker_class, type) or lacking:
+            what = f"has no method {lacking[0]}" if isinstance(tracker_class, type) else "is no class"
+            raise ConfigError(f"{where} it {what}: write a class with the methods {', '.join(_METHODS)}")
+        _check_arguments(where, tracker, tracker_class)
+        if hasattr(tracker_class, "check"):
+            tracker_class.check(**tracker.arguments())
 
 
 def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str], None]) -> list[Tracker]:
-    """Returns the trackers of a run. Errors of wandb and trackio are reported by `notify` and do not end the run."""
+    """Returns the trackers of a run. Errors of `report.trackers` are reported by `notify` and do not end the run."""
     trackers: list[Tracker] = []
     if config.tensorboard:
         from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker  # noqa: PLC0415 (if used)
@@ -31,7 +50,8 @@ def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str],
         trackers.append(TensorBoardTracker(run))
     for tracker in config.trackers:
         try:
-            trackers.append(OptionalTracker(tracker.kind, _open(tracker, run), notify))
+            opened = _import_class(tracker)(run, **tracker.arguments())
+            trackers.append(OptionalTracker(tracker.kind, opened, notify))
         except Exception as error:  # noqa: BLE001 (code of another project, whose results the run does not need)
             notify(
                 f"{tracker.kind} receives no metrics, because it cannot open the run "
@@ -40,12 +60,15 @@ def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str],
     return trackers
 
 
-def _open(config: WandbConfig | TrackioConfig, run: TrackedRun) -> Tracker:
-    """Opens the run in a tracker, and returns the tracker."""
-    if isinstance(config, WandbConfig):
-        from flowrl.report.trackers.wandb_tracker import WandbTracker  # noqa: PLC0415 (wandb, if it is used)
+def _import_class(tracker: AnyTracker) -> Any:  # Any: a user's name may name any object
+    """Imports the class of a tracker. Raises ImportNameError."""
+    return import_attribute(_INCLUDED.get(tracker.kind, tracker.kind))
 
-        return WandbTracker(config, run)
-    from flowrl.report.trackers.trackio_tracker import TrackioTracker  # noqa: PLC0415 (trackio, if it is used)
 
-    return TrackioTracker(config, run)
+def _check_arguments(where: str, tracker: AnyTracker, tracker_class: type) -> None:
+    """Raises ConfigError if the class does not accept the settings."""
+    try:
+        inspect.signature(tracker_class).bind(None, **tracker.arguments())
+    except TypeError as error:
+        name = "options" if CUSTOM in tracker.names() else "its settings"
+        raise ConfigError(f"{where} its class does not accept {name} ({error}): correct them") from error

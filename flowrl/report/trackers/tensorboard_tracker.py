@@ -6,7 +6,7 @@ from typing import Any
 from flowrl.report.rollout_log import Kind, Row
 from flowrl.report.rollout_text import render_markdown
 from flowrl.report.trackers.event_file import EventFile
-from flowrl.report.trackers.tracker import TrackedRun
+from flowrl.report.trackers.tracker import TrackedRun, tracker_folder
 
 
 class TensorBoardTracker:
@@ -14,7 +14,7 @@ class TensorBoardTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         # Hides the events of steps that a resumed run repeats.
-        self._events = EventFile(run.folder / "tensorboard", None if run.last_step < 0 else run.last_step + 1)
+        self._events = EventFile(tracker_folder(run, "tensorboard"), None if run.last_step < 0 else run.last_step + 1)
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._events.write_scalars(step, values)

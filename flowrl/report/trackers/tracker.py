@@ -1,6 +1,7 @@
 """The interface of trackers."""
 
 import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,9 @@ class TrackedRun:
 class Tracker(Protocol):
     """Receives the metrics and the saved rows of a run. The driver calls its methods between two steps.
 
-    A resumed run repeats the steps after `TrackedRun.last_step`.
+    `report.trackers` names a class with these methods. It is constructed with the `TrackedRun` and the settings of the
+    tracker as keyword arguments. A class method `check`, with the same keyword arguments, may raise ConfigError before
+    the run starts. A resumed run repeats the steps after `TrackedRun.last_step`.
     """
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -86,6 +89,14 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
                                  if name not in TABLE_COLUMNS)]  # fmt: skip
     values = [own | {name: row.get(name) for name in TABLE_COLUMNS} for row, own in zip(rows, scores, strict=True)]
     return columns, [[row.get(name) for name in columns] for row in values]
+
+
+def tracker_folder(run: TrackedRun, name: str) -> Path:
+    """Returns the folder of a tracker in the run folder. For a new run, it does not exist yet."""
+    folder = run.folder / name
+    if run.last_step < 0 and folder.is_dir():  # of an attempt that has saved no checkpoint
+        shutil.rmtree(folder)
+    return folder
 
 
 def stored_id(folder: Path) -> str:

@@ -7,10 +7,9 @@ from typing import Any
 
 import trackio
 
-from flowrl.config.monitoring.tracker_settings import TrackioConfig
 from flowrl.data.metric import finite
 from flowrl.report.rollout_log import Kind, Row
-from flowrl.report.trackers.tracker import TrackedRun, stored_id, table_rows
+from flowrl.report.trackers.tracker import TrackedRun, stored_id, table_rows, tracker_folder
 
 
 class TrackioTracker:
@@ -19,14 +18,15 @@ class TrackioTracker:
     A resumed run continues the run with the same name, which then has the repeated steps twice.
     """
 
-    def __init__(self, config: TrackioConfig, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun, *, project: str, name: str | None = None, space_id: str | None = None) -> None:
+        run_id = stored_id(tracker_folder(run, "trackio"))
         with redirect_stdout(io.StringIO()):  # trackio prints instructions
             self._run = trackio.init(
-                project=config.project,
+                project=project,
                 # Contains an id, because trackio resumes a run by its name, and runs in different folders may have
                 # the same name.
-                name=f"{config.name or run.folder.resolve().name}-{stored_id(run.folder / 'trackio')[:4]}",
-                space_id=config.space_id,
+                name=f"{name or run.folder.resolve().name}-{run_id[:4]}",
+                space_id=space_id,
                 config=finite(run.settings),
                 resume="never" if run.last_step < 0 else "allow",
                 embed=False,

@@ -3,34 +3,17 @@
 import os
 from collections.abc import Mapping, Sequence
 from netrc import NetrcParseError, netrc
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import wandb
 
 from flowrl.config import ConfigError
-from flowrl.config.monitoring.tracker_settings import WandbConfig
 from flowrl.report.rollout_log import Kind, Row
-from flowrl.report.trackers.tracker import TrackedRun, stored_id, table_rows
+from flowrl.report.trackers.tracker import TrackedRun, stored_id, table_rows, tracker_folder
 
 _STEP = "step"
 _CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-
-
-def check_credentials(config: WandbConfig) -> None:
-    """Raises ConfigError if `mode` is `online` and no API key is configured, because wandb would ask for it later."""
-    if config.mode == "offline" or any(os.environ.get(name) for name in _CREDENTIALS):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        has_key = netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, NetrcParseError):
-        has_key = False
-    if not has_key:
-        raise ConfigError(
-            f"report.trackers has wandb with mode online, but there is no API key for {host}: run `wandb login`, set "
-            "WANDB_API_KEY, or set mode: offline"
-        )
 
 
 class WandbTracker:
@@ -40,22 +23,47 @@ class WandbTracker:
     twice.
     """
 
-    def __init__(self, config: WandbConfig, run: TrackedRun) -> None:
+    def __init__(
+        self,
+        run: TrackedRun,
+        *,
+        project: str,
+        mode: Literal["online", "offline"],
+        name: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+    ) -> None:
         self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            name=config.name or run.folder.resolve().name,
-            id=stored_id(run.folder / "wandb"),
+            project=project,
+            entity=entity,
+            group=group,
+            name=name or run.folder.resolve().name,
+            id=stored_id(tracker_folder(run, "wandb")),
             dir=run.folder,
             config=dict(run.settings),
-            mode=config.mode,
+            mode=mode,
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
         )
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
         self._is_finished = False
+
+    @staticmethod
+    def check(mode: str, **others: object) -> None:
+        """Raises ConfigError if `mode` is `online` and no API key is configured, because wandb would ask for it."""
+        if mode == "offline" or any(os.environ.get(name) for name in _CREDENTIALS):
+            return
+        host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+        try:
+            has_key = netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        except (OSError, NetrcParseError):
+            has_key = False
+        if not has_key:
+            raise ConfigError(
+                f"report.trackers has wandb with mode online, but there is no API key for {host}: run `wandb login`, "
+                "set WANDB_API_KEY, or set mode: offline"
+            )
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({_STEP: step, **values})

@@ -13,7 +13,8 @@ import pytest
 from flowrl.config import ConfigError, ReportConfig
 from flowrl.report.rollout_log import Kind, Row
 from flowrl.report.trackers.open_trackers import check_trackers, open_trackers
-from flowrl.report.trackers.tracker import OptionalTracker, TrackedRun, Tracker, table_rows
+from flowrl.report.trackers.tracker import OptionalTracker, TrackedRun, Tracker, table_rows, tracker_folder
+from tests.errors import missing_facts
 
 ROWS: list[Row] = [
     {"prompt": "1+1=", "response": "2", "answer": "2", "score": 1.0, "rewards": {"task": 1.0}},
@@ -93,6 +94,65 @@ def test_a_tracker_that_cannot_be_opened_is_reported_and_the_run_continues(tmp_p
     messages: list[str] = []
     assert open_trackers(config, TrackedRun(tmp_path, {}), messages.append) == []
     assert len(messages) == 1 and "wandb" in messages[0]
+
+
+# A user's tracker.
+
+
+class Lines:
+    """Writes one line per call."""
+
+    def __init__(self, run: TrackedRun, name: str) -> None:
+        self._path = run.folder / name
+
+    @staticmethod
+    def check(name: str) -> None:
+        if "/" in name:
+            raise ConfigError(f"{name} is no name of a file")
+
+    def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(f"{step} {values['reward']}")
+
+    def write_rows(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
+        self._write(f"{kind} {step} {len(rows)}")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._write(json.dumps(dict(summary)))
+
+    def close(self) -> None: ...
+
+    def _write(self, line: str) -> None:
+        with self._path.open("a") as file:
+            print(line, file=file)
+
+
+def test_a_users_class_receives_the_run_and_its_options(tmp_path: Path) -> None:
+    settings = {"kind": f"{__name__}:Lines", "options": {"name": "lines.txt"}}
+    check_trackers(ReportConfig.model_validate({"trackers": [settings]}))
+    track(opened(tmp_path, settings), [1, 2], {"groups": 3})
+    assert (tmp_path / "lines.txt").read_text().splitlines() == ["1 0.25", "2 0.5", "training 2 2", '{"groups": 3}']
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({"kind": f"{__name__}:Missing"}, ("report.trackers.0", "Missing")),
+        ({"kind": f"{__name__}:Lines", "options": {"name": "a", "rate": 2}}, ("report.trackers.0", "rate")),
+        ({"kind": f"{__name__}:ROWS"}, ("report.trackers.0", "class", "write_metrics")),
+        ({"kind": f"{__name__}:TrackedRun"}, ("report.trackers.0", "write_metrics")),
+        ({"kind": f"{__name__}:Lines", "options": {"name": "a/b"}}, ("a/b",)),
+    ],
+)
+def test_a_users_class_that_cannot_be_a_tracker_is_rejected(settings: Mapping[str, Any], facts: Sequence[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_trackers(ReportConfig.model_validate({"trackers": [settings]}))
+    assert not missing_facts(str(error.value), *facts)
+
+
+def test_a_new_run_removes_the_folder_of_an_attempt_without_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    assert tracker_folder(TrackedRun(tmp_path, {}, last_step=0), "lines").is_dir()
+    assert not tracker_folder(TrackedRun(tmp_path, {}), "lines").exists()
 
 
 # wandb.
