@@ -1,106 +1,11 @@
 """The health checks: pure functions that measure a window of steps, with the meaning and the remedy of each."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from flowrl.config import HealthCheck
+from flowrl.health.measurement import Check, Measurement, RunFacts
 from flowrl.health.step_window import EvaluationPoint, StepWindow, spread
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts about a run that its metrics do not contain."""
-
-    settings: frozenset[str] = frozenset()
-    """Dotted keys of the run's settings."""
-
-    max_response_tokens: int | None = None
-    """Setting `rollout.max_response_tokens`; None without a rollout."""
-
-    prompts_per_step: int | None = None
-    """Number of groups of a step; None without a rollout."""
-
-    can_mask_truncated: bool = False
-    """Whether `algorithm.mask_truncated` exists and is false."""
-
-    gap_limit: float | None = None
-    """Value of `rollout.gap_warning` in nats per token; None if the gap is not checked."""
-
-    gap_causes: str = ""
-    """Likely causes of a gap above the limit."""
-
-    devices: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    """Roles that share a device -> name of the pool. Several pools are joined by `+`."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Value of a check at one step."""
-
-    value: float
-    observation: str
-    """Start of the message: the measured quantity with its value."""
-    role: str = "actor"
-    """Trained role that the value belongs to."""
-    meaning: str = ""
-    """Likely cause, as a clause. Empty: that of the check. The same applies to `remedy` and `settings`."""
-    remedy: str = ""
-    settings: tuple[str, ...] = ()
-
-
-Measure = Callable[[StepWindow, RunFacts], Measurement | None]
-
-EXTREME = 5
-"""Multiple of a threshold beyond which the value of a single step is a finding (`Check.measure_extreme`). It is large,
-so that noise of single steps is not a finding.
-"""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A health check."""
-
-    name: HealthCheck
-    measure: Measure
-    """Returns the value that is compared with the threshold after each step. For most checks, it is the median of the
-    last `health.steps` steps. Returns None if the run has not logged enough values yet.
-    """
-    meaning: str
-    """Likely cause, as a clause."""
-    remedy: str
-    """Remedy. Empty for `logprob_gap` and `truncation`, whose remedies depend on the run."""
-    settings: tuple[str, ...]
-    """Settings to change. A finding names the first setting that the run has. `ROLE` stands for the trained role."""
-    is_lower_bound: bool = False
-    """True: values below the threshold are findings. False: values above it are findings."""
-    measure_extreme: Measure | None = None
-    """Returns the value of the last step alone, for a check that compares a median. A value far beyond the threshold
-    (`EXTREME`) is a finding although the window is not full or its median is healthy, because the metric of a policy
-    that breaks may be extreme in its first step only.
-    """
-
-    def measure_or_extreme(
-        self, threshold: float, window: StepWindow, facts: RunFacts
-    ) -> tuple[Measurement | None, float]:
-        """Returns the value of the last step, and the multiple of the threshold that limits it (usually 1)."""
-        if self.measure_extreme is not None:
-            multiple = 1 / EXTREME if self.is_lower_bound else EXTREME
-            measurement = self.measure_extreme(window, facts)
-            if measurement is not None and self.distance(measurement, multiple * threshold) > 0:
-                return measurement, multiple
-        return self.measure(window, facts), 1.0
-
-    def distance(self, measurement: Measurement, limit: float) -> float:
-        """Returns how far a value is beyond a limit. It is negative or 0 if the value is healthy."""
-        return limit - measurement.value if self.is_lower_bound else measurement.value - limit
-
-    def setting(self, measurement: Measurement, facts: RunFacts) -> str:
-        """Returns the setting to change first."""
-        names = [name.replace("ROLE", measurement.role) for name in measurement.settings or self.settings]
-        return next((name for name in names if name in facts.settings), names[-1])
-
 
 # Held-out evaluations.
 
@@ -457,6 +362,47 @@ def measure_idle_devices(window: StepWindow, facts: RunFacts) -> Measurement | N
     return max(measurements, key=lambda measurement: measurement.value, default=None)
 
 
+# Devices.
+
+
+def _usage_of_roles(window: StepWindow, name: str) -> dict[str, float]:
+    """Returns the median of the metric `usage/ROLE/NAME` of each role that has it."""
+    roles = dict.fromkeys(
+        metric.split("/")[1] for metric in window.last if metric.startswith("usage/") and metric.endswith(f"/{name}")
+    )
+    medians = {role: window.recent_median(f"usage/{role}/{name}") for role in roles}
+    return {role: value for role, value in medians.items() if value is not None}
+
+
+def measure_device_memory(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median share of a GPU's memory in use at the peak of the role with the largest share."""
+    shares = _usage_of_roles(window, "memory_fraction")
+    if not shares:
+        return None
+    role = max(shares, key=lambda role: shares[role])
+    return Measurement(shares[role], f"{shares[role]:.0%} of a GPU's memory is in use at the peak of {role}", role)
+
+
+def measure_preemptions(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median number of interruptions per response."""
+    numbers = _usage_of_roles(window, "preemptions")
+    if not numbers:
+        return None
+    role = max(numbers, key=lambda role: numbers[role])
+    return Measurement(
+        numbers[role], f"vLLM interrupts a response of {role} {numbers[role]:.2g} times on average", role
+    )
+
+
+def measure_low_mfu(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median model FLOPs utilization of the role with the smallest one."""
+    fractions = _usage_of_roles(window, "mfu")
+    if not fractions:
+        return None
+    role = min(fractions, key=lambda role: fractions[role])
+    return Measurement(fractions[role], f"{role} uses {fractions[role]:.1%} of the peak FLOP/s of its devices", role)
+
+
 CHECKS: tuple[Check, ...] = (
     Check(
         "skipped_updates",
@@ -549,6 +495,20 @@ CHECKS: tuple[Check, ...] = (
         ("actor.kl_loss_coef", "algorithm.kl_coef", "steps"),
     ),
     Check(
+        "device_memory",
+        measure_device_memory,
+        "longer rows than so far may not fit into the memory",
+        "use fewer tokens per micro-batch, a smaller KV cache, more shard ranks, or offload",
+        ("ROLE.engine.max_tokens_per_microbatch", "ROLE.vllm.kv_cache_gb", "placement"),
+    ),
+    Check(
+        "preemptions",
+        measure_preemptions,
+        "the KV cache is too small for the sequences that run at once, whose keys and values are computed again",
+        "use a larger KV cache, or fewer sequences at once",
+        ("ROLE.vllm.kv_cache_gb", "ROLE.max_num_seqs"),
+    ),
+    Check(
         "stale_share",
         measure_stale_share,
         "generation is faster than training, so that rollout time is wasted",
@@ -563,8 +523,16 @@ CHECKS: tuple[Check, ...] = (
         "schedule",
         ("placement",),
     ),
+    Check(
+        "low_mfu",
+        measure_low_mfu,
+        "micro-batches are too small, or the precision is higher than bfloat16",
+        "use more tokens per micro-batch, or compute in bfloat16",
+        ("ROLE.engine.max_tokens_per_microbatch", "ROLE.engine.compute_dtype"),
+        is_lower_bound=True,
+    ),
 )
 """All checks, causes before their effects: the problem of an earlier check tends to cause those of later checks. For
-example, too large an update causes a large KL, a low entropy and a low reward. The last two checks concern speed only.
+example, too large an update causes a large KL, a low entropy and a low reward. The last four checks concern speed only.
 The findings that begin in one step have this order.
 """

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from flowrl.config import HealthConfig
 from flowrl.health.findings import Finding
-from flowrl.health.health_checks import CHECKS, HELD_OUT, Measurement, RunFacts
+from flowrl.health.health_checks import CHECKS, HELD_OUT
+from flowrl.health.measurement import Measurement, RunFacts
 from flowrl.health.monitor import HealthMonitor
 from flowrl.health.step_window import StepWindow
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from flowrl.config import HealthConfig
-from flowrl.health.health_checks import CHECKS, RunFacts
+from flowrl.health.health_checks import CHECKS
+from flowrl.health.measurement import RunFacts
 from tests.errors import missing_facts
 from tests.health.records import STEPS, find, measure, records
 
@@ -101,6 +102,21 @@ CASES = {
     "no_signal without groups": Case("no_signal", records(reward=[1, 0.5, 1, 1], reward_max=[1] * 4), 1.0),
     # 6 stale and 14 trained groups.
     "stale_share": Case("stale_share", records(dropped_stale=[0, 1, 2, 3], trained_groups=[5, 4, 3, 2]), 0.3),
+    # Medians 0.9 of the actor and 0.96 of the rollout.
+    "device_memory": Case(
+        "device_memory",
+        records(
+            usage__actor__memory_fraction=[0.9, 0.9, 0.9, 0.99], usage__rollout__memory_fraction=[0.97, 0.95, 0.99, 0.1]
+        ),
+        0.96,
+    ),
+    "preemptions": Case("preemptions", records(usage__rollout__preemptions=[0.0, 0.5, 0.3, 0.1]), 0.2),
+    # Medians 0.3 of the actor and 0.15 of the critic.
+    "low_mfu": Case(
+        "low_mfu",
+        records(usage__actor__mfu=[0.2, 0.3, 0.3, 0.4], usage__critic__mfu=[0.1, 0.2, 0.1, 0.2]),
+        0.15,
+    ),
     # Pool a: actor and reward are busy in 60 % of the time. Pool b: the rollout in 20 %.
     "idle_devices": Case(
         "idle_devices",

@@ -11,7 +11,7 @@ from flowrl.config import HealthConfig
 from flowrl.config.base import parse
 from flowrl.health import Finding, read_findings
 from flowrl.health.findings import FILE, format_findings
-from flowrl.health.health_checks import RunFacts
+from flowrl.health.measurement import RunFacts
 from flowrl.health.monitor import HealthMonitor
 
 CONFIG = HealthConfig(steps=2, truncation=0.4)

@@ -20,8 +20,11 @@ HealthCheck = Literal[
     "truncation",
     "no_signal",
     "held_out_fall",
+    "device_memory",
+    "preemptions",
     "stale_share",
     "idle_devices",
+    "low_mfu",
 ]
 """Names of the health checks, causes before their effects (`CHECKS`). Each name is also the setting of the check's
 threshold.
@@ -96,11 +99,22 @@ class HealthConfig(Config):
     the best evaluation. A held-out reward must also have lost at least a tenth of the largest reward of any response.
     """
 
+    device_memory: Share | None = 0.95
+    """Largest share of a GPU's memory that is in use at the peak of a role (`usage/ROLE/memory_fraction`)."""
+
+    preemptions: PositiveFloat | None = 0.1
+    """Largest number of interruptions per response because vLLM's KV cache was full."""
+
     stale_share: Share | None = 0.2
     """Largest share of the generated groups that are dropped because they are too stale."""
 
     idle_devices: Share | None = 0.8
     """Largest share of the time during which a device runs no call."""
+
+    low_mfu: Share | None = 0.1
+    """Smallest model FLOPs utilization of a role in its forward and backward passes (`usage/ROLE/mfu`). It is only
+    measured on GPUs with a known peak, and with `report.peak_tflops`.
+    """
 
     record_on: HealthChecks = ()
     """Names of checks. After the first finding of each of them, the next step is recorded for `flowrl replay`."""

@@ -9,7 +9,7 @@ from flowrl.checkpoints.run_folder import replacing
 from flowrl.config import OnPolicyConfig, RolloutRunConfig, RunConfig, TrainedConfig
 from flowrl.controller.placement.plan import Plan
 from flowrl.health.findings import FILE, Finding, format_findings
-from flowrl.health.health_checks import RunFacts
+from flowrl.health.measurement import RunFacts
 from flowrl.health.monitor import HealthMonitor
 from flowrl.weight_sync.verification import gap_causes, gap_limit
 

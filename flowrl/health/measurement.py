@@ -1,0 +1,100 @@
+"""The parts of a health check: a function that measures a window of steps, its meaning, and its remedy."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flowrl.config import HealthCheck
+from flowrl.health.step_window import StepWindow
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that its metrics do not contain."""
+
+    settings: frozenset[str] = frozenset()
+    """Dotted keys of the run's settings."""
+
+    max_response_tokens: int | None = None
+    """Setting `rollout.max_response_tokens`; None without a rollout."""
+
+    prompts_per_step: int | None = None
+    """Number of groups of a step; None without a rollout."""
+
+    can_mask_truncated: bool = False
+    """Whether `algorithm.mask_truncated` exists and is false."""
+
+    gap_limit: float | None = None
+    """Value of `rollout.gap_warning` in nats per token; None if the gap is not checked."""
+
+    gap_causes: str = ""
+    """Likely causes of a gap above the limit."""
+
+    devices: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    """Roles that share a device -> name of the pool. Several pools are joined by `+`."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Value of a check at one step."""
+
+    value: float
+    observation: str
+    """Start of the message: the measured quantity with its value."""
+    role: str = "actor"
+    """Trained role that the value belongs to."""
+    meaning: str = ""
+    """Likely cause, as a clause. Empty: that of the check. The same applies to `remedy` and `settings`."""
+    remedy: str = ""
+    settings: tuple[str, ...] = ()
+
+
+Measure = Callable[[StepWindow, RunFacts], Measurement | None]
+
+EXTREME = 5
+"""Multiple of a threshold beyond which the value of a single step is a finding (`Check.measure_extreme`). It is large,
+so that noise of single steps is not a finding.
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A health check."""
+
+    name: HealthCheck
+    measure: Measure
+    """Returns the value that is compared with the threshold after each step. For most checks, it is the median of the
+    last `health.steps` steps. Returns None if the run has not logged enough values yet.
+    """
+    meaning: str
+    """Likely cause, as a clause."""
+    remedy: str
+    """Remedy. Empty for `logprob_gap` and `truncation`, whose remedies depend on the run."""
+    settings: tuple[str, ...]
+    """Settings to change. A finding names the first setting that the run has. `ROLE` stands for the trained role."""
+    is_lower_bound: bool = False
+    """True: values below the threshold are findings. False: values above it are findings."""
+    measure_extreme: Measure | None = None
+    """Returns the value of the last step alone, for a check that compares a median. A value far beyond the threshold
+    (`EXTREME`) is a finding although the window is not full or its median is healthy, because the metric of a policy
+    that breaks may be extreme in its first step only.
+    """
+
+    def measure_or_extreme(
+        self, threshold: float, window: StepWindow, facts: RunFacts
+    ) -> tuple[Measurement | None, float]:
+        """Returns the value of the last step, and the multiple of the threshold that limits it (usually 1)."""
+        if self.measure_extreme is not None:
+            multiple = 1 / EXTREME if self.is_lower_bound else EXTREME
+            measurement = self.measure_extreme(window, facts)
+            if measurement is not None and self.distance(measurement, multiple * threshold) > 0:
+                return measurement, multiple
+        return self.measure(window, facts), 1.0
+
+    def distance(self, measurement: Measurement, limit: float) -> float:
+        """Returns how far a value is beyond a limit. It is negative or 0 if the value is healthy."""
+        return limit - measurement.value if self.is_lower_bound else measurement.value - limit
+
+    def setting(self, measurement: Measurement, facts: RunFacts) -> str:
+        """Returns the setting to change first."""
+        names = [name.replace("ROLE", measurement.role) for name in measurement.settings or self.settings]
+        return next((name for name in names if name in facts.settings), names[-1])
