@@ -80,5 +80,5 @@ def test_the_documented_plans_are_the_output_of_the_command(
     assert " ".join(expected.split()) in " ".join("".join(capsys.readouterr()).split())
 
 
-def test_ten_documented_plans_are_compared() -> None:
-    assert len(PLANS) == 10
+def test_eleven_documented_plans_are_compared() -> None:
+    assert len(PLANS) == 11

@@ -46,8 +46,9 @@ from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, plan
 from flowrl.controller.placement.plan_table import render_plan, render_threads
 from flowrl.data.console import LogFormatter, indent_lines, write_printable
-from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
-from flowrl.memory.memory_table import check_memory, memory_budget, render_memory
+from flowrl.memory.device_settings import fit_memory, render_settings, resolve_settings
+from flowrl.memory.memory_estimate import explain_unknown_sizes
+from flowrl.memory.memory_table import render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted, raise_on_ending_signals
@@ -276,10 +277,8 @@ def _plan(arguments: argparse.Namespace) -> None:
             check_positions(config)
             planned = plan_run(config, arguments.devices)
             is_local = arguments.devices is None and config.address is None
-            available = memory_budget(config, planned, is_local=is_local)
             with collection_paused():  # the memory of a known model is measured with torch and transformers
-                devices = estimate_memory(config, planned, read_sizes(config))
-            check_memory(config, planned, devices, available)
+                fitted = fit_memory(resolve_settings(config, planned), planned, is_local=is_local)
             log_doubts(config, planned)
         is_inline = config.backend == "inline"
         threads = _describe_threads(planned, is_local=is_local, setting=config.threads, is_inline=is_inline)
@@ -288,7 +287,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         sizes = [*describe_batches(config, num_ranks), *describe_planned_updates(config)]
         updates = "".join(f"{line}\n" for line in sizes)
         unknown = "".join(f"{line}\n" for line in explain_unknown_sizes(config))
-        details = f"{graph}\n{updates}\n{render_memory(devices, available)}\n{unknown}"
+        settings, memory = render_settings(config, fitted, planned), render_memory(fitted.devices, fitted.budget)
+        details = f"{graph}\n{updates}\n{settings}\n\n{memory}\n{unknown}"
     write_printable(f"{render_plan(planned)}\n{threads}\n{details}")
 
 

@@ -57,7 +57,14 @@ from flowrl.config.load import (
     to_yaml,
     training_module,
 )
-from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, shards_model
+from flowrl.config.model import (
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    default_compute_dtype,
+    shards_model,
+)
 from flowrl.config.monitoring.health_settings import HealthCheck, HealthChecks, HealthConfig
 from flowrl.config.placement import ROLES, SINGLE, Placement, RolePlacement
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
@@ -111,8 +118,8 @@ __all__ = [
     "ReportConfig", "RewardComponent", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig", "RoleConfig",
     "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
     "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
-    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "find_tokenizer_role", "import_attribute",
-    "import_function", "import_recipe", "imported_module_name", "is_import_name", "load", "load_located",
-    "load_recorded", "loading", "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml",
-    "training_module",
+    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "default_compute_dtype",
+    "find_tokenizer_role", "import_attribute", "import_function", "import_recipe", "imported_module_name",
+    "is_import_name", "load", "load_located", "load_recorded", "loading", "models_of", "parse", "recipe_class",
+    "roles_of", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

@@ -128,7 +128,9 @@ class EngineConfig(Config):
     for the running layer (fsdp). `idle`: all state while another role uses the device."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of matrix products; null uses the dtype of the weights. float16 uses loss scaling."""
+    """Dtype of matrix products. Null: bfloat16 for float32 weights on GPUs, and otherwise the dtype of the weights.
+    float16 uses loss scaling.
+    """
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. This needs less memory and about a third more time."""
@@ -167,6 +169,15 @@ class EngineConfig(Config):
                     f"{name} is {value}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
                 )
         return self
+
+
+DeviceKind = Literal["cpu", "cuda"]
+"""Kind of the devices of a plan."""
+
+
+def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bfloat16"] | None:
+    """Returns the value of a null `compute_dtype`. None stands for the dtype of the weights."""
+    return "bfloat16" if device == "cuda" and model.dtype == "float32" else None
 
 
 def shards_model(engine: EngineConfig, num_ranks: int, tp: int) -> bool:

@@ -1,5 +1,6 @@
 """Settings of each role: its model, its engine, and its processing of a batch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -35,6 +36,10 @@ class RoleConfig(Config):
     def roles(self, name: str) -> dict[str, "RoleConfig"]:
         """Returns the roles of a field with this name and value, by name: one, unless a subclass defines several."""
         return {name: self}
+
+    def with_roles(self, name: str, roles: Mapping[str, "RoleConfig"]) -> "RoleConfig":
+        """Returns the value of the field with other settings of the roles that `roles(name)` returns."""
+        return roles[name]
 
     @property
     def needs_own_process(self) -> bool:
@@ -247,15 +252,28 @@ class TransferConfig(Config):
     receiver each need about this much extra memory. The object store holds all buckets of the latest version."""
 
 
+DEFAULT_CACHE_GB = 1.0
+"""KV cache of vLLM on a CPU, or if the plan cannot determine it."""
+
+CACHE_SHARE = 0.9
+"""Share of the free memory of a GPU that becomes the KV cache. The rest covers errors of the estimate."""
+
+DEFAULT_NUM_SEQS = 256
+"""Value of a null `max_num_seqs`, except for vLLM on GPUs."""
+
+
 class VllmConfig(Config):
     """Settings of the vLLM engine. They change only time and memory."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of weights and activations; null uses the model's dtype. Weights are cast before they are sent."""
+    """Dtype of weights and activations. Null: on GPUs the actor's `compute_dtype`, and for a judge bfloat16; on CPUs
+    the dtype of the model. Weights are cast before they are sent.
+    """
 
-    kv_cache_gb: PositiveFloat = 1.0
+    kv_cache_gb: PositiveFloat | None = None
     """Memory of the KV cache on each device of a replica, in GB (10^9 bytes). Sequences that do not fit wait in a
-    queue.
+    queue. Null: 1 on CPUs; on GPUs 90 % of the memory that the plan leaves free, and 1 if the size of the model is
+    unknown.
     """
 
     max_model_len: PositiveInt | None = None
@@ -271,6 +289,35 @@ class VllmConfig(Config):
     """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
     on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. False lets other roles use the devices
     anyway."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache on each device."""
+        return int((DEFAULT_CACHE_GB if self.kv_cache_gb is None else self.kv_cache_gb) * 1e9)
+
+
+class PlannedVllmConfig(VllmConfig):
+    """Settings of vLLM on a GPU whose KV cache uses the memory that a plan leaves free. Not read from files."""
+
+    needed: NonNegativeInt
+    """Peak bytes on the device without this KV cache, while the engine holds it."""
+
+    present: NonNegativeInt
+    """Bytes that are in use on the device when the engine starts, according to the plan."""
+
+    least: NonNegativeInt
+    """Smallest usable KV cache: bytes of one sequence of full length."""
+
+    limit: PositiveInt | None
+    """Bytes in `placement.memory_gb`; None uses the whole device."""
+
+    def fit_cache(self, total: int, free: int) -> int:
+        """Returns the bytes of the KV cache on a device with `total` bytes, of which `free` are free at the start.
+
+        Subtracts the memory that other programs use. The result may be below `least`, and below 0.
+        """
+        unplanned = max(0, total - free - self.present)
+        return int(CACHE_SHARE * (min(total, self.limit or total) - self.needed - unplanned))
 
 
 class RolloutConfig(RoleConfig):
@@ -327,8 +374,10 @@ class RolloutConfig(RoleConfig):
     The memory grows with the number of episodes that wait. False: each turn prefills all earlier turns again. Only
     engine hf can disable it. For vllm, see vllm.prefix_caching."""
 
-    max_num_seqs: PositiveInt = 256
-    """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16."""
+    max_num_seqs: PositiveInt | None = None
+    """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16. Null: 256;
+    for vLLM on GPUs its own default, which is 1,024 from 70 GiB of memory, except on an A100.
+    """
 
     check_weights: Literal["sampled", "complete", "off"] = "sampled"
     """Comparison of the rollout's weights with the actor's weights after each weight sync. `sampled` compares a few
@@ -390,6 +439,11 @@ class RolloutConfig(RoleConfig):
                 f"engine: {others}"
             )
         return self
+
+    @property
+    def num_seqs(self) -> int:
+        """Maximum number of sequences that one rank decodes concurrently."""
+        return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def capabilities(self) -> EngineCapabilities:

@@ -91,12 +91,20 @@ class DeviceMemory:
         is_shared = role == "actor" and caller_memory is not None and caller_memory.shares_actor_weights
         return memory.weights if is_shared else 0
 
-    def cache_room(self, role: str, available: float) -> float:
-        """Returns the bytes that `available` bytes leave for the KV cache of `role`, whatever its present size."""
+    def needed_beside_cache(self, role: str) -> int:
+        """Returns the peak bytes of everything but the KV cache of `role`, while the cache is allocated."""
         memory = self.roles[role]
         assert memory is not None, "the memory of the role is known"
         others = [self.during(*call) for call in self._calls if not memory.offloads or call[0] == role]
-        return available - max(others, default=self.process) + memory.kv_cache
+        return max(others, default=self.process) - memory.kv_cache
+
+    def present_at_start(self, role: str) -> int:
+        """Returns the bytes that are in use when the engine of `role` starts. The roles before it have no optimizer
+        state yet.
+        """
+        others = [memory for other, memory in self.roles.items() if other != role and memory is not None]
+        processes = sum(self.fixed.get(term, 0) for term in ("CUDA context", "vLLM process"))
+        return processes + sum(memory.weights for memory in others if not memory.offloads)
 
 
 def read_sizes(config: RunConfig) -> dict[Path, ModelSize]:

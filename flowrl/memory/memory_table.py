@@ -13,6 +13,7 @@ from flowrl.config import (
     models_of,
     shards_model,
 )
+from flowrl.config.roles import DEFAULT_NUM_SEQS
 from flowrl.controller.placement.inventory import local_memory
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.plan_table import aligned
@@ -63,7 +64,7 @@ def _error_message(config: RunConfig, planned: Plan, device: DeviceMemory, avail
     role, use = _largest_use(device, caller, call)
     share = device.resident(role, caller) + (call.total + device.reserved(call) if role == caller else 0)
     largest = f" ({role}: {share / GB:.1f} GB)" if len(device.roles) > 1 else ""
-    advice = _advice(config, planned, role, use, device.cache_room(role, available))
+    advice = _advice(config, planned, role, use, available - device.needed_beside_cache(role))
     return (
         f"{caller}.{call.name} on device {device.node}:{device.device} needs about {needed / GB:.1f} GB{largest}, but "
         f"{available / GB:.1f} GB are available: {advice}"
@@ -95,12 +96,13 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str, cache_room: f
         return "processes without models already use most of it; use fewer devices or devices with more memory"
     for name, value in config.role_settings.items():
         if name == role and isinstance(value, RolloutConfig | JudgeConfig):
-            current_gb = (value.vllm or VllmConfig()).kv_cache_gb
+            current_gb = (value.vllm or VllmConfig()).cache_bytes / GB
             largest_gb = math.floor(cache_room / GB * 10) / 10
             if use == "allocated_cache" and largest_gb > 0:
                 return f"lower {name}.vllm.kv_cache_gb (now {current_gb:g}) to {largest_gb:g}"
-            can_lower = use in ("kv_cache", "activations") and value.max_num_seqs > MIN_ROWS
-            lower = f"lower {name}.max_num_seqs (now {value.max_num_seqs}), or " if can_lower else ""
+            num_seqs = value.max_num_seqs or DEFAULT_NUM_SEQS
+            can_lower = use in ("kv_cache", "activations") and num_seqs > MIN_ROWS
+            lower = f"lower {name}.max_num_seqs (now {num_seqs}), or " if can_lower else ""
             return f"{lower}give {name} a pool of its own instead of {role_plan.pool}"
     key, engine = f"{role}.engine", models_of(config)[role].engine
     if use == "activations":

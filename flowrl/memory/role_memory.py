@@ -53,6 +53,10 @@ class RoleMemory:
     """Bytes of the checkpoint snapshot; 0 on GPUs, because the snapshot is in host memory."""
     kv_cache: int = 0
     """Bytes of the KV cache that stay allocated between calls."""
+    sequence_cache: int = 0
+    """Bytes of `kv_cache` that one sequence of full length occupies."""
+    num_sequences: int = 0
+    """Number of sequences that `kv_cache` should hold, for the longest call."""
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Term of `flowrl.memory.device_constants` -> bytes that stay allocated in any case, even if the role offloads."""
 

@@ -69,7 +69,7 @@ def hf_memory(load: RolloutLoad) -> RoleMemory:
     gathered = 0
     if weight_owner is not None and not is_quantized:
         gathered = weight_owner.full_weights if weight_owner.is_sharded else weight_owner.merged
-    rows = max(MIN_ROWS, min(config.max_num_seqs, batch.rows))
+    rows = max(MIN_ROWS, min(config.num_seqs, batch.rows))
     prompt = batch.max_prompt_tokens
     final_slots, previous_slots = num_slots(prompt, config.max_response_tokens)
     slot_bytes = 2 * size.keys * param_bytes * size.layers
@@ -121,10 +121,12 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
     size, param_bytes, config, num_devices = load.size, load.param_bytes, load.config, load.num_devices
     settings, is_gpu = config.vllm or VllmConfig(), load.device_type == "cuda"
     step = VLLM_STEP_TOKENS * _run_bytes(size, param_bytes) // num_devices
-    kv_cache = int(settings.kv_cache_gb * 1e9)
+    # On GPUs, a null cache uses the memory that the plan leaves free.
+    kv_cache = 0 if is_gpu and settings.kv_cache_gb is None else settings.cache_bytes
+    num_tokens = load.batch.max_prompt_tokens + config.max_response_tokens
     weights = weight_bytes(size, param_bytes, config.quantization) // num_devices
     # Every device of a replica has the logits of all sequences.
-    logits = config.max_num_seqs * size.vocabulary * (int(SAMPLER_COPIES.value) * 4 + param_bytes)
+    logits = config.num_seqs * size.vocabulary * (int(SAMPLER_COPIES.value) * 4 + param_bytes)
     calls = [CallMemory("generate", activations=step, buffers=logits)]
     if is_gpu and load.receives_weights:
         buckets = int(TRANSFER_BUCKETS.value * config.transfer.bucket_mb * 1e6)
@@ -134,7 +136,16 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
         fixed["CUDA graphs"] = int(CUDA_GRAPHS.value)
     if is_gpu and num_devices > 1:
         fixed["NCCL"] = nccl_bytes(1)
-    return RoleMemory(weights, 0, tuple(calls), offloads=load.offloads, kv_cache=kv_cache, fixed=fixed)
+    return RoleMemory(
+        weights,
+        0,
+        tuple(calls),
+        offloads=load.offloads,
+        kv_cache=kv_cache,
+        sequence_cache=2 * size.keys * param_bytes * size.layers * num_tokens // num_devices,
+        num_sequences=min(config.num_seqs, load.batch.rows),
+        fixed=fixed,
+    )
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:

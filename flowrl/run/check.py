@@ -55,8 +55,9 @@ from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import as_files
 from flowrl.data.reading.row_problems import RowProblem
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
-from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
-from flowrl.memory.memory_table import GB, check_memory, memory_budget
+from flowrl.memory.device_settings import fit_memory, resolve_settings
+from flowrl.memory.memory_estimate import explain_unknown_sizes
+from flowrl.memory.memory_table import GB
 from flowrl.memory.model_size import read_model_size
 from flowrl.rewards.row_scorer import RowScorer
 from flowrl.run.datasets import PtxText, SftExamples, read_prompts
@@ -224,9 +225,8 @@ class _Checks:
 
     def memory(self) -> str:
         config = self.config
-        devices = estimate_memory(config, self._plan, read_sizes(config))
-        budget = memory_budget(config, self._plan, is_local=config.address is None)
-        check_memory(config, self._plan, devices, budget)
+        fitted = fit_memory(resolve_settings(config, self._plan), self._plan, is_local=config.address is None)
+        devices, budget = fitted.devices, fitted.budget
         if not all(device.is_known for device in devices):
             raise _Skipped("; ".join(explain_unknown_sizes(config)))
         available = budget.per_device or budget.per_node

@@ -22,6 +22,7 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.console import make_console
+from flowrl.memory.device_settings import apply_devices
 from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.rewards.processes.pool import ScoringPool
 from flowrl.rewards.processes.pool_settings import PoolLimits
@@ -85,6 +86,9 @@ def examine(
             console.print(f"starting actor, rollout ({config.backend})")
             cluster = resources.enter_context(_cluster(config))
             interruption.install()  # with `address`, Ray has installed its own handlers
+            applied = apply_devices(config, cluster.plan, console.print)
+            assert isinstance(applied, RolloutRunConfig)
+            config, rollout_config = applied, applied.rollout
             actor = cluster.group("actor", actor_class, config.actor)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
             plans = cluster.plan.roles

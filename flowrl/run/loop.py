@@ -32,6 +32,7 @@ from flowrl.data.checksums import FileChecksum
 from flowrl.data.metric import Logged
 from flowrl.data.prompts import PromptStream
 from flowrl.data.template import template_text
+from flowrl.memory.device_settings import apply_devices
 from flowrl.report.chrome_trace import Trace, TraceError, read_trace
 from flowrl.report.progress import LiveProgress, MetricsLog
 from flowrl.report.trackers.open_trackers import open_trackers
@@ -46,7 +47,7 @@ from flowrl.run.replay.replayed_run import make_replayed_run
 from flowrl.run.replay.step_recorder import StepRecorder
 from flowrl.run.restarts import current_policy
 from flowrl.run.results import SAVE_TIMEOUT_S, draw_plots, metric_titles, save_last_weights, show, write_trace
-from flowrl.run.role_groups import Protections, check_role, find_role, start_scoring
+from flowrl.run.role_groups import Protections, group_arguments, start_scoring
 from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.step_log import PeakMemory, RecordQueue, StepLog, check_logged
 from flowrl.schedules.rewards import Scoring
@@ -118,7 +119,6 @@ class Run:
             self._interruption = resources.enter_context(Interruption(self._progress.notify))
             self._restarts = restarts = current_policy()
             self._progress.notify(restarts.pop_message() or f"starting {', '.join(config.roles)} ({config.backend})")
-            self._checks = StepChecks(config, self._progress.notify)
             self._protections = Protections(self._progress.notify)
             # Runs after the cluster is closed, because workers may write until then.
             resources.callback(remove_temporary_files, config.output)
@@ -128,7 +128,9 @@ class Run:
             self.cluster.notify = self._progress.notify
             self._interruption.install()  # with `address`, Ray has installed its own handlers
             check_engines(config, self.cluster.plan)
-            self._weight_sync = WeightSync(config, self.cluster.plan)
+            self._applied = apply_devices(config, self.cluster.plan, self._progress.notify)
+            self._checks = StepChecks(self._applied, self._progress.notify)
+            self._weight_sync = WeightSync(self._applied, self.cluster.plan)
             self._open_folder(resources)
             self._resources = resources.pop_all()
         return self
@@ -194,10 +196,7 @@ class Run:
         `group(Actor, config.actor)` calls `Actor(config.actor)` on each device. The role is the field of the run's
         config that contains this value. `group(role, cls, ...)` names the role instead.
         """
-        if isinstance(args[0], str):
-            check_role(self.config, args[0])
-        else:
-            args = (find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args)
+        args, kwargs = group_arguments(self.config, self._applied, args, kwargs)
         group = self.cluster.group(*args, **kwargs)
         self._protections.follow(group)
         return group
@@ -219,7 +218,7 @@ class Run:
         With `reward` (`run.rewards`), the batch has `scores` and the other columns of the reward. Functions score a
         response while others are generated, and `dynamic_sampling` and `reward.on_failure: drop` select the rows.
         """
-        config = self.config
+        config = self._applied
         if not isinstance(config, RolloutRunConfig):
             raise UserError(
                 f"run.rollouts needs the settings of RolloutRunConfig, but {type(config).__name__} is no subclass: "

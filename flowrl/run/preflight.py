@@ -45,8 +45,7 @@ from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
-from flowrl.memory.memory_estimate import estimate_memory, read_sizes
-from flowrl.memory.memory_table import check_memory, memory_budget
+from flowrl.memory.device_settings import fit_memory, resolve_settings
 from flowrl.memory.model_fit import (
     check_model_fit,
     excess_tokens_message,
@@ -106,8 +105,7 @@ def check_start(config: RunConfig) -> None:
     check_paths(config)
     log_doubts(config, planned)
     if planned is not None:  # last, because the estimate imports torch
-        devices = estimate_memory(config, planned, read_sizes(config))
-        check_memory(config, planned, devices, memory_budget(config, planned, is_local=True))
+        fit_memory(resolve_settings(config, planned), planned, is_local=True)
 
 
 def log_doubts(config: RunConfig, planned: Plan | None) -> None:
@@ -395,7 +393,7 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
         if isinstance(value, RolloutConfig) and (problem := quantized_device_problem(role, value, planned.kind)):
             raise ConfigError(problem)
     if isinstance(config, RolloutRunConfig):
-        config.check_served_dtype()
+        config.check_served_dtype(planned.kind)
 
 
 def check_head_sizes(config: RunConfig, planned: Plan) -> None:

@@ -46,6 +46,24 @@ def find_role(config: RunConfig, cls: type[Worker], arguments: Iterable[object])
     )
 
 
+def group_arguments(
+    stated: RunConfig, applied: RunConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: arguments of a worker's constructor
+    """Returns the arguments of `Cluster.group` for those of `Run.group`: the role, the class, and the constructor's.
+
+    The settings of the role in `stated` are replaced by those in `applied`, which depend on the devices. Raises
+    UserError if the role is unknown.
+    """
+    if isinstance(args[0], str):
+        check_role(stated, args[0])
+    else:
+        args = (find_role(stated, args[0], (*args[1:], *kwargs.values())), *args)
+    role = args[0]
+    known, value = stated.role_settings[role], applied.role_settings[role]
+    replaced = tuple(value if argument is known else argument for argument in args)
+    return replaced, {name: value if argument is known else argument for name, argument in kwargs.items()}
+
+
 def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
     """Starts the workers of the roles that score responses with `start`, which is `Run.group`.
 

@@ -168,7 +168,7 @@ class StreamingRollouts:
     def _limits(self) -> ScheduleLimits:
         config, schedule = self._context.config, self._context.config.schedule
         assert isinstance(schedule, AsyncSchedule)
-        slots = max(1, config.rollout.max_num_seqs // config.samples_per_prompt)
+        slots = max(1, config.rollout.num_seqs // config.samples_per_prompt)
         return ScheduleLimits(
             groups_per_step=config.prompts_per_step,
             max_staleness=schedule.staleness,

@@ -100,7 +100,7 @@ class Rollout(Worker["RolloutGroup"]):
     replicated = stateless = True
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, seed: int) -> None:
-        self.seed, self._max_num_seqs = seed, config.max_num_seqs
+        self.seed, self._max_num_seqs = seed, config.num_seqs
         actor = self.find_peer(Actor)
         self._actor = actor if actor is not None and actor.can_share_weights(self) else None
         self.shares_weights = self._actor is not None and config.can_share_weights

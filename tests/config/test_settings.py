@@ -50,7 +50,8 @@ def corrected(kind: str, **settings: float) -> dict[str, Any]:
 def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
     """PPO whose rollout is quantized, with a correction or none."""
     engine = "hf" if quantization == "int8" else "vllm"
-    rollout = {"max_response_tokens": 8, "quantization": quantization, "engine": engine}
+    rollout: dict[str, Any] = {"max_response_tokens": 8, "quantization": quantization, "engine": engine}
+    rollout |= {} if engine == "hf" else {"vllm": {"dtype": "float32"}}
     return PPO | {"rollout": rollout, "algorithm": {"estimator": "gae", "correction": correction or None}}
 
 

@@ -318,7 +318,8 @@ def test_a_package_of_an_engine_that_is_not_installed_is_named_with_its_command(
 
 
 def test_int4_on_the_wrong_device_is_rejected_before_its_compute_dtype() -> None:
-    rollout = {"engine": "vllm", "max_response_tokens": 8, "quantization": "int4"}
+    vllm = {"dtype": "float32"}
+    rollout = {"engine": "vllm", "max_response_tokens": 8, "quantization": "int4", "vllm": vllm}
     config = GRPOConfig.model_validate(grpo_settings(rollout=rollout))
     assert config.placement.device == "auto"
     cpus, gpus = Inventory((8,), "cpu"), Inventory((8,), "cuda")

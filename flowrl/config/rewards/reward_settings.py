@@ -164,6 +164,15 @@ class RewardConfig(RewardSource):
         models = {f"{name}_{part.name}": part.judge or part for part in self.components if part.is_model}
         return {**({name: self} if self.has_functions else {}), **models}
 
+    def with_roles(self, name: str, roles: Mapping[str, RoleConfig]) -> RoleConfig:
+        if self.components is None:
+            return self.model_copy(update={"judge": roles[name]}) if self.judge else roles[name]
+        parts = []
+        for part in self.components:
+            value = roles.get(f"{name}_{part.name}", part)
+            parts.append(part.model_copy(update={"judge": value}) if part.judge else value)
+        return self.model_copy(update={"components": tuple(parts)})
+
     def of_policy(self, tokenizer: Path, template: Path | None) -> Self:
         """Returns the settings with the tokenizer and template of the policy for all models."""
         if self.components is None:

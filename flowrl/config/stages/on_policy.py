@@ -6,6 +6,7 @@ from flowrl.config.algorithm.advantage import AnyAdvantage
 from flowrl.config.algorithm.correction import WeightCorrection
 from flowrl.config.algorithm.preference import PtxConfig
 from flowrl.config.algorithm.shaping import AdaptiveKl, LengthPenalty, OverlongPenalty
+from flowrl.config.model import default_compute_dtype
 from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import ActorConfig, ReferenceConfig
 from flowrl.config.run import SettingValues
@@ -134,12 +135,15 @@ class OnPolicyConfig(RolloutRunConfig):
     def _rollout_matches_actor(self) -> bool:
         """Whether the rollout computes the actor's log-probabilities from the same weights, in float32."""
         rollout, actor, roles = self.rollout, self.actor, self.placement.roles
+        # Device `auto` may be a CPU. On a GPU, the actor then computes in float32 too (flowrl.memory.device_settings).
+        default = default_compute_dtype(actor.model, "cuda") if self.placement.device == "cuda" else None
+        compute_dtype = actor.engine.compute_dtype or default or actor.model.dtype
         return (
             rollout.capabilities.matches_trainer
             and rollout.capabilities.shares_weights
             and rollout.quantization is None
             and self.schedule.staleness == 0
-            and {actor.model.dtype, actor.engine.compute_dtype or actor.model.dtype} == {"float32"}
+            and {actor.model.dtype, compute_dtype} == {"float32"}
             and actor.lora is None
             and actor.temperature == rollout.temperature
             and {"actor", "rollout"} <= set(roles)

@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from flowrl.config.base import Config, ConfigError, Dependency
 from flowrl.config.data.evaluation_settings import EvaluationConfig
+from flowrl.config.model import DeviceKind, default_compute_dtype
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import (
@@ -223,10 +224,18 @@ class RolloutRunConfig(DatasetConfig):
             )
         return self
 
-    def check_served_dtype(self) -> None:
+    def served_dtype(self, device: DeviceKind) -> str:
+        """Returns the dtype of the rollout's weights on a kind of device."""
+        model, rollout = self.actor.model, self.rollout
+        if rollout.sent_dtype is not None:
+            return rollout.sent_dtype
+        if device == "cpu" or rollout.engine != "vllm":
+            return model.dtype
+        return self.actor.engine.compute_dtype or default_compute_dtype(model, device) or model.dtype
+
+    def check_served_dtype(self, device: DeviceKind) -> None:
         """Raises ConfigError if the weights do not have the dtype that the quantized matrix products require."""
-        dtype = self.rollout.sent_dtype or self.actor.model.dtype
-        if problem := quantized_dtype_problem("rollout", self.rollout, dtype):
+        if problem := quantized_dtype_problem("rollout", self.rollout, self.served_dtype(device)):
             raise ConfigError(problem)
 
     @model_validator(mode="after")
@@ -265,7 +274,7 @@ class RolloutRunConfig(DatasetConfig):
             raise ValueError(problems[0])
         # Whether device auto supports the quantization is known only when the run is planned.
         if not any(problems):
-            self.check_served_dtype()
+            self.check_served_dtype(devices[-1])
         return self
 
     @model_validator(mode="after")

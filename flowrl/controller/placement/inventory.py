@@ -72,6 +72,11 @@ def _gpu_memory() -> int | None:
     return min(mebibytes) * 2**20 if mebibytes else None
 
 
+def local_gpu_name() -> str | None:
+    """Returns the name of this machine's first GPU; None without a GPU."""
+    return next(iter(_run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()), None)
+
+
 def _num_gpus() -> int:
     """Returns the number of GPUs in CUDA_VISIBLE_DEVICES (default: all GPUs)."""
     present = sum(line.startswith("GPU ") for line in _run_nvidia_smi("-L").splitlines())

@@ -18,12 +18,13 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.batch.batch import Batch
 from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.metric import Logged
+from flowrl.memory.device_settings import resolve_settings
 from flowrl.run.replay.call_log import CallLog, describe
 from flowrl.run.replay.comparison import StepResults
 from flowrl.run.replay.recording import BATCH, Recording, recordings
 from flowrl.run.replay.step_recorder import measure_states
 from flowrl.run.replay.table_files import read_table
-from flowrl.run.role_groups import check_role, find_role, start_scoring
+from flowrl.run.role_groups import group_arguments, start_scoring
 from flowrl.schedules.rewards import Scoring
 
 
@@ -101,6 +102,7 @@ class ReplayedRun:
         with ExitStack() as resources:
             self.folder = RunFolder(resources.enter_context(create_folder("replay")))
             self.cluster = resources.enter_context(self._make_cluster())
+            self._applied = resolve_settings(self.config, self.cluster.plan)
             self._log = CallLog(self.cluster.calls)
             self._resources = resources.pop_all()
         return self
@@ -123,10 +125,7 @@ class ReplayedRun:
         )
 
     def group(self, *args: Any, **kwargs: Any) -> Any:  # Any: as in Run
-        if isinstance(args[0], str):
-            check_role(self.config, args[0])
-        else:
-            args = (find_role(self.config, args[0], (*args[1:], *kwargs.values())), *args)
+        args, kwargs = group_arguments(self.config, self._applied, args, kwargs)
         role, cls = args[:2]
         if not cls.stateless:
             return self.cluster.group(*args, **kwargs)

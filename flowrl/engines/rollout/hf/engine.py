@@ -220,7 +220,7 @@ class HfRollout:
 
     def _new_batch(self) -> "ContinuousBatch":
         decoder = Decoder(self.model, self._config, self._eos_ids, self.max_length, self._device)
-        return ContinuousBatch(decoder, self._config.max_num_seqs)
+        return ContinuousBatch(decoder, self._config.num_seqs)
 
 
 class SeparateBatch:

@@ -20,8 +20,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
+from flowrl.config.roles import PlannedVllmConfig
 from flowrl.config.rollout.engines import ENGINES
-from flowrl.devices.device import has_gpu
+from flowrl.devices.device import get_device, has_gpu
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.parameters import unique_parameters
 from flowrl.engines.models.weights import to_tensors
@@ -399,6 +400,24 @@ class OwnRequests:
         self._engine.abort(own)
 
 
+def _cache_bytes(settings: VllmConfig, tp: int) -> int:
+    """Returns the bytes of the KV cache on each device. Raises RolloutError if a GPU has too little free memory."""
+    # A measurement would create a CUDA context in a tensor-parallel leader, which takes memory of its first worker.
+    is_planned = tp > 1 and settings.kv_cache_gb is not None
+    if is_planned or not isinstance(settings, PlannedVllmConfig):
+        return settings.cache_bytes
+    gpu = get_device("cuda").memory()
+    num_bytes = settings.fit_cache(gpu.total, gpu.free)
+    if num_bytes < settings.least:
+        raise RolloutError(
+            f"rollout.vllm.kv_cache_gb would be {num_bytes / 1e9:.1f}, because {gpu.free / 1e9:.1f} of "
+            f"{gpu.total / 1e9:.1f} GB are free and the plan needs {settings.needed / 1e9:.1f} GB for everything else, "
+            f"but a sequence needs {settings.least / 1e9:.1f}: end other programs on the GPU, or use one with more "
+            f"memory"
+        )
+    return num_bytes
+
+
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
     return EngineArgs(
@@ -408,13 +427,13 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
         tensor_parallel_size=tp,
         # By default vLLM would request devices of its own from Ray.
         distributed_executor_backend="mp" if tp > 1 else "uni",
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(_STEP_TOKENS, config.max_num_seqs),
+        max_num_seqs=config.num_seqs,
+        max_num_batched_tokens=max(_STEP_TOKENS, config.num_seqs),
         # -1: vLLM derives the limit from the model and the KV cache size.
         max_model_len=settings.max_model_len or -1,
         enforce_eager=not settings.graphs or not has_gpu(),
         enable_prefix_caching=settings.prefix_caching,
-        kv_cache_memory_bytes=int(settings.kv_cache_gb * 1e9),
+        kv_cache_memory_bytes=_cache_bytes(settings, tp),
         # Only a lower bound for free GPU memory at start, since kv_cache_memory_bytes is set.
         gpu_memory_utilization=0.01,
         enable_sleep_mode=can_sleep and has_gpu(),

@@ -1,0 +1,292 @@
+"""Settings that are null by default and depend on the devices: their values, a table of them, and warnings.
+
+Entry points: `resolve_settings` (values that follow from the plan), `fit_memory` (values that depend on the memory of
+the devices, and the memory check) and `render_settings`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from flowrl.config import (
+    ActorConfig,
+    EngineConfig,
+    JudgeConfig,
+    ModelConfig,
+    ModelRoleConfig,
+    RoleConfig,
+    RolloutConfig,
+    RolloutRunConfig,
+    RunConfig,
+    TrainedConfig,
+    VllmConfig,
+    default_compute_dtype,
+    shards_model,
+)
+from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
+from flowrl.controller.placement.inventory import local_gpu_name
+from flowrl.controller.placement.plan import Plan
+from flowrl.controller.placement.plan_table import aligned
+from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, read_sizes
+from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget
+
+Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
+"""Settings of a role that generates text."""
+
+UNTESTED_FEATURES = ("engine.compile",)
+"""Settings of features that are off by default, because they have not run on a GPU."""
+
+_LARGE_GPU = 70 * 2**30
+"""Memory in bytes from which vLLM decodes 1,024 sequences by default (vLLM 0.32: engine/arg_utils.py:2923-2941)."""
+
+_HUGE_GPU = 160 * 2**30
+"""Memory in bytes from which the name of the GPU does not matter for this default."""
+
+_COSTLY = 2
+"""Factor of time above which a setting gets a warning."""
+
+
+def resolve_settings(config: RunConfig, planned: Plan) -> RunConfig:
+    """Returns the config with the values of null settings that depend on the kind of devices. On CPUs, all null
+    settings keep their meaning.
+    """
+    if planned.kind == "cpu":
+        return config
+    roles = {role: _resolve_role(value) for role, value in config.role_settings.items()}
+    if isinstance(config, RolloutRunConfig):
+        roles["rollout"] = _with_dtype(config.rollout, config.served_dtype("cuda"))
+    return _with_roles(config, roles)
+
+
+def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig:
+    """Returns the config with other settings of some roles."""
+    changes = {}
+    for name, value in config:
+        if isinstance(value, RoleConfig) and not roles.keys().isdisjoint(own := value.roles(name)):
+            changes[name] = value.with_roles(name, {role: roles.get(role, known) for role, known in own.items()})
+    return config.model_copy(update=changes)
+
+
+def _resolve_role(value: RoleConfig) -> RoleConfig:
+    if isinstance(value, JudgeConfig):
+        return _with_dtype(value, default_compute_dtype(value.model, "cuda") or value.model.dtype)
+    if not isinstance(value, ModelRoleConfig) or value.model is None or value.engine.compute_dtype is not None:
+        return value
+    if isinstance(value, ActorConfig) and value.old_logprobs == "rollout":
+        return value  # The actor must compute the log-probabilities of the rollout, which generates in float32.
+    return value.model_copy(update={"engine": _resolve_engine(value.engine, value.model)})
+
+
+def _resolve_engine(engine: EngineConfig, model: ModelConfig) -> EngineConfig:
+    return engine.model_copy(update={"compute_dtype": default_compute_dtype(model, "cuda")})
+
+
+def _with_dtype(value: Generator, dtype: str) -> Generator:
+    """Returns the settings with the dtype of vLLM. Other engines compute in the dtype of the weights."""
+    settings = value.vllm or VllmConfig()
+    if value.engine != "vllm" or settings.dtype is not None:
+        return value
+    return value.model_copy(update={"vllm": settings.model_copy(update={"dtype": dtype})})
+
+
+@dataclass(frozen=True)
+class FittedRun:
+    """A run whose settings fit the memory of its devices."""
+
+    config: RunConfig
+    """Settings with all values that depend on the devices."""
+    devices: Sequence[DeviceMemory]
+    budget: MemoryBudget
+
+
+def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool) -> FittedRun:
+    """Sets the number of sequences and the KV caches of vLLM from the memory of GPUs, and checks the memory.
+
+    Args:
+        config: settings, from `resolve_settings`.
+        planned: devices of the run.
+        is_local: whether these are devices of this machine.
+    Raises ConfigError if the memory is too small.
+    """
+    budget = memory_budget(config, planned, is_local=is_local)
+    sizes = read_sizes(config)
+    if planned.kind == "cuda":
+        name = local_gpu_name() if is_local else None
+        config = _with_sequences(config, default_num_seqs(budget.per_device, name))
+    devices = estimate_memory(config, planned, sizes)
+    fitted = _with_caches(config, devices, budget) if planned.kind == "cuda" else config
+    if fitted is not config:
+        config, devices = fitted, estimate_memory(fitted, planned, sizes)
+    check_memory(config, planned, devices, budget)
+    return FittedRun(config, devices, budget)
+
+
+def apply_devices(config: RunConfig, planned: Plan, notify: Callable[[str], None]) -> RunConfig:
+    """Returns the settings with all values that depend on the devices, and shows them.
+
+    On CPUs, no value depends on the memory, so it is not estimated. Raises ConfigError if a GPU has too little memory.
+    """
+    resolved, fitted = resolve_settings(config, planned), FittedRun(config, (), MemoryBudget())
+    if planned.kind == "cuda":
+        fitted = fit_memory(resolved, planned, is_local=config.address is None)
+    notify(render_settings(config, fitted, planned))
+    return fitted.config
+
+
+def default_num_seqs(memory: float | None, name: str | None) -> int:
+    """Returns vLLM's default number of sequences for offline inference on a GPU with this memory and name."""
+    is_large = memory is not None and memory >= _LARGE_GPU and "a100" not in (name or "").lower()
+    return 1024 if is_large or (memory is not None and memory >= _HUGE_GPU) else DEFAULT_NUM_SEQS
+
+
+def _with_sequences(config: RunConfig, num_seqs: int) -> RunConfig:
+    changed: dict[str, RoleConfig] = {
+        role: value.model_copy(update={"max_num_seqs": num_seqs})
+        for role, value in config.role_settings.items()
+        if isinstance(value, RolloutConfig) and value.engine == "vllm" and value.max_num_seqs is None
+    }
+    return _with_roles(config, changed)
+
+
+def _with_caches(config: RunConfig, devices: Sequence[DeviceMemory], budget: MemoryBudget) -> RunConfig:
+    """Returns the config with KV caches of vLLM that use the memory that the plan leaves free."""
+    changed: dict[str, RoleConfig] = {}
+    for role, value in config.role_settings.items():
+        if not isinstance(value, RolloutConfig | JudgeConfig) or value.engine != "vllm":
+            continue
+        settings, own = value.vllm or VllmConfig(), [device for device in devices if role in device.roles]
+        if settings.kv_cache_gb is None and own and all(device.is_known for device in own):
+            changed[role] = value.model_copy(update={"vllm": _plan_cache(role, settings, own, budget)})
+    return _with_roles(config, changed) if changed else config
+
+
+def _plan_cache(
+    role: str, settings: VllmConfig, devices: Sequence[DeviceMemory], budget: MemoryBudget
+) -> PlannedVllmConfig:
+    limit = None if budget.per_device is None else int(budget.per_device)
+    planned = PlannedVllmConfig(
+        **dict(settings),
+        needed=max(device.needed_beside_cache(role) for device in devices),
+        present=max(device.present_at_start(role) for device in devices),
+        least=max(memory.sequence_cache for device in devices if (memory := device.roles[role]) is not None),
+        limit=limit,
+    )
+    if limit is None:  # only the engine knows the memory of its GPU
+        return planned
+    # If not even one sequence fits, the memory check reports by how much.
+    bytes_ = max(planned.fit_cache(limit, limit - planned.present), planned.least)
+    return planned.model_copy(update={"kv_cache_gb": max(math.floor(bytes_ / 1e8), 1) / 10})
+
+
+def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
+    """Returns a table of the settings of all models, and one line for each costly choice.
+
+    `stated` has the settings of the file, in which the values of the devices are null.
+    """
+    heads = ["role", "engine", "strategy", "weights", "compute", "attention"]
+    heads += ["KV cache", "sequences", "CUDA graphs", "prefix cache"]
+    rows = [heads]
+    for role, value in fitted.config.role_settings.items():
+        known = stated.role_settings[role]
+        if isinstance(value, JudgeConfig):
+            rows.append(_generator_row(role, known, value.generation, value.model.dtype, planned))
+        elif isinstance(value, RolloutConfig):
+            actor = fitted.config.role_settings["actor"]
+            assert isinstance(actor, TrainedConfig), "a run with a rollout trains an actor"
+            rows.append(_generator_row(role, known, value, actor.model.dtype, planned))
+        elif role in planned.roles and isinstance(value, ModelRoleConfig) and value.model is not None:
+            rows.append(_model_row(role, known, value, value.model, planned))
+    lines = [f"settings on {planned.kind} devices; a star marks the value of a null or auto setting"]
+    lines += aligned(rows, len(heads))
+    lines += [f"warning: {warning}" for warning in find_costly_settings(fitted, planned)]
+    if planned.kind == "cuda":
+        lines.append(f"off by default until they have run on a GPU: {', '.join(UNTESTED_FEATURES)}")
+    return "\n".join(lines)
+
+
+def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: ModelConfig, planned: Plan) -> list[str]:
+    assert isinstance(stated, ModelRoleConfig), "the resolved settings of a role have the class of the stated settings"
+    engine, mesh = value.engine, planned.roles[role].mesh
+    replicated = "single" if mesh.size == 1 else "ddp"
+    strategy = "fsdp" if shards_model(engine, mesh.size, mesh.tp) else replicated
+    compute = engine.compute_dtype or model.dtype
+    is_half = planned.kind == "cuda" and compute in ("bfloat16", "float16")
+    attention = ("flash-attn or varlen" if is_half else "sdpa") if engine.attention == "auto" else engine.attention
+    return [
+        role,
+        "torch",
+        _marked(strategy, stated.engine.strategy == "auto"),
+        model.dtype,
+        _marked(compute, stated.engine.compute_dtype is None),
+        _marked(attention, stated.engine.attention == "auto"),
+        *[""] * 4,
+    ]
+
+
+def _generator_row(role: str, stated: RoleConfig, value: RolloutConfig, model_dtype: str, planned: Plan) -> list[str]:
+    assert isinstance(stated, RolloutConfig | JudgeConfig)
+    dtype, num_seqs = value.sent_dtype or model_dtype, _marked(f"{value.num_seqs:,}", stated.max_num_seqs is None)
+    if value.engine != "vllm":
+        return [role, value.engine, "", dtype, dtype, "", "", num_seqs, "", ""]
+    settings, known = value.vllm or VllmConfig(), stated.vllm or VllmConfig()
+    size = f"{settings.cache_bytes / 1e9:.1f} GB"
+    if isinstance(settings, PlannedVllmConfig) and settings.kv_cache_gb is None:
+        size = "free memory"
+    dtype = _marked(dtype, known.dtype is None)
+    graphs = "yes" if settings.graphs and planned.kind == "cuda" else "no"
+    prefixes = "yes" if settings.prefix_caching else "no"
+    return [role, "vllm", "", dtype, dtype, "", _marked(size, known.kv_cache_gb is None), num_seqs, graphs, prefixes]
+
+
+def _marked(text: str, is_default: bool) -> str:
+    return f"{text}*" if is_default else text
+
+
+def find_costly_settings(fitted: FittedRun, planned: Plan) -> Iterator[str]:
+    """Yields one sentence per setting with which a run on GPUs takes more than twice as long."""
+    if planned.kind == "cpu":
+        return
+    for role, value in fitted.config.role_settings.items():
+        if isinstance(value, RolloutConfig | JudgeConfig):
+            yield from _costly_generation(role, value, fitted.devices)
+        elif isinstance(value, ModelRoleConfig) and value.model is not None and value.model.dtype == "float32":
+            # An H100 has 67 TFLOP/s in float32 and 989 in bfloat16 (nvidia.com/en-us/data-center/h100).
+            if value.engine.compute_dtype == "float32":
+                yield f"{role}.engine.compute_dtype is float32, which GPUs compute several times slower: set bfloat16"
+            elif value.engine.compute_dtype is None:
+                yield (
+                    f"{role} computes in float32, several times slower than in bfloat16, because actor.old_logprobs is "
+                    f"rollout: set placement.device: cuda, or {role}.engine.compute_dtype: bfloat16"
+                )
+
+
+def _costly_generation(role: str, value: RolloutConfig | JudgeConfig, devices: Sequence[DeviceMemory]) -> Iterator[str]:
+    if value.engine == "hf":
+        yield (
+            f"{role}.engine is hf, which on a GPU is for tests and small models: run python -m recipes.install_vllm, "
+            f"and set {role}.engine: vllm"
+        )
+    if value.engine != "vllm":
+        return
+    settings = value.vllm or VllmConfig()
+    if settings.dtype == "float32":
+        yield f"{role}.vllm.dtype is float32, which GPUs compute several times slower: set bfloat16"
+    if not settings.graphs:
+        yield f"{role}.vllm.graphs is false, so each token launches all kernels one by one: set true"
+    memories = [memory for device in devices if (memory := device.roles.get(role)) is not None]
+    if not memories:
+        if settings.kv_cache_gb is None:
+            yield (
+                f"{role}.vllm.kv_cache_gb is {DEFAULT_CACHE_GB:g}, because the memory of the model is unknown: set it, "
+                f"or download the model first"
+            )
+        return
+    capacity = min(memory.kv_cache // max(1, memory.sequence_cache) for memory in memories)
+    wanted = max(memory.num_sequences for memory in memories)
+    if settings.kv_cache_gb is not None and wanted > _COSTLY * capacity:
+        increase = "" if isinstance(settings, PlannedVllmConfig) else "increase it, or "
+        yield (
+            f"{role}.vllm.kv_cache_gb is {settings.kv_cache_gb:g}, enough for {capacity:,} of {wanted:,} sequences of "
+            f"full length at a time: {increase}give {role} more devices, or devices of its own"
+        )

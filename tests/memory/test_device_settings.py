@@ -1,0 +1,276 @@
+"""Null settings get the values of the devices, and costly settings get a warning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.config import (
+    ConfigError,
+    JudgeConfig,
+    RewardConfig,
+    RolloutRunConfig,
+    TrainedConfig,
+    load,
+)
+from flowrl.config.roles import PlannedVllmConfig
+from flowrl.memory.device_settings import (
+    FittedRun,
+    apply_devices,
+    default_num_seqs,
+    find_costly_settings,
+    fit_memory,
+    resolve_settings,
+)
+from flowrl.run.preflight import plan_run
+from flowrl.run.role_groups import group_arguments
+from flowrl.workers import Actor
+from flowrl.workers.rollout import Rollout
+from recipes.grpo.config import GRPOConfig
+from tests.errors import rejects
+
+ROOT = Path(__file__).parents[2]
+QWEN = "Qwen/Qwen2.5-1.5B"
+GIB = 2**30
+VLLM = ("rollout.engine=vllm",)
+
+
+def run_on(device: str, *settings: str, model: str = QWEN) -> GRPOConfig:
+    """Returns a run of a published model with all roles on one device, which has 80 GB."""
+    values = [f"actor.model.path={model}", "placement=single", f"placement.device={device}", "placement.memory_gb=80"]
+    values += ["actor.kl_loss_coef=0", "rollout.max_num_seqs=null"]
+    return load(ROOT / "recipes/grpo/arithmetic.yaml", [*values, *settings], GRPOConfig)
+
+
+def resolve(config: GRPOConfig) -> GRPOConfig:
+    resolved = resolve_settings(config, plan_run(config, [1]))
+    assert isinstance(resolved, GRPOConfig)
+    return resolved
+
+
+def fit(config: GRPOConfig) -> FittedRun:
+    planned = plan_run(config, [1])
+    return fit_memory(resolve_settings(config, planned), planned, is_local=False)
+
+
+def rollout_of(fitted: FittedRun) -> PlannedVllmConfig:
+    assert isinstance(fitted.config, RolloutRunConfig)
+    vllm = fitted.config.rollout.vllm
+    assert isinstance(vllm, PlannedVllmConfig)
+    return vllm
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stated", "expected"),
+    [
+        ("float32", "null", "bfloat16"),
+        ("float32", "float32", "float32"),
+        ("float32", "float16", "float16"),
+        ("bfloat16", "null", None),
+        ("float64", "null", None),
+    ],
+)
+def test_float32_weights_compute_in_bfloat16_on_a_gpu(dtype: str, stated: str, expected: str | None) -> None:
+    settings = (f"actor.model.dtype={dtype}", f"actor.engine.compute_dtype={stated}")
+    assert resolve(run_on("cuda", *settings)).actor.engine.compute_dtype == expected
+
+
+@pytest.mark.parametrize("settings", [(), VLLM])
+def test_cpus_change_no_setting(settings: tuple[str, ...]) -> None:
+    config, notified = run_on("cpu", *settings), list[str]()
+    assert apply_devices(config, plan_run(config, [1]), notified.append) is config
+    assert len(notified) == 1 and "warning" not in notified[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), "bfloat16"),
+        (("actor.engine.compute_dtype=float16",), "float16"),
+        (("actor.engine.compute_dtype=float32",), "float32"),
+        (("actor.model.dtype=bfloat16",), "bfloat16"),
+        (("rollout.vllm.dtype=float16",), "float16"),
+    ],
+)
+def test_vllm_on_a_gpu_has_the_dtype_in_which_the_actor_computes(settings: tuple[str, ...], expected: str) -> None:
+    assert resolve(run_on("cuda", *VLLM, *settings)).rollout.sent_dtype == expected
+
+
+def test_fp8_needs_no_dtype_on_a_gpu() -> None:
+    """fp8 requires weights in bfloat16, which is the default there."""
+    fp8 = (*VLLM, "rollout.quantization=fp8", "algorithm.correction=auto")
+    assert resolve(run_on("cuda", *fp8)).rollout.sent_dtype == "bfloat16"
+    with rejects("rollout.vllm.dtype", "bfloat16", error=ConfigError):
+        run_on("cpu", *fp8)
+
+
+def test_an_actor_recomputes_the_log_probabilities_of_an_hf_rollout_on_a_gpu() -> None:
+    """The rollout computes in float32, and the actor in bfloat16."""
+    minibatches = "minibatch_size=64"
+    assert run_on("cuda", minibatches).actor.old_logprobs == "recompute"
+    assert run_on("cpu", minibatches).actor.old_logprobs == "rollout"
+
+
+def test_an_actor_with_the_log_probabilities_of_its_rollout_computes_in_float32() -> None:
+    config = run_on("auto", "minibatch_size=64")
+    assert config.actor.old_logprobs == "rollout"
+    planned = plan_run(config.model_copy(update={"placement": run_on("cuda").placement}), [1])
+    resolved = resolve_settings(config, planned)
+    assert isinstance(resolved, GRPOConfig) and resolved.actor.engine.compute_dtype is None
+    warnings = list(find_costly_settings(fit_memory(resolved, planned, is_local=False), planned))
+    assert ["placement.device: cuda" in warning for warning in warnings if "actor" in warning.split()[0]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("memory", "name", "expected"),
+    [
+        (80 * GIB, "NVIDIA H100 80GB HBM3", 1024),
+        (70 * GIB, None, 1024),
+        (70 * GIB - 1, None, 256),
+        (80 * GIB, "NVIDIA A100-SXM4-80GB", 256),
+        (160 * GIB, "an A100 of 160 GB", 1024),
+        (None, None, 256),
+    ],
+)
+def test_the_number_of_sequences_is_that_of_vllm(memory: float | None, name: str | None, expected: int) -> None:
+    assert default_num_seqs(memory, name) == expected
+
+
+def test_a_kv_cache_is_nine_tenths_of_the_free_memory() -> None:
+    """80 GB - 27 GB needed = 53 GB. At the start, the plan has 9 GB in use."""
+    vllm = PlannedVllmConfig(needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
+    assert vllm.fit_cache(80 * 10**9, 71 * 10**9) == 47_700_000_000
+    assert vllm.fit_cache(80 * 10**9, 75 * 10**9) == 47_700_000_000  # less in use than planned
+    assert vllm.fit_cache(80 * 10**9, 61 * 10**9) == 38_700_000_000  # another program uses 10 GB
+    assert vllm.fit_cache(80 * 10**9, 10 * 10**9) < 0
+    limited = vllm.model_copy(update={"limit": 40 * 10**9})
+    assert limited.fit_cache(80 * 10**9, 71 * 10**9) == 11_700_000_000
+
+
+def test_the_kv_cache_uses_the_memory_that_the_plan_leaves() -> None:
+    fitted = fit(run_on("cuda", *VLLM))
+    vllm = rollout_of(fitted)
+    assert fitted.config.role_settings["rollout"].model_dump()["max_num_seqs"] == 1024
+    (device,) = fitted.devices
+    assert vllm.needed == device.needed_beside_cache("rollout")
+    assert vllm.kv_cache_gb == pytest.approx(0.9 * (80 - vllm.needed / 1e9), abs=0.1)
+    assert device.peak[0] < 80e9
+
+
+def test_the_rest_of_a_device_is_counted_beside_the_cache() -> None:
+    """vLLM's weights (3.1 GB) and its sampler (1,024 sequences), and the state of the actor (18.5 GB)."""
+    fitted = fit(run_on("cuda", *VLLM, "actor.engine.gradient_checkpointing=true"))
+    vllm, (device,) = rollout_of(fitted), fitted.devices
+    rollout, actor = device.roles["rollout"], device.roles["actor"]
+    assert rollout is not None and actor is not None
+    generate = next(call for call in rollout.calls if call.name == "generate")
+    others = device.process + actor.resident + rollout.weights + generate.total + device.reserved(generate)
+    assert vllm.needed == others
+    assert vllm.present == device.fixed["CUDA context"] + device.fixed["vLLM process"] + actor.weights
+
+
+def test_a_sequence_of_full_length_occupies_its_keys_and_values() -> None:
+    """Qwen2.5-1.5B: 28 layers with keys and values of 2 heads of 128 in 2 bytes; 8 + 5 tokens in this recipe."""
+    config = run_on("cuda", *VLLM)
+    num_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    assert rollout_of(fit(config)).least == 2 * 28 * 2 * 128 * 2 * num_tokens
+
+
+def test_a_stated_cache_and_a_stated_number_of_sequences_are_kept() -> None:
+    fitted = fit(run_on("cuda", *VLLM, "rollout.vllm.kv_cache_gb=3", "rollout.max_num_seqs=7"))
+    assert isinstance(fitted.config, GRPOConfig) and fitted.config.rollout.vllm is not None
+    assert (fitted.config.rollout.vllm.kv_cache_gb, fitted.config.rollout.num_seqs) == (3, 7)
+
+
+def test_a_gpu_without_room_for_a_cache_is_rejected() -> None:
+    """An engine that never sleeps keeps its cache during updates, whose peak is larger than the memory."""
+    awake = (*VLLM, "rollout.vllm.sleep=false")
+    needed = rollout_of(fit(run_on("cuda", *awake))).needed
+    with rejects("actor.update", error=ConfigError):
+        fit(run_on("cuda", *awake, f"placement.memory_gb={needed / 1e9}"))
+
+
+def test_the_engine_measures_a_gpu_whose_memory_the_driver_does_not_know() -> None:
+    """Such as a GPU of a cluster."""
+    vllm = rollout_of(fit(run_on("cuda", *VLLM, "placement.memory_gb=null")))
+    assert vllm.kv_cache_gb is None and vllm.limit is None
+    assert vllm.fit_cache(80 * 10**9, 80 * 10**9) == int(0.9 * (80 * 10**9 - vllm.needed))
+
+
+def test_the_cache_of_a_model_of_unknown_size_is_1_gb() -> None:
+    fitted = fit(run_on("cuda", *VLLM, model="owner/missing"))
+    assert isinstance(fitted.config, GRPOConfig) and fitted.config.rollout.vllm is not None
+    assert fitted.config.rollout.vllm.cache_bytes == 10**9
+    planned = plan_run(fitted.config, [1])
+    assert any("rollout.vllm.kv_cache_gb" in warning for warning in find_costly_settings(fitted, planned))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ((*VLLM, "actor.engine.compute_dtype=float32"), "actor.engine.compute_dtype"),
+        ((), "rollout.engine"),
+        ((*VLLM, "rollout.vllm.dtype=float32"), "rollout.vllm.dtype"),
+        ((*VLLM, "rollout.vllm.graphs=false"), "rollout.vllm.graphs"),
+        ((*VLLM, "rollout.vllm.kv_cache_gb=0.01"), "rollout.vllm.kv_cache_gb"),
+    ],
+)
+def test_a_setting_that_doubles_the_time_gets_a_warning(settings: tuple[str, ...], key: str) -> None:
+    config = run_on("cuda", *settings)
+    warnings = list(find_costly_settings(fit(config), plan_run(config, [1])))
+    assert [warning.split()[0] for warning in warnings].count(key) == 1
+
+
+def test_the_defaults_on_a_gpu_with_vllm_get_no_warning() -> None:
+    config = run_on("cuda", *VLLM)
+    assert list(find_costly_settings(fit(config), plan_run(config, [1]))) == []
+
+
+def test_a_group_gets_the_settings_of_its_devices() -> None:
+    config = run_on("cuda", *VLLM)
+    applied = resolve(config)
+    args, _ = group_arguments(config, applied, (Actor, config.actor), {})
+    assert args == ("actor", Actor, applied.actor)
+    args, kwargs = group_arguments(
+        config, applied, ("rollout", Rollout, config.rollout, config.actor.model), {"seed": 1}
+    )
+    assert args == ("rollout", Rollout, applied.rollout, config.actor.model) and kwargs == {"seed": 1}
+
+
+def reward_of(**components: Any) -> RewardConfig:
+    return RewardConfig.model_validate([{"name": name, **settings} for name, settings in components.items()])
+
+
+def test_judges_and_reward_models_get_the_settings_of_their_devices(tmp_path: Path) -> None:
+    judge = {"judge": {"model": {"path": "judge"}, "engine": "vllm"}}
+    reward = reward_of(judge=judge, model={"model": {"path": "scorer"}}, exact={"function": "math:sqrt"})
+    config = run_on("cuda", *VLLM).model_copy(update={"reward": reward})
+    roles = dict.fromkeys(config.roles, "main")
+    placement = config.placement.model_copy(update={"roles": roles})
+    config = config.model_copy(update={"placement": placement})
+    resolved = resolve(config).role_settings
+    judge_settings, scorer = resolved["reward_judge"], resolved["reward_model"]
+    assert isinstance(judge_settings, JudgeConfig) and judge_settings.vllm is not None
+    assert judge_settings.vllm.dtype == "bfloat16"
+    assert getattr(scorer, "engine").compute_dtype == "bfloat16"  # noqa: B009 (the class is private to its module)
+    assert resolved["reward"].roles("reward").keys() == {"reward", "reward_judge", "reward_model"}
+
+
+def test_a_plan_prints_the_settings_of_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    values = (f"actor.model.path={QWEN}", "placement=single", "placement.device=cuda", "placement.memory_gb=80")
+    recipe = str(ROOT / "recipes/grpo/arithmetic.yaml")
+    assert main(["plan", recipe, *values, *VLLM, "rollout.vllm.kv_cache_gb=2", "--devices", "1"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    first = next(i for i, words in enumerate(lines) if words[:2] == ["settings", "on"])
+    rollout = next(words for words in lines[first:] if words[:1] == ["rollout"])
+    actor = next(words for words in lines[first:] if words[:1] == ["actor"])
+    assert rollout[1:] == ["vllm", "bfloat16*", "bfloat16*", "2.0", "GB", "512", "yes", "yes"]
+    assert actor[3:5] == ["float32", "bfloat16*"]
+    assert any("engine.compile" in words for words in lines[first:])
+
+
+def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:
+    config = run_on("cuda", *VLLM)
+    assert isinstance(config.actor, TrainedConfig)
+    assert resolve(config).data is config.data
