@@ -99,6 +99,11 @@ class RunFolder:
         return self.path / "rollouts"
 
     @property
+    def profiles(self) -> Path:
+        """Folder of the profiles of calls (`report.profile`), by step, role and rank."""
+        return self.path / "profiles"
+
+    @property
     def inputs(self) -> Path:
         """Size and CRC-32 of each input of the run, by its setting."""
         return self.path / "inputs.json"

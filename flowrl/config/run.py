@@ -111,6 +111,16 @@ class RolloutLogConfig(Config):
         raise ValueError(f"rows is {value!r}: set a number of rows of at least 1, or all")
 
 
+class ProfileConfig(Config):
+    """Profiles of calls in the folder `profiles/` of the output folder; `docs/observability.md` has an example."""
+
+    steps: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
+    """Steps of which profiles are recorded, such as [10]. A step after the first ones is typical of the run."""
+
+    ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] = (0,)
+    """Ranks of each role whose calls are recorded."""
+
+
 class ReportConfig(Config):
     """Optional outputs of a run. `metrics.jsonl`, `trace.json` and `summary.json` are always written."""
 
@@ -126,6 +136,11 @@ class ReportConfig(Config):
     rollouts: RolloutLogConfig | None = RolloutLogConfig()
     """Saves prompts, responses and scores in `rollouts/`; null saves none. Runs without rollouts, such as SFT, have no
     generated text.
+    """
+
+    profile: ProfileConfig | None = None
+    """Records profiles of the calls of some steps with torch's profiler; null records none. The calls of these steps
+    take longer.
     """
 
     peak_tflops: PositiveFloat | None = None

@@ -400,7 +400,11 @@ class WorkerGroup:
         submitted_ns, call_id = time.time_ns(), self._calls.next_call_id()
         with _naming(self.role, method):
             lowered = lower_arguments(dict(arguments), references)
-        request = Request(call_id, self.role, rank, slot.node, method, lowered, contract, returns_batch, returns_result)
+        profiled = self._calls.profiled
+        profile = None if profiled is None else profiled.path(self.role, rank, method)
+        request = Request(
+            call_id, self.role, rank, slot.node, method, lowered, contract, returns_batch, returns_result, profile
+        )
         awaited = [*references.refs, *(eviction.carrier for eviction in evictions)]
         value, report = self._backend.call(slot, request, awaited, self._calls.recovery.get_plan(slot))
         self._calls.recovery.record_call(slot, request, references.refs)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 from flowrl.controller.dispatch import Arguments, BatchSlice, Future, Gather
@@ -88,6 +89,8 @@ class Request:
     """Whether the result is a table. The contract declares its columns and rows."""
     returns_result: bool = True
     """False for ranks that return nothing, because the leader of their replica returns the same rows."""
+    profile: Path | None = None
+    """File to which the process writes a profile of the call, if it has imported torch."""
 
 
 @dataclass(frozen=True)

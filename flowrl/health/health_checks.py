@@ -527,7 +527,7 @@ CHECKS: tuple[Check, ...] = (
         "low_mfu",
         measure_low_mfu,
         "micro-batches are too small, or the precision is higher than bfloat16",
-        "use more tokens per micro-batch, or compute in bfloat16",
+        "use more tokens per micro-batch, compute in bfloat16, or record a profile with report.profile",
         ("ROLE.engine.max_tokens_per_microbatch", "ROLE.engine.compute_dtype"),
         is_lower_bound=True,
     ),

@@ -224,7 +224,7 @@ _COUNTS = ("number", "rank", "submitted_ns", "arrived_ns", "started_ns", "ended_
 def _parse_event(entry: Mapping[str, Any]) -> CallEvent:
     """Parses the event of an entry. Raises `KeyError` or `TypeError` if a field is missing or has a wrong type."""
     args = entry["args"]
-    counts = {name: operator.index(args[name]) for name in _COUNTS}
+    counts: dict[str, Any] = {name: operator.index(args[name]) for name in _COUNTS}  # Any: names of other fields
     return CallEvent(
         **counts,
         inputs=tuple(args["inputs"]),

@@ -165,7 +165,7 @@ class Run:
         self._rollouts = RolloutSaver(config, self.folder.rollouts, last_step, self._metrics.write_rows)
         self._checks.open(self.folder.path, self.cluster.plan, self._metrics.history)
         elapsed_s = self._metrics.history[-1].get("elapsed_s", 0.0) if self._metrics.history else 0.0
-        self._log = StepLog(self.cluster.calls, elapsed_s, config.report.peak_tflops)
+        self._log = StepLog(self.cluster.calls, elapsed_s, config.report, self.folder.profiles)
         # Computed now, because a user may edit the files during the run.
         write_json(self.folder.inputs, {key: checksum._asdict() for key, checksum in self._input_checksums.items()})
         self._recorder = resources.enter_context(StepRecorder(config, self.cluster, self._saver, last_step))

@@ -364,6 +364,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
     check_head_sizes(config, planned)
     if config.deterministic:
         check_determinism(config, planned)
+    check_profile(config, planned)
     check_schedule(config, planned)
     for role, value in config:
         if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
@@ -428,6 +429,24 @@ def check_determinism(config: RunConfig, planned: Plan) -> None:
                 f"not in the batch-invariant mode of engine {value.engine}: set {name}.quantization: "
                 f"{' or '.join([*others, 'null'])}, or deterministic: false"
             )
+
+
+def check_profile(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if `report.profile` names a step or a rank that the run does not have."""
+    profile = config.report.profile
+    if profile is None:
+        return
+    if config.steps and max(profile.steps) > config.steps:
+        raise ConfigError(
+            f"report.profile.steps has {max(profile.steps)}, but the run has {config.steps} steps: choose steps from 1 "
+            f"to {config.steps}"
+        )
+    num_ranks = max(len(role.slots) for role in planned.roles.values())
+    if max(profile.ranks) >= num_ranks:
+        raise ConfigError(
+            f"report.profile.ranks has {max(profile.ranks)}, but the roles have at most {num_ranks} ranks: choose "
+            f"ranks from 0 to {num_ranks - 1}"
+        )
 
 
 def check_rollouts(config: RunConfig) -> None:

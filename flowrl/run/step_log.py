@@ -4,10 +4,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from flowrl.config import UserError
+from flowrl.config import ReportConfig, UserError
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.calls.failures import CallRecord
+from flowrl.controller.calls.profiled_step import ProfiledStep
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.events import CallEvent
@@ -47,9 +49,9 @@ class StepLog:
     The driver runs ahead of the workers. A step is unresolved until its calls are done.
     """
 
-    def __init__(self, calls: Calls, elapsed_s: float = 0.0, peak_tflops: float | None = None) -> None:
-        """`elapsed_s` is the run time before a resume, and `peak_tflops` is `report.peak_tflops`."""
-        self._calls, self._peak_tflops = calls, peak_tflops
+    def __init__(self, calls: Calls, elapsed_s: float, config: ReportConfig, profiles: Path) -> None:
+        """`elapsed_s` is the run time before a resume, and `profiles` is the folder for profiles."""
+        self._calls, self._config, self._profiles = calls, config, profiles
         self.recorded = RecordedCalls(calls.events)
         self._begun_ns: deque[int] = deque(maxlen=DRAWN_STEPS + _MAX_STEPS_IN_FLIGHT)
         """Times at which the last steps began."""
@@ -87,6 +89,10 @@ class StepLog:
         with self._calls.lock:
             self.recorded.drop_oldest(keep_from_ns=self._begun_ns[0] - _MAX_REPORT_DELAY_NS)
         self._current, self._is_timed = step, True
+        profile = self._config.profile
+        if profile is not None and step in profile.steps:
+            folder = self._profiles.absolute() / f"step-{step:06d}"
+            self._calls.profiled = ProfiledStep(folder, profile.ranks, self._excluded_role)
 
     def end(self) -> None:
         """Ends the duration of the current step, after all its training calls are submitted."""
@@ -94,7 +100,7 @@ class StepLog:
             self._steps[self._current].submitted_ns = time.time_ns()
             calls = self._calls.required()
             self._steps[self._current].calls = [call for call in calls if call.role != self._excluded_role]
-            self._is_timed = False
+            self._is_timed, self._calls.profiled = False, None
 
     def add(self, metrics: tuple[Logged, ...]) -> None:
         """Adds metrics to the current step, or before the first step to the initial metrics.
@@ -146,7 +152,7 @@ class StepLog:
             recent = self._recent()
             waits = self._waits(step, events, recent, ended_ns)
         values = {name: metric.result() for name, metric in merged.items()} | waits
-        values |= usage_metrics((event for event in recent if event.ended_ns <= ended_ns), self._peak_tflops)
+        values |= usage_metrics((event for event in recent if event.ended_ns <= ended_ns), self._config.peak_tflops)
         values["seconds"] = (ended_ns - self._ended_ns) / 1e9
         values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
         self._ended_ns = self.last_ended_ns = ended_ns

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from flowrl.controller.backends.base import Backend
 from flowrl.controller.calls.event_pump import EventPump
 from flowrl.controller.calls.failures import PING, CallRecord, Failures, Recovery
+from flowrl.controller.calls.profiled_step import ProfiledStep
 from flowrl.controller.dispatch import Future
 from flowrl.controller.errors import FlowError, ProcessLost, WorkerError
 from flowrl.controller.placement.plan import Slot
@@ -107,6 +108,8 @@ class Calls:
     """Timeout in seconds of constructors, and of the start of a replacement process; None means no timeout."""
     notify: Callable[[str], None] = lambda text: None
     """Shows the user a message about a non-fatal event, such as a replaced process."""
+    profiled: ProfiledStep | None = None
+    """Step of which later calls record profiles; None disables profiles."""
     events: deque[CallEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     """Timing of the most recent finished calls."""
     recovery: Recovery = field(default_factory=Recovery)

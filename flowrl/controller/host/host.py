@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +198,8 @@ class Host:
             device = _used_device(worker) if uses_device else None
             if device is not None:
                 device.begin_peak()
-            result = _run_method(worker, request, arguments, payloads)
+            with _profiler(request):
+                result = _run_method(worker, request, arguments, payloads)
             ended_ns = time.time_ns()
             value, description = _pack_result(result, list(payloads.values()), request)
             usage = self._resident.pop_seconds() | worker.pop_usage()
@@ -345,6 +346,15 @@ _CONNECTION_LOST = (
 
 def _is_connection_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in _CONNECTION_LOST)
+
+
+def _profiler(request: Request) -> AbstractContextManager[None]:
+    """Returns a context that records a profile of the call, if the request has a file for it."""
+    if request.profile is None or "torch" not in sys.modules:
+        return nullcontext()
+    from flowrl.devices.profiler import record_profile  # noqa: PLC0415 (loads torch only where it is used)
+
+    return record_profile(request.profile, f"{request.role}.{request.method}")
 
 
 def _used_device(worker: Worker) -> "Device | None":

@@ -1,5 +1,6 @@
 """Overview of a run for the report: its name, status, results, health findings, roles, and what is missing."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite, nan
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.checkpoints.run_files import Record, read_system
-from flowrl.checkpoints.run_folder import RunFolderError, check_not_locked
+from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, check_not_locked
 from flowrl.config import UserError
 from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, NUM_FAILED, held_out_bounds
 from flowrl.health import read_findings
@@ -60,6 +61,21 @@ def run_data(
         "system": read_system(folder),
         "findings": _findings(folder),
     }
+
+
+def find_profiles(folder: Path, page_folder: Path) -> list[dict[str, str]]:
+    """Returns the name of each profile of a run, such as `step 10: actor-0/001-update.json.gz`, and its path, which is
+    relative to the folder of the page.
+    """
+    profiles = RunFolder(folder).profiles
+    files = sorted(profiles.glob("step-*/*/*.json.gz"))
+    return [
+        {
+            "name": f"step {int(file.parts[-3].removeprefix('step-'))}: {file.parts[-2]}/{file.name}",
+            "path": Path(os.path.relpath(file, page_folder)).as_posix(),
+        }
+        for file in files
+    ]
 
 
 def _findings(folder: Path) -> list[dict[str, Any]] | None:

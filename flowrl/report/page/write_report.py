@@ -14,7 +14,7 @@ from flowrl.report.page.completion_data import completion_data
 from flowrl.report.page.config_data import compare_settings
 from flowrl.report.page.curve_data import curve_data
 from flowrl.report.page.render_page import render_page
-from flowrl.report.page.run_data import run_data, unique_names
+from flowrl.report.page.run_data import find_profiles, run_data, unique_names
 from flowrl.report.page.timeline_data import timeline_data
 from flowrl.report.rollout_log import Kind, saved_steps
 
@@ -39,6 +39,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     runs = []
     for i, (folder, name, config) in enumerate(zip(folders, names, configs, strict=True)):
         run, run_parts = _collect(folder, name, config)
+        run["profiles"] = find_profiles(folder, path.parent)
         runs.append(run)
         parts |= {f"{part}-{i}": value for part, value in run_parts.items()}
     head = {

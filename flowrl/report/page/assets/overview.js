@@ -72,7 +72,9 @@ function runCard(run) {
       fact("Lost replicas", run.summary.replicas_lost ? String(run.summary.replicas_lost) : null),
       fact("Groups", groups && Object.keys(groups).length ? Object.entries(groups).filter(([, n]) => n).map(([name, n]) => `${whole.format(n)} ${name}`).join(", ") : null),
       fact("Started", run.system?.started?.replace("T", " ").slice(0, 16)),
-      fact("Folder", run.path)));
+      fact("Folder", run.path)),
+    run.profiles.length ? el("details", {}, el("summary", {}, plural(run.profiles.length, "profile")),
+      el("ul", {}, ...run.profiles.map((profile) => el("li", {}, el("a", { href: encodeURI(profile.path), download: "" }, profile.name))))) : null);
 }
 
 /** A link to the findings of the health checks. Its text is their number. */
