@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flowrl.devices.peak_flops import find_peak_flops
+
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of process groups. It exceeds the timeouts of calls, whose errors name the rank that is late.
 
@@ -65,8 +67,8 @@ class Device(Protocol):
         ...
 
     @property
-    def name(self) -> str:
-        """Name of the model, such as `NVIDIA H100 80GB HBM3`, or `cpu`."""
+    def peak_flops(self) -> float | None:
+        """Peak FLOP/s of dense bfloat16 matrix products. None if it is unknown."""
         ...
 
     @property
@@ -124,8 +126,9 @@ class Device(Protocol):
 class CpuDevice:
     """The CPU. It has no streams, and torch keeps no cache of its memory."""
 
-    id = name = "cpu"
+    id = "cpu"
     index = None
+    peak_flops = None
     capability = None
 
     def wait_for_stream(self) -> None: ...
@@ -171,8 +174,8 @@ class CudaDevice:
         return str(torch.cuda.get_device_properties(self.index).uuid)
 
     @property
-    def name(self) -> str:
-        return torch.cuda.get_device_properties(self.index).name
+    def peak_flops(self) -> float | None:
+        return find_peak_flops(torch.cuda.get_device_properties(self.index).name)
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ sparsity".
 """
 
 
-def peak_flops(device_name: str) -> float | None:
+def find_peak_flops(device_name: str) -> float | None:
     """Returns the peak FLOP/s of dense bfloat16 matrix products of a device, or None for an unknown device."""
     words = f" {device_name.replace('-', ' ')} "
     return next((peak for name, peak in _DENSE_BFLOAT16 if f" {name} " in words), None)

@@ -2,9 +2,10 @@
 
 python -m tests.benchmarks.regress [--only NAME ...] [--update]
 
-A cost is a ratio of the CPU times of flowrl and of a baseline in the same run (cost_ratios.py), or a count of the code.
-regress.json has the committed values, and the machine that measured them. A ratio that is more than 15 % too large is
-measured again. Exits with 1 if it is too large both times, or if a count is more than 5 % too large.
+A cost is a ratio of the CPU times of flowrl and of a baseline in the same run (cost_ratios.py), or a count: of the
+code, or of the operations of a micro-batch (operations.py). regress.json has the committed values, and the machine that
+measured them. A ratio that is more than 15 % too large is measured again. Exits with 1 if it is too large both times,
+or if a count is more than 5 % too large.
 
 `--update` writes the measured values to regress.json. A commit that raises a cost must contain them.
 """
@@ -41,7 +42,7 @@ RATIOS = {
 """Names of the ratios of each function of cost_ratios.py."""
 
 SCHEDULES = ("sync", "async")
-FILES, STATEMENTS = "files", "statements"
+FILES, STATEMENTS, OPERATIONS = "files", "statements", "operations"
 
 Values = Mapping[str, float]
 
@@ -78,6 +79,11 @@ def measure_counts(names: Sequence[str], schedules: Sequence[str]) -> Iterator[t
         packages = sorted(path.parent for path in (ROOT / "flowrl").glob("*/__init__.py"))
         for package in (*packages, ROOT / "recipes"):
             yield f"statements of {package.relative_to(ROOT)}", count_statements(package)
+    if OPERATIONS in names:
+        from tests.benchmarks import operations  # noqa: PLC0415 (loads torch, which other counts do not need)
+
+        for case, counts in operations.measure():
+            yield from ((f"{name} of a micro-batch, {case}", value) for name, value in sorted(counts.items()))
 
 
 def is_too_large(kind: str, value: float, committed: float | None) -> bool:
@@ -105,7 +111,7 @@ def _measurements(names: Sequence[str], rounds: int) -> list[Callable[[], Values
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices = (*RATIOS, FILES, STATEMENTS)
+    choices = (*RATIOS, FILES, STATEMENTS, OPERATIONS)
     parser.add_argument("--only", nargs="+", default=choices, choices=choices)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)

@@ -12,7 +12,8 @@ class RecordedDevice:
 
     def __init__(self, device: Device, record: Callable[[str], None]) -> None:
         self._device, self._record = device, record
-        self.id, self.name, self.index, self.capability = device.id, device.name, device.index, device.capability
+        self.id, self.index, self.capability = device.id, device.index, device.capability
+        self.peak_flops = device.peak_flops
 
     def wait_for_stream(self) -> None:
         self._record("wait for stream")

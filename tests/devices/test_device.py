@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.devices.device import Device, get_device, gpu_names, release_unused_memory
+from flowrl.devices.device import Device, MemoryUsage, get_device, gpu_names, release_unused_memory
+from flowrl.devices.peak_flops import find_peak_flops
 
 MIB = 2**20
 DETERMINISTIC = {
@@ -42,7 +43,23 @@ def test_a_tensor_is_counted_as_allocated_memory(name: str, device: Device) -> N
     assert during.allocated - before.allocated == pytest.approx(256 * MIB, rel=0.1)
     assert during.allocated - after.allocated == pytest.approx(256 * MIB, rel=0.1)
     for memory in (before, during, after):
-        assert 0 <= memory.allocated <= memory.reserved <= memory.total and 0 <= memory.free < memory.total
+        assert 0 <= memory.allocated <= memory.peak <= memory.reserved <= memory.total
+        assert 0 <= memory.free < memory.total
+
+
+def test_free_blocks_in_the_cache_of_torch_are_not_in_use_at_the_peak() -> None:
+    """Of 80 GB, other processes use 15 GB, and the peak of this one is 25 GB."""
+    assert MemoryUsage(allocated=10, peak=25, reserved=45, free=20, total=80).peak_fraction == pytest.approx(40 / 80)
+
+
+def test_a_peak_begins_again(name: str, device: Device) -> None:
+    device.begin_peak()
+    tensor = torch.ones(256 * MIB, dtype=torch.uint8, device=name)
+    del tensor
+    if device.index is not None:
+        assert device.memory().peak - device.memory().allocated >= 256 * MIB
+    device.begin_peak()
+    assert device.memory().peak <= device.memory().allocated + MIB
 
 
 def test_random_numbers_continue_from_a_restored_state(name: str, device: Device) -> None:
@@ -116,3 +133,24 @@ def test_the_driver_describes_its_gpu_without_a_cuda_context() -> None:
         "assert describe_machine()['gpu'] and not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, tflops: float) -> None:
+    assert find_peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090"])
+def test_other_devices_have_no_peak(name: str) -> None:
+    assert find_peak_flops(name) is None

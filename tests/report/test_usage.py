@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from flowrl.data.events import CallEvent
-from flowrl.devices.peak_flops import peak_flops
 from flowrl.report.usage import usage_metrics
 from tests.report.call_events import call
 
@@ -88,24 +87,3 @@ def test_the_speed_of_a_weight_sync_excludes_the_time_between_its_calls() -> Non
     ]
     values = {"gb": 6.0, "seconds": 7.0, "gb_per_s": pytest.approx(6 / 7)}
     assert usage_metrics(events) == {f"usage/weight_sync/{name}": value for name, value in values.items()}
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-    ],
-)
-def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, tflops: float) -> None:
-    assert peak_flops(name) == tflops * 1e12
-
-
-@pytest.mark.parametrize("name", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090"])
-def test_other_devices_have_no_peak(name: str) -> None:
-    assert peak_flops(name) is None

@@ -368,13 +368,11 @@ def _used_device(worker: Worker) -> "Device | None":
 
 def _device_usage(device: "Device", usage: Mapping[str, float]) -> dict[str, float]:
     """Returns the memory of a device after a call, and its peak FLOP/s if the call has FLOPs in its `usage`."""
-    from flowrl.devices.peak_flops import peak_flops  # noqa: PLC0415 (loads torch only where it is used)
-
     memory = device.memory()
     own: dict[str, float] = {"allocated": memory.peak, "reserved": memory.reserved, "free": memory.free}
     if device.index is not None:
         own["memory_fraction"] = memory.peak_fraction
-    peak = peak_flops(device.name) if "flops" in usage else None
+    peak = device.peak_flops if "flops" in usage else None
     return own if peak is None else own | {"peak_flops": peak}
 
 

@@ -1,0 +1,195 @@
+"""Counts the operations of a micro-batch of training: aten calls, synchronizations with the host, and copies to a GPU.
+
+python -m tests.benchmarks.operations [--layers N]
+
+The model has the layers, heads and tiles of the head of Qwen2.5-1.5B, but is narrow: the counts do not depend on the
+width. A step with two micro-batches is compared with a step with one, so that the difference is the cost of a
+micro-batch. Its rows have one length: attention over rows of different lengths is one call on a GPU, but one call per
+length on the CPU, on which this program runs.
+
+Synchronizations are operations that make the host wait for a GPU: reading a value (`item`, `tolist`, `float`), and
+operations whose result has as many elements as a mask has true ones. Copies are those of the tensors of a micro-batch,
+and of tensors that are created from Python numbers.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flowrl.algorithms.hidden_logprobs import _OTHER_TILE_SIDES, _TILE_SIDES
+from flowrl.config import ActorConfig, EngineConfig, ModelConfig, OptimizerConfig
+from flowrl.data.batch.tensordicts import make_tensordict
+from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers.losses.configured_losses import policy_loss
+from flowrl.workers.losses.loss import accumulate_loss
+from flowrl.workers.losses.policy_inputs import policy_inputs
+from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from tests.benchmarks.measure import read_arguments
+
+LAYERS, HEADS, KEY_VALUE_HEADS, VOCABULARY = 28, 12, 2, 151_936
+"""Layout of Qwen2.5-1.5B."""
+
+ROWS, LENGTH = 4, 32
+"""Rows of a micro-batch, and tokens of a row."""
+
+READS, MASKED = {"_local_scalar_dense"}, {"nonzero", "masked_select", "_unique2", "unique_consecutive"}
+"""Names of operations that make the host wait: those that read a value, and those with a result of unknown size."""
+
+COPIES = {"tolist", "cpu", "numpy"}
+"""Names of methods of tensors that copy a tensor to the host."""
+
+CASES: Mapping[str, Mapping[str, object]] = {
+    "update, float32": {},
+    "update, autocast to bfloat16": {"compute_dtype": "bfloat16"},
+    "update, bfloat16 and checkpointing": {"compute_dtype": "bfloat16", "gradient_checkpointing": True},
+}
+"""Name -> settings of the engine."""
+
+LOGPROBS = "logprobs, autocast to bfloat16"
+
+
+class HostReads(TorchFunctionMode):
+    """Counts the methods that copy a tensor to the host. On the CPU, they call no operation."""
+
+    def __init__(self, operations: "Operations") -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's
+        if self._operations.is_enabled and getattr(func, "__name__", "") in COPIES:
+            self._operations.counts["synchronizations"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that run while it is enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_enabled = False
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's
+        if self.is_enabled:
+            name = func.overloadpacket.__name__
+            self.counts["aten calls"] += 1
+            if name in READS or name in MASKED or (name.startswith("index") and _has_mask(args)):
+                self.counts["synchronizations"] += 1
+            if name == "lift_fresh":
+                self.counts["copies to the device"] += 1
+                self.counts["bytes to the device"] += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+    def add_transfer(self, micro: MicroBatch) -> None:
+        """Adds the copies of a micro-batch to a GPU."""
+        pack = micro.pack
+        tensors = [leaf for leaf in tree_leaves(vars(micro)) if isinstance(leaf, Tensor)]
+        tensors += [] if pack is None else [leaf for leaf in vars(pack).values() if isinstance(leaf, Tensor)]
+        self.counts["copies to the device"] += len(tensors)
+        self.counts["bytes to the device"] += sum(tensor.nbytes for tensor in tensors)
+
+
+def _has_mask(args: Any) -> bool:  # Any: the arguments of an operation
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
+
+
+def rows(num_micros: int) -> Any:
+    """Returns the rows of `num_micros` micro-batches. The second half of a row is trained."""
+    num_rows = ROWS * num_micros
+    num_tokens = num_rows * LENGTH
+    mask_T = (torch.arange(num_tokens) % LENGTH) >= LENGTH // 2
+    values = {name: torch.full((num_tokens,), -1.0) for name in ("old_logprobs", "advantages", "rollout_logprobs")}
+    ids_T = torch.randint(100, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    tokens = {"input_ids": ids_T, "response_mask": mask_T, **values}
+    return make_tensordict({}, tokens, torch.full((num_rows,), LENGTH), num_rows)
+
+
+def make_engine(num_layers: int, settings: Mapping[str, object]) -> TrainEngine:
+    torch.manual_seed(0)
+    # As many tiles as the vocabulary has on a GPU.
+    num_tiles = -(-VOCABULARY // _OTHER_TILE_SIDES[1])
+    config = Qwen2Config(
+        vocab_size=num_tiles * _TILE_SIDES["cpu"][1],
+        hidden_size=8 * HEADS,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_VALUE_HEADS,
+        tie_word_embeddings=True,
+    )
+    engine = EngineConfig.model_validate({"max_tokens_per_microbatch": ROWS * LENGTH, **settings})
+    return TrainEngine(PolicyModel(Qwen2ForCausalLM(config)), OptimizerConfig(lr=1e-3), engine)
+
+
+def count_update(engine: TrainEngine, num_micros: int) -> Counter[str]:
+    """Returns the counts of `num_micros` micro-batches of the policy loss with a KL term, from the first pass on."""
+    operations = Operations()
+    config = ActorConfig(model=ModelConfig(path=Path("unused")), optimizer=OptimizerConfig(lr=1e-3))
+
+    def inputs(model: Any, micro: MicroBatch, *args: Any) -> Any:  # Any: those of `policy_inputs`
+        operations.is_enabled = True
+        operations.add_transfer(micro)
+        return policy_inputs(model, micro, *args, temperature=1.0)
+
+    with operations, HostReads(operations):
+        accumulate_loss(engine, rows(num_micros), policy_loss(config), inputs, 1.0)
+        operations.is_enabled = False
+    return operations.counts
+
+
+def count_logprobs(engine: TrainEngine, num_micros: int) -> Counter[str]:
+    operations = Operations()
+
+    def forward(model: Any, micro: MicroBatch) -> Tensor:  # Any: a module
+        operations.is_enabled = True
+        operations.add_transfer(micro)
+        values_BL = policy_logprobs(model, micro, temperature=1.0)
+        operations.counts["synchronizations"] += 1  # the engine copies the values to the host
+        operations.is_enabled = False
+        return values_BL
+
+    with operations:
+        engine.evaluate(rows(num_micros), forward)
+    return operations.counts
+
+
+def per_micro_batch(count: Callable[[int], Counter[str]]) -> dict[str, int]:
+    """Returns the counts of the second micro-batch."""
+    one, two = count(1), count(2)
+    return {name: two[name] - one[name] for name in two}
+
+
+def measure(num_layers: int = LAYERS) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yields the counts of each case by its name."""
+    for name, settings in CASES.items():
+        yield name, per_micro_batch(partial(count_update, make_engine(num_layers, settings)))
+    engine = make_engine(num_layers, {"compute_dtype": "bfloat16"})
+    yield LOGPROBS, per_micro_batch(partial(count_logprobs, engine))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    arguments = read_arguments(parser, layers=2)
+    names = ("aten calls", "synchronizations", "copies to the device", "bytes to the device")
+    sys.stdout.write(f"| {arguments.layers} layers | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n")
+    for case, counts in measure(arguments.layers):
+        sys.stdout.write(f"| {case} | {' | '.join(f'{counts.get(name, 0):,}' for name in names)} |\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
