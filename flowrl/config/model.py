@@ -112,8 +112,8 @@ class EngineConfig(Config):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer
-    state are sharded over the ranks. `auto`: fsdp if the placement has tp, otherwise single or ddp, by the number of
-    ranks."""
+    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp if the placement has tp or the role has
+    one GPU, otherwise single or ddp, by the number of ranks."""
 
     shard_ranks: PositiveInt | None = None
     """Number of data-parallel ranks that share one sharded copy of the model (HSDP). Null uses the ranks of a node if
@@ -171,6 +171,12 @@ class EngineConfig(Config):
         return self
 
 
+FSDP_ON_ONE_GPU = True
+"""Whether `strategy: auto` selects FSDP2 for a role with one GPU.
+
+Its layers then compute in the same dtypes as on several GPUs. Autocast would compute norms and sums in float32.
+"""
+
 DeviceKind = Literal["cpu", "cuda"]
 """Kind of the devices of a plan."""
 
@@ -180,8 +186,6 @@ def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bf
     return "bfloat16" if device == "cuda" and model.dtype == "float32" else None
 
 
-def shards_model(engine: EngineConfig, num_ranks: int, tp: int) -> bool:
-    """Returns whether the model is sharded over the `num_ranks` ranks of its role. `num_ranks` includes tensor-parallel
-    ranks.
-    """
-    return num_ranks > 1 and (engine.strategy == "fsdp" or tp > 1)
+def shards_model(engine: EngineConfig, tp: int) -> bool:
+    """Returns whether FSDP2 shards the model over the ranks of its role, possibly one rank."""
+    return engine.strategy == "fsdp" or tp > 1

@@ -189,7 +189,8 @@ class Cluster:
         role, slots = role_plan.role, role_plan.slots
         self.calls.raise_if_failed(slots[0].pool)
         failure_group = self._failure_groups[slots[0].pool]
-        needs_process_group = cls.collective and len(slots) > 1
+        # The inline backend has no process groups. Its engines run without FSDP2.
+        needs_process_group = not self._inline and cls.needs_process_group(role_plan.mesh, *args, **kwargs)
         is_recoverable = cls.stateless and not needs_process_group
         if failure_group.name not in self._started:
             self._started.add(failure_group.name)

@@ -252,6 +252,11 @@ class Worker(Generic[GroupType]):
         return cls
 
     @classmethod
+    def needs_process_group(cls, mesh: Mesh, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
+        """Returns whether workers with these arguments need a process group. Default: if several ranks communicate."""
+        return cls.collective and mesh.size > 1
+
+    @classmethod
     def can_offload_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
         """Returns whether a worker with these arguments can offload from a device that other processes share."""
         return False

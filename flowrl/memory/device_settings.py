@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from flowrl.config import (
     ActorConfig,
-    EngineConfig,
     JudgeConfig,
     ModelConfig,
     ModelRoleConfig,
@@ -24,6 +23,7 @@ from flowrl.config import (
     default_compute_dtype,
     shards_model,
 )
+from flowrl.config.model import FSDP_ON_ONE_GPU
 from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
 from flowrl.controller.placement.inventory import local_gpu_name
 from flowrl.controller.placement.plan import Plan
@@ -53,7 +53,11 @@ def resolve_settings(config: RunConfig, planned: Plan) -> RunConfig:
     """
     if planned.kind == "cpu":
         return config
-    roles = {role: _resolve_role(value) for role, value in config.role_settings.items()}
+    roles = {
+        role: _resolve_role(value, planned.roles[role].mesh.size == 1 and config.backend == "ray")
+        for role, value in config.role_settings.items()
+        if role in planned.roles
+    }
     if isinstance(config, RolloutRunConfig):
         roles["rollout"] = _with_dtype(config.rollout, config.served_dtype("cuda"))
     return _with_roles(config, roles)
@@ -68,18 +72,20 @@ def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig
     return config.model_copy(update=changes)
 
 
-def _resolve_role(value: RoleConfig) -> RoleConfig:
+def _resolve_role(value: RoleConfig, has_own_process: bool) -> RoleConfig:
+    """Returns the settings of a role on GPUs. `has_own_process`: one process, other than the driver, runs the role."""
     if isinstance(value, JudgeConfig):
         return _with_dtype(value, default_compute_dtype(value.model, "cuda") or value.model.dtype)
-    if not isinstance(value, ModelRoleConfig) or value.model is None or value.engine.compute_dtype is not None:
+    if not isinstance(value, ModelRoleConfig) or value.model is None:
         return value
-    if isinstance(value, ActorConfig) and value.old_logprobs == "rollout":
-        return value  # The actor must compute the log-probabilities of the rollout, which generates in float32.
-    return value.model_copy(update={"engine": _resolve_engine(value.engine, value.model)})
-
-
-def _resolve_engine(engine: EngineConfig, model: ModelConfig) -> EngineConfig:
-    return engine.model_copy(update={"compute_dtype": default_compute_dtype(model, "cuda")})
+    changes = {}
+    if value.engine.strategy == "auto" and has_own_process and FSDP_ON_ONE_GPU:
+        changes["strategy"] = "fsdp"
+    # The actor must compute the log-probabilities of a rollout that they are compared with, in float32.
+    is_compared = isinstance(value, ActorConfig) and value.old_logprobs == "rollout"
+    if value.engine.compute_dtype is None and not is_compared:
+        changes["compute_dtype"] = default_compute_dtype(value.model, "cuda")
+    return value.model_copy(update={"engine": value.engine.model_copy(update=changes)})
 
 
 def _with_dtype(value: Generator, dtype: str) -> Generator:
@@ -209,7 +215,7 @@ def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: Mod
     assert isinstance(stated, ModelRoleConfig), "the resolved settings of a role have the class of the stated settings"
     engine, mesh = value.engine, planned.roles[role].mesh
     replicated = "single" if mesh.size == 1 else "ddp"
-    strategy = "fsdp" if shards_model(engine, mesh.size, mesh.tp) else replicated
+    strategy = "fsdp" if shards_model(engine, mesh.tp) else replicated
     compute = engine.compute_dtype or model.dtype
     is_half = planned.kind == "cuda" and compute in ("bfloat16", "float16")
     attention = ("flash-attn or varlen" if is_half else "sdpa") if engine.attention == "auto" else engine.attention

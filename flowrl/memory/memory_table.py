@@ -111,7 +111,7 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str, cache_room: f
     if use == "gathered":
         return f"set {key}.reshard_after_forward: true and a 16-bit {key}.compute_dtype"
     num_ranks, tp = role_plan.mesh.size, role_plan.mesh.tp
-    if num_ranks > 1 and not shards_model(engine, num_ranks, tp) and config.backend == "ray":
+    if num_ranks > 1 and not shards_model(engine, tp) and config.backend == "ray":
         return f"set {key}.strategy: fsdp to shard the model over its {num_ranks} ranks"
     if role_plan.mesh.shard_ranks(engine.shard_ranks) < role_plan.mesh.dp:
         return f"set {key}.shard_ranks: {role_plan.mesh.dp} to shard the model over all ranks"

@@ -84,7 +84,7 @@ class RoleModel:
 
     @property
     def is_sharded(self) -> bool:
-        return not self.is_inline and shards_model(self.engine, self.mesh.size, self.mesh.tp)
+        return not self.is_inline and shards_model(self.engine, self.mesh.tp)
 
     @property
     def num_shards(self) -> int:

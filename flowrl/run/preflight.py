@@ -345,6 +345,7 @@ def _functions_of_advantages(
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
     """Raises ConfigError if a role's engine cannot run on its ranks, or the plan does not support the schedule."""
+    config = resolve_settings(config, planned)
     models = {role: entry for role, entry in models_of(config).items() if entry.model is not None}
     for role, role_plan in planned.roles.items():
         if role_plan.mesh.pp > 1:
@@ -489,7 +490,7 @@ def check_adapters(config: RunConfig, planned: Plan) -> None:
         if not isinstance(value, TrainedConfig) or value.lora is None:
             continue
         role_plan = planned.roles[role]
-        is_sharded = shards_model(value.engine, role_plan.mesh.size, role_plan.mesh.tp)
+        is_sharded = shards_model(value.engine, role_plan.mesh.tp)
         is_collective = config.backend == "ray" and (is_sharded or role_plan.mesh.sp > 1)
         for name, other in config:
             if is_collective and isinstance(other, ReferenceConfig) and other.model == value.model:
@@ -525,7 +526,7 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
             f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so no ranks share a "
             f"layer: remove it, or set tp"
         )
-    if not shards_model(engine, mesh.size, mesh.tp):
+    if not shards_model(engine, mesh.tp):
         _check_unsharded_settings(key, role_plan, engine)
     if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:
         raise ConfigError(
@@ -540,7 +541,8 @@ def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfi
     for name, value in engine.sharding_settings().items():
         if num_ranks == 1:
             alternative = "set offload: optimizer" if name == "offload" else "remove it"
-            reason = f"the role has one rank, so its model is not sharded: {alternative}, or assign more ranks"
+            reason = f"strategy {engine.strategy} does not shard the model of one rank: set strategy: fsdp, or "
+            reason += alternative
         else:
             reason = f"strategy {engine.strategy} puts the full model on each of the role's {num_ranks} ranks: "
             reason += "set strategy: fsdp, or remove it"

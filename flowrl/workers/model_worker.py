@@ -44,16 +44,23 @@ def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:
 
 
 def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
-    """Returns whether several ranks must run a forward pass together, because of sharded weights or sequence
-    parallelism.
+    """Returns whether the ranks must run a forward pass together, because of sharded weights or sequence parallelism.
+
+    True for sharded weights on one rank, because FSDP2 needs a process group.
     """
-    return mesh.sp > 1 or shards_model(engine, mesh.size, mesh.tp)
+    return mesh.sp > 1 or shards_model(engine, mesh.tp)
 
 
 class ModelWorker(Worker[GroupType]):
     """Worker with a `TrainEngine`. The constructor of the subclass must store it as `engine`."""
 
     engine: TrainEngine
+
+    @classmethod
+    def needs_process_group(
+        cls, mesh: Mesh, config: ModelRoleConfig, *_: Any, **__: Any
+    ) -> bool:  # Any: the constructor's
+        return cls.collective and (mesh.size > 1 or shards_model(config.engine, mesh.tp))
 
     @classmethod
     def can_offload_device(

@@ -64,6 +64,7 @@ class Case:
 LORA = LoraConfig(rank=16)
 CASES = {
     "single": Case(),
+    "fsdp on one rank": Case(engine={"strategy": "fsdp"}),
     "ddp": Case(RANKS, {"strategy": "ddp"}),
     "fsdp": Case(RANKS, {"strategy": "fsdp"}),
     "fsdp, reshard_after_forward: false": Case(RANKS, {"strategy": "fsdp", "reshard_after_forward": False}),
@@ -139,8 +140,10 @@ def _own_rows(case: Case) -> TensorDict:
 
 
 def _mesh(case: Case) -> RankMesh:
-    group = distributed.group.WORLD if case.ranks > 1 else None
-    return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp)
+    if case.ranks > 1:
+        return rank_mesh(distributed.group.WORLD, device="cpu", tp=case.tp, sp=case.sp)
+    group = distributed.new_group([0]) if case.engine.get("strategy") == "fsdp" else None
+    return rank_mesh(group if isinstance(group, distributed.ProcessGroup) else None, device="cpu")
 
 
 def time_all(rank: int, folder: Path, repeats: int, names: list[str]) -> None:

@@ -52,6 +52,9 @@ class Case:
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
 
 CASES = {
+    "fsdp on 1": Case(1, {"strategy": "fsdp"}),
+    "fsdp on 1, float32": Case(1, {"strategy": "fsdp"}, dtype=torch.float32),
+    "lora, fsdp on 1": Case(1, {"strategy": "fsdp"}, lora=True, slow=True),
     "ddp on 2": Case(2, {"strategy": "ddp"}),
     "ddp on 4": Case(4, {"strategy": "ddp"}, slow=True),
     "fsdp on 2": Case(2, {"strategy": "fsdp"}),
@@ -285,7 +288,7 @@ def main(rank: int, folder: Path, names: Collection[str]) -> None:
     """Runs the named cases and the half-precision cases on one of four ranks, and writes the results."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    groups = {size: distributed.new_group(list(range(size))) for size in (4, 2)}
+    groups = {size: distributed.new_group(list(range(size))) for size in (4, 2, 1)}
     results = {}
     for name, case in CASES.items():
         if name in names and rank < case.ranks:

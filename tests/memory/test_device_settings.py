@@ -274,3 +274,20 @@ def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:
     config = run_on("cuda", *VLLM)
     assert isinstance(config.actor, TrainedConfig)
     assert resolve(config).data is config.data
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        ("cuda", (), "fsdp"),
+        ("cuda", ("actor.engine.strategy=single",), "single"),
+        ("cuda", ("placement.pools.main=[2]",), "auto"),
+        ("cuda", ("backend=inline",), "auto"),
+        ("cpu", (), "auto"),
+    ],
+)
+def test_a_role_with_one_gpu_uses_fsdp2(device: str, settings: tuple[str, ...], expected: str) -> None:
+    """The inline backend has no process groups."""
+    config = run_on(device, *settings)
+    resolved = resolve_settings(config, plan_run(config, [2]))
+    assert isinstance(resolved, GRPOConfig) and resolved.actor.engine.strategy == expected

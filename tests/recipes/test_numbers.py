@@ -127,6 +127,10 @@ def train_placed(config: PPOConfig, placement: Placement) -> list[dict[str, floa
 
 STRATEGIES = {
     "fsdp": ({"strategy": "fsdp"}, {}),
+    "fsdp on one rank per role": (
+        {"strategy": "fsdp"},
+        {"actor": "main[0:1]", "reference": "main[0:1]", "critic": "main[1:]", "rollout": "main[0:1]"},
+    ),
     "fsdp, the rollout on a part of the ranks": ({"strategy": "fsdp"}, {"rollout": "main[1:]", "reward": "main[0:1]"}),
     "fsdp, the rollout on as many other ranks": (
         {"strategy": "fsdp"},

@@ -113,7 +113,7 @@ def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
             {"sequence_parallel_norms": True},
             r"sequence_parallel_norms .*true.* placement\.roles\.actor .*tp 1",
         ),
-        (on(1), {"strategy": "fsdp", "offload": "parameters"}, r"engine\.offload .*parameters.*offload: optimizer"),
+        (on(1), {"offload": "parameters"}, r"engine\.offload .*parameters.*strategy: fsdp.*offload: optimizer"),
         (on(1), {"reshard_after_forward": False}, r"engine\.reshard_after_forward .*False"),
         (
             on(2),
@@ -137,6 +137,13 @@ def test_an_engine_that_its_ranks_cannot_run_is_rejected(placement: Placement, e
 
     with pytest.raises(ConfigError, match=pattern):
         plan_run(run_with(placement, **engine))
+
+
+def test_a_model_on_one_rank_can_be_sharded() -> None:
+    """Its parameters then stay in host memory, except for the running layer."""
+    assert plan_run(run_with(on(1), strategy="fsdp", offload="parameters"))
+    gpu = on(1).model_copy(update={"device": "cuda"})
+    assert plan_run(run_with(gpu, offload="parameters"), [1])
 
 
 class KlRun(ActorRun):

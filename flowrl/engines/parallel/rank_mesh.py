@@ -56,7 +56,7 @@ class RankMesh:
 SINGLE_PROCESS = RankMesh(
     all_ranks=None, data=None, sequence=None, same_rows=None, devices=None, tp=1, is_row_leader=True
 )
-"""Mesh of a role with one process."""
+"""Mesh of a role with one process, whose model FSDP2 does not shard."""
 
 
 def rank_mesh(
@@ -65,14 +65,14 @@ def rank_mesh(
     """Creates the process groups of a role. All ranks of `group` must call this together.
 
     Args:
-        group: ranks of the role. None for a single process.
+        group: ranks of the role. None for a single process without FSDP2.
         device: device of the model.
         tp: number of tensor-parallel ranks.
         sp: number of sequence-parallel ranks.
         shard_ranks: number of data-parallel ranks over which one copy of the model is sharded. None means all.
     Raises ValueError if tp, sp and shard_ranks do not divide the number of ranks.
     """
-    if group is None or group.size() == 1:
+    if group is None:
         return SINGLE_PROCESS
     dp, rest = divmod(group.size(), tp * sp)
     shard = dp if shard_ranks is None else shard_ranks
@@ -87,8 +87,11 @@ def rank_mesh(
     own_d, own_s, own_t = (int(x) for x in (ranks_DST == distributed.get_rank()).nonzero()[0])
     ranks_RST = ranks_DST.view(dp // shard, shard * sp, tp)
     own_r, own_shard = divmod(own_d * sp + own_s, shard * sp)
-    dimensions = [_group(ranks_RST[:, own_shard, own_t]), _group(ranks_RST[own_r, :, own_t])]
-    dimensions.append(_group(ranks_RST[own_r, own_shard]))
+    if group.size() == 1:
+        dimensions = [group] * 3  # NCCL allocates buffers for each group
+    else:
+        dimensions = [_group(ranks_RST[:, own_shard, own_t]), _group(ranks_RST[own_r, :, own_t])]
+        dimensions.append(_group(ranks_RST[own_r, own_shard]))
     sequence = _group(ranks_DST[own_d, :, own_t]) if sp > 1 else None
     both = _group(ranks_DST[own_d].flatten()) if sp > 1 and tp > 1 else None
     return RankMesh(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from flowrl.config import EngineConfig, OptimizerConfig, UserError
+from flowrl.config import EngineConfig, OptimizerConfig, UserError, shards_model
 from flowrl.data.batch.tensordicts import lengths, num_rows
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Max, Metric, merge_metrics
@@ -468,14 +468,13 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
     if mesh.all_ranks is None:
         return False
     num_ranks = mesh.all_ranks.size()
-    if config.strategy == "single":
+    if config.strategy == "single" and num_ranks > 1:
         raise ValueError(
             f"strategy is single, but the role has {num_ranks} ranks; use auto, ddp or fsdp, or one device"
         )
     if config.strategy == "ddp" and mesh.tp > 1:
         raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
-    # Not `shards_model`, because tests on one GPU shard a model over one rank.
-    return config.strategy == "fsdp" or mesh.tp > 1
+    return shards_model(config, mesh.tp)
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

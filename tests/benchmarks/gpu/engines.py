@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import distributed
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] (documented there)
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from flowrl.config.load import load
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.engine import TrainEngine
@@ -59,27 +58,13 @@ def engine_cells(device: torch.device, folder: Path) -> list[Cell]:
 
 @contextmanager
 def one_rank_mesh(device: torch.device) -> Iterator[RankMesh]:
-    """Yields the mesh of a role with one rank, whose model is sharded nevertheless. `rank_mesh` would return
-    SINGLE_PROCESS.
-    """
+    """Yields the mesh of a role with one rank, whose model FSDP2 shards."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         group = distributed.group.WORLD
         assert isinstance(group, distributed.ProcessGroup)
-        ranks = torch.zeros(1, 1, 1, dtype=torch.int)
-        devices = DeviceMesh.from_group(
-            [group] * 3, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard", "tp")
-        )
-        yield RankMesh(
-            all_ranks=group,
-            data=group,
-            sequence=None,
-            same_rows=group,
-            devices=devices,
-            tp=1,
-            is_row_leader=True,
-        )
+        yield rank_mesh(group, device=device)
     finally:
         distributed.destroy_process_group()
 
