@@ -49,9 +49,11 @@ INTERRUPTED = 130
 EVALUATION_METRICS = ("accuracy", "evaluation/")
 DISK_MB = 128
 
-_PROGRESS = re.compile(
-    r"^(training \d|starting |optimizer updates|resuming from step|baseline eval|results: |[^\x00-\x7f])"
+PROGRESS = re.compile(
+    r"^(training \d|starting |optimizer updates|resuming from step|baseline eval|results: |health: step |[^\x00-\x7f])"
+    r"|the replacement has taken over$"
 )
+"""Lines of flowrl that report no failure. A replacement may take over after the next fault."""
 FOREIGN = re.compile(r"Loading weights|Writing model shards|it/s\]|\(raylet\)|\.cc:\d+: ")
 """Lines that flowrl does not print. Ray's C++ code in the driver prints its errors with file and line."""
 
@@ -426,7 +428,7 @@ def _find_report(program: Program, event_s: float) -> tuple[float | None, str]:
     messages = [
         (at_s, line)
         for at_s, line in program.output_since(event_s)
-        if line.strip() and not _PROGRESS.match(line) and not FOREIGN.search(line)
+        if line.strip() and not PROGRESS.search(line) and not FOREIGN.search(line)
     ]
     if not messages:
         return None, ""

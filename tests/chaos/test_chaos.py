@@ -17,7 +17,7 @@ from flowrl.report.rollout_log import RolloutLog
 from recipes.ppo import train as recipe
 from tests.chaos.faults import DISK, Case, all_cases, draw_cases
 from tests.chaos.runs import commit_name, run_cases
-from tests.chaos.session import FOREIGN, Result, find_difference, find_wrong_steps, read_prompt_ids
+from tests.chaos.session import FOREIGN, PROGRESS, Result, find_difference, find_wrong_steps, read_prompt_ids
 from tests.chaos.table import BEGIN, END, PAGE, read_results, render_table
 from tests.chaos.training import REPLACED
 from tests.chaos.variants import ALL_ROWS, BATCH_SIZE, ROLES, SCHEDULES, variant_config
@@ -158,12 +158,15 @@ def test_a_method_that_calls_another_one_remains_the_current_method(
     assert (tmp_path / "now" / "actor-0").read_text().split()[1] == BETWEEN_CALLS
 
 
-def test_a_report_does_not_begin_with_a_line_of_ray() -> None:
+def test_a_report_has_only_lines_about_a_failure() -> None:
     lines = [
         "[2026-11-26 19:49:11,807 E 18829 19327] task_manager.cc:1545: Failed to push error",
+        "health: step 10: idle_devices: a device of pool main (actor) is idle for 90% of the time",
+        "environment on rank 0 lost its process; the replacement has taken over",
+        "environment on rank 0 (node 0) failed: its process was killed (SIGKILL); replacing the process",
         "actor.update failed",
     ]
-    assert [line for line in lines if not FOREIGN.search(line)] == ["actor.update failed"]
+    assert [line for line in lines if not (FOREIGN.search(line) or PROGRESS.search(line))] == lines[-2:]
 
 
 def test_the_page_has_the_table_of_the_results() -> None:
