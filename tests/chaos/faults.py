@@ -152,6 +152,15 @@ CHILD_FAULTS = {"kill": (r"SIGKILL",), "stop": (r"within \d s",)}
 CHILD_CODE = {"scoring_process": _FUNCTION, "environment_process": r"tests\.recipes\.turns:TwoTurns"}
 
 
+def is_about(case: Case, line: str) -> bool:
+    """Returns whether a message may report the fault. Messages about other roles may belong to an earlier fault, after
+    which a killed child process may need no report.
+    """
+    if case.target not in CHILDREN or case.fault not in PROCESS_FAULTS:
+        return True
+    return re.search(rf"\b{CHILDREN[case.target]}\b|{CHILD_CODE[case.target]}", line) is not None
+
+
 def missing_facts(case: Case, rank: int, report: str) -> list[str]:
     """Returns the patterns of required facts that the report does not contain."""
     patterns = REQUIRED.get(case.fault, ())

@@ -27,6 +27,7 @@ from tests.chaos.faults import (
     RAY_PROCESSES,
     Case,
     fill_disk,
+    is_about,
     missing_facts,
     request_misbehavior,
     send_signal,
@@ -277,7 +278,7 @@ class Session:
                 outcome = "stuck"
             if is_driver_killed:
                 leftovers += sorted(self._entries_of_killed & self.program.temporary_entries())
-        reported_s, cause = _find_report(program, event_s)
+        reported_s, cause = _find_report(program, event_s, case)
         missing: list[str] = []
         if is_driver_killed:
             reported_s, cause = None, ""
@@ -312,7 +313,7 @@ class Session:
             return  # between two calls, it is replaced without a report
         if case.fault in PROCESS_FAULTS:
             limit_s = event_s + case.timeout_s + REPORT_WAIT_S - time.monotonic()
-            self._wait(lambda: _find_report(self.program, event_s)[0] is not None, limit_s)
+            self._wait(lambda: _find_report(self.program, event_s, case)[0] is not None, limit_s)
 
     reference: list[dict[str, float]]
     """Log records of the undisturbed run."""
@@ -423,12 +424,12 @@ def find_wrong_steps(by_step: dict[int, list[int]], steps: int, num_prompts: int
     return wrong | missing
 
 
-def _find_report(program: Program, event_s: float) -> tuple[float | None, str]:
-    """Returns the time of the first message after the event, and all messages until progress."""
+def _find_report(program: Program, event_s: float, case: Case) -> tuple[float | None, str]:
+    """Returns the time of the first message after the event that may report the fault, and all such messages."""
     messages = [
         (at_s, line)
         for at_s, line in program.output_since(event_s)
-        if line.strip() and not PROGRESS.search(line) and not FOREIGN.search(line)
+        if line.strip() and not PROGRESS.search(line) and not FOREIGN.search(line) and is_about(case, line)
     ]
     if not messages:
         return None, ""
