@@ -33,7 +33,7 @@ class CallEvent:
     """Time at which the method returned."""
     finished_ns: int
     """Time at which the result was stored."""
-    usage: Mapping[str, float] = field(default_factory=dict, compare=False)
+    usage: Mapping[str, float] = field(default_factory=dict, compare=False, kw_only=True)
     """What the rank has used and done in the call, by name. A name is missing if it does not apply.
 
     - `tokens`: tokens of the rows of forward and backward passes, or sampled tokens, as the share of one device

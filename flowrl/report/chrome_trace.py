@@ -226,6 +226,7 @@ def _parse_event(entry: Mapping[str, Any]) -> CallEvent:
     args = entry["args"]
     counts: dict[str, Any] = {name: operator.index(args[name]) for name in _COUNTS}  # Any: names of other fields
     return CallEvent(
+        usage={},  # not in the file
         **counts,
         inputs=tuple(args["inputs"]),
         role=entry["cat"],

@@ -11,9 +11,9 @@ from flowrl.workers import Rollout
 class Drifting(Rollout):
     """Loads updates with one weight increased by a tenth."""
 
-    def _load_bucket(self, weights: Any, version: int, bucket: int, num_buckets: int) -> None:  # Any: exported weights
+    def _load_bucket(self, weights: Any, num_bytes: int, version: int, bucket: int, num_buckets: int) -> None:
         drifted = {n: w * np.float32(1.1) if n == "model.norm.weight" else w for n, w in weights.items()}
-        super()._load_bucket(drifted, version, bucket, num_buckets)
+        super()._load_bucket(drifted, num_bytes, version, bucket, num_buckets)
 
 
 class Hotter(Rollout):

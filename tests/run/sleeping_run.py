@@ -50,7 +50,7 @@ def train(
     """
     tokenizer = ChatTokenizer(config.actor.model.path)
     prompts = PromptStream(read_conversations(config.data.train)[:64], tokenizer, seed=0, max_prompt_tokens=16)
-    slots = max(1, config.rollout.max_num_seqs // config.samples_per_prompt)
+    slots = max(1, config.rollout.num_seqs // config.samples_per_prompt)
     trained = []
     with Run(config) as run:
         actor = run.group("actor", SleepingActor, row_s)

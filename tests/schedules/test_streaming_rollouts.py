@@ -69,7 +69,7 @@ class SimulatedRun:
         fails: Callable[[int], bool] | None = None,
     ) -> None:
         self.config, self.train_s, self.clock = config, train_s, VirtualClock()
-        slots = config.rollout.max_num_seqs // SAMPLES
+        slots = config.rollout.num_seqs // SAMPLES
         takes = [
             lambda prompt, times=times: times * seconds(prompt)
             for times in [*slower, *[1.0] * num_replicas][:num_replicas]
