@@ -1,4 +1,4 @@
-"""Profiles of the calls of a step (`report.profile`)."""
+"""Profiles of the calls of a step (`report.profile`), and the metrics of its devices."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from tests.run.replay.replay_cases import sft_config
 @pytest.fixture(scope="module")
 def profiled(task: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run of two steps with a profile of the second one."""
-    report = {"plots": False, "tensorboard": False, "profile": {"steps": [2]}}
+    report = {"plots": False, "tensorboard": False, "profile": {"steps": [2]}, "peak_tflops": 0.5}
     config = sft_config(task, tmp_path_factory.mktemp("profiled") / "run", report=report)
     train(config)
     return config
@@ -53,6 +53,16 @@ def test_calls_of_other_ranks_and_of_a_role_that_generates_continuously_have_no_
     assert step.path("actor", 2, "logprobs") == tmp_path / "actor-2/001-logprobs.json.gz"
     assert step.path("actor", 0, "update") == tmp_path / "actor-0/002-update.json.gz"
     assert step.path("rollout", 0, "poll") is None
+
+
+def test_each_step_has_the_throughput_and_the_memory_of_its_roles(profiled: RunConfig) -> None:
+    lines = [json.loads(line) for line in (profiled.output / "metrics.jsonl").read_text().splitlines()]
+    for metrics in (line for line in lines if line["step"]):
+        usage = {name: value for name, value in metrics.items() if name.startswith("usage/")}
+        names = ("tokens_per_s", "tflops", "mfu", "allocated_gb", "reserved_gb", "free_gb")
+        assert usage.keys() == {f"usage/actor/{name}" for name in names}
+        assert min(usage.values()) > 0
+        assert usage["usage/actor/mfu"] == pytest.approx(usage["usage/actor/tflops"] / 0.5)
 
 
 @pytest.mark.parametrize(

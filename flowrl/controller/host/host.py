@@ -56,11 +56,12 @@ class ResidentWorker:
         ):
             return
         onloaded = self._resident_parts if is_resident and self._resident_parts else frozenset()
+        phase = f"onload_{'_'.join(parts)}" if parts is not None else "onload_rest" if onloaded else "onload"
         self._resident = None  # stays None if a transfer fails
         worker = self._workers[role]
         if not is_resident:
             self._offload_others(worker)
-        with self.timed(role, "onload" if parts is None else f"onload_{'_'.join(parts)}"):
+        with self.timed(role, phase):
             if parts is None:
                 worker.onload()
             else:
@@ -203,7 +204,8 @@ class Host:
             ended_ns = time.time_ns()
             value, description = _pack_result(result, list(payloads.values()), request)
             usage = self._resident.pop_seconds() | worker.pop_usage()
-            if device is not None:
+            # On the CPU, a measurement takes about as long as a short call, which therefore has none.
+            if device is not None and (usage or device.index is not None):
                 usage |= _device_usage(device, usage)
         if request.contract.replay:
             self._state_ids[request.role] = request.call_id

@@ -71,6 +71,29 @@ def test_a_call_reports_the_seconds_in_which_memory_of_its_process_moved(open_cl
     assert seconds[0]["seconds/actor/onload"] >= 0.003 and seconds[1]["seconds/actor/offload"] >= 0.002
 
 
+class Sleeping(Resident):
+    """Returns to the device in parts, each in 2 ms."""
+
+    def onload(self) -> None:
+        time.sleep(0.002)
+
+    @register(Dispatch.ONE_TO_ALL, memory=("weights",))
+    def load(self) -> None: ...
+
+
+def test_the_weights_and_the_rest_of_the_memory_are_phases_of_their_own(open_cluster: ClusterMaker) -> None:
+    cluster = open_cluster("inline", {"main": [1]}, dict.fromkeys(("actor", "rollout"), "main"))
+    rollout, actor = cluster.group("rollout", Sleeping, []), cluster.group("actor", Resident, [])
+    actor.work()
+    rollout.load()
+    rollout.work()
+    actor.work()
+    rollout.work()
+    names = [name for event in cluster.calls.events for name in event.usage]
+    phases = [name.rpartition("/")[2] for name in names if name.startswith("seconds/")]
+    assert phases == ["onload_weights", "onload_rest", "onload"]
+
+
 def test_an_owner_keeps_shared_weights_on_the_device(open_cluster: ClusterMaker) -> None:
     moves: list[str] = []
     roles = ("actor", "critic", "rollout")

@@ -19,6 +19,8 @@ const PANELS = [
   ["Explained variance", "", ["explained_variance"]],
   ["Rollout and trainer gap", "nats", ["rollout_gap", "actor/rollout_gap"]],
   ["Throughput", "tokens per second", ["tokens_per_s"]],
+  ["Model FLOPs utilization", "fraction of the peak", ["usage/actor/mfu", "usage/critic/mfu", "usage/reward/mfu"]],
+  ["GPU memory in use at the peak", "fraction", ["usage/actor/memory_fraction", "usage/critic/memory_fraction", "usage/rollout/memory_fraction"]],
   ["Step duration", "seconds", ["seconds"]],
 ];
 
