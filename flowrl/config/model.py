@@ -145,8 +145,8 @@ class EngineConfig(Config):
     """Compile each layer with torch.compile. The first steps are slower."""
 
     packing: Literal["auto", "always", "never"] = "auto"
-    """Sequence packing. `auto` packs if the model supports it. Without packing, sequences of similar length are
-    padded.
+    """Sequence packing. `auto` packs if the model supports it, except in float32 on GPUs. Without packing, sequences of
+    similar length are padded.
     """
 
     max_tokens_per_microbatch: PositiveInt = 16384

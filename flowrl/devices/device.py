@@ -266,6 +266,16 @@ def used_gpu() -> Device | None:
     return get_device("cuda") if torch.cuda.is_initialized() else None
 
 
+def use_exact_float32() -> None:
+    """Makes float32 products and convolutions on GPUs use float32 numbers, not TF32, which has 10 bits of mantissa.
+
+    torch's defaults differ between products and convolutions. A model for which float32 is too slow computes in
+    bfloat16 (`engine.compute_dtype`).
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def release_unused_memory() -> None:
     """Frees tensors in reference cycles, and returns freed memory to the device that this process uses."""
     gpu = used_gpu()

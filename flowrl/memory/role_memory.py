@@ -98,6 +98,12 @@ class RoleModel:
         return "half" if self.param_bytes == 2 or self.is_sharded else "autocast"
 
     @property
+    def _can_pack(self) -> bool:
+        """Whether the engine packs rows of a model that supports it."""
+        is_slow = self.device_type == "cuda" and self.precision == "float32"
+        return self.engine.packing == "always" or (self.engine.packing == "auto" and not is_slow)
+
+    @property
     def offloads_parameters(self) -> bool:
         """Whether weights stay in host memory and move to the device layer by layer."""
         return self.device_type == "cuda" and self.engine.offload == "parameters" and self.is_sharded
@@ -185,7 +191,7 @@ class RoleModel:
                 compute_dtype=half if self.precision == "autocast" else None,
                 is_training=is_training,
                 gradient_checkpointing=is_training and self.engine.gradient_checkpointing,
-                can_pack=self.engine.packing != "never",
+                can_pack=self._can_pack,
                 lora=self.lora,
                 tp=self.mesh.tp,
             )

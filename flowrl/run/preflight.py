@@ -17,6 +17,7 @@ from flowrl.config import (
     EnvironmentConfig,
     EvaluationConfig,
     JudgeConfig,
+    ModelRoleConfig,
     PreferenceActorConfig,
     PreferenceConfig,
     PtxConfig,
@@ -38,7 +39,7 @@ from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
 from flowrl.config.roles import quantized_device_problem
 from flowrl.config.rollout.engines import DEFAULT_ENGINE, name_alternatives
 from flowrl.controller.placement.cpu_threads import read_requested_threads
-from flowrl.controller.placement.inventory import local_inventory
+from flowrl.controller.placement.inventory import local_capability, local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
 from flowrl.data.input_paths import find_dataset_problem, find_model_problem, read_vocabulary_size
 from flowrl.data.reading.generated_rows import find_generator_problem
@@ -62,6 +63,9 @@ from flowrl.schedules.schedule_plan import check_schedule
 from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
 
 _logger = logging.getLogger(__name__)
+
+_BFLOAT16_CAPABILITY = (8, 0)
+"""CUDA compute capability from which GPUs have matrix products in bfloat16."""
 
 
 def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
@@ -105,7 +109,9 @@ def check_start(config: RunConfig) -> None:
     check_paths(config)
     log_doubts(config, planned)
     if planned is not None:  # last, because the estimate imports torch
-        fit_memory(resolve_settings(config, planned), planned, is_local=True)
+        resolved = resolve_settings(config, planned)
+        check_bfloat16(resolved, planned, local_capability())
+        fit_memory(resolved, planned, is_local=True)
 
 
 def log_doubts(config: RunConfig, planned: Plan | None) -> None:
@@ -122,6 +128,25 @@ def log_doubts(config: RunConfig, planned: Plan | None) -> None:
     settings = [f"{role}.engine.offload is {offload}" for role, offload in offloads.items() if offload != "none"]
     if planned is not None and planned.kind == "cpu" and settings:
         _logger.warning("%s, but the devices are CPUs, so it has no effect: remove it", " and ".join(settings))
+
+
+def check_bfloat16(config: RunConfig, planned: Plan, capability: tuple[int, int] | None) -> None:
+    """Raises ConfigError if a model computes in bfloat16 on GPUs that lack it. `capability`: None if it is unknown."""
+    if planned.kind != "cuda" or capability is None or capability >= _BFLOAT16_CAPABILITY:
+        return
+    dtypes: dict[str, str | None] = {}
+    for role, value in config.role_settings.items():
+        if isinstance(value, RolloutConfig | JudgeConfig):
+            dtypes[f"{role}.vllm.dtype"] = None if value.vllm is None else value.vllm.dtype
+        elif isinstance(value, ModelRoleConfig) and value.model is not None:
+            dtypes[f"{role}.engine.compute_dtype"] = value.engine.compute_dtype or value.model.dtype
+    for key, dtype in dtypes.items():
+        if dtype == "bfloat16":
+            own, needed = (".".join(map(str, version)) for version in (capability, _BFLOAT16_CAPABILITY))
+            raise ConfigError(
+                f"{key} is bfloat16, but the GPUs of this machine have compute capability {own}, and bfloat16 needs "
+                f"{needed}: set {key}: float16"
+            )
 
 
 def check_positions(config: RunConfig) -> None:

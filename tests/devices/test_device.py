@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.devices.device import Device, MemoryUsage, get_device, gpu_names, release_unused_memory
+from flowrl.devices.device import Device, MemoryUsage, get_device, gpu_names, release_unused_memory, use_exact_float32
 from flowrl.devices.peak_flops import find_peak_flops
 
 MIB = 2**20
@@ -154,3 +154,13 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, tflops: float) -> Non
 @pytest.mark.parametrize("name", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090"])
 def test_other_devices_have_no_peak(name: str) -> None:
     assert find_peak_flops(name) is None
+
+
+def test_float32_products_do_not_use_tf32() -> None:
+    defaults = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        use_exact_float32()
+        assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = defaults

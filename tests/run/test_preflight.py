@@ -20,9 +20,12 @@ from flowrl.config import (
     RunConfig,
     TrainedConfig,
     UserError,
+    VllmConfig,
 )
 from flowrl.controller.placement.plan import Inventory, plan
+from flowrl.memory.device_settings import resolve_settings
 from flowrl.run.preflight import (
+    check_bfloat16,
     check_determinism,
     check_paths,
     check_positions,
@@ -431,3 +434,41 @@ def test_all_missing_paths_are_reported_together_and_each_once(tmp_path: Path) -
     with rejects("data.train") as caught:
         check_paths(GRPOConfig.model_validate(grpo_settings(model=tmp_path)))
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({}, "actor.engine.compute_dtype"),
+        ({"engine": EngineConfig(compute_dtype="float16")}, None),
+        ({"model": ModelConfig(path=Path("model"), dtype="bfloat16")}, "actor.engine.compute_dtype"),
+    ],
+)
+def test_bfloat16_is_rejected_on_gpus_that_lack_it(changes: dict, key: str | None) -> None:
+    """It is the default on GPUs."""
+    config = run_with(on(1).model_copy(update={"device": "cuda"}))
+    config = config.model_copy(update={"actor": config.actor.model_copy(update=changes)})
+    planned = plan_run(config, [1])
+    resolved = resolve_settings(config, planned)
+    for capability in (None, (8, 0), (9, 0)):
+        check_bfloat16(resolved, planned, capability)
+    if key is None:
+        check_bfloat16(resolved, planned, (7, 5))
+        return
+    with rejects(key, "bfloat16", "7.5", "8.0", "float16", error=ConfigError):
+        check_bfloat16(resolved, planned, (7, 5))
+
+
+def test_bfloat16_of_vllm_is_rejected_on_gpus_that_lack_it(tmp_path: Path) -> None:
+    config = vllm_run(model_with_heads_of(64, tmp_path / "model"), "cuda")
+    actor = config.actor.model_copy(update={"engine": EngineConfig(compute_dtype="float16")})
+    rollout = config.rollout.model_copy(update={"vllm": VllmConfig(dtype="bfloat16")})
+    config = config.model_copy(update={"actor": actor, "rollout": rollout, "reference": None})
+    config = config.model_copy(update={"placement": on_gpu("actor", "rollout", "reward")})
+    planned = plan_run(config, [1])
+    with rejects("rollout.vllm.dtype", "7.5", error=ConfigError):
+        check_bfloat16(resolve_settings(config, planned), planned, (7, 5))
+
+
+def on_gpu(*roles: str) -> Placement:
+    return Placement(device="cuda", pools={"main": [1]}, roles=dict.fromkeys(roles, "main"))

@@ -155,6 +155,10 @@ class Host:
             from flowrl.devices.device import get_device  # noqa: PLC0415 (loads torch only where it is used)
 
             get_device(construction.device).make_deterministic()
+        if construction.device != "cpu":
+            from flowrl.devices.device import use_exact_float32  # noqa: PLC0415 (loads torch only where it is used)
+
+            use_exact_float32()
         worker = construction.cls.__new__(construction.cls)
         worker.context = WorkerContext(
             role=construction.role,

@@ -1,6 +1,7 @@
 """Detects the available devices without importing torch."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -75,6 +76,13 @@ def _gpu_memory() -> int | None:
 def local_gpu_name() -> str | None:
     """Returns the name of this machine's first GPU; None without a GPU."""
     return next(iter(_run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()), None)
+
+
+def local_capability() -> tuple[int, int] | None:
+    """Returns the lowest CUDA compute capability of this machine's GPUs; None without a GPU."""
+    listing = _run_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").split()
+    versions = [tuple(map(int, version.split("."))) for version in listing if re.fullmatch(r"\d+\.\d+", version)]
+    return min(((major, minor) for major, minor in versions), default=None)
 
 
 def _num_gpus() -> int:

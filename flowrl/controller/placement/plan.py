@@ -226,11 +226,6 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
     role, mesh = planned.role, planned.mesh
     replicas = [planned.slots[first : first + mesh.tp] for first in range(0, mesh.size, mesh.tp)]
     for replica in replicas:
-        if len({slot.node for slot in replica}) > 1:
-            raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp}, which puts one replica on two nodes, but a replica must be "
-                f"on one node: set tp to a divisor of the devices per node"
-            )
         if kind == "cuda" and mesh.tp > 1 and min(slot.num_devices for slot in replica) < 1:
             raise PlacementError(
                 f"placement.roles.{role} has tp {mesh.tp} on devices of other roles, which is not supported: assign it "
@@ -392,7 +387,20 @@ def _mesh(role: str, role_placement: RolePlacement, slots: Sequence[Slot]) -> Me
             f"pool {role_placement.pool}: change the parallel size or the pool"
         )
     mesh = Mesh(pp=role_placement.pp, dp=ranks // size, sp=role_placement.sp, tp=role_placement.tp)
+    _check_tp_nodes(role, mesh.tp, [slot.node for slot in slots])
     return replace(mesh, node_dp=_count_node_dp(mesh, [slot.node for slot in slots]))
+
+
+def _check_tp_nodes(role: str, tp: int, nodes: Sequence[int]) -> None:
+    """Raises PlacementError if tensor-parallel peers are on different nodes. `nodes` has the node of each rank."""
+    blocks = [len(list(ranks)) for _, ranks in groupby(nodes)]
+    if all(count % tp == 0 for count in blocks):
+        return
+    largest = math.gcd(tp, *blocks)
+    raise PlacementError(
+        f"placement.roles.{role} has tp {tp}, which puts tensor-parallel ranks on two nodes, whose network is too slow "
+        f"for the sums of each layer: " + (f"set tp: {largest}" if largest > 1 else "remove tp")
+    )
 
 
 def _count_node_dp(mesh: Mesh, nodes: Sequence[int]) -> int | None:

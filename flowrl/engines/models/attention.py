@@ -177,7 +177,7 @@ def _attend_pack(
     return torch.cat(attended)[None]
 
 
-def _has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
+def has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
     """Returns whether torch's attention keeps its memory linear in the row length if query heads share keys and values.
 
     In float32 on a GPU, torch falls back to separate operations, which save the attention weights [B, H, L, L].
@@ -188,7 +188,7 @@ def _has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
 def repeats_packed_heads(device_type: str, dtype: torch.dtype) -> bool:
     """Returns whether attention over packed rows repeats keys and values that query heads share."""
     is_varlen = device_type == "cuda" and dtype in _HALF_PRECISION
-    return _GROUPED is None if is_varlen else not _has_grouped_kernel(device_type, dtype)
+    return _GROUPED is None if is_varlen else not has_grouped_kernel(device_type, dtype)
 
 
 def _kernel_dtype(query: Tensor) -> torch.dtype:
@@ -247,7 +247,7 @@ def _attend_rows(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return capped_attention(query * scale, key, value, bias_LL, softcap)
     # Kernels with a mask do not support grouped-query attention.
-    if mask_LL is not None or not _has_grouped_kernel(query.device.type, _kernel_dtype(query)):
+    if mask_LL is not None or not has_grouped_kernel(query.device.type, _kernel_dtype(query)):
         key, value = repeat_heads(query, key, value)
     attended = nn.functional.scaled_dot_product_attention(
         query,

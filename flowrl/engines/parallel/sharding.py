@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
-from flowrl.engines.models.attention import FLASH, ROWS, packing_obstacle
+from flowrl.engines.models.attention import FLASH, ROWS, has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import tp_replicated_layers, tp_sharded_layers
 from flowrl.engines.models.sequence_sharding import SequenceShardable, SequenceSharding
@@ -153,11 +153,13 @@ def choose_attention(
         model.set_attn_implementation(ROWS)
 
 
-def can_pack_rows(model: nn.Module, config: EngineConfig) -> bool:
-    """Returns whether an engine packs rows. Raises EngineError for `packing: always` if the model does not support
-    packing.
+def can_pack_rows(model: nn.Module, config: EngineConfig, device_type: str, dtype: torch.dtype) -> bool:
+    """Returns whether an engine that computes in `dtype` packs rows.
+
+    `packing: auto` does not pack in float32 on a GPU, where each packed row would need its own kernels in each layer.
+    Raises EngineError for `packing: always` if the model does not support packing.
     """
-    if config.packing == "never":
+    if config.packing == "never" or (config.packing == "auto" and not has_grouped_kernel(device_type, dtype)):
         return False
     obstacles = [
         f"{type(part).__name__} has {obstacle}"

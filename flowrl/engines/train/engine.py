@@ -25,6 +25,7 @@ from flowrl.config import EngineConfig, OptimizerConfig, UserError, shards_model
 from flowrl.data.batch.tensordicts import lengths, num_rows
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Max, Metric, merge_metrics
+from flowrl.engines.models.attention import has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.parameters import move_model, move_optimizer
 from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
 from flowrl.engines.models.sharded_loading import load_shards, move_loaded
@@ -125,13 +126,16 @@ class TrainEngine:
         self._compute_dtype = None if engine.compute_dtype is None else torch_dtype(engine.compute_dtype)
         check_weight_dtype(model, self._compute_dtype)
         self.model = move_loaded(model, self.device).eval()
-        self._is_packing = can_pack_rows(model, engine)
+        weight_dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+        dtype = self._compute_dtype or weight_dtype
+        self._is_packing = can_pack_rows(model, engine, self.device.type, dtype)
         for language_model in language_models(model):
             if engine.gradient_checkpointing:
                 language_model.gradient_checkpointing_enable({"use_reentrant": False})
-            dtype = self._compute_dtype or language_model.dtype
             # With sequence-parallel norms, transformers would create attention masks of the length of a sequence shard.
-            without_masks = self._is_packing or engine.sequence_parallel_norms
+            # In float32 on a GPU, its attention would save the attention weights of all pairs of tokens.
+            needs_own = engine.sequence_parallel_norms or not has_grouped_kernel(self.device.type, dtype)
+            without_masks = self._is_packing or (needs_own and packing_obstacle(language_model) is None)
             choose_attention(language_model, engine, self.device, dtype, without_masks=without_masks)
             if mesh.sequence is not None:
                 enable_ulysses_attention(language_model, mesh.sequence)

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.config import Placement
 from flowrl.config.base import Device
-from flowrl.controller.placement.inventory import cluster_inventory, local_memory
+from flowrl.controller.placement.inventory import cluster_inventory, local_capability, local_gpu_name, local_memory
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
 from tests.errors import rejects
 
@@ -73,3 +73,19 @@ def test_a_gpu_without_reported_memory_has_unknown_memory(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     driver(tmp_path, r"[N/A]\n")
     assert local_memory("cuda") is None
+
+
+def test_the_capability_of_gpus_is_that_of_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local_capability() is None
+    driver(tmp_path, r"9.0\n7.5\n10.0\n")
+    assert local_capability() == (7, 5)
+    driver(tmp_path, r"[N/A]\n")
+    assert local_capability() is None
+
+
+def test_the_name_of_a_gpu_is_that_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local_gpu_name() is None
+    driver(tmp_path, r"NVIDIA A100-SXM4-80GB\nNVIDIA H100\n")
+    assert local_gpu_name() == "NVIDIA A100-SXM4-80GB"

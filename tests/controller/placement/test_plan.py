@@ -90,7 +90,6 @@ def test_data_parallel_size_is_devices_divided_by_the_other_sizes() -> None:
         ([4, 4], {"tp": 2, "sp": 2}, 2),  # with one rank per node, sharding needs the network
         ([8, 4], {}, 12),
         ([1, 1, 1], {}, 3),
-        ([3, 3], {"tp": 2}, 3),  # a layer is on both nodes
     ],
 )
 def test_a_model_is_sharded_over_the_ranks_of_a_node(
@@ -301,6 +300,14 @@ def test_devices_that_one_process_cannot_lead_are_rejected(pools: dict, where: d
             gpus(3, 3),
             dedicated=["rollout"],
         )
+
+
+def test_tensor_parallel_ranks_of_a_model_are_on_one_node() -> None:
+    """Each layer sums over these ranks. 4 ranks fit on each of two nodes with 4 GPUs."""
+    for per_node, tp, fix in (([4, 4], 8, 4), ([3, 3], 2, "remove"), ([6, 2], 4, 2)):
+        roles = {"actor": RolePlacement(pool="main", tp=tp)}
+        with rejects("placement.roles.actor", tp, "nodes", fix, error=PlacementError):
+            plan(Placement(pools={"main": per_node}, roles=roles), gpus(*per_node))
 
 
 def test_a_leader_of_any_shared_device_is_rejected() -> None:
