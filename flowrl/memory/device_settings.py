@@ -53,8 +53,9 @@ def resolve_settings(config: RunConfig, planned: Plan) -> RunConfig:
     """
     if planned.kind == "cpu":
         return config
+    matches_rollout = isinstance(config, RolloutRunConfig) and config.rollout.capabilities.matches_trainer
     roles = {
-        role: _resolve_role(value, planned.roles[role].mesh.size == 1 and config.backend == "ray")
+        role: _resolve_role(value, planned.roles[role].mesh.size == 1 and config.backend == "ray", matches_rollout)
         for role, value in config.role_settings.items()
         if role in planned.roles
     }
@@ -72,8 +73,13 @@ def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig
     return config.model_copy(update=changes)
 
 
-def _resolve_role(value: RoleConfig, has_own_process: bool) -> RoleConfig:
-    """Returns the settings of a role on GPUs. `has_own_process`: one process, other than the driver, runs the role."""
+def _resolve_role(value: RoleConfig, has_own_process: bool, matches_rollout: bool) -> RoleConfig:
+    """Returns the settings of a role on GPUs.
+
+    Args:
+        has_own_process: whether one process, other than the driver, runs the role.
+        matches_rollout: whether the rollout has the log-probabilities of an actor that computes in float32.
+    """
     if isinstance(value, JudgeConfig):
         return _with_dtype(value, default_compute_dtype(value.model, "cuda") or value.model.dtype)
     if not isinstance(value, ModelRoleConfig) or value.model is None:
@@ -81,8 +87,8 @@ def _resolve_role(value: RoleConfig, has_own_process: bool) -> RoleConfig:
     changes = {}
     if value.engine.strategy == "auto" and has_own_process and FSDP_ON_ONE_GPU:
         changes["strategy"] = "fsdp"
-    # The actor must compute the log-probabilities of a rollout that they are compared with, in float32.
-    is_compared = isinstance(value, ActorConfig) and value.old_logprobs == "rollout"
+    # The loss compares the actor's log-probabilities with those of the rollout, which computes in float32.
+    is_compared = matches_rollout and isinstance(value, ActorConfig) and value.old_logprobs == "rollout"
     if value.engine.compute_dtype is None and not is_compared:
         changes["compute_dtype"] = default_compute_dtype(value.model, "cuda")
     return value.model_copy(update={"engine": value.engine.model_copy(update=changes)})

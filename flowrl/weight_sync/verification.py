@@ -84,7 +84,8 @@ def gap_limit(rollout: RolloutConfig, actor: TrainedConfig) -> float:
         return rollout.gap_warning
     if rollout.quantization is not None:
         return GAP_WARNING_QUANTIZED
-    return max(GAP_WARNING[dtype] for dtype in (actor.model.dtype, actor.engine.compute_dtype) if dtype is not None)
+    dtypes = (actor.model.dtype, actor.engine.compute_dtype, rollout.sent_dtype)
+    return max(GAP_WARNING[dtype] for dtype in dtypes if dtype is not None)
 
 
 class RolloutWatch:

@@ -25,6 +25,7 @@ from flowrl.memory.device_settings import (
 )
 from flowrl.run.preflight import plan_run
 from flowrl.run.role_groups import group_arguments
+from flowrl.weight_sync.verification import gap_limit
 from flowrl.workers import Actor
 from flowrl.workers.rollout import Rollout
 from recipes.grpo.config import GRPOConfig
@@ -120,6 +121,26 @@ def test_an_actor_with_the_log_probabilities_of_its_rollout_computes_in_float32(
     assert isinstance(resolved, GRPOConfig) and resolved.actor.engine.compute_dtype is None
     warnings = list(find_costly_settings(fit_memory(resolved, planned, is_local=False), planned))
     assert ["placement.device: cuda" in warning for warning in warnings if "actor" in warning.split()[0]] == [True]
+
+
+def test_an_actor_computes_in_bfloat16_with_the_log_probabilities_of_vllm() -> None:
+    """vLLM never has the trainer's numbers, so float32 would have no benefit."""
+    resolved = resolve(run_on("cuda", *VLLM, "actor.old_logprobs=rollout"))
+    assert (resolved.actor.engine.compute_dtype, resolved.rollout.sent_dtype) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), 0.05),  # bfloat16 is the default on GPUs
+        (("actor.engine.compute_dtype=float32",), 0.001),
+        (("actor.engine.compute_dtype=float32", "rollout.vllm.dtype=bfloat16"), 0.05),
+        (("rollout.gap_warning=0.2",), 0.2),
+    ],
+)
+def test_the_allowed_gap_is_that_of_the_coarser_dtype(settings: tuple[str, ...], expected: float) -> None:
+    resolved = resolve(run_on("cuda", *VLLM, *settings))
+    assert gap_limit(resolved.rollout, resolved.actor) == expected
 
 
 @pytest.mark.parametrize(
