@@ -340,7 +340,7 @@ def loaded_at_import(module: str) -> set[str]:
 def test_matplotlib_tensorboard_and_tenacity_are_loaded_only_when_used():
     """A slow test in tests/report/test_progress.py includes the imports of other libraries."""
     loaded = loaded_at_import("flowrl.run.loop") | loaded_at_import("flowrl.workers")
-    assert {"flowrl.run.step_log", "flowrl.workers.actor", "torch"} <= loaded
+    assert {"flowrl.run.monitoring.step_log", "flowrl.workers.actor", "torch"} <= loaded
     assert {name.split(".")[0] for name in loaded}.isdisjoint({"matplotlib", "tensorboard", "tenacity"})
 
 

@@ -1,7 +1,7 @@
 """Saves and restores checkpoints from the driver: worker groups, driver objects and pending rollouts."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
@@ -167,11 +167,17 @@ class Saver:
         assert self._saving is not None, "no checkpoint was begun"
         self._saving.files |= files
 
-    def advance(self, lines: Sequence[Mapping[str, float]], *, wait: bool = False) -> None:
+    def advance(
+        self,
+        lines: Sequence[Mapping[str, float]],
+        *,
+        wait: bool = False,
+        before_commit: Callable[[int], None] = lambda step: None,
+    ) -> None:
         """Commits the pending checkpoint if all files are written and the metrics of its step are known.
 
-        With `wait`, blocks until then. `lines` are the log records so far. Raises WorkerError if a group failed, and
-        CheckpointError if the manifest is not writable.
+        With `wait`, blocks until then. `lines` are the log records so far. `before_commit` receives the step of the
+        checkpoint. Raises WorkerError if a group failed, and CheckpointError if the manifest is not writable.
         """
         saving = self._saving
         if saving is None:
@@ -182,6 +188,7 @@ class Saver:
         line = next((line for line in recent if line["step"] == saving.step), None)
         has_tables = wait or all(table.done() for table in saving.tables.values())
         if line is not None and has_tables and saving.saved.keys() == self.groups.keys():
+            before_commit(saving.step)
             self._commit(saving, Score.of(line, self._compared_by))
 
     def _poll(self, saving: _Saving, role: str, wait: bool) -> None:

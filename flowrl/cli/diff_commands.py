@@ -32,8 +32,7 @@ def add_diff(commands: Commands) -> None:
 def _diff(arguments: argparse.Namespace) -> None:
     # imported here, because only this command needs rich and yaml
     from flowrl.data.console import make_console  # noqa: PLC0415
-    from flowrl.report.run_diff import compare_runs  # noqa: PLC0415
-    from flowrl.report.run_diff_table import print_diff  # noqa: PLC0415
+    from flowrl.report.run_diff import compare_runs, print_diff  # noqa: PLC0415
 
     diff = compare_runs(arguments.first, arguments.second, tolerance=arguments.tolerance)
     print_diff(diff, make_console())

@@ -1,6 +1,7 @@
 """`flowrl replay`: runs a recorded step of a run again."""
 
 import argparse
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def _replay(arguments: argparse.Namespace) -> None:
     schema = recipe_class(path)
     if not issubclass(schema, RunConfig) or (train := training_function(schema)) is None:
         raise ConfigError(f"{path}: the recipe has no function `train` next to its config class {schema.__name__}")
+    if len(inspect.signature(train).parameters) < 2:
+        raise UserError(
+            f"{path}: the function `train` of the recipe has no parameter for the run, so no step can be replayed: "
+            "write `def train(config, start=Run)`, and `with start(config) as run` (docs/write_a_recipe.md)"
+        )
     with loading(path, arguments.overrides, schema) as config:
         has_debugger = arguments.pdb or arguments.functions
         debugger = StepDebugger(arguments.functions, stops_at_start=arguments.pdb) if has_debugger else None

@@ -8,7 +8,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self, overload
@@ -21,8 +20,8 @@ from rich.text import Text
 from flowrl.checkpoints.run_folder import naming_full_disk, replacing
 from flowrl.data.console import make_console, printable
 from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, NUM_FAILED, finite
-from flowrl.report.rollout_log import Kind, Row
-from flowrl.report.trackers.tracker import Tracker
+from flowrl.report.rollout_log import Row
+from flowrl.report.run_observer import RunObserver
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -76,7 +75,7 @@ class History(Sequence[dict[str, float]]):
         return record | {"step": int(record["step"])}
 
 
-class MetricsLog:
+class MetricsLog(RunObserver):
     """Writes the metrics of each step immediately, so that they remain if the run is killed."""
 
     def __init__(
@@ -84,13 +83,11 @@ class MetricsLog:
         folder: Path,
         last_step: int = -1,
         *,
-        trackers: Sequence[Tracker] = (),
         notify: Callable[[str], None] | None = None,
     ) -> None:
         """Opens `metrics.jsonl`, without lines after `last_step` and without invalid lines.
 
-        `trackers` receive the same values, and are closed with the file. `notify` receives a message with the steps up
-        to `last_step` that have no valid line.
+        `notify` receives a message with the steps up to `last_step` that have no valid line.
         """
         self.history = History()
         """One record per step, with `step` and the step's metrics."""
@@ -106,9 +103,8 @@ class MetricsLog:
             temporary.write_text("".join(map(_line, self.history)), encoding="utf-8")
         self._path = folder / "metrics.jsonl"
         self._lines = self._path.open("a", encoding="utf-8")
-        self._trackers = trackers
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def step_done(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the metrics of a step. Values that are not finite become null. Steps must be in ascending order.
 
         Raises FileNotFoundError if the folder no longer exists, because writing to the open file would not fail. Raises
@@ -122,31 +118,16 @@ class MetricsLog:
         with naming_full_disk(self._path):
             self._lines.write(_line(row))
             self._lines.flush()
-        for tracker in self._trackers:
-            tracker.write_metrics(step, values)
 
-    def write_rows(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
-        """Sends saved rows to the trackers."""
-        for tracker in self._trackers:
-            tracker.write_rows(kind, step, rows)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Sends the results of a complete run to the trackers."""
-        for tracker in self._trackers:
-            tracker.finish(summary)
-
-    def sync(self) -> None:
-        """Flushes `metrics.jsonl` to disk (fsync)."""
+    def saved(self, step: int) -> None:
+        """Flushes `metrics.jsonl` to disk (fsync), because a checkpoint is complete only with the records before it."""
         with naming_full_disk(self._path):
             os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        """Closes `metrics.jsonl` and the trackers. Is idempotent."""
-        with ExitStack() as resources:
-            for tracker in self._trackers:
-                resources.callback(tracker.close)
-            with naming_full_disk(self._path):
-                self._lines.close()
+        """Closes `metrics.jsonl`. Is idempotent."""
+        with naming_full_disk(self._path):
+            self._lines.close()
 
     def __enter__(self) -> Self:
         return self
@@ -186,7 +167,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(texts[:10]) + (", ..." if len(texts) > 10 else "")
 
 
-class LiveProgress:
+class LiveProgress(RunObserver):
     """Shows the progress of a run: a progress bar on a terminal, otherwise lines.
 
     A step that takes 10 seconds (`LINE_INTERVAL_S`) or more has its own line. Faster steps have a line per 10 seconds.
@@ -202,7 +183,7 @@ class LiveProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Creates the display, which is shown after the first `update`.
+        """Creates the display, which is shown after the first step.
 
         Args:
             num_steps: total number of steps of the run.
@@ -232,18 +213,21 @@ class LiveProgress:
             self._task = self._bar.add_task(title, total=num_steps, line="")
 
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds values of a step to the next `update`, such as those of an evaluation that ends in a later step."""
+        """Adds values of a step to the next line, such as those of an evaluation that ends in a later step."""
         shown = {name: (step, value) for name, value in values.items() if name in self._shown and not math.isnan(value)}
         self._latest.update(shown)
 
-    def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds the metrics of an evaluation to the next `update`, or shows those of the initial model (step 0)."""
+    def evaluated(
+        self, step: int, values: Mapping[str, float], rows: Sequence[Row] = (), num_examples: int = 0
+    ) -> None:
+        """Adds the metrics of an evaluation to the next line, or shows those of the initial model (step 0)."""
         if step:
             self.add_values(step, {FAILED_FRACTION: 0.0, **values})
         elif values:
             self.notify("initial model: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
+    def calls_done(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows the metrics of a step."""
         now_s = self._clock()
         # The time before the first update includes startup, so the step's own duration is preferred.
         self._seconds.append(values.get("seconds", now_s - self._updated_s))

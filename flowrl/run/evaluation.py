@@ -24,6 +24,7 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.tensordicts import objects
 from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, FAILED_FRACTION, NUM_FAILED
 from flowrl.report.rollout_log import Row
+from flowrl.report.run_observer import RunObserver
 from flowrl.rewards.processes.answers import extract_answers
 from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.rewards.row_scores import FAILED
@@ -386,12 +387,15 @@ def mean_loss(table: TensorDict) -> float:
     return -float(table["tokens", "logprobs"][table["tokens", "response_mask"]].double().mean())
 
 
-class EvaluationHistory:
+class EvaluationHistory(RunObserver):
     """The first and the last evaluation of a run. The metrics file contains all evaluations."""
 
     def __init__(self) -> None:
         self.results: list[tuple[int, Evaluation]] = []
         """Step and result."""
+
+    def evaluated(self, step: int, values: Mapping[str, float], rows: Sequence[Row], num_examples: int) -> None:
+        self.add(step, Evaluation(values, num_examples))
 
     def add(self, step: int, result: Evaluation) -> None:
         """Adds the result of a step, without its rows. Several results of one step are merged."""

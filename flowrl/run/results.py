@@ -1,25 +1,26 @@
 """Results at the end of a run: trace, plots, summary and the tables in the terminal."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 
 from flowrl.checkpoints.run_folder import RunFolder, replacing, write_json
 from flowrl.config import RolloutRunConfig, RunConfig
-from flowrl.controller.cluster import Cluster
 from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
 from flowrl.data.events import CallEvent, Counted
-from flowrl.data.template import ConversationTemplate
-from flowrl.report.chrome_trace import Trace, chrome_trace
+from flowrl.report.chrome_trace import Trace, TraceError, chrome_trace, read_trace
 from flowrl.report.progress import completions_table, result_table
 from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import RolloutLogError, evenly_spaced, read_rows, saved_steps
+from flowrl.report.run_observer import RunObserver
 from flowrl.report.trace import loop_events
 from flowrl.run.datasets.templates import save_template
-
-DRAWN_STEPS = 4
-"""Number of last steps in `timeline.png`."""
+from flowrl.run.monitoring.step_log import DRAWN_STEPS, StepLog
+from flowrl.run.start import RunStart
 
 SAVE_TIMEOUT_S = 60.0
 """Seconds to wait for the calls in flight of a failed run, and for the files of its policy."""
@@ -28,52 +29,60 @@ NUM_RESPONSES = 8
 """Number of responses in the final table."""
 
 
-def write_trace(
-    folder: RunFolder,
-    events: Sequence[CallEvent],
-    dropped_until_ns: int,
-    earlier: tuple[Trace, int] | None,
-    counted: Iterable[Counted],
-) -> None:
-    """Writes the calls of a run to `trace.json`.
+class ResultFiles(RunObserver):
+    """Writes the trace, the plots and the summary of a run."""
 
-    Args:
-        folder: the output folder.
-        events: calls of this process.
-        dropped_until_ns: time until which calls of this process were dropped; 0 without dropped calls.
-        earlier: trace of the run before a resume, and the step from which it resumed.
-        counted: time series of the rollout source.
-    """
-    trace = Trace(events, dropped_until_ns=dropped_until_ns)
-    if earlier is not None and not dropped_until_ns:
-        trace = earlier[0].followed_by(events, earlier[1])
-    trace = trace.counted(counted).last_calls(max(MAX_CALLS, len(events)))
-    value = chrome_trace(trace.events, trace.resumes, trace.counts, trace.dropped_until_ns)
-    write_json(folder.trace, value, indent=None)
+    def __init__(self, start: RunStart, history: Sequence[Mapping[str, float]], log: StepLog) -> None:
+        self._folder, self._cluster, self._history, self._log = start.folder, start.cluster, history, log
+        self._draws_plots = start.config.report.plots
+        self._resumed, self._earlier = start.resumed, Trace()
+        if start.resumed is not None:
+            with suppress(TraceError):  # a killed process has not written a trace
+                self._earlier = read_trace(start.folder.trace).up_to_save(start.resumed.manifest.saved_at_s)
+        self.counted: Callable[[], Iterable[Counted]] = tuple
+        """Returns the time series of the rollout source."""
+
+    def ended(self, summary: Mapping[str, Any]) -> None:
+        events = self._write_trace()
+        self._draw(events, self._log.last_ended_ns)
+        # Last, because a run with a summary is complete.
+        write_json(self._folder.summary, summary)
+
+    def write_partial(self, draw_at_end: Callable[[Callable[[], None]], None]) -> None:
+        """Writes the trace of a failed run. A restart does not wait for its plots, which `draw_at_end` postpones."""
+        draw_at_end(partial(self._draw, self._write_trace()))
+
+    def _write_trace(self) -> Sequence[CallEvent]:
+        """Writes `trace.json`, and returns the calls of this process."""
+        events, dropped_until_ns = list(self._cluster.calls.events), self._log.recorded.dropped_until_ns
+        trace = Trace(events, dropped_until_ns=dropped_until_ns)
+        if self._resumed is not None and not dropped_until_ns:
+            trace = self._earlier.followed_by(events, self._resumed.manifest.step)
+        trace = trace.counted(self.counted()).last_calls(max(MAX_CALLS, len(events)))
+        value = chrome_trace(trace.events, trace.resumes, trace.counts, trace.dropped_until_ns)
+        write_json(self._folder.trace, value, indent=None)
+        return events
+
+    def _draw(self, events: Sequence[CallEvent], until_ns: int | None = None) -> None:
+        """Draws `curves.png`, and the last steps of `timeline.png`. `until_ns` is the end of the timeline."""
+        if not self._draws_plots:
+            return
+        from flowrl.report.plots import draw_curves, draw_timeline  # noqa: PLC0415 (matplotlib only for plots)
+
+        draw_curves(self._history, self._folder.curves)
+        # Calls of a full run would be thinner than a pixel. A few steps show which calls overlap.
+        window_s = sum(line.get("seconds", 0.0) for line in self._history[-DRAWN_STEPS:])
+        draw_timeline(loop_events(events), self._folder.timeline, window_s=window_s or None, until_ns=until_ns)
 
 
-def draw_plots(
-    folder: RunFolder,
-    history: Sequence[Mapping[str, float]],
-    events: Sequence[CallEvent],
-    until_ns: int | None = None,
-) -> None:
-    """Draws `curves.png`, and the last steps of `timeline.png`. `until_ns` is the end of the timeline."""
-    from flowrl.report.plots import draw_curves, draw_timeline  # noqa: PLC0415 (matplotlib only if the run draws plots)
-
-    draw_curves(history, folder.curves)
-    # Calls of a full run would be thinner than a pixel. A few steps show which calls overlap.
-    window_s = sum(line.get("seconds", 0.0) for line in history[-DRAWN_STEPS:])
-    draw_timeline(loop_events(events), folder.timeline, window_s=window_s or None, until_ns=until_ns)
+def save_weights(group: WorkerGroup, start: RunStart, timeout_s: float | None = None) -> None:
+    """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""
+    with replacing(start.folder.model) as folder:
+        group.save.submit(folder.absolute()).get(timeout_s)
+        save_template(start.template, folder)
 
 
-def save_last_weights(
-    policy: WorkerGroup | None,
-    cluster: Cluster,
-    folder: RunFolder,
-    template: ConversationTemplate | None,
-    history: Sequence[Mapping[str, float]],
-) -> None:
+def save_last_weights(policy: WorkerGroup | None, start: RunStart, history: Sequence[Mapping[str, float]]) -> None:
     """Saves the policy of a run without checkpoints, after invalid input in a later step, such as a reward.
 
     Does nothing if `history`, the log records so far, has no training step.
@@ -81,16 +90,14 @@ def save_last_weights(
     if policy is None or not any(record["step"] for record in history):
         return
     try:
-        cluster.calls.abandon_all(SAVE_TIMEOUT_S, keeps_events=True)
-        with replacing(folder.model) as model:
-            policy.save.submit(model.absolute()).get(SAVE_TIMEOUT_S)
-            save_template(template, model)
+        start.cluster.calls.abandon_all(SAVE_TIMEOUT_S, keeps_events=True)
+        save_weights(policy, start, SAVE_TIMEOUT_S)
     except (FlowError, OSError, TimeoutError) as error:
-        cluster.notify(f"the weights could not be saved: {error}")
+        start.cluster.notify(f"the weights could not be saved: {error}")
     else:
-        cluster.notify(
-            f"saved the weights after the last valid update to {folder.model}; to resume runs with their optimizer "
-            "state, set checkpoint.every"
+        start.cluster.notify(
+            f"saved the weights after the last valid update to {start.folder.model}; to resume runs with their "
+            "optimizer state, set checkpoint.every"
         )
 
 
@@ -105,16 +112,15 @@ def show(
     console: Console,
     results: Sequence[tuple[int, Mapping[str, float]]],
     folder: RunFolder,
-    titles: Mapping[str, str] | None = None,
+    config: RunConfig,
 ) -> None:
     """Prints the evaluations before and after training, a few saved responses, and the folder of the results.
 
     `results` has the step and the metrics of the first and the last evaluation.
-    `titles` replace the default titles of metrics.
     """
     if results:
         (first_step, first), (last_step, last) = results[0], results[-1]
-        console.print(result_table(first, last, titles))
+        console.print(result_table(first, last, metric_titles(config)))
         _print_responses(console, folder, first_step, last_step)
     console.print(f"results: {folder.path}", markup=False)
 

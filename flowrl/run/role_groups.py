@@ -8,6 +8,7 @@ from flowrl.config import JudgeConfig, RewardConfig, RolloutRunConfig, RunConfig
 from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import Worker, get_registered_methods
+from flowrl.report.run_observer import RunObserver
 from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.schedules.rewards import EnvironmentScoring, Rewards, Scoring
 from flowrl.workers.environment import EnvironmentWorker
@@ -84,7 +85,7 @@ def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
     return Rewards(reward, groups, role)
 
 
-class Protections:
+class Protections(RunObserver):
     """Finds the protections that the nodes of a run do not offer to reward functions and environments."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
@@ -97,6 +98,9 @@ class Protections:
         """Adds a group whose workers run user code to the next report. Ignores other groups."""
         if "find_missing_protections" in get_registered_methods(group.cls):
             self._groups.append(group)
+
+    def begin(self) -> None:
+        self.report()
 
     def report(self) -> None:
         """Waits for the workers, and notifies the user of missing protections, once per role."""

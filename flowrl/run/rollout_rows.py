@@ -17,6 +17,7 @@ from flowrl.data.batch.fields import FIELDS
 from flowrl.data.batch.tensordicts import environment_lengths, lengths, num_rows, objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.report.rollout_log import EncodedRows, Kind, RolloutLog, Row, encode_rows, evenly_spaced
+from flowrl.report.run_observer import RunObserver
 from flowrl.report.token_pieces import round_values, split_text
 from flowrl.rewards.row_scores import CALLS
 from flowrl.workers.dialogs import EPISODE
@@ -99,7 +100,7 @@ def collect_training_rows(
     )
 
 
-class RolloutSaver:
+class RolloutSaver(RunObserver):
     """Saves the generated text of a run in `rollouts/`: training rows and evaluations of its steps."""
 
     def __init__(
@@ -121,11 +122,10 @@ class RolloutSaver:
         self._training_rows: dict[int, Future | LocalRef] = {}
         """`EncodedRows` by step. They are written with the metrics of their step."""
 
-    def begin_step(self, step: int, version: int) -> None:
-        """Begins a step that trains the weights of a version."""
+    def step_begun(self, step: int, version: int, batch: Batch) -> None:
         self._step, self._version = step, version
 
-    def add_evaluation(self, step: int, rows: Sequence[Row]) -> None:
+    def evaluated(self, step: int, values: Mapping[str, float], rows: Sequence[Row], num_examples: int) -> None:
         """Writes the rows of an evaluation of a step, together with those of earlier evaluations of this step."""
         earlier = self._evaluation_rows[1] if self._evaluation_rows[0] == step else ()
         self._evaluation_rows = (step, [*earlier, *rows])
@@ -140,7 +140,7 @@ class RolloutSaver:
                 batch, settings, self._step, version=self._version, tokenizer=tokenizer
             )
 
-    def write_training(self, step: int) -> None:
+    def step_done(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the selected training rows of a step, if there are any. Waits for their conversion."""
         if step in self._training_rows:
             self._write(self._training_rows.pop(step).get())

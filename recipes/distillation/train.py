@@ -14,15 +14,15 @@ if __name__ == "__main__":  # here, because a wrong config is reported before th
 
 from flowrl.run.advantages import measure_batch
 from flowrl.run.datasets import read_prompts
-from flowrl.run.loop import Run, Summary
+from flowrl.run.loop import Run, StartRun, Summary
 from flowrl.run.targets.teacher import evaluate_agreement, teacher_columns
 from flowrl.workers import Actor, Reference, Rollout
 
 
-def train(config: DistillationConfig) -> Summary:
+def train(config: DistillationConfig, start: StartRun = Run) -> Summary:
     """Trains the student. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
-    with Run(config) as run:
+    with start(config) as run:
         actor = run.group(Actor, config.actor)
         teacher = run.group(Reference, config.teacher)
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)

@@ -11,17 +11,17 @@ from recipes.dpo.config import DPOConfig
 if __name__ == "__main__":  # here, because a wrong config is reported before the imports below, which take seconds
     sys.exit(run_recipe(DPOConfig, "recipes.dpo.train:train"))
 
-from flowrl.run.loop import Run, Summary
+from flowrl.run.loop import Run, StartRun, Summary
 from flowrl.run.preferences.preference_examples import PreferenceExamples
 from flowrl.run.preferences.preference_inputs import evaluate_preferences, preference_inputs, store_reference
 from flowrl.workers import Actor, Reference
 
 
-def train(config: DPOConfig) -> Summary:
+def train(config: DPOConfig, start: StartRun = Run) -> Summary:
     """Trains the policy. Returns the summary of the run."""
     examples, held_out = PreferenceExamples.read(config.data, config.actor)
     config = config.with_steps(len(examples))
-    with Run(config) as run:
+    with start(config) as run:
         actor = run.group(Actor, config.actor)
         reference = run.group(Reference, config.reference) if config.reference else None
         run.add_checkpointable(actor)

@@ -14,15 +14,15 @@ if __name__ == "__main__":  # here, because a wrong config is reported before th
 from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import PtxText, read_prompts
 from flowrl.run.evaluation import evaluate
-from flowrl.run.loop import Run, Summary
+from flowrl.run.loop import Run, StartRun, Summary
 from flowrl.workers import PTX, Actor, Reference, Rollout
 
 
-def train(config: GRPOConfig) -> Summary:
+def train(config: GRPOConfig, start: StartRun = Run) -> Summary:
     """Trains the actor. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
     advantages, text = Advantages(config), PtxText(config)
-    with Run(config) as run:
+    with start(config) as run:
         actor = run.group(Actor, config.actor)
         reference = run.group(Reference, config.reference) if config.reference else None
         reward = run.rewards()

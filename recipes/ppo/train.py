@@ -16,15 +16,15 @@ if __name__ == "__main__":  # here, because a wrong config is reported before th
 from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import PtxText, read_prompts
 from flowrl.run.evaluation import evaluate
-from flowrl.run.loop import Run, Summary
+from flowrl.run.loop import Run, StartRun, Summary
 from flowrl.workers import PTX, Actor, Critic, Reference, Rollout
 
 
-def train(config: PPOConfig) -> Summary:
+def train(config: PPOConfig, start: StartRun = Run) -> Summary:
     """Trains the actor and the critic. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
     advantages, text = Advantages(config), PtxText(config)
-    with Run(config) as run:
+    with start(config) as run:
         actor = run.group(Actor, config.actor)
         critic = run.group(Critic, config.critic)
         reference = run.group(Reference, config.reference) if config.reference else None

@@ -15,15 +15,15 @@ if __name__ == "__main__":  # here, because a wrong config is reported before th
 from flowrl.run.advantages import measure_batch
 from flowrl.run.datasets import read_prompts
 from flowrl.run.evaluation import evaluate
-from flowrl.run.loop import Run, Summary
+from flowrl.run.loop import Run, StartRun, Summary
 from flowrl.run.targets.best_responses import select_best
 from flowrl.workers import Actor, Rollout
 
 
-def train(config: RejectionSamplingConfig) -> Summary:
+def train(config: RejectionSamplingConfig, start: StartRun = Run) -> Summary:
     """Trains the policy. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
-    with Run(config) as run:
+    with start(config) as run:
         actor = run.group(Actor, config.actor)
         reward = run.rewards()
         rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)

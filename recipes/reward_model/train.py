@@ -13,7 +13,7 @@ from recipes.reward_model.config import RewardModelRunConfig
 if __name__ == "__main__":  # here, because a wrong config is reported before the imports below, which take seconds
     sys.exit(run_recipe(RewardModelRunConfig, "recipes.reward_model.train:train"))
 
-from flowrl.run.loop import Run, Summary
+from flowrl.run.loop import Run, StartRun, Summary
 from flowrl.run.preferences.preference_examples import PreferenceExamples
 from flowrl.run.preferences.preference_inputs import evaluate_preferences
 from flowrl.workers import TrainedRewardModel
@@ -21,14 +21,14 @@ from flowrl.workers import TrainedRewardModel
 _logger = logging.getLogger(__name__)
 
 
-def train(config: RewardModelRunConfig) -> Summary:
+def train(config: RewardModelRunConfig, start: StartRun = Run) -> Summary:
     """Trains the reward model. Returns the summary of the run, with `accepted`, which is None without an evaluation.
 
     Raises CheckFailed if the model does not meet the criteria and `acceptance.on_failure` is `fail`.
     """
     examples, held_out = PreferenceExamples.read(config.data, config.reward)
     config = config.with_steps(len(examples))
-    with Run(config) as run:
+    with start(config) as run:
         reward = run.group(TrainedRewardModel, config.reward)
         run.add_checkpointable(reward)
 

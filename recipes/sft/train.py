@@ -13,16 +13,16 @@ if __name__ == "__main__":  # here, because a wrong config is reported before th
 
 from flowrl.run.datasets import SftExamples
 from flowrl.run.evaluation import evaluate_loss
-from flowrl.run.loop import Run, Summary
+from flowrl.run.loop import Run, StartRun, Summary
 from flowrl.workers import Actor
 
 
-def train(config: SFTConfig) -> Summary:
+def train(config: SFTConfig, start: StartRun = Run) -> Summary:
     """Trains the model. Returns the summary of the run."""
     examples, held_out = SftExamples.read(config.data, config.actor.model)
     config = config.with_steps(len(examples))
     stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
-    with Run(config) as run:
+    with start(config) as run:
         actor = run.group(Actor, config.actor)
         run.add_checkpointable(actor)
 

@@ -94,7 +94,7 @@ def test_the_record_of_a_step_has_the_values_of_a_blocking_evaluation_of_its_wei
 
     def keep(run: Run, actor: Any, rollout: Any) -> None:
         weights[run.step] = actor.weights().get()
-        pending.extend(step for step, _ in run._records.pending_evaluations)
+        pending.extend(step for step, _ in run._observers.state()["pending_evaluations"])
 
     summary = train(config, keep)
     records = metrics_of(config)
@@ -121,7 +121,7 @@ def test_a_resumed_run_repeats_an_unfinished_evaluation(grpo_config: GrpoConfigs
 
     def crash(run: Run, actor: Any, rollout: Any) -> None:
         if run.step == 4:
-            lost.extend(step for step, _ in run._records.pending_evaluations)
+            lost.extend(step for step, _ in run._observers.state()["pending_evaluations"])
             raise RuntimeError("crash")
 
     with pytest.raises(RuntimeError, match="crash"):
@@ -148,9 +148,9 @@ def test_a_checkpoint_that_begins_during_an_evaluation_keeps_its_result(grpo_con
     resumed = config.model_copy(update={"resume": "auto", "steps": 6})
     with Run(resumed) as run:
         assert run.step == 5
-        run._evaluations.restore(state["outcomes"], state["pending_evaluations"], run._metrics.history)
-        assert run._evaluations.summary(4)["accuracy_after"] == records[4]["accuracy"]
-        assert run._evaluations.summary(4)["accuracy/sampled_after"] is None
+        run._observers.evaluations.restore(state["outcomes"], state["pending_evaluations"], run._observers.history)
+        assert run._observers.evaluations.summary(4)["accuracy_after"] == records[4]["accuracy"]
+        assert run._observers.evaluations.summary(4)["accuracy/sampled_after"] is None
 
 
 @pytest.mark.slow

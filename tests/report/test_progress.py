@@ -24,15 +24,15 @@ from flowrl.report.progress import (
     format_clock,
     result_table,
 )
+from flowrl.report.trackers.open_trackers import Trackers
 from flowrl.report.trackers.tensorboard_tracker import TensorBoardTracker
 from flowrl.report.trackers.tracker import TrackedRun
 from tests.errors import missing_facts
 from tests.full_disk import file_size_limit
 
 
-def open_log(folder: Path, last_step: int = -1) -> MetricsLog:
-    """Opens the log of a run with TensorBoard."""
-    return MetricsLog(folder, last_step, trackers=[TensorBoardTracker(TrackedRun(folder, {}, last_step))])
+def open_tensorboard(folder: Path, last_step: int = -1) -> Trackers:
+    return Trackers([TensorBoardTracker(TrackedRun(folder, {}, last_step))])
 
 
 def printed(table: Table) -> str:
@@ -46,7 +46,7 @@ def progress_output(num_steps: int, *, terminal: bool, **values: float) -> str:
     console = Console(file=out, force_terminal=terminal, width=200)
     with LiveProgress(num_steps, console=console) as progress:
         for step in range(1, num_steps + 1):
-            progress.update(step, values)
+            progress.calls_done(step, values)
     return out.getvalue()
 
 
@@ -56,7 +56,7 @@ def lines_of(num_steps: int, step_s: float, *, last_step: int | None = None) -> 
     with LiveProgress(num_steps, console=Console(file=out, width=200), clock=lambda: now_s) as progress:
         for step in range(1, (last_step or num_steps) + 1):
             now_s += step_s
-            progress.update(step, {"reward": 0.5})
+            progress.calls_done(step, {"reward": 0.5})
     progress.close()
     return [line.split()[1] for line in out.getvalue().splitlines()]
 
@@ -86,8 +86,8 @@ def test_a_line_shows_metrics_and_eta() -> None:
 def test_an_old_value_is_shown_with_its_step_and_nan_is_not_shown() -> None:
     out = io.StringIO()
     with LiveProgress(2, console=Console(file=out, width=200)) as progress:
-        progress.update(1, {"accuracy": 0.25})
-        progress.update(2, {"accuracy": float("nan"), "grad_norm": 1.0})
+        progress.calls_done(1, {"accuracy": 0.25})
+        progress.calls_done(2, {"accuracy": float("nan"), "grad_norm": 1.0})
     assert out.getvalue().splitlines() == [
         "training 1/2  accuracy 0.250  ETA 0:00",
         "training 2/2  accuracy 0.250 (step 1)  ETA 0:00",
@@ -98,8 +98,8 @@ def test_the_share_of_failed_rewards_is_shown_until_an_evaluation_without_failur
     out = io.StringIO()
     with LiveProgress(3, console=Console(file=out, width=200), clock=itertools.count(step=10.0).__next__) as progress:
         for step, failed in enumerate(({}, {"evaluation/failed_fraction": 0.25}, {}), start=1):
-            progress.add_evaluation(step, {"accuracy": 0.5, **failed})
-            progress.update(step, {"seconds": 10.0})
+            progress.evaluated(step, {"accuracy": 0.5, **failed})
+            progress.calls_done(step, {"seconds": 10.0})
     assert ["25%" in line for line in out.getvalue().splitlines()] == [False, True, False]
 
 
@@ -150,8 +150,8 @@ def test_columns_without_values_are_omitted() -> None:
 
 def test_every_step_is_one_line_with_null_for_nan(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
-        log.write(0, {"accuracy": 0.25})
-        log.write(1, {"reward": 0.5, "kl": float("nan")})
+        log.step_done(0, {"accuracy": 0.25})
+        log.step_done(1, {"reward": 0.5, "kl": float("nan")})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 0, "accuracy": 0.25},
@@ -161,7 +161,7 @@ def test_every_step_is_one_line_with_null_for_nan(tmp_path: Path) -> None:
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
-    log.write(1, {"reward": 0.5})
+    log.step_done(1, {"reward": 0.5})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward": 0.5}\n'
     log.close()
     log.close()
@@ -170,10 +170,10 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
 def test_a_folder_that_disappears_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with MetricsLog(tmp_path / "run") as log:
-        log.write(1, {"reward": 0.5})
+        log.step_done(1, {"reward": 0.5})
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(FileNotFoundError):
-            log.write(2, {"reward": 0.5})
+            log.step_done(2, {"reward": 0.5})
 
 
 @pytest.mark.parametrize("has_tensorboard", [False, True])
@@ -183,32 +183,32 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path, has_tenso
     with (
         pytest.raises(OSError) as caught,
         file_size_limit(100_000),
-        open_log(folder) if has_tensorboard else MetricsLog(folder) as log,
+        open_tensorboard(folder) if has_tensorboard else MetricsLog(folder) as log,
     ):
         for step in range(1, 100):
-            log.write(step, {f"metric_{i}": 0.5 for i in range(100)})
+            log.step_done(step, {f"metric_{i}": 0.5 for i in range(100)})
     assert Path(caught.value.filename).is_relative_to(folder)
 
 
 def test_tensorboard_has_every_value_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with open_log(tmp_path) as log:
-        log.write(1, {"actor/loss": 0.5})
+    with open_tensorboard(tmp_path) as log:
+        log.step_done(1, {"actor/loss": 0.5})
         events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/loss")
         assert [(event.step, event.value) for event in events] == [(1, 0.5)]
 
 
 def test_tensorboard_reads_the_same_values(tmp_path: Path) -> None:
-    with open_log(tmp_path) as log:
-        log.write(1, {"actor/loss": 0.5})
-        log.write(2, {"actor/loss": 0.25})
+    with open_tensorboard(tmp_path) as log:
+        log.step_done(1, {"actor/loss": 0.5})
+        log.step_done(2, {"actor/loss": 0.25})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/loss")
     assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.25)]
 
 
 def test_the_history_has_every_step(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
-        log.write(1, {"reward": 0.5})
-        log.write(2, {"reward": 0.75})
+        log.step_done(1, {"reward": 0.5})
+        log.step_done(2, {"reward": 0.75})
     records = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75}]
     assert list(log.history) == log.history[-5:] == records and log.history[-1] == records[1]
     assert list(reversed(log.history)) == records[::-1] and isinstance(log.history[0]["step"], int)
@@ -227,20 +227,20 @@ def test_a_record_of_the_history_takes_little_memory() -> None:
 
 def test_a_step_is_written_once(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
-        log.write(1, {"reward": 0.5})
+        log.step_done(1, {"reward": 0.5})
         with pytest.raises(AssertionError):
-            log.write(1, {"reward": 0.5})
+            log.step_done(1, {"reward": 0.5})
 
 
 def test_a_resumed_log_keeps_the_lines_up_to_its_step(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         for step in (0, 1, 2, 3):
-            log.write(step, {"reward": step / 4, "kl": float("nan")})
+            log.step_done(step, {"reward": step / 4, "kl": float("nan")})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     with MetricsLog(tmp_path, last_step=2) as log:
         assert [row["step"] for row in log.history] == [0, 1, 2]
-        log.write(3, {"reward": 9.0})
+        log.step_done(3, {"reward": 9.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["reward"]) for line in lines] == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 9.0)]
     assert lines[1]["kl"] is None
@@ -250,7 +250,7 @@ def write_records(folder: Path, steps: range) -> list[str]:
     """Writes records of steps to `metrics.jsonl`, and returns its lines."""
     with MetricsLog(folder) as log:
         for step in steps:
-            log.write(step, {"reward": step / 4})
+            log.step_done(step, {"reward": step / 4})
     return (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
 
 
@@ -298,18 +298,18 @@ def test_a_complete_log_reports_no_lost_lines(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
-    with open_log(tmp_path) as log:
+    with open_tensorboard(tmp_path) as log:
         for step in (1, 2, 3):
-            log.write(step, {"reward": 0.5})
-    with open_log(tmp_path, last_step=1) as log:
-        log.write(2, {"reward": 0.75})
+            log.step_done(step, {"reward": 0.5})
+    with open_tensorboard(tmp_path, last_step=1) as log:
+        log.step_done(2, {"reward": 0.75})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
     assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.75)]
 
 
 def test_tensorboard_is_optional(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
-        log.write(1, {"reward": 0.5})
+        log.step_done(1, {"reward": 0.5})
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

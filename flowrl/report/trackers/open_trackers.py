@@ -1,13 +1,16 @@
 """Checks and opens the trackers of a run."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 from flowrl.config import ConfigError, ReportConfig
 from flowrl.config.base import CUSTOM, ImportNameError, import_attribute
 from flowrl.config.monitoring.tracker_settings import AnyTracker
+from flowrl.report.rollout_log import Kind, Row
+from flowrl.report.run_observer import RunObserver
 from flowrl.report.trackers.tracker import OptionalTracker, TrackedRun, Tracker
 
 _INCLUDED = {
@@ -39,6 +42,34 @@ def check_trackers(config: ReportConfig) -> None:
         _check_arguments(where, tracker, tracker_class)
         if hasattr(tracker_class, "check"):
             tracker_class.check(**tracker.arguments())
+
+
+class Trackers(RunObserver):
+    """The trackers of a run. Use it as a context manager, which closes them."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def write_rows(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
+        """Adds the saved rows of a step."""
+        for tracker in self._trackers:
+            tracker.write_rows(kind, step, rows)
+
+    def step_done(self, step: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.write_metrics(step, values)
+
+    def ended(self, summary: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.finish(summary)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with ExitStack() as resources:
+            for tracker in self._trackers:
+                resources.callback(tracker.close)
 
 
 def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str], None]) -> list[Tracker]:

@@ -11,10 +11,11 @@ from flowrl.controller.placement.plan import Plan
 from flowrl.health.findings import FILE, Finding, format_findings
 from flowrl.health.measurement import RunFacts
 from flowrl.health.monitor import HealthMonitor
+from flowrl.report.run_observer import RunObserver
 from flowrl.weight_sync.verification import gap_causes, gap_limit
 
 
-class HealthLog:
+class HealthLog(RunObserver):
     """Applies the health checks to each step, writes `health.jsonl`, and reports new findings."""
 
     def __init__(
@@ -29,12 +30,15 @@ class HealthLog:
         self._stop_on = config.health.stop_on
         self._monitor = HealthMonitor(config.health, run_facts(config, plan))
         self._listeners: list[Callable[[Finding], None]] = []
-        self.error: str | None = None
-        """Why `health.stop_on` ends the run after the current step, or None."""
+        self._stop_reason: str | None = None
         for record in history:
             self._monitor.add(int(record["step"]), record)
         self._written = ""
         self._write(is_required=True)
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop_reason
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -45,7 +49,7 @@ class HealthLog:
         """Adds a function that is called with each finding that begins or becomes clearly worse."""
         self._listeners.append(listener)
 
-    def check_step(self, step: int, values: Mapping[str, float]) -> None:
+    def step_done(self, step: int, values: Mapping[str, float]) -> None:
         """Checks the metrics of a step, and reports new and clearly worse findings."""
         changed = self._monitor.add(step, values)
         self._write()
@@ -53,8 +57,8 @@ class HealthLog:
             self._notify(f"health: step {step}: {finding.check}: {finding.message}")
             for listener in self._listeners:
                 listener(finding)
-            if finding.check in self._stop_on and self.error is None:
-                self.error = (
+            if finding.check in self._stop_on and self._stop_reason is None:
+                self._stop_reason = (
                     f"health.stop_on ended the run, because of {finding.check} in step {step}: {finding.message}"
                 )
 

@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,25 +41,6 @@ class Replay:
     """Called with the frame of the recipe at the start of the step."""
     results: StepResults | None = field(default=None)
     """Results of the step, after the recipe has ended."""
-
-
-_active: ContextVar[Replay | None] = ContextVar("replay", default=None)
-
-
-@contextmanager
-def replaying(replay: Replay) -> Iterator[None]:
-    """Makes `Run(config)` return a `ReplayedRun` in the block."""
-    token = _active.set(replay)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def make_replayed_run(config: RunConfig) -> Any | None:  # Any: has the methods of Run, which imports this module
-    """Returns the run of the active replay, or None without a replay."""
-    replay = _active.get()
-    return None if replay is None else ReplayedRun(config, replay)
 
 
 class DeferredGroup:

@@ -1,7 +1,7 @@
 """Records steps of a run: the batch, the states before the step, its calls and metrics, and the states after it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from flowrl.data.checksums import FileChecksum, write_json_with_checksum
 from flowrl.data.metric import Logged
 from flowrl.engines.checkpoint.state_checksums import state_checksums
 from flowrl.health.findings import Finding
+from flowrl.report.run_observer import RunObserver
 from flowrl.run.monitoring.health_log import HealthLog
 from flowrl.run.replay.call_log import CallLog, Described, describe
 from flowrl.run.replay.recording import (
@@ -47,7 +48,7 @@ def _checksum_worker(worker: Worker) -> Described:
     return None if engine is None else state_checksums(engine)
 
 
-class StepRecorder:
+class StepRecorder(RunObserver):
     """Records the steps of the setting `record`, and the steps that `request_next` requests.
 
     A recording is complete when the metrics of its step are written. Only a recorded step has additional calls. Calls
@@ -55,12 +56,15 @@ class StepRecorder:
     of the states.
     """
 
-    def __init__(self, config: RunConfig, cluster: Cluster, saver: Saver, last_step: int) -> None:
+    def __init__(
+        self, config: RunConfig, cluster: Cluster, saver: Saver, inputs: Mapping[str, FileChecksum], last_step: int
+    ) -> None:
         """Removes incomplete recordings, and recordings of steps after `last_step`, which a resumed run trains again.
 
-        `saver` has the groups and objects of the checkpoints of the run, which are also recorded.
+        `saver` has the groups and objects of the checkpoints of the run, which are also recorded. `inputs` are the
+        checksums of the input files.
         """
-        self._config, self._cluster = config, cluster
+        self._config, self._cluster, self._inputs = config, cluster, inputs
         self._saver = Saver(recordings(config.output), CheckpointConfig(every=1, keep_last=None), ())
         self._saver.groups, self._saver.objects = saver.groups, saver.objects  # filled later
         self._log = CallLog(cluster.calls)
@@ -78,7 +82,7 @@ class StepRecorder:
             if later > last_step:
                 self._recordings.remove(later)
 
-    def check(self) -> None:
+    def begin(self) -> None:
         """Raises UserError if steps are recorded, but the recipe passes nothing to `run.add_checkpointable`."""
         if self._config.records_steps:
             self._saver.check_groups(f"{'record' if self._config.record else 'health.record_on'} is set")
@@ -107,13 +111,15 @@ class StepRecorder:
     def is_due(self, step: int) -> bool:
         return self._is_requested or step in self._config.record
 
-    def begin(self, step: int, version: int, batch: Batch, inputs: Mapping[str, FileChecksum]) -> None:
-        """Saves the batch of a step and the states before the step, and logs its calls from now on. Blocks.
+    def step_begun(self, step: int, version: int, batch: Batch) -> None:
+        """Begins to record the step if it is due: saves its batch and the states before it, and blocks.
 
-        No checkpoint may be in progress.
+        The earlier steps must have their records, and no checkpoint may be in progress.
         """
+        if not self.is_due(step):
+            return
         self._is_requested = False
-        driver = {"step": step, "version": version, "inputs": inputs}
+        driver = {"step": step, "version": version, "inputs": self._inputs}
         config = RunFolder(self._config.output).config.read_bytes()
         self._path = self._saver.begin(step, driver, {CONFIG: config}, asynchronous=False)
         self._saver.wait_for_groups()
@@ -142,9 +148,8 @@ class StepRecorder:
         self._log.entries, self._log.metrics = [], []
         self._log.start()
 
-    def add_metrics(self, metrics: Sequence[Logged]) -> None:
-        """Adds metrics that the recipe logs, if the step is being recorded."""
-        self._log.add_metrics(metrics)
+    def logged(self, metrics: Logged) -> None:
+        self._log.add_metrics((metrics,))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -164,7 +169,7 @@ class StepRecorder:
         self._values["states"] = measure_states(self._saver.groups)
         self._values["objects"] = {name: describe(added.state()) for name, added in self._saver.objects.items()}
 
-    def commit(self, step: int, values: Mapping[str, float]) -> None:
+    def calls_done(self, step: int, values: Mapping[str, float]) -> None:
         """Completes the recording of a step, if the step is recorded. `values` are the metrics of the step."""
         if step != self._step:
             return
@@ -213,7 +218,7 @@ class StepRecorder:
         step = self._step
         if "objects" in self._values:  # the step has ended, and only its record is not written yet
             try:
-                self.commit(step, {})
+                self.calls_done(step, {})
             except FlowError as lost:
                 self._cluster.notify(f"step {step} is not recorded: {lost}")
         else:

@@ -18,7 +18,7 @@ from flowrl.data.folders.private_folder import create_folder
 from flowrl.run.preflight import find_path_problems
 from flowrl.run.replay.comparison import BOUND, Compared, StepResults, changed_metrics, compare_steps
 from flowrl.run.replay.recording import Recording, changed_sources, describe_machine
-from flowrl.run.replay.replayed_run import Replay, replaying
+from flowrl.run.replay.replayed_run import Replay, ReplayedRun
 from flowrl.run.replay.step_debugger import StepDebugger, is_quit
 
 RESULT = "replay.json"
@@ -28,7 +28,7 @@ RESULT = "replay.json"
 def replay_step(
     recording: Recording,
     config: RunConfig,
-    train: Callable[[Any], object],  # Any: the config class of the recipe
+    train: Callable[[Any, Any], object],  # Any: the config class of the recipe, and a function that starts its run
     *,
     overrides: Sequence[str] = (),
     backend: str = "inline",
@@ -63,8 +63,7 @@ def replay_step(
         if debugger is not None:
             replay.before_step = debugger.start
         try:
-            with replaying(replay):
-                train(config)
+            train(config, lambda config: ReplayedRun(config, replay))
         except Exception as error:
             if is_quit(error):
                 raise CheckFailed("the debugger has ended the replay, so nothing is compared") from None

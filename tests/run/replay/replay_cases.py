@@ -29,7 +29,8 @@ class Case:
 
     build: Callable[..., RunConfig]
     """Returns the config, given the folder of the task, the output folder, and changes of settings."""
-    train: Callable[[Any], object]
+    train: Callable[..., object]
+    """The training function of the recipe."""
 
 
 def grpo_config(task: Path, output: Path, **changes: Any) -> GRPOConfig:

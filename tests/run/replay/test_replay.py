@@ -136,12 +136,12 @@ def test_a_changed_weight_of_a_frozen_model_is_found(recorded: RunConfig, task: 
         replay(PPO, type(recorded).model_validate(settings), 1, tmp_path / "out")
 
 
-def without_critic_updates(config: Any) -> None:
+def without_critic_updates(config: Any, start: Callable[[Any], Any]) -> None:
     """The PPO recipe with a changed loop body."""
     source = inspect.getsource(train_ppo).replace("critic.update(minibatch), ", "")
     scope = dict(vars(inspect.getmodule(train_ppo)))
     exec(source, scope)  # the recipe, whose only change is the removed call
-    scope["train"](config)
+    scope["train"](config, start)
 
 
 def test_a_changed_recipe_is_found_at_the_first_call_that_differs(recorded: RunConfig) -> None:
@@ -150,8 +150,8 @@ def test_a_changed_recipe_is_found_at_the_first_call_that_differs(recorded: RunC
 
 
 def test_a_recipe_without_a_loop_is_rejected(recorded: RunConfig) -> None:
-    def train(config: Any) -> None:
-        with Run(config):
+    def train(config: Any, start: Callable[[Any], Any]) -> None:
+        with start(config):
             pass
 
     with rejects("2", "run.rollouts"):
@@ -159,8 +159,8 @@ def test_a_recipe_without_a_loop_is_rejected(recorded: RunConfig) -> None:
 
 
 def test_a_loop_body_that_generates_is_rejected(recorded: RunConfig) -> None:
-    def train(config: Any) -> None:
-        with Run(config) as run:
+    def train(config: Any, start: Callable[[Any], Any]) -> None:
+        with start(config) as run:
             rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
             actor = run.group(Actor, config.actor)
             for batch in run.rollouts(rollout, iter(()), policy=actor):  # pyright: ignore[reportArgumentType]
@@ -170,9 +170,11 @@ def test_a_loop_body_that_generates_is_rejected(recorded: RunConfig) -> None:
         replay_step(read_recording(recorded.output, 2), recorded, train)
 
 
-def train_two_steps(config: Any, failing: int = 2, error: BaseException | None = None) -> None:
+def train_two_steps(
+    config: Any, start: Callable[[Any], Any] = Run, *, failing: int = 2, error: BaseException | None = None
+) -> None:
     """A training function with a step that fails. Both steps succeed if `failing` is 0."""
-    with Run(config) as run:
+    with start(config) as run:
         actor = run.group(Actor, config.actor)
         run.add_checkpointable(actor)
         rows = Batch.from_columns(tokens={"input_ids": [1, 2, 3, 4]}, lengths=[2, 2])

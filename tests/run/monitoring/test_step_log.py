@@ -6,7 +6,7 @@ from typing import Any
 
 from flowrl.data.batch.batch import Batch
 from flowrl.run.evaluation import Evaluation, PendingEvaluation
-from flowrl.run.step_log import PeakMemory, RecordQueue
+from flowrl.run.monitoring.step_log import PeakMemory, RecordQueue
 from flowrl.schedules.rewards import HeldOutResponses
 
 

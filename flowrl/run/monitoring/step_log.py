@@ -18,10 +18,12 @@ from flowrl.report.recorded_calls import RecordedCalls
 from flowrl.report.trace import IdleTracker
 from flowrl.report.usage import usage_metrics
 from flowrl.run.evaluation import Evaluation, PendingEvaluation
-from flowrl.run.results import DRAWN_STEPS
 
 WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
 """Maps (step, recent calls, start and end in ns) to the seconds in which the rollout waited for weights."""
+
+DRAWN_STEPS = 4
+"""Number of last steps in `timeline.png`."""
 
 _MAX_REPORT_DELAY_NS = 10**9
 """Largest delay in ns between the end of a call and the arrival of its report on the driver."""

@@ -23,7 +23,7 @@ def train(config: EchoConfig, shares: Sequence[float], calls: list[Finding] | No
     with Run(config) as run:
         actor = run.group("actor", Counting)
         run.add_checkpointable(actor)
-        run._checks.health.add_listener((calls if calls is not None else []).append)
+        run._observers._health.add_listener((calls if calls is not None else []).append)
         for batch in run.rollouts(actor, prompts, policy=actor):
             batch["scores"] = actor.score(batch)
             run.log(actor.update(batch), {"truncated_fraction": shares[run.step - 1]})

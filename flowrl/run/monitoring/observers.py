@@ -1,0 +1,229 @@
+"""The observers of a run, and the records of its steps, which they receive in order."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from flowrl.data.batch.batch import Batch
+from flowrl.data.metric import Logged
+from flowrl.report.progress import MetricsLog
+from flowrl.report.run_observer import RunObserver
+from flowrl.report.trackers.open_trackers import Trackers, open_trackers
+from flowrl.report.trackers.tracker import TrackedRun
+from flowrl.run.evaluation import Evaluation, EvaluationHistory, PendingEvaluation
+from flowrl.run.monitoring.health_log import HealthLog
+from flowrl.run.monitoring.step_checks import StepChecks
+from flowrl.run.monitoring.step_log import PeakMemory, RecordQueue, StepLog, check_logged
+from flowrl.run.replay.step_recorder import StepRecorder
+from flowrl.run.results import ResultFiles
+from flowrl.run.role_groups import Protections
+from flowrl.run.rollout_rows import RolloutSaver
+from flowrl.run.start import RunStart
+from flowrl.schedules.rollout_source import RolloutSource
+from flowrl.weight_sync.verification import ComparedWeights
+
+
+class RunObservers:
+    """Collects the metrics of each step, and passes the events of a run to its observers.
+
+    The driver runs ahead of the workers, so the record of a step is complete when its calls and its evaluations are
+    done. `write` and `settle` wait for them.
+    """
+
+    def __init__(self, start: RunStart, resources: ExitStack) -> None:
+        """Opens the files of the run. A resumed run removes the parts that it repeats. `resources` closes them."""
+        config, folder, cluster, notify = start.config, start.folder, start.cluster, start.progress.notify
+        last_step = -1 if start.resumed is None else start.resumed.manifest.step
+        tracked = TrackedRun(folder.path, config.model_dump(mode="json"), last_step)
+        trackers = resources.enter_context(Trackers(open_trackers(config.report, tracked, notify)))
+        metrics = resources.enter_context(MetricsLog(folder.path, last_step, notify=notify))
+        self.history = metrics.history
+        """The records of the steps so far."""
+        earlier_s = self.history[-1].get("elapsed_s", 0.0) if self.history else 0.0
+        self._roles = tuple(cluster.plan.roles)
+        self._log = StepLog(cluster.calls, earlier_s, config.report, folder.profiles)
+        self._results = ResultFiles(start, self.history, self._log)
+        self.evaluations = EvaluationHistory()
+        self.recorder = resources.enter_context(StepRecorder(config, cluster, start.saver, start.inputs, last_step))
+        self.rollouts = RolloutSaver(config, folder.rollouts, last_step, trackers.write_rows)
+        self._checks = StepChecks(start.applied, notify)
+        self._health = HealthLog(folder.path, config, cluster.plan, self.history, notify)
+        self.recorder.request_after_findings(self._health)
+        self.protections = Protections(notify)
+        self.observers: Sequence[RunObserver] = (
+            self._results,
+            self.evaluations,
+            self.recorder,
+            self.rollouts,  # before the metrics, because a checkpoint needs the rows and then the metrics of its step
+            metrics,
+            trackers,
+            start.progress,
+            self._checks,
+            self._health,
+            self.protections,
+        )
+        self._queue = RecordQueue(self._step_done, self._evaluated)
+        self._evaluated_step: int | None = None
+        """Last step with an evaluation for which training has waited."""
+        self._has_initial = start.resumed is not None
+        """Whether the record of step 0 is already written."""
+        self._memory = PeakMemory()
+
+    # Events.
+
+    def begin(self) -> None:
+        """The workers have started. The duration of the first step begins."""
+        for observer in self.observers:
+            observer.begin()
+        self._log.reset_clock()
+
+    def begin_step(self, step: int) -> None:
+        """Begins a step, whose batch may still be generated. Later calls and metrics belong to it."""
+        self._log.begin(step)
+
+    def step_begun(self, step: int, version: int, batch: Batch) -> None:
+        """The loop body of a step begins."""
+        for observer in self.observers:
+            observer.step_begun(step, version, batch)
+
+    def log(self, step: int, logged: Logged, *, is_in_loop: bool) -> None:
+        """Adds metrics, a future of metrics, or an `Evaluation` to the record of a step. Does not block.
+
+        Before the loop over steps, adds to the record of step 0, which a resumed run already has. Raises UserError if
+        a value is not a number.
+        """
+        if isinstance(logged, PendingEvaluation) and is_in_loop:
+            self._queue.add_evaluation(step, logged)
+            return
+        check_logged(logged)
+        if self._has_initial and not self._log.has_begun:
+            return
+        if isinstance(logged, Evaluation) and logged:
+            self.settle(step - 1)
+            self._evaluated(step, logged)
+            self._evaluated_step = step
+        for observer in self.observers:
+            observer.logged(logged)
+        self._log.add((logged,))
+
+    def follow_weights(self, compared: ComparedWeights | None) -> None:
+        """Adds a comparison of weights to the current step, and checks it later. None: nothing is compared."""
+        self._log.add(self._checks.rollout.follow(compared))
+
+    def watch_weights(self, compared: ComparedWeights | None) -> None:
+        """Checks a comparison of the weights of a resumed run, which belongs to no step."""
+        self._checks.rollout.follow(compared)
+
+    def end_calls(self, source: RolloutSource | None) -> bool:
+        """Ends the part of a step whose calls count for its duration. Returns False if it has ended before."""
+        if not self._log.is_timed:
+            return False
+        for metrics in () if source is None else source.pop_metrics():
+            if isinstance(metrics, ComparedWeights):
+                self.follow_weights(metrics)
+            else:
+                self._log.add(self._checks.failures.follow(metrics))
+        self._log.end()
+        self.recorder.end_calls()
+        return True
+
+    def check_responses(self, step: int) -> None:
+        """Waits for the scores of a step, and checks how many have failed."""
+        self._checks.failures.check_responses(step)
+
+    def measure_idleness(self, policy: str, rollout: str, source: RolloutSource) -> None:
+        """Adds idle times of the roles to the metrics of later steps."""
+        # A rollout that generates continuously belongs to no step.
+        excluded = rollout if source.is_streaming else None
+        self._log.measure_idleness(policy, self._roles, source.weight_wait_s, excluded_role=excluded)
+        self._results.counted = lambda: source.counted
+
+    def write_initial(self) -> None:
+        """Writes the metrics that were logged before the first step, if there are any."""
+        if initial := self._log.pop_initial():
+            self._step_done(0, initial)
+
+    def write(self, last_step: int) -> None:
+        """Waits for the calls of the steps up to `last_step`. Their records are written when their evaluations are
+        done.
+        """
+        for step in [step for step in self._log.unresolved if step <= last_step]:
+            values = self._log.resolve(step)
+            values["memory_mb"] = self._memory.measure_mb()
+            if self._evaluated_step == step:
+                self._log.reset_clock()
+            for observer in self.observers:
+                observer.calls_done(step, values)
+            self._queue.add_record(step, values)
+
+    def write_evaluated(self, step: int) -> None:
+        """Writes the record of a step if training has waited for its evaluation, whose time does not count."""
+        if self._evaluated_step == step:
+            self.write(step)
+
+    def settle(self, last_step: int) -> None:
+        """Waits for the calls and the evaluations of the steps up to `last_step`, and writes their records."""
+        self.write(last_step)
+        self._queue.flush(last_step)
+
+    def drop_evaluations(self) -> None:
+        """Writes the records without the evaluations that still run, after an error."""
+        self._queue.drop_evaluations()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run must end after the current step, or None."""
+        return next((reason for observer in self.observers if (reason := observer.stop_reason) is not None), None)
+
+    def saved(self, step: int) -> None:
+        """The files of a checkpoint are written. It becomes complete afterwards."""
+        for observer in self.observers:
+            observer.saved(step)
+
+    def ended(self, summary: Mapping[str, Any]) -> None:
+        """All steps and evaluations are done."""
+        for observer in self.observers:
+            observer.ended(summary)
+
+    def write_partial_results(self, error: BaseException, start: RunStart) -> None:
+        """Writes the results of a run that ends with an error, or empties its folder if it has none."""
+        has_steps = start.resumed is not None or any(record["step"] for record in self.history)
+        if has_steps or self.recorder.keeps_step(error):
+            self._results.write_partial(start.restarts.draw_at_end)
+        else:
+            start.folder.clear()  # there is no result yet, so the next attempt may use the same folder
+            start.interruption.progress = "before the first step was complete; nothing was saved"
+
+    def _evaluated(self, step: int, evaluation: Evaluation) -> None:
+        for observer in self.observers:
+            observer.evaluated(step, evaluation, evaluation.rows, evaluation.num_rows)
+
+    def _step_done(self, step: int, values: Mapping[str, float]) -> None:
+        for observer in self.observers:
+            observer.step_done(step, values)
+
+    # State and results.
+
+    def state(self) -> dict[str, Any]:  # Any: plain values
+        """Returns the state for a checkpoint after the step that was submitted last."""
+        return {
+            "outcomes": self.evaluations.state(),
+            "pending_evaluations": self._queue.pending_evaluations,
+            "peak_mb": self._memory.peak_mb,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.evaluations.restore(state["outcomes"], state["pending_evaluations"], self.history)
+        self._memory.peak_mb = state["peak_mb"]
+
+    def summary(self, step: int) -> dict[str, Any]:  # Any: values of JSON
+        """Returns the entries of `summary.json` that observers have measured. `step` is the last step."""
+        return {
+            "steps": int(self.history[-1]["step"]) if self.history else 0,
+            "busy_fraction": self._log.recorded.busy_fractions(),
+            "stopped_by": self.stop_reason,
+            "rollout_gap_steps": self._checks.rollout.gap_steps,
+            "health": self._health.summary(),
+            "missing_protections": {role: list(names) for role, names in self.protections.missing.items()},
+            "peak_memory_mb": self._memory.measure_mb(is_required=True),
+        } | self.evaluations.summary(step)
