@@ -284,6 +284,30 @@ def norm_of_a_sum(strategy: str, group: distributed.ProcessGroup | None) -> floa
     return metrics["grad_norm"].result()
 
 
+def train_with_moves(group: distributed.ProcessGroup, *, moves: bool) -> list[torch.Tensor]:
+    """Trains bfloat16 weights for three steps of two batches on one rank, and returns the weights.
+
+    With `moves`, copies of the weights replace them after each batch, as in a move to another device and back.
+    """
+    engine = EngineConfig(strategy="fsdp", max_tokens_per_microbatch=20)
+    policy = TrainEngine(PolicyModel(qwen2(torch.bfloat16)), OPTIMIZER, engine, mesh=rank_mesh(group, device="cpu"))
+    for step in range(NUM_STEPS):
+        for seed in (step, step + 1):
+            policy.forward_backward(table(11, seed=seed), policy_loss)
+            if moves:
+                _move(policy)
+        policy.optim_step()
+        if moves:
+            _move(policy)
+    return [_local_shard(parameter).detach().clone() for parameter in policy.model.parameters()]
+
+
+def _move(engine: TrainEngine) -> None:
+    """Replaces the weights and gradients by copies."""
+    with engine._gradients.moved_to(torch.device("cpu")):
+        engine.model._apply(torch.clone)
+
+
 def main(rank: int, folder: Path, names: Collection[str]) -> None:
     """Runs the named cases and the half-precision cases on one of four ranks, and writes the results."""
     torch.set_num_threads(1)
@@ -301,5 +325,8 @@ def main(rank: int, folder: Path, names: Collection[str]) -> None:
         results["bfloat16"] = train_on_bfloat16(group)
         results |= {f"sum with {strategy}": norm_of_a_sum(strategy, group) for strategy in SUMS}
         results |= {f"in {dtype}": train_in_half(dtype, group) for dtype in ("bfloat16", "float16")}
+    if rank == 0:
+        assert isinstance(groups[1], distributed.ProcessGroup)
+        results["moves"] = {moves: train_with_moves(groups[1], moves=moves) for moves in (False, True)}
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -5,7 +5,8 @@ below 1/256 of its value.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -36,8 +37,8 @@ class Gradients(Protocol):
 
     def scale(self, factor: float) -> None: ...
 
-    def move(self, device: torch.device) -> None:
-        """Moves the gradients to a device, before `sum`."""
+    def moved_to(self, device: torch.device) -> AbstractContextManager[None]:
+        """Moves the gradients to a device, before `sum`. The body moves the weights, which have no gradients then."""
         ...
 
     def free(self) -> None: ...
@@ -84,7 +85,11 @@ class ReplicatedGradients:
         for buffer in self._buffers:
             buffer.mul_(factor)
 
-    def move(self, device: torch.device) -> None:
+    @contextmanager
+    def moved_to(self, device: torch.device) -> Iterator[None]:
+        _free(self._parameters)
+        yield
+        _allow_other_dtypes(self._parameters)
         buffers, self._buffers = self._buffers, []
         for buffer in buffers:
             self._use(buffer.to(device))
@@ -137,10 +142,14 @@ class ShardedGradients:
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
 
-    def move(self, device: torch.device) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(device)
+    @contextmanager
+    def moved_to(self, device: torch.device) -> Iterator[None]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        _free(self._parameters)
+        yield
+        _allow_other_dtypes(self._parameters)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(device)
 
     def free(self) -> None:
         _free(self._parameters)
@@ -152,7 +161,10 @@ def _sum_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _allow_other_dtypes(parameters: Sequence[nn.Parameter]) -> None:
-    """Lets gradients have another dtype than their weights, which torch rejects by default."""
+    """Lets gradients have another dtype than their weights, which torch rejects by default.
+
+    torch forgets it when it moves a DTensor, because it then swaps the weight with a new one.
+    """
     for parameter in parameters:
         parameter.grad_dtype = None
 

@@ -334,9 +334,8 @@ class TrainEngine:
 
     def _move(self, device: torch.device) -> None:
         """Moves weights and accumulated gradients to a device."""
-        move_model(self.model, device)
-        if self._num_losses:
-            self._gradients.move(device)
+        with self._gradients.moved_to(device):
+            move_model(self.model, device)
 
     def _accumulate(
         self, batch: TensorDictBase, loss: LossTerm, mask_column: str, groups: Groups | None, weight: float

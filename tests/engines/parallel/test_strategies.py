@@ -196,6 +196,13 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(results: list[dict]
     assert [results[rank][f"sum with {strategy}"] for rank in range(2)] == [norm, norm]
 
 
+def test_sharded_bfloat16_weights_train_on_after_moves_between_and_within_steps(results: list[dict]):
+    """A gradient of a 16-bit weight has 32 bits, which torch allows again after each move."""
+    unmoved, moved = (results[0]["moves"][moves] for moves in (False, True))
+    assert {weight.dtype for weight in moved} == {torch.bfloat16}
+    assert all(map(torch.equal, moved, unmoved))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fsdp_in_half_precision_equals_one_process_in_half_precision(results: list[dict], dtype: str):
     """Compares the first two steps only, because rounding errors accumulate."""

@@ -229,8 +229,8 @@ def test_moved_gradients_are_those_that_are_summed():
     moved = ReplicatedGradients(parameters, SINGLE_PROCESS)
     moved.zero()
     (parameters[0].sum() * 2 + parameters[1].sum() * 2).backward()
-    nn.ParameterList(parameters)._apply(torch.clone)
-    moved.move(torch.device("cpu"))
+    with moved.moved_to(torch.device("cpu")):
+        nn.ParameterList(parameters)._apply(torch.clone)
     (parameters[0].sum() * 1).backward()
     moved.scale(0.5)
     assert parameters[0].grad is not None and parameters[0].grad.tolist() == [[1.5, 1.5]] * 2
