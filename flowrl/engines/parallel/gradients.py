@@ -129,7 +129,8 @@ class ShardedGradients:
             assert isinstance(gradient, DTensor), "a sharded model's gradients are sharded"
             # Several ranks may hold the same shard, which would be counted several times.
             num_copies = num_ranks // _num_shards(gradient)
-            total += gradient.to_local().double().square().sum().to(total.device) / num_copies
+            norm = torch.linalg.vector_norm(gradient.to_local())
+            total += norm.double().square().to(total.device) / num_copies
         return math.sqrt(self._mesh.sum(total).item())
 
     @property

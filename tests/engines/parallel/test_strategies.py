@@ -193,7 +193,8 @@ def test_an_adapter_of_bfloat16_weights_is_trained_in_float32_on_ranks(results: 
     [("ddp", 2 * 552.0), ("fsdp", 2 * 552.0), ("tp", 2 * 276.0)],
 )
 def test_gradients_of_bfloat16_weights_are_summed_in_float32(results: list[dict], strategy: str, norm: float):
-    assert [results[rank][f"sum with {strategy}"] for rank in range(2)] == [norm, norm]
+    # The norm of each gradient is rounded to float32.
+    assert [results[rank][f"sum with {strategy}"] for rank in range(2)] == pytest.approx([norm, norm], rel=1e-6)
 
 
 def test_sharded_bfloat16_weights_train_on_after_moves_between_and_within_steps(results: list[dict]):
