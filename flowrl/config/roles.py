@@ -303,7 +303,8 @@ class PlannedVllmConfig(VllmConfig):
     """Peak bytes on the device without this KV cache, while the engine holds it."""
 
     present: NonNegativeInt
-    """Bytes that are in use on the device when the engine starts, according to the plan."""
+    """Bytes that are in use on the device when the engine starts, according to the plan. Includes the CUDA context
+    with which the engine measures the free memory."""
 
     least: NonNegativeInt
     """Smallest usable KV cache: bytes of one sequence of full length."""
@@ -311,13 +312,16 @@ class PlannedVllmConfig(VllmConfig):
     limit: PositiveInt | None
     """Bytes in `placement.memory_gb`; None uses the whole device."""
 
+    num_caches: PositiveInt = 1
+    """Number of KV caches that divide the free memory, because they are on the device at the same time."""
+
     def fit_cache(self, total: int, free: int) -> int:
         """Returns the bytes of the KV cache on a device with `total` bytes, of which `free` are free at the start.
 
         Subtracts the memory that other programs use. The result may be below `least`, and below 0.
         """
         unplanned = max(0, total - free - self.present)
-        return int(CACHE_SHARE * (min(total, self.limit or total) - self.needed - unplanned))
+        return int(CACHE_SHARE * (min(total, self.limit or total) - self.needed - unplanned) / self.num_caches)
 
 
 class RolloutConfig(RoleConfig):

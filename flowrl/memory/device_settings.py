@@ -5,7 +5,7 @@ the devices, and the memory check) and `render_settings`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -163,31 +163,48 @@ def _with_sequences(config: RunConfig, num_seqs: int) -> RunConfig:
 
 def _with_caches(config: RunConfig, devices: Sequence[DeviceMemory], budget: MemoryBudget) -> RunConfig:
     """Returns the config with KV caches of vLLM that use the memory that the plan leaves free."""
-    changed: dict[str, RoleConfig] = {}
+    engines: dict[str, RolloutConfig | JudgeConfig] = {}
+    own: dict[str, list[DeviceMemory]] = {}
     for role, value in config.role_settings.items():
         if not isinstance(value, RolloutConfig | JudgeConfig) or value.engine != "vllm":
             continue
-        settings, own = value.vllm or VllmConfig(), [device for device in devices if role in device.roles]
-        if settings.kv_cache_gb is None and own and all(device.is_known for device in own):
-            changed[role] = value.model_copy(update={"vllm": _plan_cache(role, settings, own, budget)})
-    return _with_roles(config, changed) if changed else config
+        on_role = [device for device in devices if role in device.roles]
+        has_null_cache = value.vllm is None or value.vllm.kv_cache_gb is None
+        if has_null_cache and on_role and all(device.is_known for device in on_role):
+            engines[role], own[role] = value, on_role
+    if not engines:
+        return config
+    planned = {
+        role: _plan_cache(role, value.vllm or VllmConfig(), own[role], budget, engines.keys())
+        for role, value in engines.items()
+    }
+    caches = {role: vllm.cache_bytes for role, vllm in planned.items() if vllm.kv_cache_gb is not None}
+    changed: dict[str, RoleConfig] = {}
+    for role, value in engines.items():
+        present = max(device.present_at_start(role, caches) for device in own[role])
+        changed[role] = value.model_copy(update={"vllm": planned[role].model_copy(update={"present": present})})
+    return _with_roles(config, changed)
 
 
 def _plan_cache(
-    role: str, settings: VllmConfig, devices: Sequence[DeviceMemory], budget: MemoryBudget
+    role: str, settings: VllmConfig, devices: Sequence[DeviceMemory], budget: MemoryBudget, roles: Collection[str]
 ) -> PlannedVllmConfig:
+    """Returns the settings of an engine with its KV cache. `roles`: all roles with a null cache, which divide the
+    memory.
+    """
     limit = None if budget.per_device is None else int(budget.per_device)
     planned = PlannedVllmConfig(
         **dict(settings),
         needed=max(device.needed_beside_cache(role) for device in devices),
-        present=max(device.present_at_start(role) for device in devices),
+        present=0,
         least=max(memory.sequence_cache for device in devices if (memory := device.roles[role]) is not None),
         limit=limit,
+        num_caches=max(device.num_caches(roles) for device in devices),
     )
     if limit is None:  # only the engine knows the memory of its GPU
         return planned
     # If not even one sequence fits, the memory check reports by how much.
-    bytes_ = max(planned.fit_cache(limit, limit - planned.present), planned.least)
+    bytes_ = max(planned.fit_cache(limit, limit), planned.least)
     return planned.model_copy(update={"kv_cache_gb": max(math.floor(bytes_ / 1e8), 1) / 10})
 
 

@@ -5,7 +5,7 @@ The calls of a process run sequentially, so a device needs the state of all its 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,8 @@ class DeviceMemory:
     """Term -> bytes that the processes on the device need in any case, such as CUDA contexts."""
     fragmentation: float = 0.0
     """Bytes that torch reserves in addition to the tensors of a call, relative to these tensors."""
+    processes: tuple[frozenset[str], ...] = ()
+    """Roles of each process that caches freed memory. Empty on a CPU, which gets freed memory back."""
 
     @property
     def is_known(self) -> bool:
@@ -65,7 +67,8 @@ class DeviceMemory:
     def peak(self) -> tuple[int, str, CallMemory]:
         """Bytes, role and call at the peak, over all roles with known memory."""
         peaks = [(self.during(role, call), role, call) for role, call in self._calls]
-        return max(peaks, key=lambda peak: peak[0], default=(self.process, "", CallMemory("start")))
+        # Without eviction, the memory is the same during the largest calls of all processes.
+        return max(peaks, key=lambda peak: (peak[0], peak[2].total), default=(self.process, "", CallMemory("start")))
 
     @property
     def _calls(self) -> list[tuple[str, CallMemory]]:
@@ -73,9 +76,26 @@ class DeviceMemory:
 
     def during(self, role: str, call: CallMemory) -> int:
         """Returns the bytes of the device while a call runs."""
-        # An eviction returns the reserved memory of other processes, so only this call's process has unused memory.
         state = sum(self.resident(other, role) for other in self.roles)
-        return self.process + state + call.total + self.reserved(call)
+        return self.process + state + call.total + self.reserved(call) + self.cached(role)
+
+    def cached(self, caller: str) -> int:
+        """Returns the bytes that torch caches in other processes while a method of `caller` runs.
+
+        A call evicts another process if a role of either process offloads. An evicted process returns its cache.
+        Otherwise, a process keeps the memory of its largest call.
+        """
+        own = next((roles for roles in self.processes if caller in roles), frozenset[str]())
+        if self._can_offload(own):
+            return 0
+        kept = [roles for roles in self.processes if roles != own and not self._can_offload(roles)]
+        return sum(
+            max((call.total + self.reserved(call) for role, call in self._calls if role in roles), default=0)
+            for roles in kept
+        )
+
+    def _can_offload(self, roles: frozenset[str]) -> bool:
+        return any((memory := self.roles[role]) is not None and memory.offloads for role in roles)
 
     def reserved(self, call: CallMemory) -> int:
         """Returns the bytes that torch reserves in addition to the tensors of a call."""
@@ -98,13 +118,23 @@ class DeviceMemory:
         others = [self.during(*call) for call in self._calls if not memory.offloads or call[0] == role]
         return max(others, default=self.process) - memory.kv_cache
 
-    def present_at_start(self, role: str) -> int:
-        """Returns the bytes that are in use when the engine of `role` starts. The roles before it have no optimizer
-        state yet.
+    def num_caches(self, roles: Collection[str]) -> int:
+        """Returns the number of KV caches of `roles` that are allocated at the same time: those of all roles that never
+        offload, and one of the others.
         """
-        others = [memory for other, memory in self.roles.items() if other != role and memory is not None]
-        processes = sum(self.fixed.get(term, 0) for term in ("CUDA context", "vLLM process"))
-        return processes + sum(memory.weights for memory in others if not memory.offloads)
+        offloads = [memory.offloads for role in roles if (memory := self.roles.get(role)) is not None]
+        return offloads.count(False) + any(offloads)
+
+    def present_at_start(self, role: str, caches: Mapping[str, int]) -> int:
+        """Returns the bytes that are in use when the engine of `role` measures the free memory. It then has only a CUDA
+        context. Trained roles have no optimizer state yet. `caches`: role -> bytes of planned KV caches.
+        """
+        others = {other: memory for other, memory in self.roles.items() if other != role and memory is not None}
+        processes = int(CUDA_PROCESS.value) + self.fixed.get("CUDA context", 0)
+        engines = sum(sum(memory.fixed.values()) for memory in others.values() if "vLLM process" in memory.fixed)
+        awake = {other: memory for other, memory in others.items() if not memory.offloads}
+        state = sum(memory.weights + caches.get(other, memory.kv_cache) for other, memory in awake.items())
+        return processes + engines + state
 
 
 def read_sizes(config: RunConfig) -> dict[Path, ModelSize]:
@@ -136,7 +166,9 @@ def estimate_memory(config: RunConfig, planned: Plan, sizes: Mapping[Path, Model
             if slot in role.slots
         }
         fixed = _fixed_memory(planned, local_slots, roles)
-        devices.append(DeviceMemory(node, device, roles, fixed, fragmentation))
+        processes = (frozenset(name for name in roles if slot in planned.roles[name].slots) for slot in local_slots)
+        caching = tuple(processes) if planned.kind == "cuda" else ()
+        devices.append(DeviceMemory(node, device, roles, fixed, fragmentation, caching))
     return devices
 
 

@@ -13,7 +13,7 @@ from flowrl.config import (
     models_of,
     shards_model,
 )
-from flowrl.config.roles import DEFAULT_NUM_SEQS
+from flowrl.config.roles import DEFAULT_NUM_SEQS, PlannedVllmConfig
 from flowrl.controller.placement.inventory import local_memory
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.plan_table import aligned
@@ -65,10 +65,21 @@ def _error_message(config: RunConfig, planned: Plan, device: DeviceMemory, avail
     share = device.resident(role, caller) + (call.total + device.reserved(call) if role == caller else 0)
     largest = f" ({role}: {share / GB:.1f} GB)" if len(device.roles) > 1 else ""
     advice = _advice(config, planned, role, use, available - device.needed_beside_cache(role))
+    advice += _sleep_advice(config, device) if device.cached(caller) else ""
     return (
         f"{caller}.{call.name} on device {device.node}:{device.device} needs about {needed / GB:.1f} GB{largest}, but "
         f"{available / GB:.1f} GB are available: {advice}"
     )
+
+
+def _sleep_advice(config: RunConfig, device: DeviceMemory) -> str:
+    """Returns the setting with which the processes of a device return their cached memory, or an empty string."""
+    for role, value in config.role_settings.items():
+        if not isinstance(value, RolloutConfig | JudgeConfig) or role not in device.roles:
+            continue
+        if value.vllm is not None and value.vllm.sleep is False:
+            return f", or set {role}.vllm.sleep: true"
+    return ""
 
 
 def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[str, str]:
@@ -81,7 +92,7 @@ def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[s
         uses.append((state, role, "state"))
     uses += [
         (device.process, caller, "process"),
-        (call.activations, caller, "activations"),
+        (call.activations + call.buffers, caller, "activations"),
         (call.kv_cache, caller, "kv_cache"),
         (call.gathered, caller, "gathered"),
         *((memory.kv_cache, role, "allocated_cache") for role, memory in device.roles.items() if memory is not None),
@@ -98,7 +109,8 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str, cache_room: f
         if name == role and isinstance(value, RolloutConfig | JudgeConfig):
             current_gb = (value.vllm or VllmConfig()).cache_bytes / GB
             largest_gb = math.floor(cache_room / GB * 10) / 10
-            if use == "allocated_cache" and largest_gb > 0:
+            is_stated = not isinstance(value.vllm, PlannedVllmConfig)
+            if use == "allocated_cache" and largest_gb > 0 and is_stated:
                 return f"lower {name}.vllm.kv_cache_gb (now {current_gb:g}) to {largest_gb:g}"
             num_seqs = value.max_num_seqs or DEFAULT_NUM_SEQS
             can_lower = use in ("kv_cache", "activations") and num_seqs > MIN_ROWS
@@ -146,6 +158,8 @@ def _fixed_terms(device: DeviceMemory) -> dict[str, int]:
     terms = dict(device.fixed)
     if reserved := device.reserved(device.peak[2]):
         terms["fragmentation"] = reserved
+    if cached := device.cached(device.peak[1]):
+        terms["cached"] = cached
     return terms
 
 
@@ -155,7 +169,7 @@ def _sources(devices: Sequence[DeviceMemory]) -> list[str]:
     calls = [call for device in devices for memory in device.roles.values() if memory for call in memory.calls]
     if any(call.buffers for call in calls):
         used["buffers"] = None
-    constants = [(term, constant) for term in used for constant in TERMS[term] if not constant.is_measured]
+    constants = [(term, constant) for term in used for constant in TERMS.get(term, ()) if not constant.is_measured]
     if not constants:
         return []
     lines = [f"  {term}: {constant.shown} {constant.meaning} ({constant.source})" for term, constant in constants]

@@ -167,6 +167,8 @@ def test_a_kv_cache_is_nine_tenths_of_the_free_memory() -> None:
     assert vllm.fit_cache(80 * 10**9, 10 * 10**9) < 0
     limited = vllm.model_copy(update={"limit": 40 * 10**9})
     assert limited.fit_cache(80 * 10**9, 71 * 10**9) == 11_700_000_000
+    one_of_two = vllm.model_copy(update={"num_caches": 2})
+    assert one_of_two.fit_cache(80 * 10**9, 71 * 10**9) == 23_850_000_000
 
 
 def test_the_kv_cache_uses_the_memory_that_the_plan_leaves() -> None:
@@ -188,7 +190,53 @@ def test_the_rest_of_a_device_is_counted_beside_the_cache() -> None:
     generate = next(call for call in rollout.calls if call.name == "generate")
     others = device.process + actor.resident + rollout.weights + generate.total + device.reserved(generate)
     assert vllm.needed == others
-    assert vllm.present == device.fixed["CUDA context"] + device.fixed["vLLM process"] + actor.weights
+    assert vllm.present == 2 * 1_060_000_000 + actor.weights  # CUDA contexts of the trainer and of the engine itself
+
+
+def judged_run(rollout: str, judge: str, **changes: Any) -> GRPOConfig:
+    """Returns a run with a rollout and a judge on one GPU of 80 GB.
+
+    Args:
+        rollout: the rollout's `vllm.sleep`.
+        judge: the judge's `vllm.sleep`.
+        changes: further settings of the judge.
+    """
+    settings = {"model": {"path": QWEN}, "engine": "vllm", "vllm": {"sleep": judge == "true"}, **changes}
+    config = run_on("cuda", *VLLM, f"rollout.vllm.sleep={rollout}")
+    config = config.model_copy(update={"reward": reward_of(judge={"judge": settings})})
+    placement = config.placement.model_copy(update={"roles": dict.fromkeys(config.roles, "main")})
+    return config.model_copy(update={"placement": placement})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "judge", "num_caches"),
+    [("false", "false", 2), ("true", "false", 2), ("false", "true", 2), ("true", "true", 1)],
+)
+def test_two_engines_on_a_gpu_divide_its_memory_unless_both_sleep(rollout: str, judge: str, num_caches: int) -> None:
+    fitted = fit(judged_run(rollout, judge))
+    (device,), settings = fitted.devices, fitted.config.role_settings
+    for role in ("rollout", "reward_judge"):
+        vllm, memory = getattr(settings[role], "vllm"), device.roles[role]  # noqa: B009 (of two classes of settings)
+        assert memory is not None and vllm.num_caches == num_caches
+        assert memory.kv_cache / 1e9 == pytest.approx(0.9 * (80 - vllm.needed / 1e9) / num_caches, abs=0.1)
+    assert device.peak[0] < 80e9
+
+
+def test_the_cache_of_another_engine_is_planned_memory_at_the_start() -> None:
+    """Beside the engine's CUDA context: a trainer with its weights, and an awake judge with graphs, weights, cache."""
+    fitted = fit(judged_run("true", "false"))
+    (device,) = fitted.devices
+    actor, judge = device.roles["actor"], device.roles["reward_judge"]
+    assert actor is not None and judge is not None
+    judge_bytes = judge.fixed["vLLM process"] + judge.fixed["CUDA graphs"] + judge.weights + judge.kv_cache
+    assert rollout_of(fitted).present == 2 * 1_060_000_000 + actor.weights + judge_bytes
+
+
+def test_a_judge_without_memory_for_a_sequence_is_not_blamed_on_a_cache_that_nobody_set() -> None:
+    """The keys and values of 3 million tokens need 86 GB."""
+    with rejects("reward_judge.generate", "reward_judge", "pool", error=ConfigError) as caught:
+        fit(judged_run("true", "true", max_response_tokens=3_000_000))
+    assert "kv_cache_gb" not in str(caught.value)
 
 
 def test_a_sequence_of_full_length_occupies_its_keys_and_values() -> None:
@@ -206,7 +254,7 @@ def test_a_stated_cache_and_a_stated_number_of_sequences_are_kept() -> None:
 
 def test_a_gpu_without_room_for_a_cache_is_rejected() -> None:
     """An engine that never sleeps keeps its cache during updates, whose peak is larger than the memory."""
-    awake = (*VLLM, "rollout.vllm.sleep=false")
+    awake = (*VLLM, "rollout.vllm.sleep=false", "rollout.max_num_seqs=256")
     needed = rollout_of(fit(run_on("cuda", *awake))).needed
     with rejects("actor.update", error=ConfigError):
         fit(run_on("cuda", *awake, f"placement.memory_gb={needed / 1e9}"))

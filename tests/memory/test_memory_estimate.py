@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from flowrl.memory.device_constants import TERMS
 from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, explain_unknown_sizes, read_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget, render_memory
 from flowrl.memory.model_size import PUBLISHED, model_size_from_config, read_model_size
-from flowrl.memory.role_memory import RoleModel, training_role
+from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, hf_memory, num_slots
 from flowrl.run.preflight import check_run, plan_run
 from recipes.grpo.config import GRPOConfig
@@ -294,6 +295,58 @@ def test_a_sleeping_vllm_keeps_its_process_and_its_graphs() -> None:
     assert device.resident("rollout", "actor") == 0
     without = only_device(grpo("Qwen/Qwen2.5-1.5B", "rollout.vllm.graphs=false"))
     assert set(without.fixed) == {"CUDA context", "vLLM process"}
+
+
+ACTOR = RoleMemory(10, 20, (CallMemory("update", activations=30), CallMemory("logprobs", activations=5)))
+AWAKE = RoleMemory(6, 0, (CallMemory("generate", activations=4, buffers=3),), kv_cache=8)
+APART = (frozenset({"actor"}), frozenset({"rollout"}))
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "processes", "update", "generate"),
+    [
+        # 2 of the processes + 30 of the actor + 14 of the rollout, calls of 30 + 15 and 7 + 3, and the other's cache
+        (ACTOR, AWAKE, APART, 2 + 44 + 45 + 10, 2 + 44 + 10 + 45),
+        (ACTOR, AWAKE, (APART[0] | APART[1],), 2 + 44 + 45, 2 + 44 + 10),
+        (ACTOR, replace(AWAKE, offloads=True), APART, 2 + 30 + 45, 2 + 44 + 10),
+        (replace(ACTOR, offloads=True), AWAKE, APART, 2 + 44 + 45, 2 + 14 + 10),
+    ],
+)
+def test_a_process_that_is_never_evicted_keeps_the_memory_of_its_largest_call(
+    actor: RoleMemory, rollout: RoleMemory, processes: tuple[frozenset[str], ...], update: int, generate: int
+) -> None:
+    roles = {"actor": actor, "rollout": rollout}
+    device = DeviceMemory(0, 0, roles, {"CUDA context": 2}, fragmentation=0.5, processes=processes)
+    assert device.during("actor", actor.calls[0]) == update
+    assert device.during("rollout", rollout.calls[0]) == generate
+    assert device.peak[0] == max(update, generate)
+
+
+def test_an_eviction_by_one_role_of_a_process_frees_the_caches_of_the_other_processes() -> None:
+    """The critic offloads when idle, so each call of its process evicts the rollout."""
+    critic = RoleMemory(1, 0, (CallMemory("update", activations=2),), offloads=True)
+    roles = {"actor": ACTOR, "critic": critic, "rollout": AWAKE}
+    device = DeviceMemory(0, 0, roles, {}, processes=(frozenset({"actor", "critic"}), frozenset({"rollout"})))
+    assert device.during("actor", ACTOR.calls[1]) == 30 + 14 + 5
+
+
+@pytest.mark.parametrize(
+    ("sleep", "device", "expected"),
+    [("false", "cuda", 1_150_000_000), ("null", "cuda", 0), ("false", "cpu", 0)],
+)
+def test_a_plan_counts_the_cached_memory_of_an_engine_that_never_sleeps(sleep: str, device: str, expected: int) -> None:
+    """Its largest call receives two buckets of 500 MB, and torch reserves 15 % more."""
+    settings = ("rollout.max_num_seqs=16", "rollout.vllm.kv_cache_gb=1", f"rollout.vllm.sleep={sleep}")
+    config = grpo("Qwen/Qwen2.5-1.5B", *settings, f"placement.device={device}")
+    assert only_device(config).cached("actor") == expected
+
+
+def test_a_device_that_is_full_of_cached_memory_names_the_settings_that_free_it() -> None:
+    """The sampler of 16,384 sequences needs 35 GB."""
+    settings = ("rollout.vllm.kv_cache_gb=1", "rollout.vllm.sleep=false", "rollout.max_num_seqs=16384")
+    config = grpo("Qwen/Qwen2.5-1.5B", *settings, "placement.memory_gb=60")
+    with rejects("rollout.generate", "rollout.max_num_seqs", 16384, "rollout.vllm.sleep", error=ConfigError):
+        check(config)
 
 
 def test_a_colocated_weight_sync_needs_two_buckets_and_the_sampler_its_logits() -> None:
