@@ -4,6 +4,8 @@ import gc
 import os
 import subprocess
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -89,6 +91,10 @@ class Device(Protocol):
         """Waits for the operations on all streams of the device."""
         ...
 
+    def keep_stream(self) -> AbstractContextManager[None]:
+        """Restores the current stream after a block whose code may replace it."""
+        ...
+
     def release_cached(self) -> None:
         """Returns the freed blocks in torch's cache to the device, so that other processes can allocate them."""
         ...
@@ -134,6 +140,9 @@ class CpuDevice:
     def wait_for_stream(self) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def keep_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def release_cached(self) -> None: ...
 
@@ -187,6 +196,14 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
+
+    @contextmanager
+    def keep_stream(self) -> Iterator[None]:
+        stream = torch.cuda.current_stream(self.index)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(stream)
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()

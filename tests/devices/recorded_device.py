@@ -1,6 +1,7 @@
 """A device that records its operations."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -22,6 +23,9 @@ class RecordedDevice:
     def synchronize(self) -> None:
         self._record("synchronize")
         self._device.synchronize()
+
+    def keep_stream(self) -> AbstractContextManager[None]:
+        return self._device.keep_stream()
 
     def release_cached(self) -> None:
         self._record("release cached")

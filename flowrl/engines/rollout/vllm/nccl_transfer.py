@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-from flowrl.devices.device import get_device
+from flowrl.devices.device import COLLECTIVE_TIMEOUT, get_device
 from flowrl.engines.rollout.base import RolloutError
 from flowrl.engines.rollout.cuda_ipc import WeightMetadata
 
@@ -61,8 +61,17 @@ class NcclSender:
         """
         self._buffer_bytes, self._device = group.buffer_bytes, device
         # Not vLLM's `trainer_init`, which binds the port itself, after another process could have taken it.
-        rendezvous = StatelessProcessGroup.create(group.host, group.port, 0, group.world_size, listen_socket=listener)
-        self._group = PyNcclCommunicator(rendezvous, device)
+        rendezvous = StatelessProcessGroup.create(
+            group.host,
+            group.port,
+            0,
+            group.world_size,
+            store_timeout=int(COLLECTIVE_TIMEOUT.total_seconds()),
+            listen_socket=listener,
+        )
+        # The first use of vLLM's current stream would move all later operations of the trainer to a new stream.
+        with get_device(device).keep_stream():
+            self._group = PyNcclCommunicator(rendezvous, device)
         _check_enabled(self._group)
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
