@@ -264,10 +264,9 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
         # The float32 sums stay allocated until all gradients have been cast to 16 bits.
         cast = model.trained if model.sums_in_float32 else 0
         return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient, cast))
-    # FSDP holds unsharded gradients and a copy for the reduce-scatter, first of a layer, then of the other weights.
-    gradient_bytes = _gathered_bytes(model) + 4  # reduced in float32
+    # FSDP reduces the gradients of each layer, and at the end those of the other weights.
     layer_gradients, non_layer_gradients = (
-        count * gradient_bytes if is_full_finetuning else 0 for count in (model.layer, model.non_layer)
+        int(count * _reduced_bytes(model)) if is_full_finetuning else 0 for count in (model.layer, model.non_layer)
     )
     in_layers = max(at_head, at_layer + layer_gradients)
     return CallMemory("update", gradients, max(in_layers, non_layer_gradients), _gathered(model))
@@ -289,3 +288,13 @@ def _gathered(model: RoleModel) -> int:
 def _gathered_bytes(model: RoleModel) -> int:
     """Returns the bytes of an all-gathered parameter."""
     return 2 if model.precision == "half" else 4
+
+
+def _reduced_bytes(model: RoleModel) -> float:
+    """Returns the bytes per parameter that FSDP holds while it reduces gradients, beside the gradient shards.
+
+    First, these are the gradients and their float32 copy. Then, they are the copy and its reduced shard, which is cast
+    to the dtype of 16-bit weights. One rank sums nothing, but has the same copies.
+    """
+    shard = 6 if model.param_bytes == 2 else 4
+    return 4 + max(_gathered_bytes(model), shard / model.num_shards)

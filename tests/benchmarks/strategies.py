@@ -76,6 +76,7 @@ CASES = {
     "fsdp, LoRA": Case(RANKS, {"strategy": "fsdp"}, lora=LORA),
     "tp, LoRA": Case(RANKS, tp=RANKS, lora=LORA),
     "single, compute_dtype: bfloat16": Case(engine={"compute_dtype": "bfloat16"}),
+    "fsdp on one rank, compute_dtype: bfloat16": Case(engine={"strategy": "fsdp", "compute_dtype": "bfloat16"}),
     "single, compute_dtype: float16": Case(engine={"compute_dtype": "float16"}),
     "single, dtype: bfloat16": Case(dtype="bfloat16"),
 }

@@ -399,14 +399,26 @@ def test_a_model_that_transformers_cannot_construct_is_rejected(model: Path, key
         estimate_memory(config, plan_run(config, [8]), read_sizes(config))
 
 
-def test_gradients_of_sharded_bfloat16_weights_are_reduced_in_float32() -> None:
-    """FSDP holds the gradients outside the layers in bfloat16, and their copy for the reduction in float32."""
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "num_bytes"),
+    [
+        (8, "bfloat16", 2 + 4),  # gradient and copy
+        (2, "bfloat16", 4 + (4 + 2) // 2),  # copy, its sum over ranks, and the sum in bfloat16
+        (1, "bfloat16", 4 + 4 + 2),
+        (8, "float32", 2 + 4),
+        (1, "float32", 4 + 4),
+    ],
+)
+def test_fsdp_reduces_the_gradients_outside_the_layers_in_float32(num_ranks: int, dtype: str, num_bytes: int) -> None:
+    """Products have bfloat16, and so have gradients before they are copied for the reduction."""
     size = model_size_from_config(SETTINGS)
     assert size is not None
-    engine = EngineConfig(strategy="fsdp", compute_dtype=None, max_tokens_per_microbatch=64)
-    model = RoleModel(size, engine, Mesh(1, 8, 1, 1), "cuda", 2, is_policy=True, max_length=64)
+    compute_dtype = "bfloat16" if dtype == "float32" else None
+    engine = EngineConfig(strategy="fsdp", compute_dtype=compute_dtype, max_tokens_per_microbatch=64)
+    param_bytes = 4 if dtype == "float32" else 2
+    model = RoleModel(size, engine, Mesh(1, num_ranks, 1, 1), "cuda", param_bytes, is_policy=True, max_length=64)
     update, *_ = training_role(model, None, "value", copies_checkpoints=False).calls
-    assert update.activations == 6 * model.non_layer
+    assert update.activations == num_bytes * model.non_layer
 
 
 PUBLISHED_PEAKS = {
@@ -441,11 +453,10 @@ def test_the_documented_plan_of_published_peaks_is_the_estimate(name: str) -> No
         num_tokens = int(tokens.replace(",", ""))
         engine = EngineConfig(
             strategy="fsdp",
-            shard_ranks=1,  # complete weights on each rank, as on one GPU
             compute_dtype="bfloat16",
             gradient_checkpointing=True,
             max_tokens_per_microbatch=num_tokens,
         )
-        model = RoleModel(size, engine, Mesh(1, 2, 1, 1), "cuda", 4, True, num_tokens, lora)
+        model = RoleModel(size, engine, Mesh(1, 1, 1, 1), "cuda", 4, True, num_tokens, lora)
         memory = training_role(model, None, "value", copies_checkpoints=False)
         assert f"{(memory.resident + memory.calls[0].total) / 2**30:.1f}" == shown

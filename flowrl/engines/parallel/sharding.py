@@ -66,17 +66,20 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     reduce_dtype = torch.float32 if compute_dtype is not None or is_half else None
     pinned = mesh.devices.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
+    # With a dimension of one rank, each layer would still all-reduce its gradients.
+    sharded = mesh.devices["replicate", "shard"] if mesh.devices["replicate"].size() > 1 else mesh.devices["shard"]
     for unit in [*layers(model), model]:
         fully_shard(
             unit,
-            mesh=mesh.devices["replicate", "shard"],
+            mesh=sharded,
             reshard_after_forward=config.reshard_after_forward and unit is not model,
             mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             offload_policy=offload,
         )
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1)
+            if sharded.size() > 1:  # one rank needs no factor, and would divide a copy of the gradients
+                unit.set_gradient_divide_factor(1)
             # gloo has no reduction with a divide factor.
             unit.set_force_sum_reduction_for_comms(True)
 
