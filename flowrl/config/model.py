@@ -112,8 +112,8 @@ class EngineConfig(Config):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer
-    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp if the placement has tp or the role has
-    one GPU, otherwise single or ddp, by the number of ranks."""
+    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp if the placement has tp, otherwise
+    single or ddp, by the number of ranks."""
 
     shard_ranks: PositiveInt | None = None
     """Number of data-parallel ranks that share one sharded copy of the model (HSDP). Null uses the ranks of a node if
@@ -171,10 +171,11 @@ class EngineConfig(Config):
         return self
 
 
-FSDP_ON_ONE_GPU = True
+FSDP_ON_ONE_GPU = False
 """Whether `strategy: auto` selects FSDP2 for a role with one GPU.
 
-Its layers then compute in the same dtypes as on several GPUs. Autocast would compute norms and sums in float32.
+Its layers would compute in the same dtypes as on several GPUs. Autocast computes norms and sums in float32. The value
+is False, because FSDP2 on one rank was slower than autocast (docs/benchmarks.md).
 """
 
 DeviceKind = Literal["cpu", "cuda"]

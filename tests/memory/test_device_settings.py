@@ -13,6 +13,7 @@ from flowrl.config import (
     RolloutRunConfig,
     TrainedConfig,
     load,
+    shards_model,
 )
 from flowrl.config.roles import PlannedVllmConfig
 from flowrl.memory.device_settings import (
@@ -345,6 +346,11 @@ def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:
     assert resolve(config).data is config.data
 
 
+def test_a_role_with_one_gpu_is_not_sharded_by_default() -> None:
+    assert resolve(run_on("cuda")).actor.engine.strategy == "auto"
+    assert not shards_model(resolve(run_on("cuda")).actor.engine, tp=1)
+
+
 @pytest.mark.parametrize(
     ("device", "settings", "expected"),
     [
@@ -355,8 +361,11 @@ def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:
         ("cpu", (), "auto"),
     ],
 )
-def test_a_role_with_one_gpu_uses_fsdp2(device: str, settings: tuple[str, ...], expected: str) -> None:
+def test_a_constant_selects_fsdp2_for_a_role_with_one_gpu(
+    device: str, settings: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The inline backend has no process groups."""
+    monkeypatch.setattr("flowrl.memory.device_settings.FSDP_ON_ONE_GPU", True)
     config = run_on(device, *settings)
     resolved = resolve_settings(config, plan_run(config, [2]))
     assert isinstance(resolved, GRPOConfig) and resolved.actor.engine.strategy == expected
