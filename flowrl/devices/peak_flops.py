@@ -21,6 +21,11 @@ sparsity".
 
 
 def find_peak_flops(device_name: str) -> float | None:
-    """Returns the peak FLOP/s of dense bfloat16 matrix products of a device, or None for an unknown device."""
+    """Returns the peak FLOP/s of dense bfloat16 matrix products of a device, or None for an unknown device.
+
+    A MIG instance has only a part of its GPU, whose peak is unknown.
+    """
     words = f" {device_name.replace('-', ' ')} "
+    if " MIG " in words:
+        return None
     return next((peak for name, peak in _DENSE_BFLOAT16 if f" {name} " in words), None)

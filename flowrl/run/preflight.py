@@ -39,7 +39,7 @@ from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
 from flowrl.config.roles import quantized_device_problem
 from flowrl.config.rollout.engines import DEFAULT_ENGINE, name_alternatives
 from flowrl.controller.placement.cpu_threads import read_requested_threads
-from flowrl.controller.placement.inventory import local_capability, local_inventory
+from flowrl.controller.placement.inventory import find_ipc_problem, local_capability, local_inventory
 from flowrl.controller.placement.plan import Plan, RolePlan, plan
 from flowrl.data.input_paths import find_dataset_problem, find_model_problem, read_vocabulary_size
 from flowrl.data.reading.generated_rows import find_generator_problem
@@ -60,7 +60,7 @@ from flowrl.report.trackers.open_trackers import check_trackers
 from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
 from flowrl.schedules.schedule_plan import check_schedule
-from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
+from flowrl.weight_sync.transfer import check_cuda_ipc, choose_transports
 
 _logger = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ def check_start(config: RunConfig) -> None:
     if planned is not None:  # last, because the estimate imports torch
         resolved = resolve_settings(config, planned)
         check_bfloat16(resolved, planned, local_capability())
+        check_cuda_ipc(resolved, planned, find_ipc_problem())
         fit_memory(resolved, planned, is_local=True)
 
 
@@ -134,19 +135,30 @@ def check_bfloat16(config: RunConfig, planned: Plan, capability: tuple[int, int]
     """Raises ConfigError if a model computes in bfloat16 on GPUs that lack it. `capability`: None if it is unknown."""
     if planned.kind != "cuda" or capability is None or capability >= _BFLOAT16_CAPABILITY:
         return
-    dtypes: dict[str, str | None] = {}
-    for role, value in config.role_settings.items():
-        if isinstance(value, RolloutConfig | JudgeConfig):
-            dtypes[f"{role}.vllm.dtype"] = None if value.vllm is None else value.vllm.dtype
-        elif isinstance(value, ModelRoleConfig) and value.model is not None:
-            dtypes[f"{role}.engine.compute_dtype"] = value.engine.compute_dtype or value.model.dtype
-    for key, dtype in dtypes.items():
+    for key, dtype, fix in _computed_dtypes(config):
         if dtype == "bfloat16":
             own, needed = (".".join(map(str, version)) for version in (capability, _BFLOAT16_CAPABILITY))
             raise ConfigError(
                 f"{key} is bfloat16, but the GPUs of this machine have compute capability {own}, and bfloat16 needs "
-                f"{needed}: set {key}: float16"
+                f"{needed}: set {fix}"
             )
+
+
+def _computed_dtypes(config: RunConfig) -> Iterator[tuple[str, str | None, str]]:
+    """Yields (key, dtype, alternative to bfloat16) of the setting that determines in which dtype a role computes."""
+    for role, value in config.role_settings.items():
+        if isinstance(value, RolloutConfig | JudgeConfig) and value.vllm is not None:
+            yield f"{role}.vllm.dtype", value.vllm.dtype, f"{role}.vllm.dtype: float16"
+        elif isinstance(value, JudgeConfig):
+            yield f"{role}.model.dtype", value.model.dtype, f"{role}.model.dtype: float32"
+        elif isinstance(value, RolloutConfig) and isinstance(config, RolloutRunConfig):
+            yield "actor.model.dtype", config.actor.model.dtype, "actor.model.dtype: float32"
+        elif isinstance(value, ModelRoleConfig) and value.model is not None:
+            key, half = f"{role}.model.dtype", f"{role}.engine.compute_dtype: float16"
+            if value.engine.compute_dtype is None:
+                yield key, value.model.dtype, f"{key}: float32, and {half}"
+            else:
+                yield f"{role}.engine.compute_dtype", value.engine.compute_dtype, half
 
 
 def check_positions(config: RunConfig) -> None:
@@ -392,10 +404,7 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
         check_determinism(config, planned)
     check_profile(config, planned)
     check_schedule(config, planned)
-    for role, value in config:
-        if isinstance(value, RolloutConfig) and {"actor", role} <= planned.roles.keys():
-            actor, per_replica = planned.roles["actor"], has_per_replica_updates(config)
-            choose_transport(actor, planned.roles[role], planned.kind, value, per_replica=per_replica)
+    choose_transports(config, planned)
 
 
 def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, TransferConfig
+from flowrl.config import AsyncSchedule, ConfigError, RolloutConfig, RunConfig, TransferConfig, models_of
 from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
 from flowrl.weight_sync.verification import ComparedWeights, WeightsCheck
 
@@ -150,6 +150,37 @@ TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
 def has_per_replica_updates(config: RunConfig) -> bool:
     """Returns whether each rollout replica loads new weights separately, once its requests have finished."""
     return any(isinstance(value, AsyncSchedule) and value.is_streaming and not value.interrupt for _, value in config)
+
+
+def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
+    """Returns the transport of each rollout of a run. Raises PlacementError like `choose_transport`."""
+    actor, per_replica = planned.roles.get("actor"), has_per_replica_updates(config)
+    return {
+        role: choose_transport(actor, planned.roles[role], planned.kind, value, per_replica=per_replica)
+        for role, value in config
+        if isinstance(value, RolloutConfig) and actor is not None and role in planned.roles
+    }
+
+
+def check_cuda_ipc(config: RunConfig, planned: Plan, problem: tuple[str, str] | None) -> None:
+    """Raises ConfigError if a weight sync needs CUDA IPC, which the machine lacks.
+
+    `problem`: result of `flowrl.controller.placement.inventory.find_ipc_problem`.
+    """
+    if problem is None:
+        return
+    reason, permission = problem
+    offloading = [role for role, value in models_of(config).items() if value.engine.offload == "idle"]
+    idle = {slot for role in offloading if role in planned.roles for slot in planned.roles[role].slots}
+    transports = choose_transports(config, planned)
+    for role, value in config:
+        if not isinstance(value, RolloutConfig) or transports.get(role) != "cuda_ipc":
+            continue
+        via = value.transfer.via
+        if via == "auto" and not idle.isdisjoint(planned.roles["actor"].slots):
+            continue  # `resolve_transport` then selects the object store
+        fix = f"set {role}.transfer.via: object_store" + (f", or {permission}" if permission else "")
+        raise ConfigError(f"{role}.transfer.via is {via}, which selects CUDA IPC on these devices, but {reason}: {fix}")
 
 
 def choose_transport(

@@ -160,7 +160,7 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, tflops: float) -> Non
     assert find_peak_flops(name) == tflops * 1e12
 
 
-@pytest.mark.parametrize("name", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090"])
+@pytest.mark.parametrize("name", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
 def test_other_devices_have_no_peak(name: str) -> None:
     assert find_peak_flops(name) is None
 

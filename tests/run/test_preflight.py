@@ -19,6 +19,7 @@ from flowrl.config import (
     RolloutConfig,
     RunConfig,
     TrainedConfig,
+    TransferConfig,
     UserError,
     VllmConfig,
 )
@@ -36,6 +37,7 @@ from flowrl.run.preflight import (
     log_doubts,
     plan_run,
 )
+from flowrl.weight_sync.transfer import check_cuda_ipc
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import grpo_settings, ppo_settings
@@ -441,7 +443,7 @@ def test_all_missing_paths_are_reported_together_and_each_once(tmp_path: Path) -
     [
         ({}, "actor.engine.compute_dtype"),
         ({"engine": EngineConfig(compute_dtype="float16")}, None),
-        ({"model": ModelConfig(path=Path("model"), dtype="bfloat16")}, "actor.engine.compute_dtype"),
+        ({"model": ModelConfig(path=Path("model"), dtype="bfloat16")}, "actor.model.dtype"),
     ],
 )
 def test_bfloat16_is_rejected_on_gpus_that_lack_it(changes: dict, key: str | None) -> None:
@@ -468,6 +470,44 @@ def test_bfloat16_of_vllm_is_rejected_on_gpus_that_lack_it(tmp_path: Path) -> No
     planned = plan_run(config, [1])
     with rejects("rollout.vllm.dtype", "7.5", error=ConfigError):
         check_bfloat16(resolve_settings(config, planned), planned, (7, 5))
+
+
+def test_bfloat16_weights_of_an_hf_rollout_are_rejected_on_gpus_that_lack_it(tmp_path: Path) -> None:
+    """The rollout computes in the dtype of the weights, whatever the actor's `compute_dtype` is."""
+    model = ModelConfig(path=tmp_path, dtype="bfloat16")
+    config = GRPOConfig.model_validate(grpo_settings(model=tmp_path))
+    actor = config.actor.model_copy(update={"model": model, "engine": EngineConfig(compute_dtype="float16")})
+    config = config.model_copy(update={"actor": actor, "reference": None, "placement": on_gpu(*config.roles)})
+    planned = plan_run(config, [1])
+    with rejects("actor.model.dtype", "float32", "7.5", error=ConfigError):
+        check_bfloat16(resolve_settings(config, planned), planned, (7, 5))
+
+
+@pytest.mark.parametrize(
+    ("via", "offload", "is_rejected"),
+    [
+        ("auto", "none", True),
+        ("cuda_ipc", "none", True),
+        ("cuda_ipc", "idle", True),
+        ("auto", "idle", False),  # selects the object store
+        ("object_store", "none", False),
+    ],
+)
+def test_cuda_ipc_is_rejected_on_a_machine_that_lacks_it(
+    via: str, offload: str, is_rejected: bool, tmp_path: Path
+) -> None:
+    config = vllm_run(model_with_heads_of(64, tmp_path / "model"), "cuda")
+    actor = config.actor.model_copy(update={"engine": EngineConfig.model_validate({"offload": offload})})
+    rollout = config.rollout.model_copy(update={"transfer": TransferConfig.model_validate({"via": via})})
+    config = config.model_copy(update={"actor": actor, "rollout": rollout})
+    planned = plan_run(config, [1])
+    check_cuda_ipc(config, planned, None)
+    problem = ("VARIABLE is wrong", "unset VARIABLE")
+    if not is_rejected:
+        check_cuda_ipc(config, planned, problem)
+        return
+    with rejects("rollout.transfer.via", via, "VARIABLE", "unset", "object_store", error=ConfigError):
+        check_cuda_ipc(config, planned, problem)
 
 
 def on_gpu(*roles: str) -> Placement:

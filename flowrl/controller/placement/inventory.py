@@ -4,13 +4,16 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from flowrl.config.base import Device
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.plan import Inventory, PlacementError
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the settings of torch's allocator. The first one that is set counts."""
 
 
 def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inventory:
@@ -83,6 +86,22 @@ def local_capability() -> tuple[int, int] | None:
     listing = _run_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").split()
     versions = [tuple(map(int, version.split("."))) for version in listing if re.fullmatch(r"\d+\.\d+", version)]
     return min(((major, minor) for major, minor in versions), default=None)
+
+
+def find_ipc_problem(
+    environment: Mapping[str, str] = os.environ, kernel: Path = Path("/proc/version")
+) -> tuple[str, str] | None:
+    """Returns why the processes of this machine cannot share GPU memory through CUDA IPC, and a setting that permits
+    it, which may be empty. Returns None if they can.
+    """
+    variable = next((name for name in _ALLOCATOR_VARIABLES if environment.get(name)), None)
+    if variable is not None and "expandable_segments:True" in environment[variable].replace(" ", "").split(","):
+        reason = "torch shares expandable segments with the system call pidfd_getfd, which a kernel may forbid"
+        return f"{variable} is {environment[variable]}, and {reason}", f"remove expandable_segments from {variable}"
+    # Its driver has no legacy CUDA IPC (docs.nvidia.com/cuda/wsl-user-guide).
+    if kernel.is_file() and "microsoft" in kernel.read_text().lower():
+        return "this machine runs WSL, which does not support it", ""
+    return None
 
 
 def _num_gpus() -> int:

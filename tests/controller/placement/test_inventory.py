@@ -8,7 +8,13 @@ import pytest
 
 from flowrl.config import Placement
 from flowrl.config.base import Device
-from flowrl.controller.placement.inventory import cluster_inventory, local_capability, local_gpu_name, local_memory
+from flowrl.controller.placement.inventory import (
+    cluster_inventory,
+    find_ipc_problem,
+    local_capability,
+    local_gpu_name,
+    local_memory,
+)
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
 from tests.errors import rejects
 
@@ -89,3 +95,28 @@ def test_the_name_of_a_gpu_is_that_of_the_first(tmp_path: Path, monkeypatch: pyt
     assert local_gpu_name() is None
     driver(tmp_path, r"NVIDIA A100-SXM4-80GB\nNVIDIA H100\n")
     assert local_gpu_name() == "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_problem"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments: True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "backend:native"}, False),
+    ],
+)
+def test_expandable_segments_prevent_cuda_ipc(variables: dict[str, str], is_problem: bool, tmp_path: Path) -> None:
+    problem = find_ipc_problem(variables, tmp_path / "missing")
+    assert (problem is not None) == is_problem
+    assert problem is None or all(name in problem[0] and name in problem[1] for name in variables)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_problem"),
+    [("Linux version 5.15.153.1-microsoft-standard-WSL2", True), ("Linux version 6.8.0-45-generic", False)],
+)
+def test_wsl_has_no_cuda_ipc(version: str, is_problem: bool, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(version)
+    assert (find_ipc_problem({}, tmp_path / "version") is not None) == is_problem

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -473,3 +475,14 @@ def test_complete_groups_equal_the_rows_of_generate(pair: Pair) -> None:
     assert set(versions.tolist()) == {old, pair.version}
     pair.group.abort_all()
     assert pair.group.poll(0.0).num_rows == 0
+
+
+@pytest.mark.slow
+def test_no_environment_makes_vllm_compute_float32_products_in_tf32() -> None:
+    code = (
+        "import os, flowrl.engines.rollout.vllm.engine, vllm.envs as settings\n"
+        "print(settings.VLLM_FLOAT32_MATMUL_PRECISION, os.environ['TRITON_F32_DEFAULT'])"
+    )
+    stated = {"VLLM_FLOAT32_MATMUL_PRECISION": "medium", "TRITON_F32_DEFAULT": "tf32"}
+    completed = subprocess.run([sys.executable, "-c", code], env=os.environ | stated, capture_output=True, check=True)
+    assert completed.stdout.split() == [b"highest", b"ieee"]
