@@ -58,9 +58,9 @@ def _replay(arguments: argparse.Namespace) -> None:
     schema = recipe_class(path)
     if not issubclass(schema, RunConfig) or (train := training_function(schema)) is None:
         raise ConfigError(f"{path}: the recipe has no function `train` next to its config class {schema.__name__}")
-    if len(inspect.signature(train).parameters) < 2:
+    if "start" not in inspect.signature(train).parameters:
         raise UserError(
-            f"{path}: the function `train` of the recipe has no parameter for the run, so no step can be replayed: "
+            f"{path}: the function `train` of the recipe has no parameter `start`, so no step can be replayed: "
             "write `def train(config, start=Run)`, and `with start(config) as run` (docs/write_a_recipe.md)"
         )
     with loading(path, arguments.overrides, schema) as config:

@@ -5,6 +5,7 @@ Pipes, devices and files beyond a size limit are rejected before they are read, 
 
 import json
 import re
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,8 +185,8 @@ def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]
             raise ConfigError(
                 f"{spot}: has a tab, which YAML does not allow here: replace the tab by spaces"
             ) from error
-        # On the command line, the value is most likely meant as text.
-        fix = "" if numbered else f": write text in quotes, as in {where.removesuffix(text)}'\"{text}\"'"
+        quoted = shlex.quote(where.removesuffix(text) + json.dumps(text, ensure_ascii=False))
+        fix = "" if numbered else f": correct it, or quote it if it is text, as in {quoted}"
         raise ConfigError(f"{spot}: not valid YAML, {problem}{fix}") from error
     except ConfigError:
         raise

@@ -21,7 +21,7 @@ class RunObserver:
         """Why the run must end after the current step, or None."""
         return None
 
-    def begin(self) -> None:
+    def begun(self) -> None:
         """The workers have started, and a resumed run has restored its checkpoint."""
 
     def step_begun(self, step: int, version: int, batch: "Batch") -> None:
@@ -31,10 +31,13 @@ class RunObserver:
         """The recipe has logged metrics, which may be a future."""
 
     def calls_done(self, step: int, values: Mapping[str, float]) -> None:
-        """The calls of a step are done. `values` are its metrics, without those of evaluations that still run."""
+        """The calls of a step are done. `values` are its metrics, without those of evaluations that still run.
+
+        If no evaluation of the step runs, `step_done` precedes this event.
+        """
 
     def evaluated(self, step: int, values: Mapping[str, float], rows: Sequence[Row], num_examples: int) -> None:
-        """An evaluation of a step on a number of prompts or examples is done. It has metrics and saved rows.
+        """An evaluation of a step on a number of prompts or examples is done, with its metrics and its rows.
 
         Step 0 is the initial model.
         """

@@ -164,6 +164,7 @@ class Run:
         """Restores the checkpoint, and sends its weights to the rollout."""
         resumed = self._start.resumed
         self._saver.check(resumed)
+        self._observers.recorder.check()
         if rollout is not None and self._policy is not None:
             self._start.weight_sync.prepare(self._policy, rollout)
         if resumed is not None:
@@ -172,10 +173,11 @@ class Run:
             if rollout is not None and self._policy is not None:
                 self._observers.watch_weights(self._start.weight_sync.send(self._policy, rollout, self.version))
         self.cluster.wait_for_calls()
+        self._observers.begin()
         if self._source is not None and self._policy is not None and rollout is not None:
             self._source.begin(self._policy, self.step, self.version)
             self._observers.measure_idleness(self._policy.role, rollout.role, self._source)
-        self._observers.begin()
+        self._observers.reset_clock()
 
     def _steps(self, draw: Callable[[], Batch]) -> Iterator[Batch]:
         """Yields the batch of each step, which `draw` returns."""
@@ -385,4 +387,4 @@ class Run:
 
 
 StartRun = Callable[[Any], Run]  # Any: the config class of a recipe
-"""Starts the run of a config. `Run` is one. `flowrl replay` passes another to the training function of a recipe."""
+"""Function that starts the run of a config: `Run`, or the function that `flowrl replay` passes to a recipe."""

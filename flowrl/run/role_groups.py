@@ -99,7 +99,7 @@ class Protections(RunObserver):
         if "find_missing_protections" in get_registered_methods(group.cls):
             self._groups.append(group)
 
-    def begin(self) -> None:
+    def begun(self) -> None:
         self.report()
 
     def report(self) -> None:

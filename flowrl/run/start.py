@@ -37,7 +37,7 @@ from flowrl.weight_sync.transfer import WeightSync
 
 @dataclass
 class RunStart:
-    """What a run has as soon as its cluster is started."""
+    """The parts of a started run: its folder, cluster, saver, display, and the handling of signals."""
 
     config: RunConfig
     applied: RunConfig

@@ -91,7 +91,7 @@ def run_once(
         }
     )
     driver = DriverTime()
-    methods = {name: getattr(RolloutSaver, name) for name in ("save_training", "write_training")}
+    methods = {name: getattr(RolloutSaver, name) for name in ("save_training", "step_done")}
     for name, method in methods.items():
         setattr(RolloutSaver, name, driver.measure(method))
     try:

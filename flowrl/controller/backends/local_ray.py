@@ -82,10 +82,11 @@ class LocalRay:
             try:
                 self._start(num_cpus, options)
             except Exception as error:
-                raise BackendError(
-                    f"Ray has not started on this machine in two attempts ({str(error).rstrip('.')}). Ray waits 30 s "
-                    "for each of its processes: end other programs, or run on a machine with more free cores or memory"
-                ) from error
+                cause = str(error).rstrip(".")
+                advice = "correct the cause"
+                if "timed out" in cause:
+                    advice = "Ray waits 30 s for each of its processes, so end other programs, or free cores and memory"
+                raise BackendError(f"Ray has not started in two attempts ({cause}): {advice}") from error
         node: Any = worker._global_node  # None before ray.init
         self._watched = {name: node.all_processes[name][0].process for name in _NEEDED}
         _running = self

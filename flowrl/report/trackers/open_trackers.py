@@ -41,7 +41,13 @@ def check_trackers(config: ReportConfig) -> None:
             raise ConfigError(f"{where} it {what}: write a class with the methods {', '.join(_METHODS)}")
         _check_arguments(where, tracker, tracker_class)
         if hasattr(tracker_class, "check"):
-            tracker_class.check(**tracker.arguments())
+            try:
+                tracker_class.check(**tracker.arguments())
+            except ConfigError:
+                raise
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise ConfigError(f"{where} its method `check` failed ({cause}): correct it") from error
 
 
 class Trackers(RunObserver):
@@ -100,6 +106,6 @@ def _check_arguments(where: str, tracker: AnyTracker, tracker_class: type) -> No
     """Raises ConfigError if the class does not accept the settings."""
     try:
         inspect.signature(tracker_class).bind(None, **tracker.arguments())
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         name = "options" if CUSTOM in tracker.names() else "its settings"
         raise ConfigError(f"{where} its class does not accept {name} ({error}): correct them") from error

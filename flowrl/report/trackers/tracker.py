@@ -29,8 +29,8 @@ class Tracker(Protocol):
     """Receives the metrics and the saved rows of a run. The driver calls its methods between two steps.
 
     `report.trackers` names a class with these methods. It is constructed with the `TrackedRun` and the settings of the
-    tracker as keyword arguments. A class method `check`, with the same keyword arguments, may raise ConfigError before
-    the run starts. A resumed run repeats the steps after `TrackedRun.last_step`.
+    tracker as keyword arguments. A static or class method `check`, with the same keyword arguments, may raise
+    ConfigError before the run starts. A resumed run repeats the steps after `TrackedRun.last_step`.
     """
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -92,10 +92,10 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 
 def tracker_folder(run: TrackedRun, name: str) -> Path:
-    """Returns the folder of a tracker in the run folder. For a new run, it does not exist yet."""
+    """Returns the folder of a tracker. A new run removes the folder of an attempt that has saved no checkpoint."""
     folder = run.folder / name
-    if run.last_step < 0 and folder.is_dir():  # of an attempt that has saved no checkpoint
-        shutil.rmtree(folder)
+    if run.last_step < 0 and folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 

@@ -65,16 +65,19 @@ class RunObservers:
         self._queue = RecordQueue(self._step_done, self._evaluated)
         self._evaluated_step: int | None = None
         """Last step with an evaluation for which training has waited."""
-        self._has_initial = start.resumed is not None
-        """Whether the record of step 0 is already written."""
+        self._is_resumed = start.resumed is not None
+        """Whether `metrics.jsonl` already has the record of step 0."""
         self._memory = PeakMemory()
 
     # Events.
 
     def begin(self) -> None:
-        """The workers have started. The duration of the first step begins."""
+        """Reports to all observers that the workers have started."""
         for observer in self.observers:
-            observer.begin()
+            observer.begun()
+
+    def reset_clock(self) -> None:
+        """Excludes the time until now from the duration of the first step."""
         self._log.reset_clock()
 
     def begin_step(self, step: int) -> None:
@@ -82,7 +85,7 @@ class RunObservers:
         self._log.begin(step)
 
     def step_begun(self, step: int, version: int, batch: Batch) -> None:
-        """The loop body of a step begins."""
+        """Reports to all observers that the loop body of a step begins."""
         for observer in self.observers:
             observer.step_begun(step, version, batch)
 
@@ -96,7 +99,7 @@ class RunObservers:
             self._queue.add_evaluation(step, logged)
             return
         check_logged(logged)
-        if self._has_initial and not self._log.has_begun:
+        if self._is_resumed and not self._log.has_begun:
             return
         if isinstance(logged, Evaluation) and logged:
             self.settle(step - 1)
@@ -152,9 +155,10 @@ class RunObservers:
             values["memory_mb"] = self._memory.measure_mb()
             if self._evaluated_step == step:
                 self._log.reset_clock()
+            # Before the checks, so that the record of a step that they reject is written.
+            self._queue.add_record(step, values)
             for observer in self.observers:
                 observer.calls_done(step, values)
-            self._queue.add_record(step, values)
 
     def write_evaluated(self, step: int) -> None:
         """Writes the record of a step if training has waited for its evaluation, whose time does not count."""
@@ -176,12 +180,12 @@ class RunObservers:
         return next((reason for observer in self.observers if (reason := observer.stop_reason) is not None), None)
 
     def saved(self, step: int) -> None:
-        """The files of a checkpoint are written. It becomes complete afterwards."""
+        """Reports to all observers that a checkpoint is about to become complete."""
         for observer in self.observers:
             observer.saved(step)
 
     def ended(self, summary: Mapping[str, Any]) -> None:
-        """All steps and evaluations are done."""
+        """Reports to all observers that all steps and evaluations are done."""
         for observer in self.observers:
             observer.ended(summary)
 
@@ -213,7 +217,7 @@ class RunObservers:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.evaluations.restore(state["outcomes"], state["pending_evaluations"], self.history)
+        self.evaluations.restore(state["outcomes"], state.get("pending_evaluations", ()), self.history)
         self._memory.peak_mb = state["peak_mb"]
 
     def summary(self, step: int) -> dict[str, Any]:  # Any: values of JSON

@@ -27,7 +27,7 @@ class StepChecks(RunObserver):
     def evaluated(self, step: int, values: Mapping[str, float], rows: Sequence[Row], num_examples: int) -> None:
         self.failures.check_evaluation(f"of step {step}" if step else "of the initial model", values, rows)
 
-    def step_done(self, step: int, values: Mapping[str, float]) -> None:
+    def calls_done(self, step: int, values: Mapping[str, float]) -> None:
         """Raises CheckFailed if the rollout gap is too large and `rollout.check` is strict."""
         self._rates.check_step(step, values)
         self.failures.check_step(step, values)

@@ -82,7 +82,7 @@ class StepRecorder(RunObserver):
             if later > last_step:
                 self._recordings.remove(later)
 
-    def begin(self) -> None:
+    def check(self) -> None:
         """Raises UserError if steps are recorded, but the recipe passes nothing to `run.add_checkpointable`."""
         if self._config.records_steps:
             self._saver.check_groups(f"{'record' if self._config.record else 'health.record_on'} is set")

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +27,7 @@ RESULT = "replay.json"
 def replay_step(
     recording: Recording,
     config: RunConfig,
-    train: Callable[[Any, Any], object],  # Any: the config class of the recipe, and a function that starts its run
+    train: Callable[..., object],  # (config, start) -> object, with the config class of the recipe
     *,
     overrides: Sequence[str] = (),
     backend: str = "inline",
@@ -63,7 +62,7 @@ def replay_step(
         if debugger is not None:
             replay.before_step = debugger.start
         try:
-            train(config, lambda config: ReplayedRun(config, replay))
+            train(config, start=lambda config: ReplayedRun(config, replay))
         except Exception as error:
             if is_quit(error):
                 raise CheckFailed("the debugger has ended the replay, so nothing is compared") from None

@@ -26,11 +26,11 @@ class Recorded(RunObserver):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.events: list[tuple[str, int | None]] = []
-        self.written: dict[int, tuple[bool, bool, bool]] = {}
-        """Step -> whether its rows, its metrics and its checkpoint are written when its record is complete."""
+        self.written: dict[tuple[str, int], tuple[bool, bool, bool]] = {}
+        """Event and step -> whether the step has its rows, its metrics and its checkpoint at this event."""
 
-    def begin(self) -> None:
-        self.events.append(("begin", None))
+    def begun(self) -> None:
+        self.events.append(("begun", None))
 
     def step_begun(self, step: int, version: int, batch: Batch) -> None:
         self.events.append(("step_begun", step))
@@ -43,19 +43,21 @@ class Recorded(RunObserver):
 
     def step_done(self, step: int, values: Mapping[str, float]) -> None:
         self.events.append(("step_done", step))
+        self._look("step_done", step)
 
     def saved(self, step: int) -> None:
         self.events.append(("saved", step))
-        metrics = (self.folder / "metrics.jsonl").read_text()
-        is_saved = step in Checkpoints(self.folder).steps()
-        self.written[step] = (
+        self._look("saved", step)
+
+    def _look(self, event: str, step: int) -> None:
+        self.written[event, step] = (
             step in saved_steps(self.folder / "rollouts", "training"),
-            f'"step": {step},' in metrics,
-            is_saved,
+            f'"step": {step},' in (self.folder / "metrics.jsonl").read_text(),
+            step in Checkpoints(self.folder).steps(),
         )
 
     def ended(self, summary: Mapping[str, Any]) -> None:
-        assert (self.folder / "summary.json").exists() and summary["steps"] == 2
+        assert summary["steps"] == 2
         self.events.append(("ended", None))
 
 
@@ -63,7 +65,9 @@ def train(config: EchoConfig) -> Recorded:
     prompts, held_out = stream(config), held_out_prompts(config)
     with Run(config) as run:
         recorded = Recorded(run.folder.path)
-        run._observers.observers = (*run._observers.observers, recorded)
+        observers = run._observers.observers
+        at = [type(observer) for observer in observers].index(MetricsLog)  # after the rows, before the metrics
+        run._observers.observers = (*observers[:at], recorded, *observers[at:])
         actor: Any = run.group("actor", Counting)
         run.add_checkpointable(actor)
         for batch in run.rollouts(actor, prompts, policy=actor):
@@ -84,21 +88,24 @@ def test_rows_are_written_before_metrics_and_metrics_before_the_checkpoint(confi
     checkpoint = {"every": 1, "keep_last": None, "asynchronous": asynchronous}
     settings = config(steps=2, checkpoint=checkpoint, report={"plots": False, "rollouts": {"every": 1}})
     recorded = train(settings)
-    assert recorded.written == dict.fromkeys((1, 2), (True, True, False))
+    assert recorded.written == {
+        **{("step_done", step): (True, False, False) for step in (1, 2)},
+        **{("saved", step): (True, True, False) for step in (1, 2)},
+    }
     assert Checkpoints(settings.output).steps() == [1, 2]
 
 
 def test_each_step_has_its_events_in_order(config: Configs) -> None:
     settings = config(steps=2, evaluate_every=2, checkpoint={"every": 2, "asynchronous": False})
     assert train(settings).events == [
-        ("begin", None),
+        ("begun", None),
         ("step_begun", 1),
         ("step_begun", 2),  # the driver is one step ahead
-        ("calls_done", 1),
         ("step_done", 1),
+        ("calls_done", 1),
         ("evaluated", 2),
-        ("calls_done", 2),
         ("step_done", 2),
+        ("calls_done", 2),
         ("saved", 2),
         ("ended", None),
     ]
