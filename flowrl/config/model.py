@@ -175,7 +175,7 @@ FSDP_ON_ONE_GPU = False
 """Whether `strategy: auto` selects FSDP2 for a role with one GPU.
 
 Its layers would compute in the same dtypes as on several GPUs. Autocast computes norms and sums in float32. The value
-is False, because FSDP2 on one rank was slower than autocast (docs/benchmarks.md).
+is False until FSDP2 on one rank has run on a GPU. On CPUs, both are equally fast in bfloat16 (docs/benchmarks.md).
 """
 
 DeviceKind = Literal["cpu", "cuda"]
