@@ -240,6 +240,9 @@ ImportName = Annotated[str, AfterValidator(check_import_name)]
 
 Device = Literal["auto", "cpu", "cuda"]
 
+DeviceKind = Literal["cpu", "cuda"]
+"""Kind of the devices of a plan, in which `auto` is replaced."""
+
 
 # Discriminated unions: one class per loss, estimator, correction or schedule, selected by a name.
 

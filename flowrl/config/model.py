@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.base import Config, FilePath
+from flowrl.config.base import Config, DeviceKind, FilePath
 
 
 class ModelConfig(Config):
@@ -177,9 +177,6 @@ FSDP_ON_ONE_GPU = False
 Its layers would compute in the same dtypes as on several GPUs. Autocast computes norms and sums in float32. The value
 is False until FSDP2 on one rank has run on a GPU. On CPUs, both are equally fast in bfloat16 (docs/benchmarks.md).
 """
-
-DeviceKind = Literal["cpu", "cuda"]
-"""Kind of the devices of a plan."""
 
 
 def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bfloat16"] | None:

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,9 +32,6 @@ _DETERMINISTIC = {
 
 _PORTABLE = 1
 """Flag of cudaHostRegister that pins memory for all GPUs of the process."""
-
-_QUERY_TIMEOUT_S = 30.0
-"""Timeout of nvidia-smi in seconds."""
 
 
 @dataclass(frozen=True)
@@ -257,30 +253,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def gpu_names() -> list[str]:
-    """Returns the names of this machine's GPUs, each once. Empty if nvidia-smi does not run.
-
-    torch would create a CUDA context, which needs 0.5 GB of GPU memory.
-    """
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return sorted({line.strip() for line in result.stdout.splitlines() if line.strip()})
-
-
 def used_device(name: str) -> Device | None:
-    """Returns the operations on a device, or None for a GPU if this process has not used CUDA.
+    """Returns the operations on a device. Returns None for a GPU if this process has not used CUDA.
 
-    Their first use would create a CUDA context, which needs 0.5 GB of GPU memory.
+    An operation would then create a CUDA context, which needs 0.5 GB of GPU memory.
     """
     return get_device(name) if name == "cpu" or torch.cuda.is_initialized() else None
-
-
-def used_gpu() -> Device | None:
-    """Returns the current GPU if this process has used CUDA, and otherwise None. Does not initialize CUDA."""
-    return get_device("cuda") if torch.cuda.is_initialized() else None
 
 
 def use_exact_float32() -> None:
@@ -295,7 +273,7 @@ def use_exact_float32() -> None:
 
 def release_unused_memory() -> None:
     """Frees tensors in reference cycles, and returns freed memory to the device that this process uses."""
-    gpu = used_gpu()
+    gpu = used_device("cuda")
     if gpu is not None:
         gc.collect()
     (gpu or get_device("cpu")).release_cached()

@@ -25,7 +25,7 @@ from flowrl.config import (
 )
 from flowrl.config.model import FSDP_ON_ONE_GPU
 from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
-from flowrl.controller.placement.inventory import local_gpu_name
+from flowrl.controller.placement.inventory import local_gpu_names
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.plan_table import aligned
 from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, read_sizes
@@ -124,8 +124,8 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool) -> FittedRun
     budget = memory_budget(config, planned, is_local=is_local)
     sizes = read_sizes(config)
     if planned.kind == "cuda":
-        name = local_gpu_name() if is_local else None
-        config = _with_sequences(config, default_num_seqs(budget.per_device, name))
+        names = local_gpu_names() if is_local else []
+        config = _with_sequences(config, default_num_seqs(budget.per_device, names[0] if names else None))
     devices = estimate_memory(config, planned, sizes)
     fitted = _with_caches(config, devices, budget) if planned.kind == "cuda" else config
     if fitted is not config:

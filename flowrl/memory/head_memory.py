@@ -13,7 +13,6 @@ Precision = Literal["float32", "half", "autocast"]
 """`float32`: all tensors are float32. `half`: weights have 16 bits in forward and backward passes. `autocast`:
 weights are float32, and matrix products have 16 bits."""
 
-DeviceType = Literal["cpu", "cuda"]
 
 Entropy = Literal["none", "value", "gradient"]
 

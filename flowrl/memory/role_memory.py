@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flowrl.config import EngineConfig, LoraConfig, shards_model
+from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.device_constants import nccl_bytes
-from flowrl.memory.head_memory import DeviceType, Entropy, HeadMemory, Precision, policy_head_memory
+from flowrl.memory.head_memory import Entropy, HeadMemory, Precision, policy_head_memory
 from flowrl.memory.model_size import Linears, ModelSize
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class RoleModel:
     size: ModelSize
     engine: EngineConfig
     mesh: Mesh
-    device_type: DeviceType
+    device_type: DeviceKind
     param_bytes: int
     is_policy: bool
     """Whether the model has a language-model head."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from flowrl.config import RolloutConfig, VllmConfig
+from flowrl.config.base import DeviceKind
 from flowrl.memory.device_constants import CUDA_GRAPHS, SAMPLER_COPIES, TRANSFER_BUCKETS, VLLM_PROCESS, nccl_bytes
-from flowrl.memory.head_memory import DeviceType
 from flowrl.memory.model_size import ModelSize
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel
 
@@ -50,7 +50,7 @@ class RolloutLoad:
     """Bytes per parameter in the engine, before quantization."""
     config: RolloutConfig
     batch: RolloutBatch
-    device_type: DeviceType
+    device_type: DeviceKind
     weight_owner: RoleModel | None = None
     """The actor in the same process, or None."""
     num_devices: int = 1

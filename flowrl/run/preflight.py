@@ -110,8 +110,9 @@ def check_start(config: RunConfig) -> None:
     log_doubts(config, planned)
     if planned is not None:  # last, because the estimate imports torch
         resolved = resolve_settings(config, planned)
-        check_bfloat16(resolved, planned, local_capability())
-        check_cuda_ipc(resolved, planned, find_ipc_problem())
+        if planned.kind == "cuda":
+            check_bfloat16(resolved, local_capability())
+            check_cuda_ipc(resolved, planned, find_ipc_problem())
         fit_memory(resolved, planned, is_local=True)
 
 
@@ -131,9 +132,9 @@ def log_doubts(config: RunConfig, planned: Plan | None) -> None:
         _logger.warning("%s, but the devices are CPUs, so it has no effect: remove it", " and ".join(settings))
 
 
-def check_bfloat16(config: RunConfig, planned: Plan, capability: tuple[int, int] | None) -> None:
+def check_bfloat16(config: RunConfig, capability: tuple[int, int] | None) -> None:
     """Raises ConfigError if a model computes in bfloat16 on GPUs that lack it. `capability`: None if it is unknown."""
-    if planned.kind != "cuda" or capability is None or capability >= _BFLOAT16_CAPABILITY:
+    if capability is None or capability >= _BFLOAT16_CAPABILITY:
         return
     for key, dtype, fix in _computed_dtypes(config):
         if dtype == "bfloat16":

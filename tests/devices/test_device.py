@@ -4,12 +4,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from flowrl.devices.device import Device, MemoryUsage, get_device, gpu_names, release_unused_memory, use_exact_float32
+from flowrl.devices.device import Device, MemoryUsage, get_device, release_unused_memory, use_exact_float32
 from flowrl.devices.peak_flops import find_peak_flops
 
 MIB = 2**20
@@ -97,32 +96,6 @@ def test_deterministic_operations_do_not_start_cuda(monkeypatch: pytest.MonkeyPa
     get_device("cuda:3").make_deterministic()
     assert os.environ.items() >= DETERMINISTIC.items()
     assert not torch.cuda.is_initialized()
-
-
-def make_nvidia_smi(folder: Path, script: str) -> None:
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "nvidia-smi").chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    ("script", "names"),
-    [
-        ("echo NVIDIA L4; echo NVIDIA H100 80GB HBM3; echo NVIDIA L4", ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]),
-        ("echo NVIDIA L4; exit 9", []),
-        ("echo", []),
-    ],
-)
-def test_each_kind_of_gpu_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, names: list[str]
-) -> None:
-    make_nvidia_smi(tmp_path, script)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpu_names() == names
-
-
-def test_no_gpu_has_a_name_without_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_names() == []
 
 
 @pytest.mark.gpu

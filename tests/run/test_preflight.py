@@ -455,12 +455,12 @@ def test_bfloat16_is_rejected_on_gpus_that_lack_it(changes: dict, key: str | Non
     planned = plan_run(config, [1])
     resolved = resolve_settings(config, planned)
     for capability in (None, (8, 0), (9, 0)):
-        check_bfloat16(resolved, planned, capability)
+        check_bfloat16(resolved, capability)
     if key is None:
-        check_bfloat16(resolved, planned, (7, 5))
+        check_bfloat16(resolved, (7, 5))
         return
     with rejects(key, "bfloat16", "7.5", "8.0", "float16", error=ConfigError):
-        check_bfloat16(resolved, planned, (7, 5))
+        check_bfloat16(resolved, (7, 5))
 
 
 def test_bfloat16_of_vllm_is_rejected_on_gpus_that_lack_it(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_bfloat16_of_vllm_is_rejected_on_gpus_that_lack_it(tmp_path: Path) -> No
     config = config.model_copy(update={"placement": on_gpu("actor", "rollout", "reward")})
     planned = plan_run(config, [1])
     with rejects("rollout.vllm.dtype", "7.5", error=ConfigError):
-        check_bfloat16(resolve_settings(config, planned), planned, (7, 5))
+        check_bfloat16(resolve_settings(config, planned), (7, 5))
 
 
 def test_bfloat16_weights_of_an_hf_rollout_are_rejected_on_gpus_that_lack_it(tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_bfloat16_weights_of_an_hf_rollout_are_rejected_on_gpus_that_lack_it(tmp
     config = config.model_copy(update={"actor": actor, "reference": None, "placement": on_gpu(*config.roles)})
     planned = plan_run(config, [1])
     with rejects("actor.model.dtype", "float32", "7.5", error=ConfigError):
-        check_bfloat16(resolve_settings(config, planned), planned, (7, 5))
+        check_bfloat16(resolve_settings(config, planned), (7, 5))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowrl.config.base import DeviceKind
+
 GpuTransport = Literal["cuda_ipc", "nccl"]
 
 
@@ -23,7 +25,7 @@ class Package:
 class Quantization:
     """Requirements of one quantization in an engine."""
 
-    devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+    devices: tuple[DeviceKind, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] | None = None
     """Supported dtypes of the weights before the quantization; None is all dtypes of the engine."""
     packages: tuple[Package, ...] = ()

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from flowrl.config.base import Config, ConfigError, Dependency
+from flowrl.config.base import Config, ConfigError, Dependency, DeviceKind
 from flowrl.config.data.evaluation_settings import EvaluationConfig
-from flowrl.config.model import DeviceKind, default_compute_dtype
+from flowrl.config.model import default_compute_dtype
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.reward_settings import RewardConfig
 from flowrl.config.roles import (

@@ -6,9 +6,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
-from flowrl.config.base import Device
+from flowrl.config.base import Device, DeviceKind
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.plan import Inventory, PlacementError
 
@@ -57,7 +56,7 @@ def cluster_inventory(
     return Inventory(tuple(devices), kind)
 
 
-def local_memory(kind: Literal["cpu", "cuda"]) -> int | None:
+def local_memory(kind: DeviceKind) -> int | None:
     """Returns the bytes of host memory (cpu) or of the smallest GPU (cuda); None without a GPU."""
     return _host_memory() if kind == "cpu" else _gpu_memory()
 
@@ -76,9 +75,10 @@ def _gpu_memory() -> int | None:
     return min(mebibytes) * 2**20 if mebibytes else None
 
 
-def local_gpu_name() -> str | None:
-    """Returns the name of this machine's first GPU; None without a GPU."""
-    return next(iter(_run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()), None)
+def local_gpu_names() -> list[str]:
+    """Returns the names of this machine's GPUs in their order, each once. Does not create a CUDA context."""
+    lines = _run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+    return list(dict.fromkeys(name for line in lines if (name := line.strip())))
 
 
 def local_capability() -> tuple[int, int] | None:

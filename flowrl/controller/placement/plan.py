@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
-from typing import Literal
 
 from flowrl.config import ROLES, Placement, RolePlacement, UserError
+from flowrl.config.base import DeviceKind
 
 
 class PlacementError(UserError):
@@ -21,7 +21,7 @@ class Inventory:
     nodes: tuple[int, ...]
     """Number of devices on each node: GPUs, or CPU slots (one process each)."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: DeviceKind
 
     bounded: bool = True
     """Whether `nodes` is a limit. False for detected CPU cores: a pool may have more slots than cores."""
@@ -135,7 +135,7 @@ class FailureGroup:
 class Plan:
     """The processes of a run, and the roles of each process."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: DeviceKind
     pools: Mapping[str, PoolPlan]
     roles: Mapping[str, RolePlan]
     num_devices: int | None = None

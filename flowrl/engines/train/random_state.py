@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.devices.device import get_device, used_gpu
+from flowrl.devices.device import get_device, used_device
 
 
 def random_state() -> dict[str, Any]:
@@ -21,7 +21,7 @@ def random_state() -> dict[str, Any]:
         "numpy": [kind, base64.b64encode(np.asarray(keys, dtype=np.uint32).tobytes()).decode(), *rest],
         "python": [version, list(words), gauss],
     }
-    if (gpu := used_gpu()) is not None:
+    if (gpu := used_device("cuda")) is not None:
         state["cuda"] = _encode(gpu.random_state())
     return state
 
@@ -33,7 +33,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), *rest))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    if "cuda" in state and (gpu := used_gpu()) is not None:
+    if "cuda" in state and (gpu := used_device("cuda")) is not None:
         gpu.restore_random_state(_decode(state["cuda"]))
 
 

@@ -19,8 +19,9 @@ import torch
 from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.config import UserError
 from flowrl.config.source import read_json
+from flowrl.controller.placement.inventory import local_gpu_names
 from flowrl.data.checksums import CheckpointError
-from flowrl.devices.device import gpu_names, has_gpu
+from flowrl.devices.device import has_gpu
 
 FOLDER = "recorded"
 """Folder of the recordings in the output folder of a run."""
@@ -107,8 +108,8 @@ def read_recording(run: Path, step: int | None) -> Recording:
 def describe_machine() -> dict[str, str]:
     """Returns the properties of this process on which the rounding of results depends."""
     values = {"cpu": torch.backends.cpu.get_cpu_capability(), "architecture": platform.machine()}
-    if has_gpu() and (names := gpu_names()):
-        values["gpu"] = " and ".join(names)
+    if has_gpu() and (names := local_gpu_names()):
+        values["gpu"] = " and ".join(sorted(names))
     return values
 
 

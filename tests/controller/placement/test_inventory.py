@@ -12,7 +12,7 @@ from flowrl.controller.placement.inventory import (
     cluster_inventory,
     find_ipc_problem,
     local_capability,
-    local_gpu_name,
+    local_gpu_names,
     local_memory,
 )
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
@@ -61,10 +61,10 @@ def test_the_memory_of_cpu_slots_is_at_most_that_of_the_machine() -> None:
     assert found is not None and 0 < found <= psutil.virtual_memory().total
 
 
-def driver(folder: Path, answer: str) -> None:
+def driver(folder: Path, answer: str, exit_code: int = 0) -> None:
     """Installs a program that replaces nvidia-smi."""
     path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    path.write_text(f"#!/bin/sh\nprintf '{answer}'\nexit {exit_code}\n")
     path.chmod(0o755)
 
 
@@ -90,11 +90,21 @@ def test_the_capability_of_gpus_is_that_of_the_oldest(tmp_path: Path, monkeypatc
     assert local_capability() is None
 
 
-def test_the_name_of_a_gpu_is_that_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_gpu_is_named_once_in_the_order_of_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert local_gpu_name() is None
-    driver(tmp_path, r"NVIDIA A100-SXM4-80GB\nNVIDIA H100\n")
-    assert local_gpu_name() == "NVIDIA A100-SXM4-80GB"
+    assert local_gpu_names() == []
+    driver(tmp_path, r"NVIDIA L4\nNVIDIA H100 80GB HBM3\nNVIDIA L4\n")
+    assert local_gpu_names() == ["NVIDIA L4", "NVIDIA H100 80GB HBM3"]
+    driver(tmp_path, r"\n")
+    assert local_gpu_names() == []
+
+
+def test_a_driver_that_fails_names_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    driver(tmp_path, r"NVIDIA L4\n", exit_code=9)
+    assert local_gpu_names() == []
 
 
 @pytest.mark.parametrize(
