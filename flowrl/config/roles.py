@@ -38,7 +38,12 @@ class RoleConfig(Config):
         return {name: self}
 
     def with_roles(self, name: str, roles: Mapping[str, "RoleConfig"]) -> "RoleConfig":
-        """Returns the value of the field with other settings of the roles that `roles(name)` returns."""
+        """Returns a copy with other settings of its roles.
+
+        Args:
+            name: name of the field.
+            roles: new settings of each role in `self.roles(name)`.
+        """
         return roles[name]
 
     @property
@@ -259,7 +264,7 @@ CACHE_SHARE = 0.9
 """Share of the free memory of a GPU that becomes the KV cache. The rest covers errors of the estimate."""
 
 DEFAULT_NUM_SEQS = 256
-"""Value of a null `max_num_seqs`, except for vLLM on GPUs."""
+"""Number of sequences if `max_num_seqs` is null. vLLM on GPUs has a default of its own."""
 
 
 class VllmConfig(Config):

@@ -1,4 +1,4 @@
-"""Records a profile of a block of code with torch's profiler."""
+"""Profiles blocks of code with torch's profiler."""
 
 import os
 from collections.abc import Iterator

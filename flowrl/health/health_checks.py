@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 
 from flowrl.health.measurement import Check, Measurement, RunFacts
@@ -365,42 +366,41 @@ def measure_idle_devices(window: StepWindow, facts: RunFacts) -> Measurement | N
 # Devices.
 
 
-def _usage_of_roles(window: StepWindow, name: str) -> dict[str, float]:
-    """Returns the median of the metric `usage/ROLE/NAME` of each role that has it."""
+def _extreme_usage(window: StepWindow, name: str, choose: Callable[..., tuple[float, str]]) -> tuple[float, str] | None:
+    """Returns the median of `usage/ROLE/NAME` and the role, for the role that `choose` (min or max) selects.
+
+    Returns None if no role has this metric.
+    """
     roles = dict.fromkeys(
         metric.split("/")[1] for metric in window.last if metric.startswith("usage/") and metric.endswith(f"/{name}")
     )
-    medians = {role: window.recent_median(f"usage/{role}/{name}") for role in roles}
-    return {role: value for role, value in medians.items() if value is not None}
+    medians = ((window.recent_median(f"usage/{role}/{name}"), role) for role in roles)
+    known = [(value, role) for value, role in medians if value is not None]
+    return choose(known, key=itemgetter(0)) if known else None
 
 
 def measure_device_memory(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the median share of a GPU's memory in use at the peak of the role with the largest share."""
-    shares = _usage_of_roles(window, "memory_fraction")
-    if not shares:
+    if (largest := _extreme_usage(window, "memory_fraction", max)) is None:
         return None
-    role = max(shares, key=lambda role: shares[role])
-    return Measurement(shares[role], f"{shares[role]:.0%} of a GPU's memory is in use at the peak of {role}", role)
+    share, role = largest
+    return Measurement(share, f"{share:.0%} of a GPU's memory is in use at the peak of {role}", role)
 
 
 def measure_preemptions(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the median number of interruptions per response."""
-    numbers = _usage_of_roles(window, "preemptions")
-    if not numbers:
+    if (largest := _extreme_usage(window, "preemptions", max)) is None:
         return None
-    role = max(numbers, key=lambda role: numbers[role])
-    return Measurement(
-        numbers[role], f"vLLM interrupts a response of {role} {numbers[role]:.2g} times on average", role
-    )
+    number, role = largest
+    return Measurement(number, f"vLLM interrupts a response of {role} {number:.2g} times on average", role)
 
 
 def measure_low_mfu(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the median model FLOPs utilization of the role with the smallest one."""
-    fractions = _usage_of_roles(window, "mfu")
-    if not fractions:
+    if (smallest := _extreme_usage(window, "mfu", min)) is None:
         return None
-    role = min(fractions, key=lambda role: fractions[role])
-    return Measurement(fractions[role], f"{role} uses {fractions[role]:.1%} of the peak FLOP/s of its devices", role)
+    fraction, role = smallest
+    return Measurement(fraction, f"{role} uses {fraction:.1%} of the peak FLOP/s of its devices", role)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -24,7 +24,7 @@ class RunFacts:
     """Whether `algorithm.mask_truncated` exists and is false."""
 
     gap_limit: float | None = None
-    """Value of `rollout.gap_warning` in nats per token; None if the gap is not checked."""
+    """Largest gap between rollout and trainer without a finding, in nats per token. None: the gap is not checked."""
 
     gap_causes: str = ""
     """Likely causes of a gap above the limit."""

@@ -22,7 +22,7 @@ class RunObserver:
         return None
 
     def begun(self) -> None:
-        """The workers have started, and a resumed run has restored its checkpoint."""
+        """All workers are ready. If the run resumes, its checkpoint is restored."""
 
     def step_begun(self, step: int, version: int, batch: "Batch") -> None:
         """A step trains the weights of a version on a batch. Its calls follow."""
@@ -31,9 +31,9 @@ class RunObserver:
         """The recipe has logged metrics, which may be a future."""
 
     def calls_done(self, step: int, values: Mapping[str, float]) -> None:
-        """The calls of a step are done. `values` are its metrics, without those of evaluations that still run.
+        """All calls of a step are done. `values` has the metrics of the step, but not of its running evaluations.
 
-        If no evaluation of the step runs, `step_done` precedes this event.
+        If none is running, `step_done` precedes this event.
         """
 
     def evaluated(self, step: int, values: Mapping[str, float], rows: Sequence[Row], num_examples: int) -> None:

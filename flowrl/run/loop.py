@@ -61,16 +61,16 @@ class Run:
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
         with ExitStack() as resources:
-            self._start = start = start_run(config, resources)
-            self.cluster, self.folder, self._saver = start.cluster, start.folder, start.saver
-            self._notify = start.progress.notify
-            self._observers = RunObservers(start, resources)
-            if start.resumed is not None:
-                state = start.resumed.driver()
+            self._started = started = start_run(config, resources)
+            self.cluster, self.folder, self._saver = started.cluster, started.folder, started.saver
+            self._notify = started.progress.notify
+            self._observers = RunObservers(started, resources)
+            if started.resumed is not None:
+                state = started.resumed.driver()
                 self.step, self.version = state["step"], state["version"]
                 self.started_s -= state["seconds"]
                 self._observers.restore(state)
-                start.report_resume(self.step)
+                started.report_resume(self.step)
             self._resources = resources.pop_all()
 
     def __enter__(self) -> Self:
@@ -97,7 +97,7 @@ class Run:
         `group(Actor, config.actor)` calls `Actor(config.actor)` on each device. The role is the field of the run's
         config that contains this value. `group(role, cls, ...)` names the role instead.
         """
-        args, kwargs = group_arguments(self.config, self._start.applied, args, kwargs)
+        args, kwargs = group_arguments(self.config, self._started.applied, args, kwargs)
         group = self.cluster.group(*args, **kwargs)
         self._observers.protections.follow(group)
         return group
@@ -119,7 +119,7 @@ class Run:
         With `reward` (`run.rewards`), the batch has `scores` and the other columns of the reward. Functions score a
         response while others are generated, and `dynamic_sampling` and `reward.on_failure: drop` select the rows.
         """
-        self._source = source = make_source(self._start, rollout, prompts, reward)
+        self._source = source = make_source(self._started, rollout, prompts, reward)
         self._saver.add_buffer(source)
         self._policy = policy
         self._begin(rollout)
@@ -162,16 +162,16 @@ class Run:
 
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
         """Restores the checkpoint, and sends its weights to the rollout."""
-        resumed = self._start.resumed
+        resumed = self._started.resumed
         self._saver.check(resumed)
         self._observers.recorder.check()
         if rollout is not None and self._policy is not None:
-            self._start.weight_sync.prepare(self._policy, rollout)
+            self._started.weight_sync.prepare(self._policy, rollout)
         if resumed is not None:
-            self._start.warn_about_threads()
+            self._started.warn_about_threads()
             self._saver.restore(resumed)
             if rollout is not None and self._policy is not None:
-                self._observers.watch_weights(self._start.weight_sync.send(self._policy, rollout, self.version))
+                self._observers.watch_weights(self._started.weight_sync.send(self._policy, rollout, self.version))
         self.cluster.wait_for_calls()
         self._observers.begin()
         if self._source is not None and self._policy is not None and rollout is not None:
@@ -189,13 +189,13 @@ class Run:
                 if self.step > 1:
                     observers.write(self.step - 1)
                 observers.check_responses(self.step)
-                if self._start.interruption.signal is not None or observers.stop_reason is not None:
+                if self._started.interruption.signal is not None or observers.stop_reason is not None:
                     break  # `finish` writes the results
                 if self._stream is not None and not self._stream.has_next():
                     break
                 self.step += 1
                 observers.begin_step(self.step)
-                self._start.defer_signals(f"finishing step {self.step} and saving", f"in step {self.step}")
+                self._started.defer_signals(f"finishing step {self.step} and saving", f"in step {self.step}")
                 batch = draw().with_seed((self.config.seed, self.step))
                 if observers.recorder.is_due(self.step):
                     self._wait_for_save()
@@ -213,7 +213,7 @@ class Run:
         For a rollout that uses the actor's weights, only the version changes.
         """
         self.version += 1
-        sync = self._start.weight_sync.send if self._source is None else self._source.sync_weights
+        sync = self._started.weight_sync.send if self._source is None else self._source.sync_weights
         with self._observers.recorder.paused():
             self._observers.follow_weights(sync(actor, rollout, self.version))
 
@@ -228,7 +228,7 @@ class Run:
         In a step, call `due` after the training calls, because later calls do not count as part of the step's duration.
         """
         self._end_step()
-        if every == 0 or self._start.interruption.signal is not None:
+        if every == 0 or self._started.interruption.signal is not None:
             return False
         if self.step == 0 or not self._is_in_loop:
             return self.step == 0  # before the loop
@@ -275,11 +275,11 @@ class Run:
                 "step": self.step,
                 "version": self.version,
                 "seconds": time.monotonic() - self.started_s,
-                "inputs": self._start.inputs,
+                "inputs": self._started.inputs,
                 "threads": self.cluster.count_threads(),
                 **self._observers.state(),
             }
-            self._saver.begin(self.step, state, self._start.template_files(), asynchronous=asynchronous)
+            self._saver.begin(self.step, state, self._started.template_files(), asynchronous=asynchronous)
             if not asynchronous:
                 self._wait_for_save()
 
@@ -313,7 +313,7 @@ class Run:
     def save_model(self, group: WorkerGroup) -> None:
         """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""
         self._end_step()
-        save_weights(group, self._start)
+        save_weights(group, self._started)
 
     def finish(self) -> Summary:
         """Writes all results, prints the tables, and returns the summary.
@@ -321,7 +321,7 @@ class Run:
         After a signal, it also saves a last checkpoint if checkpoints are enabled.
         """
         self._end_step()
-        self._start.defer_signals("writing the results", f"after step {self.step}")
+        self._started.defer_signals("writing the results", f"after step {self.step}")
         self._observers.check_responses(self.step)
         self._observers.settle(self.step)
         if self._source is not None:
@@ -329,14 +329,14 @@ class Run:
         if self.config.checkpoint.every:
             self._wait_for_save()
             self._save(asynchronous=False)
-        self._start.progress.close()
+        self._started.progress.close()
         self.cluster.wait_for_calls()
-        signal = self._start.interruption.signal
+        signal = self._started.interruption.signal
         source = {} if self._source is None else self._source.summary()
         summary: Summary = {
             "steps_requested": self.config.steps,
             "interrupted_by": None if signal is None else signal.name,
-            "restarts": self._start.restarts.num_restarts,
+            "restarts": self._started.restarts.num_restarts,
             "seconds": time.monotonic() - self.started_s,
             **self._observers.summary(self.step),
             **source,
@@ -345,7 +345,7 @@ class Run:
         if (reason := self._observers.stop_reason) is not None:
             raise UserError(reason)
         if signal is None:
-            show(self._start.progress.console, self._observers.evaluations.results, self.folder, self.config)
+            show(self._started.progress.console, self._observers.evaluations.results, self.folder, self.config)
         return summary
 
     def __exit__(
@@ -361,7 +361,7 @@ class Run:
             if isinstance(error, UserError):
                 self._save_valid_steps()
             if error is not None:
-                self._observers.write_partial_results(error, self._start)
+                self._observers.write_partial_results(error, self._started)
         except OSError as lost:  # not raised, because the first error is reported
             if not isinstance(error, OSError):  # otherwise the cause is the same: a full disk or a lost folder
                 self._notify(f"the results in {self.folder.path} are incomplete: {lost}")
@@ -372,7 +372,7 @@ class Run:
         """Saves the newest complete step, after invalid input in the next one, such as its responses."""
         step, observers = self._complete_step, self._observers
         if self.config.checkpoint.every == 0:
-            save_last_weights(self._policy, self._start, observers.history)
+            save_last_weights(self._policy, self._started, observers.history)
         elif self._source is not None and step is not None and step > self._saver.last_step:
             try:
                 observers.write(step)

@@ -65,9 +65,9 @@ class RestartPolicy:
                 cluster.notify(f"the plots in {config.output} are incomplete: {lost}")
 
     def draw_at_end(self, draw: Callable[[], None]) -> None:
-        """Sets a function that draws the plots of a failed attempt. It is called unless the program restarts.
+        """Postpones the plots of a failed attempt: `draw` is called when the last attempt has ended.
 
-        After a restart, it stays set until the next attempt sets its own.
+        A later attempt that fails replaces `draw`.
         """
         self._draw = draw
 

@@ -20,7 +20,7 @@ from flowrl.report.run_observer import RunObserver
 from flowrl.report.trace import loop_events
 from flowrl.run.datasets.templates import save_template
 from flowrl.run.monitoring.step_log import DRAWN_STEPS, StepLog
-from flowrl.run.start import RunStart
+from flowrl.run.start import StartedRun
 
 SAVE_TIMEOUT_S = 60.0
 """Seconds to wait for the calls in flight of a failed run, and for the files of its policy."""
@@ -32,13 +32,13 @@ NUM_RESPONSES = 8
 class ResultFiles(RunObserver):
     """Writes the trace, the plots and the summary of a run."""
 
-    def __init__(self, start: RunStart, history: Sequence[Mapping[str, float]], log: StepLog) -> None:
-        self._folder, self._cluster, self._history, self._log = start.folder, start.cluster, history, log
-        self._draws_plots = start.config.report.plots
-        self._resumed, self._earlier = start.resumed, Trace()
-        if start.resumed is not None:
+    def __init__(self, started: StartedRun, history: Sequence[Mapping[str, float]], log: StepLog) -> None:
+        self._folder, self._cluster, self._history, self._log = started.folder, started.cluster, history, log
+        self._draws_plots = started.config.report.plots
+        self._resumed, self._earlier = started.resumed, Trace()
+        if started.resumed is not None:
             with suppress(TraceError):  # a killed process has not written a trace
-                self._earlier = read_trace(start.folder.trace).up_to_save(start.resumed.manifest.saved_at_s)
+                self._earlier = read_trace(started.folder.trace).up_to_save(started.resumed.manifest.saved_at_s)
         self.counted: Callable[[], Iterable[Counted]] = tuple
         """Returns the time series of the rollout source."""
 
@@ -75,14 +75,14 @@ class ResultFiles(RunObserver):
         draw_timeline(loop_events(events), self._folder.timeline, window_s=window_s or None, until_ns=until_ns)
 
 
-def save_weights(group: WorkerGroup, start: RunStart, timeout_s: float | None = None) -> None:
+def save_weights(group: WorkerGroup, started: StartedRun, timeout_s: float | None = None) -> None:
     """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""
-    with replacing(start.folder.model) as folder:
+    with replacing(started.folder.model) as folder:
         group.save.submit(folder.absolute()).get(timeout_s)
-        save_template(start.template, folder)
+        save_template(started.template, folder)
 
 
-def save_last_weights(policy: WorkerGroup | None, start: RunStart, history: Sequence[Mapping[str, float]]) -> None:
+def save_last_weights(policy: WorkerGroup | None, started: StartedRun, history: Sequence[Mapping[str, float]]) -> None:
     """Saves the policy of a run without checkpoints, after invalid input in a later step, such as a reward.
 
     Does nothing if `history`, the log records so far, has no training step.
@@ -90,13 +90,13 @@ def save_last_weights(policy: WorkerGroup | None, start: RunStart, history: Sequ
     if policy is None or not any(record["step"] for record in history):
         return
     try:
-        start.cluster.calls.abandon_all(SAVE_TIMEOUT_S, keeps_events=True)
-        save_weights(policy, start, SAVE_TIMEOUT_S)
+        started.cluster.calls.abandon_all(SAVE_TIMEOUT_S, keeps_events=True)
+        save_weights(policy, started, SAVE_TIMEOUT_S)
     except (FlowError, OSError, TimeoutError) as error:
-        start.cluster.notify(f"the weights could not be saved: {error}")
+        started.cluster.notify(f"the weights could not be saved: {error}")
     else:
-        start.cluster.notify(
-            f"saved the weights after the last valid update to {start.folder.model}; to resume runs with their "
+        started.cluster.notify(
+            f"saved the weights after the last valid update to {started.folder.model}; to resume runs with their "
             "optimizer state, set checkpoint.every"
         )
 

@@ -36,8 +36,8 @@ from flowrl.weight_sync.transfer import WeightSync
 
 
 @dataclass
-class RunStart:
-    """The parts of a started run: its folder, cluster, saver, display, and the handling of signals."""
+class StartedRun:
+    """The parts of a run whose cluster is started."""
 
     config: RunConfig
     applied: RunConfig
@@ -74,7 +74,7 @@ class RunStart:
             warn_about_threads(self.config, self.resumed, self.cluster.count_threads(), self.progress.notify)
 
 
-def start_run(config: RunConfig, resources: ExitStack) -> RunStart:
+def start_run(config: RunConfig, resources: ExitStack) -> StartedRun:
     """Starts the cluster of a run, and opens its folder. `resources` closes both. `Run` documents the errors."""
     # Read now, because an invalid template would otherwise end the run when it saves the trained model.
     template = conversation_template(config)
@@ -101,7 +101,7 @@ def start_run(config: RunConfig, resources: ExitStack) -> RunStart:
     set_ray_log(folder.ray_log)
     inputs = input_checksums(config)
     write_json(folder.inputs, {key: checksum._asdict() for key, checksum in inputs.items()})
-    return RunStart(
+    return StartedRun(
         config=config,
         applied=applied,
         folder=folder,
@@ -134,15 +134,19 @@ def _start_cluster(config: RunConfig, progress: LiveProgress) -> Cluster:
     )
 
 
-def make_source(start: RunStart, rollout: WorkerGroup, prompts: PromptStream, reward: Scoring | None) -> RolloutSource:
+def make_source(
+    started: StartedRun, rollout: WorkerGroup, prompts: PromptStream, reward: Scoring | None
+) -> RolloutSource:
     """Returns the source of the batches of `Run.rollouts`. Raises UserError if the config has no rollout."""
-    config = start.applied
+    config = started.applied
     if not isinstance(config, RolloutRunConfig):
         raise UserError(
             f"run.rollouts needs the settings of RolloutRunConfig, but {type(config).__name__} is no subclass: derive "
             "it from RolloutRunConfig, or iterate over run.batches and call rollout.generate"
         )
     queue = PromptQueue(prompts, config.samples_per_prompt)
-    routes = trainer_routes(config, start.cluster.plan)
-    calls, notify = start.cluster.calls, start.progress.notify
-    return make_rollout_source(RolloutContext(config, rollout, queue, start.weight_sync, calls, notify, reward, routes))
+    routes = trainer_routes(config, started.cluster.plan)
+    calls, notify = started.cluster.calls, started.progress.notify
+    return make_rollout_source(
+        RolloutContext(config, rollout, queue, started.weight_sync, calls, notify, reward, routes)
+    )

@@ -225,7 +225,7 @@ class RolloutRunConfig(DatasetConfig):
         return self
 
     def served_dtype(self, device: DeviceKind) -> str:
-        """Returns the dtype of the rollout's weights on a kind of device."""
+        """Returns the dtype that the rollout's weights have if the run uses CPUs or GPUs (`device`)."""
         model, rollout = self.actor.model, self.rollout
         if rollout.sent_dtype is not None:
             return rollout.sent_dtype

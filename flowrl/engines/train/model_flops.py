@@ -36,7 +36,7 @@ class ModelFlops:
     per_token: Passes
     """FLOPs of the linear layers, except the language-modeling head, per token of a row."""
     per_target: Passes
-    """FLOPs of the language-modeling head per token whose log-probability is computed."""
+    """FLOPs of the language-modeling head per target. Targets are the tokens with a log-probability."""
     per_pair: Mapping[int | None, Passes]
     """FLOPs of attention per pair of tokens, by the size of the sliding window of the layers. None: no window."""
 
@@ -45,7 +45,7 @@ class ModelFlops:
 
         Args:
             lengths: number of tokens of each row, without padding.
-            num_targets: number of tokens whose log-probability is computed.
+            num_targets: number of tokens with a log-probability.
             is_training: whether a backward pass follows the forward pass.
             is_causal: a token attends to itself and earlier tokens of its row. False counts all pairs of tokens of a
                 row, as torch's FlopCounterMode does, although causal attention needs only half of them.

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 from flowrl.config import ConfigError, ReportConfig
-from flowrl.config.base import CUSTOM, ImportNameError, import_attribute
-from flowrl.config.monitoring.tracker_settings import AnyTracker
+from flowrl.config.base import ImportNameError, import_attribute
+from flowrl.config.monitoring.tracker_settings import AnyTracker, CustomTracker
 from flowrl.report.rollout_log import Kind, Row
 from flowrl.report.run_observer import RunObserver
 from flowrl.report.trackers.tracker import OptionalTracker, TrackedRun, Tracker
@@ -35,11 +35,8 @@ def check_trackers(config: ReportConfig) -> None:
             tracker_class = _import_class(tracker)
         except ImportNameError as error:
             raise ConfigError(f"report.trackers.{index}: {error}") from error
-        lacking = [name for name in _METHODS if not callable(getattr(tracker_class, name, None))]
-        if not isinstance(tracker_class, type) or lacking:
-            what = f"has no method {lacking[0]}" if isinstance(tracker_class, type) else "is no class"
-            raise ConfigError(f"{where} it {what}: write a class with the methods {', '.join(_METHODS)}")
-        _check_arguments(where, tracker, tracker_class)
+        if isinstance(tracker, CustomTracker):
+            _check_class(where, tracker, tracker_class)
         if hasattr(tracker_class, "check"):
             try:
                 tracker_class.check(**tracker.arguments())
@@ -48,6 +45,18 @@ def check_trackers(config: ReportConfig) -> None:
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}"
                 raise ConfigError(f"{where} its method `check` failed ({cause}): correct it") from error
+
+
+def _check_class(where: str, tracker: CustomTracker, tracker_class: Any) -> None:  # Any: what a user's name refers to
+    """Raises ConfigError unless `tracker_class` is a class with the methods of a tracker that accepts the options."""
+    if not isinstance(tracker_class, type):
+        raise ConfigError(f"{where} it is no class: write a class with the methods {', '.join(_METHODS)}")
+    if lacking := [name for name in _METHODS if not callable(getattr(tracker_class, name, None))]:
+        raise ConfigError(f"{where} it has no method {lacking[0]}: write all of {', '.join(_METHODS)}")
+    try:
+        inspect.signature(tracker_class).bind(None, **tracker.arguments())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where} its class does not accept options ({error}): correct them") from error
 
 
 class Trackers(RunObserver):
@@ -100,12 +109,3 @@ def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str],
 def _import_class(tracker: AnyTracker) -> Any:  # Any: a user's name may name any object
     """Imports the class of a tracker. Raises ImportNameError."""
     return import_attribute(_INCLUDED.get(tracker.kind, tracker.kind))
-
-
-def _check_arguments(where: str, tracker: AnyTracker, tracker_class: type) -> None:
-    """Raises ConfigError if the class does not accept the settings."""
-    try:
-        inspect.signature(tracker_class).bind(None, **tracker.arguments())
-    except (TypeError, ValueError) as error:
-        name = "options" if CUSTOM in tracker.names() else "its settings"
-        raise ConfigError(f"{where} its class does not accept {name} ({error}): correct them") from error

@@ -18,7 +18,7 @@ from flowrl.run.replay.step_recorder import StepRecorder
 from flowrl.run.results import ResultFiles
 from flowrl.run.role_groups import Protections
 from flowrl.run.rollout_rows import RolloutSaver
-from flowrl.run.start import RunStart
+from flowrl.run.start import StartedRun
 from flowrl.schedules.rollout_source import RolloutSource
 from flowrl.weight_sync.verification import ComparedWeights
 
@@ -30,10 +30,10 @@ class RunObservers:
     done. `write` and `settle` wait for them.
     """
 
-    def __init__(self, start: RunStart, resources: ExitStack) -> None:
+    def __init__(self, started: StartedRun, resources: ExitStack) -> None:
         """Opens the files of the run. A resumed run removes the parts that it repeats. `resources` closes them."""
-        config, folder, cluster, notify = start.config, start.folder, start.cluster, start.progress.notify
-        last_step = -1 if start.resumed is None else start.resumed.manifest.step
+        config, folder, cluster, notify = started.config, started.folder, started.cluster, started.progress.notify
+        last_step = -1 if started.resumed is None else started.resumed.manifest.step
         tracked = TrackedRun(folder.path, config.model_dump(mode="json"), last_step)
         trackers = resources.enter_context(Trackers(open_trackers(config.report, tracked, notify)))
         metrics = resources.enter_context(MetricsLog(folder.path, last_step, notify=notify))
@@ -42,11 +42,11 @@ class RunObservers:
         earlier_s = self.history[-1].get("elapsed_s", 0.0) if self.history else 0.0
         self._roles = tuple(cluster.plan.roles)
         self._log = StepLog(cluster.calls, earlier_s, config.report, folder.profiles)
-        self._results = ResultFiles(start, self.history, self._log)
+        self._results = ResultFiles(started, self.history, self._log)
         self.evaluations = EvaluationHistory()
-        self.recorder = resources.enter_context(StepRecorder(config, cluster, start.saver, start.inputs, last_step))
+        self.recorder = resources.enter_context(StepRecorder(config, cluster, started.saver, started.inputs, last_step))
         self.rollouts = RolloutSaver(config, folder.rollouts, last_step, trackers.write_rows)
-        self._checks = StepChecks(start.applied, notify)
+        self._checks = StepChecks(started.applied, notify)
         self._health = HealthLog(folder.path, config, cluster.plan, self.history, notify)
         self.recorder.request_after_findings(self._health)
         self.protections = Protections(notify)
@@ -57,7 +57,7 @@ class RunObservers:
             self.rollouts,  # before the metrics, because a checkpoint needs the rows and then the metrics of its step
             metrics,
             trackers,
-            start.progress,
+            started.progress,
             self._checks,
             self._health,
             self.protections,
@@ -65,7 +65,7 @@ class RunObservers:
         self._queue = RecordQueue(self._step_done, self._evaluated)
         self._evaluated_step: int | None = None
         """Last step with an evaluation for which training has waited."""
-        self._is_resumed = start.resumed is not None
+        self._is_resumed = started.resumed is not None
         """Whether `metrics.jsonl` already has the record of step 0."""
         self._memory = PeakMemory()
 
@@ -114,7 +114,7 @@ class RunObservers:
         self._log.add(self._checks.rollout.follow(compared))
 
     def watch_weights(self, compared: ComparedWeights | None) -> None:
-        """Checks a comparison of the weights of a resumed run, which belongs to no step."""
+        """Checks a comparison of weights before the first step of a resumed run. It is in no log record."""
         self._checks.rollout.follow(compared)
 
     def end_calls(self, source: RolloutSource | None) -> bool:
@@ -189,14 +189,14 @@ class RunObservers:
         for observer in self.observers:
             observer.ended(summary)
 
-    def write_partial_results(self, error: BaseException, start: RunStart) -> None:
+    def write_partial_results(self, error: BaseException, started: StartedRun) -> None:
         """Writes the results of a run that ends with an error, or empties its folder if it has none."""
-        has_steps = start.resumed is not None or any(record["step"] for record in self.history)
+        has_steps = started.resumed is not None or any(record["step"] for record in self.history)
         if has_steps or self.recorder.keeps_step(error):
-            self._results.write_partial(start.restarts.draw_at_end)
+            self._results.write_partial(started.restarts.draw_at_end)
         else:
-            start.folder.clear()  # there is no result yet, so the next attempt may use the same folder
-            start.interruption.progress = "before the first step was complete; nothing was saved"
+            started.folder.clear()  # there is no result yet, so the next attempt may use the same folder
+            started.interruption.progress = "before the first step was complete; nothing was saved"
 
     def _evaluated(self, step: int, evaluation: Evaluation) -> None:
         for observer in self.observers:
