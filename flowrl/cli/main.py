@@ -46,13 +46,21 @@ from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, plan
 from flowrl.controller.placement.plan_table import render_plan, render_threads
 from flowrl.data.console import LogFormatter, indent_lines, write_printable
-from flowrl.memory.device_settings import fit_memory, render_settings, resolve_settings
+from flowrl.memory.device_settings import render_settings
 from flowrl.memory.memory_estimate import explain_unknown_sizes
 from flowrl.memory.memory_table import render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.trace import loop_events
 from flowrl.run.interrupt import Interrupted, raise_on_ending_signals
-from flowrl.run.preflight import check_functions, check_positions, check_run, check_start, log_doubts, plan_run
+from flowrl.run.preflight import (
+    check_devices,
+    check_functions,
+    check_positions,
+    check_run,
+    check_start,
+    log_doubts,
+    plan_run,
+)
 from flowrl.run.restarts import with_restarts
 from flowrl.run.updates import describe_batches, describe_planned_updates
 from flowrl.schedules.schedule_plan import check_routes, render_graph
@@ -278,7 +286,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             planned = plan_run(config, arguments.devices)
             is_local = arguments.devices is None and config.address is None
             with collection_paused():  # the memory of a known model is measured with torch and transformers
-                fitted = fit_memory(resolve_settings(config, planned), planned, is_local=is_local)
+                fitted = check_devices(config, planned, is_local=is_local)
             log_doubts(config, planned)
         is_inline = config.backend == "inline"
         threads = _describe_threads(planned, is_local=is_local, setting=config.threads, is_inline=is_inline)

@@ -55,16 +55,17 @@ from flowrl.data.reading.raw_rows import read_chunks
 from flowrl.data.reading.reader import as_files
 from flowrl.data.reading.row_problems import RowProblem
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
-from flowrl.memory.device_settings import fit_memory, resolve_settings
 from flowrl.memory.memory_estimate import explain_unknown_sizes
 from flowrl.memory.memory_table import GB
 from flowrl.memory.model_size import read_model_size
+from flowrl.report.trackers.open_trackers import check_trackers
 from flowrl.rewards.row_scorer import RowScorer
 from flowrl.run.datasets import PtxText, SftExamples, read_prompts
 from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.preferences.preference_examples import PREFERENCE_ROLES, PreferenceExamples
 from flowrl.run.preflight import (
+    check_devices,
     check_functions,
     check_reward_heads,
     check_rollouts,
@@ -136,6 +137,7 @@ class _Checks:
 
     def functions(self) -> str:
         check_functions(self.config)
+        check_trackers(self.config.report)
         check_rollouts(self.config)
         rewards = [value for _, value in self.config if isinstance(value, RewardConfig)]
         names = dict.fromkeys(function for reward in rewards for _, function in reward.functions())
@@ -225,7 +227,7 @@ class _Checks:
 
     def memory(self) -> str:
         config = self.config
-        fitted = fit_memory(resolve_settings(config, self._plan), self._plan, is_local=config.address is None)
+        fitted = check_devices(config, self._plan, is_local=config.address is None)
         devices, budget = fitted.devices, fitted.budget
         if not all(device.is_known for device in devices):
             raise _Skipped("; ".join(explain_unknown_sizes(config)))

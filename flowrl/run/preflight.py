@@ -46,7 +46,7 @@ from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
-from flowrl.memory.device_settings import fit_memory, resolve_settings
+from flowrl.memory.device_settings import FittedRun, fit_memory, resolve_settings
 from flowrl.memory.model_fit import (
     check_model_fit,
     excess_tokens_message,
@@ -109,11 +109,20 @@ def check_start(config: RunConfig) -> None:
     check_paths(config)
     log_doubts(config, planned)
     if planned is not None:  # last, because the estimate imports torch
-        resolved = resolve_settings(config, planned)
-        if planned.kind == "cuda":
-            check_bfloat16(resolved, local_capability())
-            check_cuda_ipc(resolved, planned, find_ipc_problem())
-        fit_memory(resolved, planned, is_local=True)
+        check_devices(config, planned, is_local=True)
+
+
+def check_devices(config: RunConfig, planned: Plan, *, is_local: bool) -> FittedRun:
+    """Returns the settings and the memory of a run on its devices. `is_local`: these are devices of this machine.
+
+    Raises ConfigError if the devices lack memory, bfloat16, or CUDA IPC for the weight sync. Only the memory is checked
+    for devices of other machines.
+    """
+    resolved = resolve_settings(config, planned)
+    if is_local and planned.kind == "cuda":
+        check_bfloat16(resolved, local_capability())
+        check_cuda_ipc(resolved, planned, find_ipc_problem())
+    return fit_memory(resolved, planned, is_local=is_local)
 
 
 def log_doubts(config: RunConfig, planned: Plan | None) -> None:

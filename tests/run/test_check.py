@@ -116,6 +116,12 @@ def test_every_problem_is_one_sentence(check: Checked) -> None:
     assert reported["placement"] == "ok"
 
 
+def test_a_tracker_that_no_run_can_open_is_found(check: Checked) -> None:
+    with rejects("report.trackers.0", "class", "write_metrics", error=ChecksFailed):
+        check("report.trackers=[os:path]")
+    assert reported["functions"] == "failed" and reported["files"] == "ok"
+
+
 def test_a_reward_that_fails_for_an_empty_response_is_found(check: Checked) -> None:
     with rejects("fails_for_an_empty_response", "IndexError", error=ChecksFailed):
         check("reward.function=tests.run.checked_rewards:fails_for_an_empty_response")

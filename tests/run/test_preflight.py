@@ -22,12 +22,14 @@ from flowrl.config import (
     TransferConfig,
     UserError,
     VllmConfig,
+    models_of,
 )
 from flowrl.controller.placement.plan import Inventory, plan
 from flowrl.memory.device_settings import resolve_settings
 from flowrl.run.preflight import (
     check_bfloat16,
     check_determinism,
+    check_devices,
     check_paths,
     check_positions,
     check_quantization,
@@ -461,6 +463,18 @@ def test_bfloat16_is_rejected_on_gpus_that_lack_it(changes: dict, key: str | Non
         return
     with rejects(key, "bfloat16", "7.5", "8.0", "float16", error=ConfigError):
         check_bfloat16(resolved, (7, 5))
+
+
+def test_only_the_gpus_of_this_machine_are_queried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 7.5\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = run_with(on(1).model_copy(update={"device": "cuda"}))
+    planned = plan_run(config, [1])
+    with rejects("actor.engine.compute_dtype", "7.5", error=ConfigError):
+        check_devices(config, planned, is_local=True)
+    elsewhere = check_devices(config, planned, is_local=False)
+    assert models_of(elsewhere.config)["actor"].engine.compute_dtype == "bfloat16"
 
 
 def test_bfloat16_of_vllm_is_rejected_on_gpus_that_lack_it(tmp_path: Path) -> None:
