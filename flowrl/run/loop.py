@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from types import TracebackType
-from typing import Any, ParamSpec, Self, overload
+from typing import Any, ParamSpec, Self
 
 from flowrl.checkpoints.saver import Checkpointable
 from flowrl.config import RunConfig, UserError
@@ -76,12 +76,6 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    @overload
-    def group(
-        self, cls: Callable[Parameters, Worker[GroupType]], /, *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> GroupType: ...
-
-    @overload
     def group(
         self,
         role: str,
@@ -89,16 +83,14 @@ class Run:
         /,
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
-    ) -> GroupType: ...
-
-    def group(self, *args: Any, **kwargs: Any) -> Any:  # Any: the arguments of the overloads
+    ) -> GroupType:
         """Starts the workers of a role on the devices of its placement, and returns their group.
 
-        `group(Actor, config.actor)` calls `Actor(config.actor)` on each device. The role is the field of the run's
-        config that contains this value. `group(role, cls, ...)` names the role instead.
+        `group("actor", Actor, config.actor)` calls `Actor(config.actor)` on each device of the role `actor`. Null
+        settings in `config.actor` are replaced by their values on these devices.
         """
-        args, kwargs = group_arguments(self.config, self._started.applied, args, kwargs)
-        group = self.cluster.group(*args, **kwargs)
+        applied_args, applied_kwargs = group_arguments(self.config, self._started.applied, role, args, kwargs)
+        group = self.cluster.group(role, cls, *applied_args, **applied_kwargs)
         self._observers.protections.follow(group)
         return group
 

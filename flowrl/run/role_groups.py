@@ -1,13 +1,13 @@
-"""Finds the roles of worker groups in the config of a run, and starts the groups that score responses."""
+"""Applies the settings of a run to the arguments of its worker groups, and starts the groups that score responses."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from flowrl.config import JudgeConfig, RewardConfig, RolloutRunConfig, RunConfig, UserError
+from flowrl.config import JudgeConfig, RewardConfig, RoleConfig, RolloutRunConfig, RunConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
-from flowrl.controller.worker import Worker, get_registered_methods
+from flowrl.controller.worker import get_registered_methods
 from flowrl.report.run_observer import RunObserver
 from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.schedules.rewards import EnvironmentScoring, Rewards, Scoring
@@ -16,53 +16,35 @@ from flowrl.workers.judge import Judge
 from flowrl.workers.reward import Reward
 
 
-def check_role(config: RunConfig, role: str) -> None:
-    """Raises UserError if the config has no role with this name."""
-    if role not in config.roles:
-        name = type(config).__name__
+def group_arguments(
+    stated: RunConfig, applied: RunConfig, role: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: arguments of a worker's constructor
+    """Returns the arguments of a worker's constructor with the settings of roles from `applied`.
+
+    Those of `stated`, which the recipe passes, lack the values that depend on the devices. Settings are compared by
+    value. If another role has equal settings, those of `role` are used. Raises UserError if the config has no such
+    role, or if settings are those of no role.
+    """
+    known = stated.role_settings
+    if role not in known:
+        name = type(stated).__name__
         raise UserError(
-            f"run.group({role!r}, ...) names no role of {name} (its roles: {', '.join(config.roles)}): add a "
-            f"field {role} to {name} whose type is RoleConfig or a subclass, and placement.roles.{role}"
+            f"run.group({role!r}, ...) names no role of {name} (its roles: {', '.join(known)}): add a field {role} to "
+            f"{name} whose type is RoleConfig or a subclass, and placement.roles.{role}"
         )
 
+    def apply(argument: Any) -> Any:
+        if not isinstance(argument, RoleConfig):
+            return argument
+        for name in (role, *known):
+            if known[name] == argument:
+                return applied.role_settings[name]
+        raise UserError(
+            f"run.group({role!r}, ...) has settings of the type {type(argument).__name__} that differ from those of "
+            f"all roles of the run ({', '.join(known)}): pass config.ROLE, and change settings before the run starts"
+        )
 
-def find_role(config: RunConfig, cls: type[Worker], arguments: Iterable[object]) -> str:
-    """Returns the role whose settings are one of the arguments of a worker's constructor.
-
-    Raises UserError if no role or several roles have this object as settings.
-    """
-    for argument in arguments:
-        roles = [role for role, settings in config.role_settings.items() if settings is argument]
-        if len(roles) > 1:
-            raise UserError(
-                f"the settings in run.group({cls.__name__}, ...) are those of the roles {' and '.join(roles)}, "
-                f"which have the same object: name the role with run.group(role, {cls.__name__}, ...)"
-            )
-        if roles:
-            return roles[0]
-    raise UserError(
-        f"the role of run.group({cls.__name__}, ...) is unknown, because no argument is the settings of one of the "
-        f"roles {', '.join(config.roles)}: pass config.ROLE, or name the role with "
-        f"run.group(role, {cls.__name__}, ...)"
-    )
-
-
-def group_arguments(
-    stated: RunConfig, applied: RunConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: arguments of a worker's constructor
-    """Returns the arguments of `Cluster.group` for those of `Run.group`: the role, the class, and the constructor's.
-
-    The settings of the role in `stated` are replaced by those in `applied`, which depend on the devices. Raises
-    UserError if the role is unknown.
-    """
-    if isinstance(args[0], str):
-        check_role(stated, args[0])
-    else:
-        args = (find_role(stated, args[0], (*args[1:], *kwargs.values())), *args)
-    role = args[0]
-    known, value = stated.role_settings[role], applied.role_settings[role]
-    replaced = tuple(value if argument is known else argument for argument in args)
-    return replaced, {name: value if argument is known else argument for name, argument in kwargs.items()}
+    return tuple(map(apply, args)), {name: apply(value) for name, value in kwargs.items()}
 
 
 def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
@@ -72,7 +54,9 @@ def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
     """
     environment = config.environment if isinstance(config, RolloutRunConfig) else None
     if isinstance(config, RolloutRunConfig) and environment is not None:
-        return EnvironmentScoring(environment, start(EnvironmentWorker, environment), config.data.max_prompt_tokens)
+        return EnvironmentScoring(
+            environment, start("environment", EnvironmentWorker, environment), config.data.max_prompt_tokens
+        )
     role, reward = next(((name, value) for name, value in config if isinstance(value, RewardConfig)), (None, None))
     if role is None or reward is None:
         raise UserError(

@@ -23,9 +23,9 @@ def train(config: DistillationConfig, start: StartRun = Run) -> Summary:
     """Trains the student. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
     with start(config) as run:
-        actor = run.group(Actor, config.actor)
-        teacher = run.group(Reference, config.teacher)
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        actor = run.group("actor", Actor, config.actor)
+        teacher = run.group("teacher", Reference, config.teacher)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
 
         if due := run.due_sets(held_out):

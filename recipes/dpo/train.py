@@ -22,8 +22,8 @@ def train(config: DPOConfig, start: StartRun = Run) -> Summary:
     examples, held_out = PreferenceExamples.read(config.data, config.actor)
     config = config.with_steps(len(examples))
     with start(config) as run:
-        actor = run.group(Actor, config.actor)
-        reference = run.group(Reference, config.reference) if config.reference else None
+        actor = run.group("actor", Actor, config.actor)
+        reference = run.group("reference", Reference, config.reference) if config.reference else None
         run.add_checkpointable(actor)
         if reference and config.stores_reference(len(examples)):
             store_reference(run, examples, reference)

@@ -23,10 +23,10 @@ def train(config: GRPOConfig, start: StartRun = Run) -> Summary:
     prompts, held_out = read_prompts(config)
     advantages, text = Advantages(config), PtxText(config)
     with start(config) as run:
-        actor = run.group(Actor, config.actor)
-        reference = run.group(Reference, config.reference) if config.reference else None
+        actor = run.group("actor", Actor, config.actor)
+        reference = run.group("reference", Reference, config.reference) if config.reference else None
         reward = run.rewards()
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, advantages, text)
 
         if due := run.due_sets(held_out):

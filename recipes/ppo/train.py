@@ -25,11 +25,11 @@ def train(config: PPOConfig, start: StartRun = Run) -> Summary:
     prompts, held_out = read_prompts(config)
     advantages, text = Advantages(config), PtxText(config)
     with start(config) as run:
-        actor = run.group(Actor, config.actor)
-        critic = run.group(Critic, config.critic)
-        reference = run.group(Reference, config.reference) if config.reference else None
+        actor = run.group("actor", Actor, config.actor)
+        critic = run.group("critic", Critic, config.critic)
+        reference = run.group("reference", Reference, config.reference) if config.reference else None
         reward = run.rewards()
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, critic, advantages, text)
 
         if due := run.due_sets(held_out):

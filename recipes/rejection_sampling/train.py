@@ -24,9 +24,9 @@ def train(config: RejectionSamplingConfig, start: StartRun = Run) -> Summary:
     """Trains the policy. Returns the summary of the run."""
     prompts, held_out = read_prompts(config)
     with start(config) as run:
-        actor = run.group(Actor, config.actor)
+        actor = run.group("actor", Actor, config.actor)
         reward = run.rewards()
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
 
         if due := run.due_sets(held_out):

@@ -29,7 +29,7 @@ def train(config: RewardModelRunConfig, start: StartRun = Run) -> Summary:
     examples, held_out = PreferenceExamples.read(config.data, config.reward)
     config = config.with_steps(len(examples))
     with start(config) as run:
-        reward = run.group(TrainedRewardModel, config.reward)
+        reward = run.group("reward", TrainedRewardModel, config.reward)
         run.add_checkpointable(reward)
 
         if due := run.due_sets(held_out):

@@ -23,7 +23,7 @@ def train(config: SFTConfig, start: StartRun = Run) -> Summary:
     config = config.with_steps(len(examples))
     stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
     with start(config) as run:
-        actor = run.group(Actor, config.actor)
+        actor = run.group("actor", Actor, config.actor)
         run.add_checkpointable(actor)
 
         if due := run.due_sets(held_out):

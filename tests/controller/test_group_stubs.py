@@ -98,7 +98,7 @@ import my_workers
 
 
 def train(config: PPOConfig, run: Run, batch: Batch) -> None:
-    actor = run.group(Actor, config.actor)
+    actor = run.group("actor", Actor, config.actor)
     a: Batch = actor.logprobs(batch)
     b: Future[dict[str, Metric]] = actor.update(batch)
     c: Future[None] = actor.save.submit(Path("model"))
@@ -108,12 +108,10 @@ def train(config: PPOConfig, run: Run, batch: Batch) -> None:
     actor.save()  # wrong: no folder
     e: Batch = actor.update(batch)  # wrong: a future
     actor.update(batch, los=None)  # wrong: no such argument
-    run.group(Actor, config.actor, temperature=0.5)  # wrong: no such argument
     run.group("actor", Actor, config.actor, temperature=0.5)  # wrong: no such argument
-    run.group(Rollout, config.actor, config.actor.model, seed=0)  # wrong: not a rollout's config
     run.group("rollout", Rollout, config.actor, config.actor.model, seed=0)  # wrong: not a rollout's config
-    run.group(Critic, config.actor)  # wrong: not a critic's config
-    rollout = run.group(Rollout, config.rollout, config.actor.model, seed=0)
+    run.group("critic", Critic, config.actor)  # wrong: not a critic's config
+    rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=0)
     reward = run.rewards()
     f: Evaluation = evaluate(rollout, reward, batch)
     evaluate(reward, rollout, batch)  # wrong: in another order

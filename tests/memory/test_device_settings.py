@@ -8,7 +8,10 @@ import pytest
 from flowrl.cli import main
 from flowrl.config import (
     ConfigError,
+    EngineConfig,
     JudgeConfig,
+    ModelConfig,
+    ReferenceConfig,
     RewardConfig,
     RolloutRunConfig,
     TrainedConfig,
@@ -27,8 +30,6 @@ from flowrl.memory.device_settings import (
 from flowrl.run.preflight import plan_run
 from flowrl.run.role_groups import group_arguments
 from flowrl.weight_sync.verification import gap_limit
-from flowrl.workers import Actor
-from flowrl.workers.rollout import Rollout
 from recipes.grpo.config import GRPOConfig
 from tests.errors import rejects
 
@@ -300,12 +301,24 @@ def test_the_defaults_on_a_gpu_with_vllm_get_no_warning() -> None:
 def test_a_group_gets_the_settings_of_its_devices() -> None:
     config = run_on("cuda", *VLLM)
     applied = resolve(config)
-    args, _ = group_arguments(config, applied, (Actor, config.actor), {})
-    assert args == ("actor", Actor, applied.actor)
-    args, kwargs = group_arguments(
-        config, applied, ("rollout", Rollout, config.rollout, config.actor.model), {"seed": 1}
+    assert group_arguments(config, applied, "actor", (config.actor.model_copy(),), {}) == ((applied.actor,), {})
+    arguments = (config.rollout, config.actor.model), {"seed": 1}
+    assert group_arguments(config, applied, "rollout", *arguments) == (
+        (applied.rollout, config.actor.model),
+        {"seed": 1},
     )
-    assert args == ("rollout", Rollout, applied.rollout, config.actor.model) and kwargs == {"seed": 1}
+
+
+def test_roles_with_equal_settings_get_the_settings_of_their_own_devices() -> None:
+    class TwoReferences(GRPOConfig):
+        teacher: ReferenceConfig | None = None
+
+    reference = ReferenceConfig(model=ModelConfig(path=Path("m")))
+    applied = reference.model_copy(update={"engine": EngineConfig(compute_dtype="bfloat16")})
+    stated = TwoReferences.model_construct(reference=reference, teacher=reference)
+    resolved = TwoReferences.model_construct(reference=reference, teacher=applied)
+    assert group_arguments(stated, resolved, "teacher", (stated.reference,), {}) == ((applied,), {})
+    assert group_arguments(stated, resolved, "reference", (stated.reference,), {}) == ((reference,), {})
 
 
 def reward_of(**components: Any) -> RewardConfig:

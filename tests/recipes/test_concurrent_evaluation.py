@@ -42,9 +42,9 @@ def train(config: GRPOConfig, at_end: Callable[[Run, Any, Any], None]) -> dict[s
     prompts, held_out = read_prompts(config)
     advantages = Advantages(config)
     with Run(config) as run:
-        actor = run.group(Actor, config.actor)
+        actor = run.group("actor", Actor, config.actor)
         reward = run.rewards()
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, advantages)
         if due := run.due_sets(held_out):
             run.log(evaluate(rollout, reward, due, config.evaluation_by_set))

@@ -116,8 +116,8 @@ def test_the_policy_may_have_another_role_than_actor(task_folder: Path, tmp_path
     config = StudentConfig.model_validate(base)
     versions = []
     with Run(config) as run:
-        student = run.group(Actor, config.student)
-        rollout = run.group(Rollout, config.rollout, config.student.model, seed=0)
+        student = run.group("student", Actor, config.student)
+        rollout = run.group("rollout", Rollout, config.rollout, config.student.model, seed=0)
         for batch in run.batches(prompts(task_folder, 4), policy=student):
             batch = batch.union(rollout.generate(batch))
             versions.append(int(batch.get("weight_version").max()))

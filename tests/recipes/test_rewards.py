@@ -494,8 +494,8 @@ def test_functions_score_responses_while_others_are_generated(grpo_config: GrpoC
     config = grpo_config(reward=reward, steps=1, rollout=rollout, **ALL_ROWS)
     with Run(config) as run:
         prompts, _ = read_prompts(config)
-        actor = run.group(Actor, config.actor)
-        workers = run.group(Rollout, config.rollout, config.actor.model, seed=0)
+        actor = run.group("actor", Actor, config.actor)
+        workers = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=0)
         for _ in run.rollouts(workers, prompts, policy=actor, reward=run.rewards()):
             run.sync_weights(actor, workers)
         generated = [event for event in run.cluster.calls.events if event.method == "generate"]

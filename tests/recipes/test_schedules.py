@@ -247,8 +247,8 @@ def trained_prompts(config: GRPOConfig) -> dict[int, list[int]]:
     prompts, _ = read_prompts(config)
     prompts_by_step = {}
     with Run(config) as run:
-        actor: Any = run.group(Actor, config.actor)
-        rollout: Any = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        actor: Any = run.group("actor", Actor, config.actor)
+        rollout: Any = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
         for batch in run.rollouts(rollout, prompts, policy=actor):
             prompts_by_step[run.step] = batch["prompt_id"].get("prompt_id").tolist()[:: config.samples_per_prompt]
@@ -280,9 +280,9 @@ def train_with_diaries(config: GRPOConfig, folder: Path) -> tuple[dict[int, set[
     prompts, _ = read_prompts(config)
     advantages = Advantages(config)
     with Run(config) as run:
-        actor: Any = run.group(WritingActor, config.actor, diary=trained)
+        actor: Any = run.group("actor", WritingActor, config.actor, diary=trained)
         rollout: Any = run.group(
-            WritingRollout, config.rollout, config.actor.model, seed=config.seed, diary=generated_by
+            "rollout", WritingRollout, config.rollout, config.actor.model, seed=config.seed, diary=generated_by
         )
         run.add_checkpointable(actor)
         for batch in run.rollouts(rollout, prompts, policy=actor):
@@ -319,8 +319,8 @@ def test_a_killed_replica_loses_no_prompt(grpo_config: GrpoConfigs, ray_session:
     prompts, _ = read_prompts(config)
     trained: list[int] = []
     with Run(config) as run:
-        actor: Any = run.group(Actor, config.actor)
-        rollout: Any = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        actor: Any = run.group("actor", Actor, config.actor)
+        rollout: Any = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
         victim, other = rollout.run(process_id)
         for batch in run.rollouts(rollout, prompts, policy=actor):

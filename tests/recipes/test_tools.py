@@ -190,8 +190,8 @@ def test_a_template_that_renders_tools_shows_their_schemas_to_the_policy(data: P
     shown = []
     with Run(config) as run:
         prompts, _ = read_prompts(config)
-        actor = run.group(Actor, config.actor)
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=0)
+        actor = run.group("actor", Actor, config.actor)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=0)
         for batch in run.rollouts(rollout, prompts, policy=actor, reward=run.rewards()):
             table = batch.tensordict("input_ids", "response_mask")
             sizes = lengths(table).tolist()

@@ -109,8 +109,8 @@ def test_a_killed_replica_of_a_users_engine_is_replaced(
     prompts, _ = read_prompts(config)
     trained: list[int] = []
     with Run(config) as run:
-        actor: Any = run.group(Actor, config.actor)
-        rollout: Any = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        actor: Any = run.group("actor", Actor, config.actor)
+        rollout: Any = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
         victim, _ = rollout.run(process_id)
         for batch in run.rollouts(rollout, prompts, policy=actor):

@@ -122,9 +122,9 @@ def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
     with Run(config) as run:
         actor = run.group("actor", Actor, config.actor)
         assert config.reference is not None and config.reward is not None
-        reference = run.group(Reference, config.reference)
-        reward = run.group(Reward, config.reward)
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        reference = run.group("reference", Reference, config.reference)
+        reward = run.group("reward", Reward, config.reward)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.log(evaluate(rollout, reward, held_out))
         for batch in run.rollouts(rollout, prompts, policy=actor):
             batch = batch.union(reward.score(batch))

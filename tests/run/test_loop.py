@@ -13,7 +13,7 @@ import torch
 
 from flowrl import Batch
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.config import ReferenceConfig, UserError
+from flowrl.config import UserError
 from flowrl.run.evaluation import Evaluation, evaluate
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.loop import Run
@@ -246,35 +246,23 @@ def test_a_checkpoint_as_the_last_line_of_the_loop_has_the_evaluations_of_its_st
         ]
 
 
-def test_the_role_of_a_group_is_the_field_of_its_settings(config: Callable[..., EchoConfig]) -> None:
-    class Configured(Echo):
-        def __init__(self, settings: Any) -> None:
-            super().__init__()
+class Configured(Echo):
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
 
+
+def test_settings_of_a_group_are_compared_by_value(config: Callable[..., EchoConfig]) -> None:
     settings = config(report=QUIET)
     with Run(settings) as run:
-        assert run.group(Configured, settings.reward).role == "reward"
-        assert run.group(Configured, settings=settings.rollout).role == "rollout"
-        copied = settings.actor.model_copy(update={"entropy_coef": 0.1})
-        with rejects("Configured", "actor", "rollout", "reward", "config.ROLE", error=UserError):
-            run.group(Configured, copied)
-        assert run.group("actor", Configured, copied).role == "actor"
+        assert run.group("actor", Configured, settings.actor.model_copy()).role == "actor"
+        assert run.group("rollout", Configured, settings=settings.rollout).role == "rollout"
 
 
-def test_settings_of_two_roles_name_no_role(config: Callable[..., EchoConfig]) -> None:
-    class TwoConfig(EchoConfig):
-        teacher: ReferenceConfig | None = None
-
+def test_settings_that_no_role_has_are_rejected(config: Callable[..., EchoConfig]) -> None:
     settings = config(report=QUIET)
-    model = ReferenceConfig(model=settings.actor.model)
-    roles = dict.fromkeys(("actor", "rollout", "reward", "reference", "teacher"), "main")
-    placement = settings.placement.model_copy(update={"roles": roles})
-    both = TwoConfig.model_validate(settings.model_dump() | {"placement": settings.placement}).model_copy(
-        update={"reference": model, "teacher": model, "placement": placement}
-    )
-    shared: Any = both.teacher
-    with Run(both) as run, rejects("reference", "teacher", "Echo", error=UserError):
-        run.group(Echo, shared)
+    changed = settings.actor.model_copy(update={"entropy_coef": 0.1})
+    with Run(settings) as run, rejects("actor", "ActorConfig", "config.ROLE", error=UserError):
+        run.group("actor", Configured, changed)
 
 
 def test_the_driver_is_at_most_one_step_ahead(config: Callable[..., EchoConfig]) -> None:

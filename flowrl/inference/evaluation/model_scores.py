@@ -21,7 +21,7 @@ from flowrl.run.preflight import (
     check_vocabularies,
     find_path_problems,
 )
-from flowrl.run.role_groups import Protections, find_role, start_scoring
+from flowrl.run.role_groups import Protections, start_scoring
 from flowrl.workers import Rollout
 
 
@@ -60,8 +60,6 @@ def evaluate_model(
         protections = Protections(notify)
 
         def start(*args: Any, **kwargs: Any) -> Any:  # Any: the arguments of `Run.group`
-            if not isinstance(args[0], str):
-                args = (find_role(config, args[0], args[1:]), *args)
             group = cluster.group(*args, **kwargs)
             protections.follow(group)
             return group

@@ -104,14 +104,13 @@ class ReplayedRun:
             notify=self._replay.notify,
         )
 
-    def group(self, *args: Any, **kwargs: Any) -> Any:  # Any: as in Run
-        args, kwargs = group_arguments(self.config, self._applied, args, kwargs)
-        role, cls = args[:2]
+    def group(self, role: str, cls: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as in Run
+        args, kwargs = group_arguments(self.config, self._applied, role, args, kwargs)
         if not cls.stateless:
-            return self.cluster.group(*args, **kwargs)
+            return self.cluster.group(role, cls, *args, **kwargs)
         generates = isinstance(self.config.role_settings[role], RolloutConfig)
         rejection = "a replay does not generate responses in the loop body: move the call before the loop" * generates
-        return DeferredGroup(role, lambda: self.cluster.group(*args, **kwargs), rejection)
+        return DeferredGroup(role, lambda: self.cluster.group(role, cls, *args, **kwargs), rejection)
 
     def rewards(self) -> Scoring:
         return start_scoring(self.config, self.group)

@@ -20,9 +20,9 @@ class DistillationConfig(RunConfig):
 
 def train(config: DistillationConfig, prompts: Iterable[Batch]) -> Summary:
     with Run(config) as run:
-        actor = run.group(Actor, config.actor)
-        teacher = run.group(Reference, config.teacher)
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        actor = run.group("actor", Actor, config.actor)
+        teacher = run.group("teacher", Reference, config.teacher)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         for batch in run.batches(prompts, policy=actor):
             batch = batch.union(rollout.generate(batch))
             known = teacher.topk(batch, k=config.top_k).rename({"topk_logprobs": "teacher_topk_logprobs"})

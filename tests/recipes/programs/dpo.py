@@ -26,8 +26,8 @@ def dpo(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, beta: float) ->
 def train(config: DPOConfig, pairs: Iterable[Batch]) -> Summary:
     loss = Loss(dpo, {"beta": config.beta}, aggregation="group_mean", group="pair", group_size=2)
     with Run(config) as run:
-        actor = run.group(Actor, config.actor)
-        reference = run.group(Reference, config.reference)
+        actor = run.group("actor", Actor, config.actor)
+        reference = run.group("reference", Reference, config.reference)
         for batch in run.batches(pairs, policy=actor):
             batch["ref_logprobs"] = reference.logprobs(batch)
             run.log(actor.update(batch, loss))

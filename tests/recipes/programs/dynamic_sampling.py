@@ -14,9 +14,9 @@ from tests.recipes.programs.configs import GroupConfig
 def train(config: GroupConfig, prompts: Iterable[Batch]) -> Summary:
     advantages, samples = Advantages(config), config.samples_per_prompt
     with Run(config) as run:
-        actor = run.group(Actor, config.actor)
-        reward = run.group(Reward, config.reward)
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        actor = run.group("actor", Actor, config.actor)
+        reward = run.group("reward", Reward, config.reward)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
 
         def informative() -> Iterator[Batch]:
             kept: list[Batch] = []

@@ -17,11 +17,11 @@ PTX = replace(LANGUAGE_MODELING, label="ptx")
 def train(config: PtxConfig, prompts: Iterable[Batch], texts: Iterable[Batch]) -> Summary:
     advantages = Advantages(config)
     with Run(config) as run:
-        actor = run.group(Actor, config.actor)
-        critic = run.group(Critic, config.critic)
-        reference = run.group(Reference, config.reference)
-        reward = run.group(Reward, config.reward)
-        rollout = run.group(Rollout, config.rollout, config.actor.model, seed=config.seed)
+        actor = run.group("actor", Actor, config.actor)
+        critic = run.group("critic", Critic, config.critic)
+        reference = run.group("reference", Reference, config.reference)
+        reward = run.group("reward", Reward, config.reward)
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         for batch, text in zip(run.batches(prompts, policy=actor), texts, strict=False):
             batch = batch.union(rollout.generate(batch))
             batch = batch.union(reward.score(batch))

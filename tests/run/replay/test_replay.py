@@ -162,7 +162,7 @@ def test_a_loop_body_that_generates_is_rejected(recorded: RunConfig) -> None:
     def train(config: Any, start: Callable[[Any], Any]) -> None:
         with start(config) as run:
             rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
-            actor = run.group(Actor, config.actor)
+            actor = run.group("actor", Actor, config.actor)
             for batch in run.rollouts(rollout, iter(()), policy=actor):  # pyright: ignore[reportArgumentType]
                 rollout.generate(batch)
 
@@ -175,7 +175,7 @@ def train_two_steps(
 ) -> None:
     """A training function with a step that fails. Both steps succeed if `failing` is 0."""
     with start(config) as run:
-        actor = run.group(Actor, config.actor)
+        actor = run.group("actor", Actor, config.actor)
         run.add_checkpointable(actor)
         rows = Batch.from_columns(tokens={"input_ids": [1, 2, 3, 4]}, lengths=[2, 2])
         for batch in run.batches([rows, rows], policy=actor):
