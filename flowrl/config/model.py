@@ -112,8 +112,8 @@ class EngineConfig(Config):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer
-    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp if the placement has tp, otherwise
-    single or ddp, by the number of ranks."""
+    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp for one GPU, and if the placement has
+    tp; otherwise single for one rank, and ddp for several. `backend: inline` runs every model without FSDP2."""
 
     shard_ranks: PositiveInt | None = None
     """Number of data-parallel ranks that share one sharded copy of the model (HSDP). Null uses the ranks of a node if
@@ -169,14 +169,6 @@ class EngineConfig(Config):
                     f"{name} is {value}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
                 )
         return self
-
-
-FSDP_ON_ONE_GPU = False
-"""Whether `strategy: auto` selects FSDP2 for a role with one GPU.
-
-Its layers would compute in the same dtypes as on several GPUs. Autocast computes norms and sums in float32. The value
-is False until FSDP2 on one rank has run on a GPU. On CPUs, both are equally fast in bfloat16 (docs/benchmarks.md).
-"""
 
 
 def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bfloat16"] | None:

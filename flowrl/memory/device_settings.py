@@ -23,7 +23,6 @@ from flowrl.config import (
     default_compute_dtype,
     shards_model,
 )
-from flowrl.config.model import FSDP_ON_ONE_GPU
 from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
 from flowrl.controller.placement.inventory import local_gpu_names
 from flowrl.controller.placement.plan import Plan
@@ -73,11 +72,11 @@ def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig
     return config.model_copy(update=changes)
 
 
-def _resolve_role(value: RoleConfig, has_own_process: bool, matches_rollout: bool) -> RoleConfig:
+def _resolve_role(value: RoleConfig, is_alone: bool, matches_rollout: bool) -> RoleConfig:
     """Returns the settings of a role on GPUs.
 
     Args:
-        has_own_process: whether one process, other than the driver, runs the role.
+        is_alone: whether one process, other than the driver, runs the role.
         matches_rollout: whether the rollout has the log-probabilities of an actor that computes in float32.
     """
     if isinstance(value, JudgeConfig):
@@ -85,8 +84,8 @@ def _resolve_role(value: RoleConfig, has_own_process: bool, matches_rollout: boo
     if not isinstance(value, ModelRoleConfig) or value.model is None:
         return value
     changes = {}
-    if value.engine.strategy == "auto" and has_own_process and FSDP_ON_ONE_GPU:
-        changes["strategy"] = "fsdp"
+    if value.engine.strategy == "auto" and is_alone:
+        changes["strategy"] = "fsdp"  # the dtypes of several GPUs; autocast computes norms and sums in float32
     # The loss compares the actor's log-probabilities with those of the rollout, which computes in float32.
     is_compared = matches_rollout and isinstance(value, ActorConfig) and value.old_logprobs == "rollout"
     if value.engine.compute_dtype is None and not is_compared:

@@ -279,11 +279,15 @@ def _head_copy(model: RoleModel) -> int:
 
 
 def _gathered(model: RoleModel) -> int:
-    """Returns the bytes that FSDP all-gathers: parameters outside the layers, the running layer and the next layer."""
+    """Returns the bytes that FSDP all-gathers: parameters outside the layers, the running layer and the next layer.
+
+    One rank copies the running layer only: torch gathers nothing ahead (2.13: _fsdp_param_group.py:392,437).
+    """
     if not model.is_sharded:
         return 0
-    layers = 2 if model.engine.reshard_after_forward else model.size.layers
-    return _gathered_bytes(model) * (model.non_layer + min(layers, model.size.layers) * model.layer)
+    running = 1 if model.num_shards == 1 else 2
+    layers = min(running, model.size.layers) if model.engine.reshard_after_forward else model.size.layers
+    return _gathered_bytes(model) * (model.non_layer + layers * model.layer)
 
 
 def _gathered_bytes(model: RoleModel) -> int:

@@ -54,7 +54,13 @@ SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
 CASES = {
     "fsdp on 1": Case(1, {"strategy": "fsdp"}),
     "fsdp on 1, float32": Case(1, {"strategy": "fsdp"}, dtype=torch.float32),
+    "fsdp on 1, parameters on the CPU": Case(1, {"strategy": "fsdp", "offload": "parameters"}, slow=True),
+    "fsdp on 1, optimizer on the CPU": Case(1, {"strategy": "fsdp", "offload": "optimizer"}, slow=True),
+    "fsdp on 1, checkpointed": Case(1, {"strategy": "fsdp", "gradient_checkpointing": True}, slow=True),
     "lora, fsdp on 1": Case(1, {"strategy": "fsdp"}, lora=True, slow=True),
+    "lora, fsdp on 1, checkpointed": Case(
+        1, {"strategy": "fsdp", "gradient_checkpointing": True}, lora=True, slow=True
+    ),
     "ddp on 2": Case(2, {"strategy": "ddp"}),
     "ddp on 4": Case(4, {"strategy": "ddp"}, slow=True),
     "fsdp on 2": Case(2, {"strategy": "fsdp"}),
@@ -244,8 +250,8 @@ def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[st
     """Trains a float32 policy with half-precision compute; returns norms, skipped steps, loss scale and weights."""
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
     settings = {"strategy": "single" if group is None else "fsdp", "compute_dtype": dtype}
-    policy = policy_of(Case(1 if group is None else 2, settings, dtype=torch.float32), mesh)
-    rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
+    policy = policy_of(Case(1 if group is None else group.size(), settings, dtype=torch.float32), mesh)
+    rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, group.size())
     # The same rows in each step, so that skipped steps do not change the later ones.
     reports = [policy.update(take_rows(table(11), rows), policy_loss) for _ in range(NUM_STEPS + 2)]
     return {
@@ -328,5 +334,6 @@ def main(rank: int, folder: Path, names: Collection[str]) -> None:
     if rank == 0:
         assert isinstance(groups[1], distributed.ProcessGroup)
         results["moves"] = {moves: train_with_moves(groups[1], moves=moves) for moves in (False, True)}
+        results |= {f"in {dtype} on 1": train_in_half(dtype, groups[1]) for dtype in ("bfloat16", "float16")}
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -74,6 +74,10 @@ POINTS: Mapping[str, Point] = {
     "reference": Point(role="reference", vocabulary=32768),
     "LoRA": Point(lora=LoraConfig(rank=16)),
     "LoRA, large vocabulary": Point(lora=LoraConfig(rank=16), vocabulary=32768),
+    "fsdp, 1 rank": Point(engine=_engine(strategy="fsdp")),
+    "fsdp, 1 rank, bfloat16 products": Point(
+        engine=_engine(strategy="fsdp", compute_dtype="bfloat16"), vocabulary=32768
+    ),
     "fsdp, 2 ranks": Point(engine=_engine(strategy="fsdp"), ranks=2),
     "fsdp, 2 ranks, large vocabulary": Point(engine=_engine(strategy="fsdp"), ranks=2, vocabulary=32768),
     "fsdp, 2 ranks, gradient checkpointing": Point(
@@ -202,7 +206,8 @@ def main(name: str, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     point, mesh = POINTS[name], SINGLE_PROCESS
-    if point.ranks > 1:
+    is_sharded = point.engine.strategy == "fsdp"
+    if is_sharded:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=point.ranks)
         mesh = rank_mesh(distributed.group.WORLD, device="cpu")
     run(point, config_of(point, small=True), mesh)
@@ -212,7 +217,7 @@ def main(name: str, rank: int, folder: str) -> None:
     before = _memory("VmRSS")
     run(point, config_of(point), mesh)
     sys.stdout.write(f"{_memory('VmHWM') - before}\n")
-    if point.ranks > 1:
+    if is_sharded:
         distributed.destroy_process_group()
 
 

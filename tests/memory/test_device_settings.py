@@ -16,7 +16,6 @@ from flowrl.config import (
     RolloutRunConfig,
     TrainedConfig,
     load,
-    shards_model,
 )
 from flowrl.config.roles import PlannedVllmConfig
 from flowrl.memory.device_settings import (
@@ -359,11 +358,6 @@ def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:
     assert resolve(config).data is config.data
 
 
-def test_a_role_with_one_gpu_is_not_sharded_by_default() -> None:
-    assert resolve(run_on("cuda")).actor.engine.strategy == "auto"
-    assert not shards_model(resolve(run_on("cuda")).actor.engine, tp=1)
-
-
 @pytest.mark.parametrize(
     ("device", "settings", "expected"),
     [
@@ -374,11 +368,14 @@ def test_a_role_with_one_gpu_is_not_sharded_by_default() -> None:
         ("cpu", (), "auto"),
     ],
 )
-def test_a_constant_selects_fsdp2_for_a_role_with_one_gpu(
-    device: str, settings: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp2_trains_a_role_with_one_gpu(device: str, settings: tuple[str, ...], expected: str) -> None:
     """The inline backend has no process groups."""
-    monkeypatch.setattr("flowrl.memory.device_settings.FSDP_ON_ONE_GPU", True)
     config = run_on(device, *settings)
     resolved = resolve_settings(config, plan_run(config, [2]))
     assert isinstance(resolved, GRPOConfig) and resolved.actor.engine.strategy == expected
+
+
+def test_the_actor_and_its_frozen_reference_on_one_gpu_compute_in_the_same_dtypes() -> None:
+    config = run_on("cuda", "actor.kl_loss_coef=0.1")
+    engines = [resolve(config).role_settings[role].model_dump()["engine"] for role in ("actor", "reference")]
+    assert [(engine["strategy"], engine["compute_dtype"]) for engine in engines] == [("fsdp", "bfloat16")] * 2

@@ -421,6 +421,18 @@ def test_fsdp_reduces_the_gradients_outside_the_layers_in_float32(num_ranks: int
     assert update.activations == num_bytes * model.non_layer
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "reshards", "num_layers"),
+    [(1, True, 1), (1, False, 30), (4, True, 2), (4, False, 30)],
+)
+def test_one_rank_gathers_no_layer_ahead(num_ranks: int, reshards: bool, num_layers: int) -> None:
+    """Of deepseek-llm-7b: 838,864,896 parameters outside 30 layers of 202,383,360."""
+    model = replace(role_model(strategy="fsdp", reshard_after_forward=reshards), mesh=Mesh(1, num_ranks, 1, 1))
+    gathered = 2 * (838_864_896 + num_layers * 202_383_360)
+    memory = training_role(model, 8, "none", copies_checkpoints=False)
+    assert {call.gathered for call in memory.calls} == {gathered}
+
+
 PUBLISHED_PEAKS = {
     "Qwen3-0.6B": (
         None,

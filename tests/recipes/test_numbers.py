@@ -131,6 +131,11 @@ STRATEGIES = {
         {"strategy": "fsdp"},
         {"actor": "main[0:1]", "reference": "main[0:1]", "critic": "main[1:]", "rollout": "main[0:1]"},
     ),
+    "fsdp in one process": ({"strategy": "fsdp"}, {}),
+    "fsdp on one rank, the rollout and the reference on another": (
+        {"strategy": "fsdp"},
+        {"actor": "main[0:1]", "critic": "main[0:1]", "rollout": "main[1:]", "reference": "main[1:]"},
+    ),
     "fsdp, the rollout on a part of the ranks": ({"strategy": "fsdp"}, {"rollout": "main[1:]", "reward": "main[0:1]"}),
     "fsdp, the rollout on as many other ranks": (
         {"strategy": "fsdp"},
@@ -142,7 +147,10 @@ STRATEGIES = {
     ),
     "sp": ({"strategy": "ddp"}, {role: {"pool": "main", "sp": 2} for role in ("actor", "critic", "reference")}),
 }
-"""Engine of the three models, and where roles run instead of on both ranks."""
+"""Engine of the three models, and where roles run instead of on all ranks."""
+
+NUM_PROCESSES = {"fsdp in one process": 1, "fsdp, the rollout on as many other ranks": 3}
+"""Number of processes; two for the other strategies."""
 
 
 @pytest.mark.parametrize("name", as_parameters(STRATEGIES, "fsdp"))
@@ -155,7 +163,7 @@ def test_ppo_gives_the_same_metrics_under_every_strategy(
     placement = Placement.model_validate(
         {
             "device": "cpu",
-            "pools": {"main": [3 if "other" in name else 2]},
+            "pools": {"main": [NUM_PROCESSES.get(name, 2)]},
             "roles": dict.fromkeys(ROLES, "main") | role_settings,
         }
     )

@@ -150,9 +150,9 @@ def test_a_model_on_one_rank_can_be_sharded() -> None:
     """Its parameters then stay in host memory, except for the running layer."""
     assert plan_run(run_with(on(1), strategy="fsdp", offload="parameters"))
     gpu = on(1).model_copy(update={"device": "cuda"})
-    assert plan_run(run_with(gpu, strategy="fsdp", offload="parameters"), [1])
-    with rejects("offload", "parameters", "fsdp", error=ConfigError):  # `auto` does not shard one rank
-        plan_run(run_with(gpu, offload="parameters"), [1])
+    assert plan_run(run_with(gpu, offload="parameters"), [1])
+    with rejects("offload", "parameters", "fsdp", error=ConfigError):  # `auto` shards one rank on GPUs only
+        plan_run(run_with(on(1), offload="parameters"))
 
 
 class KlRun(ActorRun):

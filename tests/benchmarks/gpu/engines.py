@@ -19,6 +19,7 @@ from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mes
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.engine import TrainEngine
+from flowrl.memory.device_settings import resolve_settings
 from flowrl.memory.memory_estimate import estimate_memory, read_sizes
 from flowrl.run.preflight import plan_run
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
@@ -214,20 +215,24 @@ def _compare_peak(size: str, device: torch.device, folder: Path, *settings: str)
         "algorithm.estimator=reinforce_plus_plus",
         *settings,
     ]
-    config = load("recipes/grpo/arithmetic.yaml", overrides, GRPOConfig)
-    (planned,) = estimate_memory(config, plan_run(config, [1]), read_sizes(config))
-    actor = planned.roles["actor"]
+    stated = load("recipes/grpo/arithmetic.yaml", overrides, GRPOConfig)
+    planned = plan_run(stated, [1])
+    config = resolve_settings(stated, planned)
+    assert isinstance(config, GRPOConfig)
+    (memory,) = estimate_memory(config, planned, read_sizes(config))
+    actor = memory.roles["actor"]
     assert actor is not None
-    expected = planned.during("actor", next(call for call in actor.calls if call.name == "update"))
+    expected = memory.during("actor", next(call for call in actor.calls if call.name == "update"))
     if device.type == "cpu":
         raise CellSkipped(f"the plan is {expected / 1e9:.2f} GB, but a CPU does not report the peak of its tensors")
     free_memory(device)
-    model = PolicyModel(build_model(size, device))
-    engine = TrainEngine(model, config.actor.optimizer, config.actor.engine, device=device)
     rows = make_rows(num_rows, length, model_config(size).vocab_size)
-    for _ in range(2):
-        engine.update(rows, partial(token_loss, entropy="value"))  # as an actor without entropy_coef
-    synchronize(device)
+    with one_rank_mesh(device) as mesh:
+        model = PolicyModel(build_model(size, device))
+        engine = TrainEngine(model, config.actor.optimizer, config.actor.engine, mesh=mesh, device=device)
+        for _ in range(2):
+            engine.update(rows, partial(token_loss, entropy="value"))  # as an actor without entropy_coef
+        synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     process = total - free - torch.cuda.memory_reserved(device)
     reserved, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)

@@ -214,6 +214,15 @@ def test_fsdp_in_half_precision_equals_one_process_in_half_precision(results: li
         assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fsdp_on_one_rank_in_half_precision_equals_a_single_process(results: list[dict], dtype: str):
+    """As on two ranks. Autocast computes norms and sums in float32."""
+    expected, actual = train_in_half(dtype, None), results[0][f"in {dtype} on 1"]
+    assert actual["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
+    assert len(actual["norms"]) + actual["skipped"] == len(expected["norms"]) and len(actual["norms"]) >= 3
+    assert {weight.dtype for weight in actual["weights"].values()} == {torch.float32}
+
+
 def test_ranks_agree_on_the_float16_loss_scale_and_bfloat16_has_none(results: list[dict]):
     """fsdp computes full layers in float16 and may overflow where a single process does not."""
     for rank in (0, 1):

@@ -9,10 +9,11 @@ import torch
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.devices.device import get_device
 from flowrl.engines.parallel.gradients import ReplicatedGradients
-from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from tests.benchmarks.gpu.engines import one_rank_mesh
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.device_memory import reserved_bytes
 from tests.engines.strategies import norm_of_a_sum, policy_loss
@@ -22,9 +23,10 @@ from tests.engines.tiny import qwen2
 TINY_STEP = OptimizerConfig(lr=1e-6, max_grad_norm=None)
 
 
-def engine(**settings: object) -> TrainEngine:
+def engine(mesh: RankMesh = SINGLE_PROCESS, /, **settings: object) -> TrainEngine:
     model = PolicyModel(qwen2(initializer_range=0.1))
-    return TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings))
+    config = EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings)
+    return TrainEngine(model, TINY_STEP, config, mesh=mesh)
 
 
 def weights(trained: TrainEngine) -> list[torch.Tensor]:
@@ -97,12 +99,15 @@ def test_activation_checkpointing_recomputes_layers_in_the_backward_pass():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own
-def test_compiled_layers_train_the_same_weights():
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_compiled_layers_train_the_same_weights(strategy: str):
     """Needs a C++ compiler on the CPU."""
     norms = []
-    for compile_layers in (False, True):
-        trained = engine(compile=compile_layers)
-        norms.append([trained.update(table(9, seed), policy_loss)["grad_norm"].result() for seed in range(2)])
+    with one_rank_mesh(torch.device("cpu")) as mesh:
+        for compile_layers in (False, True):
+            trained = engine(mesh, strategy=strategy, compile=compile_layers)
+            assert trained.is_sharded == (strategy == "fsdp")
+            norms.append([trained.update(table(9, seed), policy_loss)["grad_norm"].result() for seed in range(2)])
     assert norms[1] == pytest.approx(norms[0], rel=FLOAT32_RTOL)
 
 
