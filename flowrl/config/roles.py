@@ -253,8 +253,9 @@ class TransferConfig(Config):
     """
 
     bucket_mb: PositiveFloat = 500.0
-    """Size of a bucket of weights in MB (10^6 bytes). A larger weight forms its own bucket. Between GPUs, sender and
-    receiver each need about this much extra memory. The object store holds all buckets of the latest version."""
+    """Size of a bucket of weights in MB (10^6 bytes). A larger weight forms its own bucket. On GPUs, sender and
+    receiver need one bucket each with cuda_ipc, and two each with nccl. The object store holds all buckets of the
+    latest version."""
 
 
 DEFAULT_CACHE_GB = 1.0

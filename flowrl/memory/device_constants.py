@@ -69,8 +69,8 @@ SAMPLER_COPIES = Constant(
 )
 TRANSFER_BUCKETS = Constant(
     2,
-    "buckets of rollout.transfer.bucket_mb",
-    "one of the sender, one of the receiver",
+    "buckets of a weight sync",
+    "flowrl: cuda_ipc.py; vLLM 0.32: packed_tensor.py:132, reload/layerwise.py:185",
 )
 FRAGMENTATION = Constant(
     0.15,

@@ -6,7 +6,7 @@ The calls of a process run sequentially, so a device needs the state of all its 
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -28,12 +28,13 @@ from flowrl.config import (
     models_of,
 )
 from flowrl.controller.placement.plan import Plan, RolePlan, Slot
+from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.data.dtypes import ITEMSIZE
-from flowrl.memory.device_constants import CPU_PROCESS, CUDA_PROCESS, FRAGMENTATION
+from flowrl.memory.device_constants import CPU_PROCESS, CUDA_PROCESS, FRAGMENTATION, TRANSFER_BUCKETS, nccl_bytes
 from flowrl.memory.head_memory import Entropy
 from flowrl.memory.model_size import ModelSize, find_size_problem, read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inference_role, training_role
-from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad
+from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, bucket_bytes
 
 _CHARACTERS_PER_TOKEN = 4
 """Characters of a judge's prompt per token."""
@@ -210,6 +211,7 @@ class _Estimator:
         self._config, self._planned, self._sizes = config, planned, sizes
         self._role_configs = models_of(config)
         self._role_model = cache(self._make_role_model)  # called once per slot
+        self._transports = choose_transports(config, planned)
         prompts = [value.max_prompt_tokens for _, value in config if isinstance(value, DataConfig)]
         self._max_length = max(prompts, default=0)
         if isinstance(config, RolloutRunConfig):
@@ -244,7 +246,8 @@ class _Estimator:
             trains_entropy = isinstance(role_config, ActorConfig) and role_config.entropy_coef
             entropy: Entropy = "gradient" if trains_entropy else "value"
             copies = self._config.checkpoint.every > 0 and self._config.checkpoint.asynchronous
-            return training_role(model, self._rows(role_plan, "minibatch_size"), entropy, copies_checkpoints=copies)
+            memory = training_role(model, self._rows(role_plan, "minibatch_size"), entropy, copies_checkpoints=copies)
+            return self._with_broadcast(memory, model) if slot == role_plan.slots[0] else memory
         rows = self._rows(role_plan, "batch_size")
         if isinstance(role_config, ReferenceConfig) and self._is_actor_without_adapter(role_config, role_plan, slot):
             actor = self._role_model("actor")
@@ -252,6 +255,22 @@ class _Estimator:
             calls = inference_role(actor, rows, "logprobs").calls
             return RoleMemory(0, 0, calls, shares_actor_weights=True)
         return inference_role(model, rows, "logprobs" if model.is_policy else "score")
+
+    def _with_broadcast(self, memory: RoleMemory, model: RoleModel) -> RoleMemory:
+        """Adds the weight sync over NCCL to the memory of the first rank of an actor, which sends all weights.
+
+        vLLM's sender holds the weights of a bucket and their packed copy.
+        """
+        config = self._config
+        if self._transports.get("rollout") != "nccl" or model is not self._role_model("actor"):
+            return memory
+        assert isinstance(config, RolloutRunConfig), "the run has a rollout"
+        dtype = config.rollout.sent_dtype
+        element = model.param_bytes if dtype is None else ITEMSIZE[dtype]
+        buckets = int(TRANSFER_BUCKETS.value) * bucket_bytes(model.size, element, config.rollout.transfer)
+        call = CallMemory("broadcast_weights", gathered=model.exported(element), buffers=buckets)
+        fixed = {**memory.fixed, "NCCL": memory.fixed.get("NCCL", 0) + nccl_bytes(1)}
+        return replace(memory, calls=(*memory.calls, call), fixed=fixed)
 
     def _make_role_model(self, role: str) -> RoleModel | None:
         value = self._role_configs.get(role)
@@ -291,7 +310,8 @@ class _Estimator:
             weight_owner=actor if self._shares_actor_weights(actor, role_plan, slot) else None,
             num_devices=role_plan.num_tp_devices,
             offloads=can_offload and self._shares_device(slot),
-            receives_weights=slot not in self._planned.roles["actor"].slots,
+            transport=self._transports.get("rollout"),
+            sender=actor if self._transports.get("rollout") == "cuda_ipc" else None,
         )
         return import_attribute(rollout.capabilities.memory)(load)
 

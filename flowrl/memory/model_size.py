@@ -69,6 +69,11 @@ class ModelSize:
     def parameters(self) -> int:
         return self.layers * self.layer + self.non_layer
 
+    @property
+    def largest_weight(self) -> int:
+        """Number of parameters of the largest weight."""
+        return max(self.embedding, *(inputs * outputs for _, inputs, outputs in self.linears))
+
     def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
         """Returns the matrices of a layer that match `lora.targets`.
 

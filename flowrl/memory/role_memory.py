@@ -157,6 +157,18 @@ class RoleModel:
         """Bytes of the weights that have an adapter."""
         return self.param_bytes * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
 
+    def exported(self, element_bytes: int) -> int:
+        """Returns the bytes of the largest weight that a weight sync gathers, casts or merges with its adapter.
+
+        A merge holds the weight, the float32 product of the adapter's matrices, and the float32 and final sums.
+        """
+        is_copied = self.is_sharded or element_bytes != self.param_bytes
+        adapted = max((inputs * outputs for _, inputs, outputs in self._adapted), default=0)
+        return max(
+            self.size.largest_weight * element_bytes if is_copied else 0,
+            adapted * (self.param_bytes + 4 + 4 + element_bytes),
+        )
+
     @property
     def _adapted(self) -> Linears:
         return () if self.lora is None else self.size.adapted(self.lora.targets)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from flowrl.config import RolloutConfig, VllmConfig
+from flowrl.config import RolloutConfig, TransferConfig, VllmConfig
 from flowrl.config.base import DeviceKind
+from flowrl.controller.placement.weight_transport import Transport
 from flowrl.memory.device_constants import CUDA_GRAPHS, SAMPLER_COPIES, TRANSFER_BUCKETS, VLLM_PROCESS, nccl_bytes
 from flowrl.memory.model_size import ModelSize
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel
@@ -25,6 +26,9 @@ VLLM_STEP_TOKENS = 8192
 
 INT8_CHUNK_TOKENS = 4096
 """Maximum number of tokens per block of an int8 matrix product (flowrl/engines/models/int8.py)."""
+
+_GPU_LOADS = {"cuda_ipc": "load_ipc", "nccl": "load_broadcast"}
+"""Transport between GPUs -> method of the rollout that loads a bucket. Other transports use `load_weights`."""
 
 _BITS = {"int8": 8, "fp8": 8, "int4": 4}
 
@@ -57,8 +61,10 @@ class RolloutLoad:
     """Number of tensor-parallel devices of the engine."""
     offloads: bool = False
     """Whether the engine sleeps while other roles use the device."""
-    receives_weights: bool = False
-    """Whether weights arrive in buckets from a role in another process."""
+    transport: Transport | None = None
+    """Transport of weights from the actor; None for an engine whose weights never change."""
+    sender: RoleModel | None = None
+    """The actor that sends the weights from another process on the device, or None."""
 
 
 def hf_memory(load: RolloutLoad) -> RoleMemory:
@@ -128,14 +134,13 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
     # Every device of a replica has the logits of all sequences.
     logits = config.num_seqs * size.vocabulary * (int(SAMPLER_COPIES.value) * 4 + param_bytes)
     calls = [CallMemory("generate", activations=step, buffers=logits)]
-    if is_gpu and load.receives_weights:
-        buckets = int(TRANSFER_BUCKETS.value * config.transfer.bucket_mb * 1e6)
-        calls.append(CallMemory("load_weights", buffers=buckets))
+    if is_gpu and load.transport is not None:
+        calls.append(_load_weights(load))
     fixed = {"vLLM process": int(VLLM_PROCESS.value)} if is_gpu else {}
     if is_gpu and settings.graphs:
         fixed["CUDA graphs"] = int(CUDA_GRAPHS.value)
-    if is_gpu and num_devices > 1:
-        fixed["NCCL"] = nccl_bytes(1)
+    if is_gpu and (num_communicators := (num_devices > 1) + (load.transport == "nccl")):
+        fixed["NCCL"] = nccl_bytes(num_communicators)
     return RoleMemory(
         weights,
         0,
@@ -146,6 +151,27 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
         num_sequences=min(config.num_seqs, load.batch.rows),
         fixed=fixed,
     )
+
+
+def _load_weights(load: RolloutLoad) -> CallMemory:
+    """Returns the memory of loading one bucket into vLLM, on each of its devices.
+
+    vLLM keeps received weights until their module is complete, and then builds the module a second time. For CUDA IPC,
+    the bucket and the exported weight of the sender are on the same device.
+    """
+    module = max(load.size.embedding, load.size.layer) * load.param_bytes
+    exported = 0 if load.sender is None else load.sender.exported(load.param_bytes)
+    buckets = 0
+    if load.transport in _GPU_LOADS:
+        buckets = int(TRANSFER_BUCKETS.value) * bucket_bytes(load.size, load.param_bytes, load.config.transfer)
+    name = _GPU_LOADS.get(load.transport or "", "load_weights")
+    return CallMemory(name, gathered=module + exported, buffers=buckets)
+
+
+def bucket_bytes(size: ModelSize, param_bytes: int, transfer: TransferConfig) -> int:
+    """Returns the bytes of the largest bucket of a weight sync. A weight larger than `bucket_mb` has its own bucket."""
+    largest = max(int(transfer.bucket_mb * 1e6), size.largest_weight * param_bytes)
+    return min(largest, size.parameters * param_bytes)
 
 
 def num_slots(prompt: int, response: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from flowrl.config import CheckFailed, Placement, RolloutConfig, RolloutRunConfig
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
+from flowrl.controller.placement.weight_transport import choose_transport, has_per_replica_updates
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.console import make_console
@@ -28,7 +29,7 @@ from flowrl.rewards.processes.pool import ScoringPool
 from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
-from flowrl.weight_sync.transfer import WeightSync, choose_transport, has_per_replica_updates
+from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import WeightsCheck, gap_causes, gap_limit
 
 PROMPTS, TOKENS = 8, 32

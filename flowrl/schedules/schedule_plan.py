@@ -12,8 +12,8 @@ from flowrl.config import (
     TrainedConfig,
 )
 from flowrl.controller.placement.plan import Plan, RolePlan
+from flowrl.controller.placement.weight_transport import Transport, choose_transport, has_per_replica_updates
 from flowrl.schedules.scheduler import TrainerRoutes
-from flowrl.weight_sync.transfer import Transport, choose_transport, has_per_replica_updates
 
 MAX_DRAWN_RANKS = 6
 """Largest number of ranks that are drawn per role. Dots replace the middle ranks of a larger role."""

@@ -1,6 +1,6 @@
 """Weight sync: sends the actor's weights to the rollout after each update and verifies the received weights.
 
-Entry points: `WeightSync`, `choose_transport` and the `WeightTransfer` implementations (transfer.py);
+Entry points: `WeightSync` and the `WeightTransfer` implementations (transfer.py);
 `RolloutWatch` and `WeightsCheck` (verification.py).
 May import `flowrl.config` and `flowrl.controller`.
 """

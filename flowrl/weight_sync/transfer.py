@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from flowrl.config import AsyncSchedule, ConfigError, RolloutConfig, RunConfig, TransferConfig, models_of
-from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
+from flowrl.config import ConfigError, RolloutConfig, RunConfig, TransferConfig
+from flowrl.controller.placement.plan import PlacementError, Plan
+from flowrl.controller.placement.weight_transport import (
+    Transport,
+    choose_transport,
+    choose_transports,
+    has_per_replica_updates,
+)
 from flowrl.weight_sync.verification import ComparedWeights, WeightsCheck
 
 if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.dispatch import Future
     from flowrl.controller.group import WorkerGroup
-
-Transport = Literal["shared", "local", "object_store", "cuda_ipc", "nccl"]
-"""Name of a transport. `shared` transfers nothing, because the rollout uses the weights in the actor's processes. With
-`local`, the rollout runs in the actor's processes and copies the weights there.
-"""
 
 
 class WeightTransfer(Protocol):
@@ -147,21 +148,6 @@ TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
 }
 
 
-def has_per_replica_updates(config: RunConfig) -> bool:
-    """Returns whether each rollout replica loads new weights separately, once its requests have finished."""
-    return any(isinstance(value, AsyncSchedule) and value.is_streaming and not value.interrupt for _, value in config)
-
-
-def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
-    """Returns the transport of each rollout of a run. Raises PlacementError like `choose_transport`."""
-    actor, per_replica = planned.roles.get("actor"), has_per_replica_updates(config)
-    return {
-        role: choose_transport(actor, planned.roles[role], planned.kind, value, per_replica=per_replica)
-        for role, value in config
-        if isinstance(value, RolloutConfig) and actor is not None and role in planned.roles
-    }
-
-
 def check_cuda_ipc(config: RunConfig, planned: Plan, problem: tuple[str, str] | None) -> None:
     """Raises ConfigError if a weight sync needs CUDA IPC, which the machine lacks.
 
@@ -170,79 +156,14 @@ def check_cuda_ipc(config: RunConfig, planned: Plan, problem: tuple[str, str] | 
     if problem is None:
         return
     reason, permission = problem
-    offloading = [role for role, value in models_of(config).items() if value.engine.offload == "idle"]
-    idle = {slot for role in offloading if role in planned.roles for slot in planned.roles[role].slots}
     transports = choose_transports(config, planned)
     for role, value in config:
         if not isinstance(value, RolloutConfig) or transports.get(role) != "cuda_ipc":
             continue
-        via = value.transfer.via
-        if via == "auto" and not idle.isdisjoint(planned.roles["actor"].slots):
-            continue  # `resolve_transport` then selects the object store
         fix = f"set {role}.transfer.via: object_store" + (f", or {permission}" if permission else "")
-        raise ConfigError(f"{role}.transfer.via is {via}, which selects CUDA IPC on these devices, but {reason}: {fix}")
-
-
-def choose_transport(
-    actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, *, per_replica: bool = False
-) -> Transport:
-    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
-
-    Args:
-        kind: device kind of the placement, `cpu` or `cuda`.
-        per_replica: result of `has_per_replica_updates`.
-    Raises PlacementError if the placement or the schedule does not support the requested transport.
-    """
-    transport = _transport_between(actor, rollout, kind, config)
-    if transport != "nccl" or not per_replica:
-        return transport
-    if config.transfer.via == "nccl":
-        raise PlacementError(
-            f"{rollout.role}.transfer.via is nccl, which updates all replicas together, but schedule.interrupt is "
-            f"false, which updates each replica by itself: set schedule.interrupt: true, or "
-            f"{rollout.role}.transfer.via: auto"
+        raise ConfigError(
+            f"{role}.transfer.via is {value.transfer.via}, which selects CUDA IPC on these devices, but {reason}: {fix}"
         )
-    return "object_store"
-
-
-def _transport_between(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
-    via = config.transfer.via
-    is_possible = config.capabilities.gpu_transports
-    if not config.capabilities.own_process and set(rollout.slots) == set(actor.slots):
-        if via != "auto":
-            raise PlacementError(
-                f"{rollout.role}.transfer.via is {via}, but {rollout.role} runs in the processes of {actor.role}, so "
-                f"its weights do not leave the process: set {rollout.role}.transfer.via: auto"
-            )
-        return "shared" if config.can_share_weights else "local"
-    if via == "object_store" or (via == "auto" and kind != "cuda"):
-        return "object_store"
-    setting = f"{rollout.role}.transfer.via is {via}"
-    if kind != "cuda":
-        raise PlacementError(f"{setting}, but placement.device is {kind}: set {rollout.role}.transfer.via: auto")
-    rollout_gpus, actor_gpus = (
-        {device for slot in role.slots for device in slot.node_devices} for role in (rollout, actor)
-    )
-    if rollout_gpus == actor_gpus:
-        if via == "nccl":
-            raise PlacementError(
-                f"{setting}, but {rollout.role} uses the same GPUs as {actor.role}, and NCCL allows one process per "
-                f"GPU: set {rollout.role}.transfer.via: auto"
-            )
-        return "cuda_ipc" if "cuda_ipc" in is_possible else "object_store"
-    if via == "cuda_ipc":
-        raise PlacementError(
-            f"{setting}, but {rollout.role} and {actor.role} use different GPUs, and CUDA IPC works only within one "
-            f"GPU: set {rollout.role}.transfer.via: auto"
-        )
-    if rollout_gpus & actor_gpus:
-        if via == "nccl":
-            raise PlacementError(
-                f"{setting}, but {rollout.role} and {actor.role} have GPUs in common, and NCCL allows one process per "
-                f"GPU: set {rollout.role}.transfer.via: object_store"
-            )
-        return "object_store"
-    return "nccl" if "nccl" in is_possible else "object_store"
 
 
 def resolve_transport(

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from flowrl.cli import main
-from flowrl.config import ConfigError, EngineConfig, LoraConfig, RolloutConfig, load
+from flowrl.config import ConfigError, EngineConfig, LoraConfig, Placement, RolloutConfig, load
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.device_constants import TERMS
@@ -269,6 +269,10 @@ def test_missing_model_is_unknown_and_not_checked() -> None:
     assert render_memory(devices, available).count("unknown") == 6
 
 
+EMBEDDING = 2 * 151_936 * 1_536
+"""Bytes of the largest weight of Qwen2.5-1.5B in bfloat16, which is tied. No layer is larger."""
+
+
 def grpo(model: str, *settings: str) -> GRPOConfig:
     """Returns a run of a published model on one GPU of 80 GB, colocated with vLLM."""
     values = [
@@ -332,10 +336,10 @@ def test_an_eviction_by_one_role_of_a_process_frees_the_caches_of_the_other_proc
 
 @pytest.mark.parametrize(
     ("sleep", "device", "expected"),
-    [("false", "cuda", 1_150_000_000), ("null", "cuda", 0), ("false", "cpu", 0)],
+    [("false", "cuda", int(1.15 * (1_000_000_000 + 2 * EMBEDDING))), ("null", "cuda", 0), ("false", "cpu", 0)],
 )
 def test_a_plan_counts_the_cached_memory_of_an_engine_that_never_sleeps(sleep: str, device: str, expected: int) -> None:
-    """Its largest call receives two buckets of 500 MB, and torch reserves 15 % more."""
+    """Its largest call receives two buckets of 500 MB and two weights, and torch reserves 15 % more."""
     settings = ("rollout.max_num_seqs=16", "rollout.vllm.kv_cache_gb=1", f"rollout.vllm.sleep={sleep}")
     config = grpo("Qwen/Qwen2.5-1.5B", *settings, f"placement.device={device}")
     assert only_device(config).cached("actor") == expected
@@ -349,15 +353,82 @@ def test_a_device_that_is_full_of_cached_memory_names_the_settings_that_free_it(
         check(config)
 
 
-def test_a_colocated_weight_sync_needs_two_buckets_and_the_sampler_its_logits() -> None:
-    """The sampler has three float32 tensors and one bfloat16 tensor of 256 x 151,936 logits."""
-    settings = ("rollout.transfer.bucket_mb=100", "rollout.max_num_seqs=256")
-    rollout = only_device(grpo("Qwen/Qwen2.5-1.5B", *settings)).roles["rollout"]
-    assert rollout is not None
-    assert {call.name: call.buffers for call in rollout.calls} == {
-        "generate": 256 * 151_936 * (3 * 4 + 2),
-        "load_weights": 2 * 100_000_000,
-    }
+def memory_of(device: DeviceMemory, role: str) -> RoleMemory:
+    memory = device.roles[role]
+    assert memory is not None
+    return memory
+
+
+def call_of(memory: RoleMemory, name: str) -> CallMemory:
+    (call,) = (call for call in memory.calls if call.name == name)
+    return call
+
+
+def test_the_sampler_needs_its_logits() -> None:
+    """Three float32 tensors and one bfloat16 tensor of 256 x 151,936 logits."""
+    rollout = memory_of(only_device(grpo("Qwen/Qwen2.5-1.5B", "rollout.max_num_seqs=256")), "rollout")
+    assert call_of(rollout, "generate").buffers == 256 * 151_936 * (3 * 4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("bucket_mb", "bucket"),
+    [
+        (600, 600_000_000),
+        (100, EMBEDDING),  # a weight larger than a bucket forms its own bucket
+        (10_000, 2 * 1_543_714_304),  # no bucket is larger than the model
+    ],
+)
+def test_a_colocated_weight_sync_needs_two_buckets(bucket_mb: int, bucket: int) -> None:
+    """Sender and receiver have one each. The sender also has a cast weight, and vLLM a module that it rebuilds."""
+    rollout = memory_of(only_device(grpo("Qwen/Qwen2.5-1.5B", f"rollout.transfer.bucket_mb={bucket_mb}")), "rollout")
+    load = call_of(rollout, "load_ipc")
+    assert (load.buffers, load.gathered) == (2 * bucket, 2 * EMBEDDING)
+
+
+def test_a_weight_sync_through_the_object_store_has_no_buckets_on_the_gpu() -> None:
+    rollout = memory_of(only_device(grpo("Qwen/Qwen2.5-1.5B", "actor.engine.offload=idle")), "rollout")
+    load = call_of(rollout, "load_weights")
+    assert (load.buffers, load.gathered) == (0, EMBEDDING)
+
+
+def test_weights_in_the_dtype_of_the_rollout_are_not_copied_before_they_are_sent() -> None:
+    settings = ("actor.model.dtype=bfloat16", "actor.engine.compute_dtype=null", "actor.engine.strategy=single")
+    rollout = memory_of(only_device(grpo("Qwen/Qwen2.5-1.5B", *settings)), "rollout")
+    assert call_of(rollout, "load_ipc").gathered == EMBEDDING
+
+
+def test_a_merge_with_an_adapter_needs_its_float32_sums() -> None:
+    """The largest adapted matrix has 1,536 x 8,960 values. Weight, product and sum have 4 bytes, the result has 2."""
+    size = read_model_size(Path("Qwen/Qwen2.5-1.5B"))
+    assert size is not None
+    engine = EngineConfig(strategy="fsdp")
+    model = RoleModel(size, engine, Mesh(1, 1, 1, 1), "cuda", 4, True, 64, LoraConfig(rank=16))
+    assert model.exported(2) == max(EMBEDDING, 1536 * 8960 * (4 + 4 + 4 + 2)) == EMBEDDING
+    narrow = replace(model, size=replace(size, embedding=1000))
+    assert narrow.exported(2) == 1536 * 8960 * (4 + 4 + 4 + 2)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_weight_sync_over_nccl_needs_two_buckets_on_the_first_actor_and_on_each_rollout(tp: int) -> None:
+    """Of two actor ranks, the first sends. The group has a communicator on each of its devices."""
+    placement = {"device": "cuda", "pools": {"train": [2], "make": [2]}, "memory_gb": 80}
+    roles = {"actor": "train", "reference": "train", "reward": "train", "rollout": {"pool": "make", "tp": tp}}
+    stated = grpo("Qwen/Qwen2.5-1.5B", "rollout.transfer.bucket_mb=500", "actor.engine.strategy=fsdp")
+    config = stated.model_copy(update={"placement": Placement.model_validate(placement | {"roles": roles})})
+    first, second, *rollouts = estimate_memory(config, plan_run(config, [4]), read_sizes(config))
+    broadcast = call_of(memory_of(first, "actor"), "broadcast_weights")
+    assert (broadcast.buffers, broadcast.gathered) == (2 * 500_000_000, EMBEDDING)
+    assert "broadcast_weights" not in {call.name for call in memory_of(second, "actor").calls}
+    # Of all ranks and of the shards; on the first rank also of the transfer group.
+    communicator = 32 * 10_485_760
+    assert memory_of(first, "actor").fixed["NCCL"] == 3 * communicator
+    assert memory_of(second, "actor").fixed["NCCL"] == 2 * communicator
+    assert len(rollouts) == 2
+    for device in rollouts:
+        rollout = memory_of(device, "rollout")
+        load = call_of(rollout, "load_broadcast")
+        assert (load.buffers, load.gathered) == (2 * 500_000_000, EMBEDDING)
+        assert rollout.fixed["NCCL"] == tp * communicator
 
 
 def test_a_cache_larger_than_the_device_names_the_largest_that_fits() -> None:

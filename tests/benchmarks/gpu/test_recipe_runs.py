@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.config.load import load
+from flowrl.controller.placement.weight_transport import choose_transport
 from flowrl.run.preflight import plan_run
-from flowrl.weight_sync.transfer import choose_transport
 from recipes.grpo.config import GRPOConfig
 from tests.benchmarks.gpu.cells import CellSkipped
 from tests.benchmarks.gpu.recipe_runs import GRPO_CONFIG, RecipeRun, Task, run_program, single_device

@@ -6,7 +6,7 @@ import pytest
 
 from flowrl.config import AnySchedule, Placement, RolloutConfig, RunConfig
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
-from flowrl.weight_sync.transfer import choose_transport, has_per_replica_updates
+from flowrl.controller.placement.weight_transport import choose_transport, has_per_replica_updates
 
 SCRIPTED = "tests.engines.rollout.scripted_engine:ScriptedEngine"
 

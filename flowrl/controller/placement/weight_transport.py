@@ -1,0 +1,100 @@
+"""Selects the transport of weights from an actor to a rollout, from the placement of both."""
+
+from typing import Literal
+
+from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, models_of
+from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
+
+Transport = Literal["shared", "local", "object_store", "cuda_ipc", "nccl"]
+"""Name of a transport. `shared` transfers nothing, because the rollout uses the weights in the actor's processes. With
+`local`, the rollout runs in the actor's processes and copies the weights there.
+"""
+
+
+def has_per_replica_updates(config: RunConfig) -> bool:
+    """Returns whether each rollout replica loads new weights separately, once its requests have finished."""
+    return any(isinstance(value, AsyncSchedule) and value.is_streaming and not value.interrupt for _, value in config)
+
+
+def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
+    """Returns the transport of each rollout of a run. Raises PlacementError like `choose_transport`.
+
+    For `auto`, an actor that offloads its GPUs while the rollout runs sends its weights through the object store.
+    """
+    transports: dict[str, Transport] = {}
+    actor, per_replica = planned.roles.get("actor"), has_per_replica_updates(config)
+    if actor is None:
+        return transports
+    offloading = [role for role, value in models_of(config).items() if value.engine.offload == "idle"]
+    is_offloaded = any(
+        not set(actor.slots).isdisjoint(planned.roles[role].slots) for role in offloading if role in planned.roles
+    )
+    for role, value in config:
+        if not isinstance(value, RolloutConfig) or role not in planned.roles:
+            continue
+        transport = choose_transport(actor, planned.roles[role], planned.kind, value, per_replica=per_replica)
+        is_automatic = value.transfer.via == "auto"
+        transports[role] = "object_store" if transport == "cuda_ipc" and is_automatic and is_offloaded else transport
+    return transports
+
+
+def choose_transport(
+    actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, *, per_replica: bool = False
+) -> Transport:
+    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
+
+    Args:
+        kind: device kind of the placement, `cpu` or `cuda`.
+        per_replica: result of `has_per_replica_updates`.
+    Raises PlacementError if the placement or the schedule does not support the requested transport.
+    """
+    transport = _transport_between(actor, rollout, kind, config)
+    if transport != "nccl" or not per_replica:
+        return transport
+    if config.transfer.via == "nccl":
+        raise PlacementError(
+            f"{rollout.role}.transfer.via is nccl, which updates all replicas together, but schedule.interrupt is "
+            f"false, which updates each replica by itself: set schedule.interrupt: true, or "
+            f"{rollout.role}.transfer.via: auto"
+        )
+    return "object_store"
+
+
+def _transport_between(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
+    via = config.transfer.via
+    is_possible = config.capabilities.gpu_transports
+    if not config.capabilities.own_process and set(rollout.slots) == set(actor.slots):
+        if via != "auto":
+            raise PlacementError(
+                f"{rollout.role}.transfer.via is {via}, but {rollout.role} runs in the processes of {actor.role}, so "
+                f"its weights do not leave the process: set {rollout.role}.transfer.via: auto"
+            )
+        return "shared" if config.can_share_weights else "local"
+    if via == "object_store" or (via == "auto" and kind != "cuda"):
+        return "object_store"
+    setting = f"{rollout.role}.transfer.via is {via}"
+    if kind != "cuda":
+        raise PlacementError(f"{setting}, but placement.device is {kind}: set {rollout.role}.transfer.via: auto")
+    rollout_gpus, actor_gpus = (
+        {device for slot in role.slots for device in slot.node_devices} for role in (rollout, actor)
+    )
+    if rollout_gpus == actor_gpus:
+        if via == "nccl":
+            raise PlacementError(
+                f"{setting}, but {rollout.role} uses the same GPUs as {actor.role}, and NCCL allows one process per "
+                f"GPU: set {rollout.role}.transfer.via: auto"
+            )
+        return "cuda_ipc" if "cuda_ipc" in is_possible else "object_store"
+    if via == "cuda_ipc":
+        raise PlacementError(
+            f"{setting}, but {rollout.role} and {actor.role} use different GPUs, and CUDA IPC works only within one "
+            f"GPU: set {rollout.role}.transfer.via: auto"
+        )
+    if rollout_gpus & actor_gpus:
+        if via == "nccl":
+            raise PlacementError(
+                f"{setting}, but {rollout.role} and {actor.role} have GPUs in common, and NCCL allows one process per "
+                f"GPU: set {rollout.role}.transfer.via: object_store"
+            )
+        return "object_store"
+    return "nccl" if "nccl" in is_possible else "object_store"
