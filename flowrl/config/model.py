@@ -125,7 +125,8 @@ class EngineConfig(Config):
 
     offload: Literal["none", "optimizer", "parameters", "idle"] = "none"
     """CPU offload on GPUs. `optimizer`: optimizer state between steps. `parameters`: weights and optimizer state except
-    for the running layer (fsdp). `idle`: all state while another role uses the device."""
+    for the running layer (fsdp); one GPU waits for each copy. `idle`: all state while another role uses the
+    device."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of matrix products. Null: bfloat16 for float32 weights on GPUs, and otherwise the dtype of the weights.

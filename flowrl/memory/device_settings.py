@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from flowrl.config import (
     ActorConfig,
+    EngineConfig,
     JudgeConfig,
     ModelConfig,
     ModelRoleConfig,
@@ -25,7 +26,7 @@ from flowrl.config import (
 )
 from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
 from flowrl.controller.placement.inventory import local_gpu_names
-from flowrl.controller.placement.plan import Plan
+from flowrl.controller.placement.plan import Mesh, Plan
 from flowrl.controller.placement.plan_table import aligned
 from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, read_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget
@@ -278,15 +279,27 @@ def find_costly_settings(fitted: FittedRun, planned: Plan) -> Iterator[str]:
     for role, value in fitted.config.role_settings.items():
         if isinstance(value, RolloutConfig | JudgeConfig):
             yield from _costly_generation(role, value, fitted.devices)
-        elif isinstance(value, ModelRoleConfig) and value.model is not None and value.model.dtype == "float32":
-            # An H100 has 67 TFLOP/s in float32 and 989 in bfloat16 (nvidia.com/en-us/data-center/h100).
-            if value.engine.compute_dtype == "float32":
-                yield f"{role}.engine.compute_dtype is float32, which GPUs compute several times slower: set bfloat16"
-            elif value.engine.compute_dtype is None:
-                yield (
-                    f"{role} computes in float32, several times slower than in bfloat16, because actor.old_logprobs is "
-                    f"rollout: set placement.device: cuda, or {role}.engine.compute_dtype: bfloat16"
-                )
+        elif role in planned.roles and isinstance(value, ModelRoleConfig) and value.model is not None:
+            yield from _costly_engine(role, value.engine, value.model, planned.roles[role].mesh)
+
+
+def _costly_engine(role: str, engine: EngineConfig, model: ModelConfig, mesh: Mesh) -> Iterator[str]:
+    if model.dtype == "float32":
+        # An H100 has 67 TFLOP/s in float32 and 989 in bfloat16 (nvidia.com/en-us/data-center/h100).
+        if engine.compute_dtype == "float32":
+            yield f"{role}.engine.compute_dtype is float32, which GPUs compute several times slower: set bfloat16"
+        elif engine.compute_dtype is None:
+            yield (
+                f"{role} computes in float32, several times slower than in bfloat16, because actor.old_logprobs is "
+                f"rollout: set placement.device: cuda, or {role}.engine.compute_dtype: bfloat16"
+            )
+    # Per micro-batch and parameter, an update copies 12 bytes at up to 64 GB/s (PCIe 5.0 x16). An H100 then computes
+    # about 6 x 16,384 FLOP at 400 TFLOP/s, for 1.3 times as long. The optimizer step on the CPU follows.
+    if engine.offload == "parameters" and mesh.shard_ranks(engine.shard_ranks) * mesh.sp == 1:
+        yield (
+            f"{role}.engine.offload is parameters, with which one GPU waits for the copy of each layer: set optimizer "
+            f"or idle if the weights fit, or give {role} more devices"
+        )
 
 
 def _costly_generation(role: str, value: RolloutConfig | JudgeConfig, devices: Sequence[DeviceMemory]) -> Iterator[str]:

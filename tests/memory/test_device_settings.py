@@ -281,6 +281,7 @@ def test_the_cache_of_a_model_of_unknown_size_is_1_gb() -> None:
     [
         ((*VLLM, "actor.engine.compute_dtype=float32"), "actor.engine.compute_dtype"),
         ((), "rollout.engine"),
+        ((*VLLM, "actor.engine.offload=parameters"), "actor.engine.offload"),
         ((*VLLM, "rollout.vllm.dtype=float32"), "rollout.vllm.dtype"),
         ((*VLLM, "rollout.vllm.graphs=false"), "rollout.vllm.graphs"),
         ((*VLLM, "rollout.vllm.kv_cache_gb=0.01"), "rollout.vllm.kv_cache_gb"),
@@ -290,6 +291,15 @@ def test_a_setting_that_doubles_the_time_gets_a_warning(settings: tuple[str, ...
     config = run_on("cuda", *settings)
     warnings = list(find_costly_settings(fit(config), plan_run(config, [1])))
     assert [warning.split()[0] for warning in warnings].count(key) == 1
+
+
+def test_parameters_in_host_memory_get_no_warning_on_several_gpus() -> None:
+    """The copies of the next layer then overlap with the running layer."""
+    offload = ("actor.engine.strategy=fsdp", "actor.engine.offload=parameters")
+    config = run_on("cuda", *VLLM, "placement.pools.main=[2]", *offload)
+    planned = plan_run(config, [2])
+    fitted = fit_memory(resolve_settings(config, planned), planned, is_local=False)
+    assert list(find_costly_settings(fitted, planned)) == []
 
 
 def test_the_defaults_on_a_gpu_with_vllm_get_no_warning() -> None:
