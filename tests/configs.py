@@ -1,9 +1,13 @@
 """Builds the settings of on-policy configs for tests; `model_validate` of a config class turns them into a config."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.config.run import RunConfig
+from flowrl.controller.placement.plan import Plan
+from flowrl.run.checks.check_list import check_placement
+from flowrl.run.checks.checked_run import CheckedRun
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
@@ -77,3 +81,8 @@ def with_float64_models(config: AnyConfig) -> AnyConfig:
         if isinstance(group, dict) and isinstance(group.get("model"), dict):
             group["model"]["dtype"] = "float64"
     return type(config).model_validate(settings)
+
+
+def plan_run(config: RunConfig, devices: Sequence[int] | None = None) -> Plan:
+    """Returns the placement plan of a run, after the checks of the plan. `devices`: number per node."""
+    return check_placement(CheckedRun(config, devices))

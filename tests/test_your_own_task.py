@@ -12,7 +12,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.rewards.reward_function import load_reward_function
-from flowrl.run.check import NAMES
+from flowrl.run.checks.check_list import ROWS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/your_own_task.md").read_text(encoding="utf-8")
@@ -62,8 +62,8 @@ def test_the_files_of_the_page_pass_all_checks(
         sys.modules.pop("my_reward", None)
     assert sorted(path for path in task.iterdir() if path.name != "__pycache__") == before
     lines = (re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines())
-    states = {cells[0]: cells[1] for cells in lines if cells[0] in NAMES}
-    assert states == dict.fromkeys(NAMES, "ok")
+    states = {cells[0]: cells[1] for cells in lines if cells[0] in ROWS}
+    assert states == dict.fromkeys(ROWS, "ok")
     assert (exact(prompt="3 8", response="8", answer="8"), exact(prompt="3 8", response="88", answer="8")) == (1, 0)
 
 

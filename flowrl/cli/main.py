@@ -51,16 +51,9 @@ from flowrl.memory.memory_estimate import explain_unknown_sizes
 from flowrl.memory.memory_table import render_memory
 from flowrl.report.chrome_trace import TraceError, read_trace
 from flowrl.report.trace import loop_events
+from flowrl.run.checks.check_list import Need, check_start, run_checks
+from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.interrupt import Interrupted, raise_on_ending_signals
-from flowrl.run.preflight import (
-    check_devices,
-    check_functions,
-    check_positions,
-    check_run,
-    check_start,
-    log_doubts,
-    plan_run,
-)
 from flowrl.run.restarts import with_restarts
 from flowrl.run.updates import describe_batches, describe_planned_updates
 from flowrl.schedules.schedule_plan import check_routes, render_graph
@@ -206,8 +199,8 @@ def run_recipe(
 
     def program() -> None:
         with loading(arguments.config, [*arguments.overrides, *address], schema) as config:
-            check_run(config)
-            with_restarts(_import_train(train) if isinstance(train, str) else train, config)
+            checked = check_start(config)
+            with_restarts(_import_train(train) if isinstance(train, str) else train, config, checked)
 
     return exit_code(program)
 
@@ -256,7 +249,7 @@ def _check(arguments: argparse.Namespace) -> None:
     config, locate = load_located(arguments.config, arguments.overrides, schema)
 
     with collection_paused():
-        from flowrl.run.check import check_config  # noqa: PLC0415 (torch, after the config is validated)
+        from flowrl.run.checks.check_report import check_config  # noqa: PLC0415 (torch, after the config is validated)
 
     check_config(config, partial(training_function, schema), locate)
 
@@ -281,15 +274,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         details = ""
     else:
         with loading(arguments.config, arguments.overrides, _run_config(arguments.config)) as config:
-            check_functions(config)
-            check_positions(config)
-            planned = plan_run(config, arguments.devices)
-            is_local = arguments.devices is None and config.address is None
             with collection_paused():  # the memory of a known model is measured with torch and transformers
-                fitted = check_devices(config, planned, is_local=is_local)
-            log_doubts(config, planned)
+                run = run_checks(CheckedRun(config, arguments.devices), missing=(Need.OUTPUT, Need.START, Need.FILES))
+            planned, fitted = run.plan, run.fitted
         is_inline = config.backend == "inline"
-        threads = _describe_threads(planned, is_local=is_local, setting=config.threads, is_inline=is_inline)
+        threads = _describe_threads(planned, is_local=run.is_local, setting=config.threads, is_inline=is_inline)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, RolloutRunConfig) else ""
         num_ranks = planned.roles["actor"].mesh.dp if "actor" in planned.roles else 1
         sizes = [*describe_batches(config, num_ranks), *describe_planned_updates(config)]
@@ -420,7 +409,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
     if not issubclass(schema, RolloutRunConfig):
         raise ConfigError(f"{path}: {schema.__name__} has no rollout: choose a recipe that generates responses")
     with loading(path, arguments.overrides, schema) as config:
-        check_start(config)
+        run_checks(CheckedRun(config), missing=(Need.OUTPUT,))
 
         # imported here, because only commands that run a model need torch and Ray
         from flowrl.run.doctor import examine  # noqa: PLC0415

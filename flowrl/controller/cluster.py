@@ -68,6 +68,7 @@ class Cluster:
         backend: `ray` (one process per device), `inline` (all workers in this process), or a backend of your own.
         address: address of a Ray cluster to join; None starts Ray on this machine.
         devices: number of usable devices per node; None detects the number.
+        planned: plan of the placement on the devices of this machine, if it is known; None plans it.
         roles: roles that the program uses; None means all roles of the placement.
         dedicated: roles whose engines cannot share a process. They get separate processes on the same devices.
         num_threads: torch CPU threads per process. None uses OMP_NUM_THREADS; without it, the usable CPUs of a node
@@ -90,6 +91,7 @@ class Cluster:
         backend: Literal["ray", "inline"] | Backend = "ray",
         address: str | None = None,
         devices: tuple[int, ...] | None = None,
+        planned: Plan | None = None,
         roles: tuple[str, ...] | None = None,
         dedicated: tuple[str, ...] = (),
         num_threads: int | None = None,
@@ -123,8 +125,9 @@ class Cluster:
         self._has_lost_nodes = False
         self._prepare = prepare
         try:
-            inventory = self._backend.inventory(placement.device, devices)
-            self.plan: Plan = plan(placement, inventory, roles, dedicated)
+            if planned is None:
+                planned = plan(placement, self._backend.inventory(placement.device, devices), roles, dedicated)
+            self.plan: Plan = planned
             pools = list(self.plan.pools.values())
             slots = [slot for failure_group in self.plan.failure_groups() for slot in failure_group.slots]
             self._eviction = DeviceEviction(DeviceOwnership(slots), self._backend, self.calls, self.plan.kind)

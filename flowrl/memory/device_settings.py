@@ -5,7 +5,7 @@ the devices, and the memory check) and `render_settings`.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -132,18 +132,6 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool) -> FittedRun
         config, devices = fitted, estimate_memory(fitted, planned, sizes)
     check_memory(config, planned, devices, budget)
     return FittedRun(config, devices, budget)
-
-
-def apply_devices(config: RunConfig, planned: Plan, notify: Callable[[str], None]) -> RunConfig:
-    """Returns the settings with all values that depend on the devices, and shows them.
-
-    On CPUs, no value depends on the memory, so it is not estimated. Raises ConfigError if a GPU has too little memory.
-    """
-    resolved, fitted = resolve_settings(config, planned), FittedRun(config, (), MemoryBudget())
-    if planned.kind == "cuda":
-        fitted = fit_memory(resolved, planned, is_local=config.address is None)
-    notify(render_settings(config, fitted, planned))
-    return fitted.config
 
 
 def default_num_seqs(memory: float | None, name: str | None) -> int:

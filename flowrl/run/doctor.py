@@ -23,10 +23,11 @@ from flowrl.controller.placement.weight_transport import choose_transport, has_p
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.console import make_console
-from flowrl.memory.device_settings import apply_devices
+from flowrl.memory.device_settings import render_settings
 from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.rewards.processes.pool import ScoringPool
 from flowrl.rewards.processes.pool_settings import PoolLimits
+from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.datasets import read_prompts
 from flowrl.run.interrupt import Interruption
 from flowrl.weight_sync.transfer import WeightSync
@@ -87,7 +88,9 @@ def examine(
             console.print(f"starting actor, rollout ({config.backend})")
             cluster = resources.enter_context(_cluster(config))
             interruption.install()  # with `address`, Ray has installed its own handlers
-            applied = apply_devices(config, cluster.plan, console.print)
+            fitted = CheckedRun(config, planned=cluster.plan).applied
+            console.print(render_settings(config, fitted, cluster.plan))
+            applied = fitted.config
             assert isinstance(applied, RolloutRunConfig)
             config, rollout_config = applied, applied.rollout
             actor = cluster.group("actor", actor_class, config.actor)

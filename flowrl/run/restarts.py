@@ -10,6 +10,7 @@ from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.run_folder import is_disk_full
 from flowrl.config import RunConfig, UserError
 from flowrl.controller.errors import DeadlineError, ProcessLost, WorkerCheckError, WorkerError, WorkerUserError
+from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.interrupt import Interruption
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 class RestartPolicy:
     """Decides after each failure whether the program restarts, and keeps the cluster for the next attempt."""
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, checked: CheckedRun | None = None) -> None:
         self._max_restarts = max_restarts
+        self._checked = checked
         self.num_restarts = 0
         """Number of restarts so far."""
         self.is_restarting = False
@@ -100,6 +102,14 @@ class RestartPolicy:
         )
         self._retained, self.is_restarting = cluster if has_ray else None, True
 
+    def pop_checked(self, config: RunConfig) -> CheckedRun:
+        """Returns the config with the plan that the checks of the first attempt have computed.
+
+        The plan of a later attempt is computed again, because a device may be lost.
+        """
+        checked, self._checked = self._checked, None
+        return CheckedRun(config) if checked is None else checked.replace(config)
+
     def pop_message(self) -> str:
         """Returns the message about the last restart and clears it. Returns an empty string without a restart."""
         message, self._message = self._message, ""
@@ -119,16 +129,16 @@ def current_policy() -> RestartPolicy:
     return _current.get() or RestartPolicy(0)
 
 
-def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig) -> None:
+def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig, checked: CheckedRun | None = None) -> None:
     """Calls `train(config)`, and again with `resume: auto` after process failures, up to `config.restarts` times.
 
     A restart resumes from the newest checkpoint. Without a checkpoint, it starts again from step 0, but only after a
     lost process or a missed deadline. With a checkpoint, processes of stateless roles (rollout, reference, reward) are
     kept unless they failed. Processes with training state restart and load the checkpoint. There is no restart after
     invalid input, failed checks, or an error that a method raises twice from the same checkpoint. The exception of the
-    last attempt is raised.
+    last attempt is raised. `checked`: result of `check_start`, so that the run is not planned again.
     """
-    policy = RestartPolicy(config.restarts)
+    policy = RestartPolicy(config.restarts, checked)
     token = _current.set(policy)
     try:
         while True:

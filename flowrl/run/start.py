@@ -22,11 +22,12 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.prompts import PromptStream
 from flowrl.data.template import ConversationTemplate, template_text
-from flowrl.memory.device_settings import apply_devices
+from flowrl.memory.device_settings import render_settings
 from flowrl.report.progress import LiveProgress
+from flowrl.run.checks.check_list import check_placement
+from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.datasets.templates import conversation_template
 from flowrl.run.interrupt import Interruption
-from flowrl.run.preflight import check_engines, plan_run
 from flowrl.run.restarts import RestartPolicy, current_policy
 from flowrl.schedules.rewards import Scoring
 from flowrl.schedules.rollout_source import PromptQueue, RolloutContext, RolloutSource
@@ -79,23 +80,27 @@ def start_run(config: RunConfig, resources: ExitStack) -> StartedRun:
     # Read now, because an invalid template would otherwise end the run when it saves the trained model.
     template = conversation_template(config)
     # Plans before the folder is locked, so that an impossible placement creates no files.
+    restarts = current_policy()
+    checked = restarts.pop_checked(config)
     if config.address is None:
-        plan_run(config)
+        check_placement(checked)
     resources.enter_context(folder_lock(config.output))
     resumed = find_checkpoint(config)
     progress = resources.enter_context(LiveProgress(config.steps))
     interruption = resources.enter_context(Interruption(progress.notify))
-    restarts = current_policy()
     progress.notify(restarts.pop_message() or f"starting {', '.join(config.roles)} ({config.backend})")
     # Run after the cluster is closed, because workers may write until then.
     resources.callback(remove_temporary_files, config.output)
     resources.callback(Checkpoints(config.output).remove_unfinished)
     set_ray_log = resources.enter_context(log_to_file(RAY_LOGGER))
-    cluster = resources.enter_context(restarts.cluster(config, lambda: _start_cluster(config, progress), interruption))
+    cluster = resources.enter_context(restarts.cluster(config, lambda: _start_cluster(checked, progress), interruption))
     cluster.notify = progress.notify
     interruption.install()  # with `address`, Ray has installed its own handlers
-    check_engines(config, cluster.plan)
-    applied = apply_devices(config, cluster.plan, progress.notify)
+    if (on_cluster := checked.replace(config, cluster.plan)) is not checked:
+        checked = on_cluster
+        check_placement(checked)
+    progress.notify(render_settings(config, checked.applied, cluster.plan))
+    applied = checked.applied.config
     resolved = config.model_dump(mode="json")
     folder = (RunFolder.reopen if is_resuming(config) else RunFolder.create)(config.output, resolved)
     set_ray_log(folder.ray_log)
@@ -117,12 +122,14 @@ def start_run(config: RunConfig, resources: ExitStack) -> StartedRun:
     )
 
 
-def _start_cluster(config: RunConfig, progress: LiveProgress) -> Cluster:
+def _start_cluster(checked: CheckedRun, progress: LiveProgress) -> Cluster:
+    config = checked.config
     return Cluster(
         config.placement,
         backend=config.backend,
         address=config.address,
         devices=config.devices,
+        planned=checked.plan if config.address is None else None,
         roles=config.roles,
         dedicated=config.dedicated_roles(),
         num_threads=config.threads,

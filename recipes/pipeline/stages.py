@@ -10,7 +10,7 @@ from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import LOCK, RunFolderError, folder_lock, write_json
 from flowrl.config import RunConfig, import_function
 from flowrl.data.console import make_console
-from flowrl.run.preflight import check_run
+from flowrl.run.checks.check_list import check_start
 from flowrl.run.restarts import with_restarts
 from recipes.pipeline.comparison import compare, draw_comparison, render_markdown, render_table
 from recipes.pipeline.config import POLICIES, PPO_STAGES, STAGES, PipelineConfig
@@ -53,8 +53,8 @@ def train(stage: str, config: RunConfig) -> None:
     A finished stage is skipped.
     """
     try:
-        check_run(config)
-        with_restarts(import_function(STAGES[stage].train), config)
+        checked = check_start(config)
+        with_restarts(import_function(STAGES[stage].train), config, checked)
     except RunComplete:
         return
 

@@ -20,16 +20,17 @@ from flowrl.config import (
 from flowrl.config.roles import PlannedVllmConfig
 from flowrl.memory.device_settings import (
     FittedRun,
-    apply_devices,
     default_num_seqs,
     find_costly_settings,
     fit_memory,
+    render_settings,
     resolve_settings,
 )
-from flowrl.run.preflight import plan_run
+from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.role_groups import group_arguments
 from flowrl.weight_sync.verification import gap_limit
 from recipes.grpo.config import GRPOConfig
+from tests.configs import plan_run
 from tests.errors import rejects
 
 ROOT = Path(__file__).parents[2]
@@ -80,9 +81,10 @@ def test_float32_weights_compute_in_bfloat16_on_a_gpu(dtype: str, stated: str, e
 
 @pytest.mark.parametrize("settings", [(), VLLM])
 def test_cpus_change_no_setting(settings: tuple[str, ...]) -> None:
-    config, notified = run_on("cpu", *settings), list[str]()
-    assert apply_devices(config, plan_run(config, [1]), notified.append) is config
-    assert len(notified) == 1 and "warning" not in notified[0]
+    config = run_on("cpu", *settings)
+    run = CheckedRun(config, [1])
+    assert run.applied.config is config
+    assert "warning" not in render_settings(config, run.applied, run.plan)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget
 from flowrl.memory.model_size import PUBLISHED, model_size_from_config, read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, hf_memory, num_slots
-from flowrl.run.preflight import check_run, plan_run
+from flowrl.run.checks.check_list import check_start
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
+from tests.configs import plan_run
 from tests.errors import missing_facts, rejects
 from tests.hub_cache import make_snapshot
 from tests.memory.memory_points import POINTS, estimated_peak, measure_growth
@@ -246,7 +247,7 @@ def test_run_that_does_not_fit_is_rejected_before_it_starts(model: Path, tmp_pat
     data = [f"data.{name}={rows}" for name in ("train", "test")]
     config = config_of(model, "placement.device=cpu", "placement.memory_gb=1", f"output={tmp_path / 'run'}", *data)
     with rejects("0:0", 1.0, error=ConfigError):
-        check_run(config)
+        check_start(config)
 
 
 def test_cpu_processes_share_the_memory_of_their_node(model: Path) -> None:

@@ -10,10 +10,10 @@ from transformers import GPT2Config, LlavaConfig, PreTrainedConfig, Qwen2Config
 from flowrl.config import ActorConfig, ConfigError, LoraConfig, ModelConfig, OptimizerConfig, Placement
 from flowrl.config import RolePlacement as Role
 from flowrl.memory.model_fit import has_experts, read_head_size, read_max_positions, read_num_token_ids
-from flowrl.run.preflight import plan_run
+from tests.configs import plan_run
 from tests.errors import rejects
 from tests.hub_cache import make_snapshot
-from tests.run.test_preflight import ActorRun
+from tests.run.checks.test_placement_checks import ActorRun
 
 QWEN = Qwen2Config(
     vocab_size=64,

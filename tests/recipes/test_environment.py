@@ -13,7 +13,7 @@ from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.saved_rows import FILE
 from flowrl.config import ConfigError, Placement
 from flowrl.data.chat import DataError
-from flowrl.run.preflight import check_functions
+from flowrl.run.checks.config_checks import check_functions
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.ppo.config import PPOConfig

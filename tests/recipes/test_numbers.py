@@ -20,7 +20,7 @@ import pytest
 
 from flowrl import Batch, Cluster, Placement
 from flowrl.config import ModelConfig, RolloutConfig, TransferConfig, load
-from flowrl.run.preflight import check_run
+from flowrl.run.checks.check_list import check_start
 from flowrl.workers import Rollout
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
@@ -257,7 +257,7 @@ def test_sft_gives_the_same_metrics_under_every_strategy(
     inline = sft_config(task_folder, {"lora": settings.get("lora")}, output=tmp_path / "inline")
     sharded = sft_config(task_folder, settings, output=tmp_path / "sharded", backend="ray", placement=placement)
     for config in (inline, sharded):
-        check_run(config)
+        check_start(config)
         train_sft(config)
     for expected, line in zip(metrics_of(inline), metrics_of(sharded), strict=True):
         assert_same(expected, line)

@@ -16,9 +16,9 @@ from flowrl.checkpoints.resume import RunComplete
 from flowrl.config import ConfigError, ModelConfig
 from flowrl.data.chat import ChatTokenizer, DataError, Message
 from flowrl.report.plots import PANELS, select_lines
+from flowrl.run.checks.check_list import check_start
 from flowrl.run.datasets import SftExamples
 from flowrl.run.loop import Run
-from flowrl.run.preflight import check_run
 from recipes.sft.config import SFTConfig
 from recipes.sft.train import train
 from tests.configs import with_float64_models
@@ -158,7 +158,7 @@ def test_a_model_may_have_its_tokenizer_in_another_folder(task_folder: Path, tmp
     actor = {"model": {"path": model, "tokenizer": tokenizer}, "optimizer": CONSTANT}
     data = {"train": task_folder / "sft.jsonl", "max_prompt_tokens": 16}
     config = sft_config(task_folder, output=tmp_path / "run", steps=1, actor=actor, data=data)
-    check_run(config)
+    check_start(config)
     train(config)
     AutoModelForCausalLM.from_pretrained(config.output / "model")
     saved, original = (ChatTokenizer(folder) for folder in (config.output / "model", tokenizer))
@@ -169,7 +169,7 @@ def test_a_model_may_have_its_tokenizer_in_another_folder(task_folder: Path, tmp
 def test_a_missing_tokenizer_is_rejected_before_the_run(task_folder: Path, tmp_path: Path) -> None:
     actor = {"model": {"path": task_folder / "model", "tokenizer": tmp_path / "none"}, "optimizer": CONSTANT}
     with pytest.raises(ConfigError) as error:
-        check_run(sft_config(task_folder, output=tmp_path / "run", actor=actor))
+        check_start(sft_config(task_folder, output=tmp_path / "run", actor=actor))
     assert not missing_facts(str(error.value), "actor.model.tokenizer", tmp_path / "none")
 
 

@@ -10,10 +10,9 @@ import yaml
 from flowrl.cli import main
 from flowrl.config import OnPolicyConfig, Placement, ReportConfig, RolloutLogConfig, load
 from flowrl.report.rollout_log import COLUMNS, TOKEN_VALUES, RolloutLog
-from flowrl.run.preflight import plan_run
 from flowrl.schedules.schedule_plan import render_graph
 from recipes.grpo.config import GRPOConfig
-from tests.configs import grpo_settings
+from tests.configs import grpo_settings, plan_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 

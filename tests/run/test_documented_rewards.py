@@ -11,9 +11,9 @@ import yaml
 from flowrl.config import Placement, RewardComponent, RewardConfig
 from flowrl.config.stages.rollouts import DynamicSampling
 from flowrl.rewards.row_scorer import RowScorer
-from flowrl.run.preflight import check_functions, plan_run
+from flowrl.run.checks.config_checks import check_functions
 from recipes.grpo.config import GRPOConfig
-from tests.configs import grpo_settings
+from tests.configs import grpo_settings, plan_run
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 SECTIONS = PAGE.partition("## Included reward functions")[0]

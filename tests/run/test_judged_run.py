@@ -9,9 +9,10 @@ import pytest
 from flowrl.checkpoints.inputs import input_checksums
 from flowrl.config import ConfigError, JudgeConfig, UserError
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
-from flowrl.run.preflight import check_functions, check_rollouts, find_path_problems, plan_run
+from flowrl.run.checks.config_checks import check_functions, check_processes
+from flowrl.run.checks.file_checks import find_path_problems
 from recipes.grpo.config import GRPOConfig
-from tests.configs import grpo_settings
+from tests.configs import grpo_settings, plan_run
 from tests.workers.judges import save_judge
 
 
@@ -90,7 +91,7 @@ def test_what_a_judge_cannot_load_ends_the_run_before_it_starts(
 def test_a_vllm_judge_cannot_run_inline(folder: Path) -> None:
     config = config_of(folder, engine="vllm").model_copy(update={"backend": "inline"})
     with pytest.raises(ConfigError, match=r"judge\.engine"):
-        check_rollouts(config)
+        check_processes(config)
 
 
 def test_a_judge_with_hf_cannot_be_sharded(folder: Path) -> None:

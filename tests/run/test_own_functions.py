@@ -9,7 +9,7 @@ from flowrl.config import AdvantageConfig, ConfigError, OnPolicyConfig, UserErro
 from flowrl.config.algorithm.advantage import CustomAdvantage, RlooAdvantage
 from flowrl.data.batch.batch import Batch
 from flowrl.run.advantages import Advantages
-from flowrl.run.preflight import check_functions
+from flowrl.run.checks.config_checks import check_functions
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings, on_policy_settings
 

@@ -9,8 +9,8 @@ import pytest
 from flowrl.config import ConfigError, RunConfig
 from flowrl.controller.calls.profiled_step import ProfiledStep
 from flowrl.report.page.run_data import find_profiles
-from flowrl.run.preflight import plan_run
 from recipes.sft.train import train
+from tests.configs import plan_run
 from tests.errors import missing_facts
 from tests.run.replay.replay_cases import sft_config
 

@@ -15,8 +15,8 @@ from flowrl.config import ConfigError
 from flowrl.config.placement import SINGLE
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError
+from flowrl.run.checks.check_list import check_start
 from flowrl.run.datasets import PtxText
-from flowrl.run.preflight import check_start
 from flowrl.workers import PTX, Actor
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train

@@ -7,11 +7,10 @@ import pytest
 
 from flowrl.config import ConfigError, Placement, load
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
-from flowrl.run.preflight import plan_run
 from flowrl.schedules.schedule_plan import check_routes, check_schedule, render_graph, trainer_routes
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
-from tests.configs import ppo_settings
+from tests.configs import plan_run, ppo_settings
 
 ROOT = Path(__file__).parents[2]
 WITH_KL = {"estimator": "gae", "kl_coef": 0.1}

@@ -6,21 +6,12 @@ from typing import Any
 
 from flowrl.config import ConfigError, EvaluationConfig, EvaluationRunConfig, Placement
 from flowrl.controller.cluster import Cluster
-from flowrl.controller.placement.inventory import local_inventory
-from flowrl.controller.placement.plan import plan
 from flowrl.data.batch.batch import Batch
+from flowrl.run.checks.check_list import Need, run_checks
+from flowrl.run.checks.checked_run import CheckedRun
+from flowrl.run.checks.file_checks import find_path_problems
 from flowrl.run.datasets import read_held_out
 from flowrl.run.evaluation import Evaluation, PromptScores, evaluate
-from flowrl.run.preflight import (
-    check_functions,
-    check_head_sizes,
-    check_positions,
-    check_quantization,
-    check_reward_heads,
-    check_rollouts,
-    check_vocabularies,
-    find_path_problems,
-)
 from flowrl.run.role_groups import Protections, start_scoring
 from flowrl.workers import Rollout
 
@@ -78,16 +69,9 @@ def evaluate_model(
 def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> dict[str, Batch]:
     """Checks the settings, and returns the held-out prompts by the name of their set. Raises UserError."""
     config = _on_backend(config, num_devices)
-    check_functions(config)
-    check_rollouts(config)
-    check_positions(config)
-    check_vocabularies(config)
-    check_reward_heads(config)
+    run_checks(CheckedRun(config), missing=(Need.OUTPUT, Need.TRAINING, Need.FILES))
     if problems := [problem for problem in find_path_problems(config) if not problem.startswith("data.train ")]:
         raise ConfigError(problems[0])
-    planned = plan(config.placement, local_inventory(config.placement.device, None), config.roles)
-    check_quantization(config, planned)
-    check_head_sizes(config, planned)
     return read_held_out(config)
 
 
@@ -109,7 +93,8 @@ def _on_backend(config: EvaluationRunConfig, num_devices: int) -> EvaluationRunC
         memory_gb=config.placement.memory_gb,
     )
     is_inline = num_devices == 1 and not config.dedicated_roles()
-    return config.model_copy(update={"placement": placement, "backend": "inline" if is_inline else "ray"})
+    backend = "inline" if is_inline else "ray"
+    return config.model_copy(update={"placement": placement, "backend": backend, "address": None, "devices": None})
 
 
 def _start_cluster(config: EvaluationRunConfig, num_devices: int, notify: Callable[[str], None]) -> Cluster:

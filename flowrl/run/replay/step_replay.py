@@ -14,7 +14,7 @@ from flowrl.checkpoints.saver import package_versions
 from flowrl.config import CheckFailed, RunConfig, UserError
 from flowrl.data.console import make_console, round_pair
 from flowrl.data.folders.private_folder import create_folder
-from flowrl.run.preflight import find_path_problems
+from flowrl.run.checks.file_checks import find_path_problems
 from flowrl.run.replay.comparison import BOUND, Compared, StepResults, changed_metrics, compare_steps
 from flowrl.run.replay.recording import Recording, changed_sources, describe_machine
 from flowrl.run.replay.replayed_run import Replay, ReplayedRun

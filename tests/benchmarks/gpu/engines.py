@@ -21,11 +21,11 @@ from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.engine import TrainEngine
 from flowrl.memory.device_settings import resolve_settings
 from flowrl.memory.memory_estimate import estimate_memory, read_sizes
-from flowrl.run.preflight import plan_run
 from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from recipes.grpo.config import GRPOConfig
 from tests.benchmarks.gpu.cells import Cell, CellSkipped
 from tests.benchmarks.gpu.models import build_model, free_memory, make_rows, model_config, synchronize, token_loss
+from tests.configs import plan_run
 from tests.engines.closeness import relative_error
 from tests.engines.tables import table
 from tests.engines.tiny import qwen2, tokenizer

@@ -8,11 +8,11 @@ import pytest
 
 from flowrl.config.load import load
 from flowrl.controller.placement.weight_transport import choose_transport
-from flowrl.run.preflight import plan_run
 from recipes.grpo.config import GRPOConfig
 from tests.benchmarks.gpu.cells import CellSkipped
 from tests.benchmarks.gpu.recipe_runs import GRPO_CONFIG, RecipeRun, Task, run_program, single_device
 from tests.benchmarks.gpu.vllm_runs import RUNS, VllmRun
+from tests.configs import plan_run
 
 
 def load_settings(folder: Path, settings: tuple[str, ...], num_steps: int) -> GRPOConfig:

@@ -19,7 +19,7 @@ from flowrl.config import (
     load,
     parse,
 )
-from flowrl.run.preflight import check_functions
+from flowrl.run.checks.config_checks import check_functions
 
 CUSTOM_MODULE = "tests.algorithms.own_functions"
 

@@ -1,6 +1,5 @@
 """`flowrl check` finds problems before a run starts, and leaves nothing behind."""
 
-import gzip
 import json
 import os
 import re
@@ -13,63 +12,19 @@ from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 from rich.console import Console
 
 from flowrl.cli import main
 from flowrl.config import load
-from flowrl.data.reading.reader import read_conversations
-from flowrl.run.check import NAMES, ChecksFailed, check_config, small_config
+from flowrl.run.checks.check_list import ROWS
+from flowrl.run.checks.check_report import ChecksFailed, check_config
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from tests.errors import missing_facts, rejects
 from tests.run import checked_rewards
-from tests.small_task import prepare_small
-
-RECIPE = """
-recipe: recipes.grpo.config:GRPOConfig
-output: {folder}/run
-placement: {{device: cpu, pools: {{main: [2]}}, roles: {{actor: main, rollout: main, reference: main, reward: main}}}}
-steps: 100
-threads: 1
-evaluate_every: 10
-batch_size: 64
-minibatch_size: 16
-samples_per_prompt: 4
-actor:
-  model: {{path: {folder}/data/model}}
-  optimizer: {{lr: 0.001}}
-  engine: {{strategy: fsdp}}
-reference:
-  model: {{path: {folder}/data/model}}
-reward:
-  function: recipes.quickstart.task:score
-  evaluation: recipes.quickstart.task:exact
-rollout:
-  max_response_tokens: 5
-algorithm:
-  estimator: grpo
-data:
-  train: {folder}/data/train.jsonl
-  test: {folder}/data/test.jsonl
-  max_prompt_tokens: 6
-"""
 
 TIED = "tests.run.checked_rewards:always_one"
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("check")
-    prepare_small(folder / "data")
-    for name in ("train", "test"):
-        path = folder / f"data/{name}.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:40]))
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=folder))
-    return path
 
 
 Checked = Callable[..., dict[str, str]]
@@ -94,7 +49,7 @@ def check(recipe: Path) -> Iterator[Checked]:
             check_config(load(recipe, overrides, GRPOConfig), lambda: function, console=Console(file=output, width=200))
         finally:
             rows = (re.split(r"\s{2,}", line) for line in output.getvalue().splitlines())
-            states = {cells[0]: cells[1] for cells in rows if cells[0] in NAMES}
+            states = {cells[0]: cells[1] for cells in rows if cells[0] in ROWS}
             reported.update(states)
         return states
 
@@ -104,7 +59,7 @@ def check(recipe: Path) -> Iterator[Checked]:
 
 def test_a_valid_config_passes_all_checks(check: Checked) -> None:
     output = StringIO()
-    assert check(output=output, function=train) == dict.fromkeys(NAMES, "ok")
+    assert check(output=output, function=train) == dict.fromkeys(ROWS, "ok")
     assert len([line for line in output.getvalue().splitlines() if "│ 1 " in line and "│ 0 " in line]) == 8
 
 
@@ -120,6 +75,31 @@ def test_a_tracker_that_no_run_can_open_is_found(check: Checked) -> None:
     with rejects("report.trackers.0", "class", "write_metrics", error=ChecksFailed):
         check("report.trackers=[os:path]")
     assert reported["functions"] == "failed" and reported["files"] == "ok"
+
+
+def test_more_tokens_than_the_model_supports_are_found(check: Checked) -> None:
+    with rejects("data.max_prompt_tokens", "rollout.max_response_tokens", 100005, error=ChecksFailed):
+        check("data.max_prompt_tokens=100000")
+    assert reported["models"] == "failed" and reported["files"] == "ok"
+
+
+def test_an_invalid_number_of_threads_is_found(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with rejects("OMP_NUM_THREADS", "many", error=ChecksFailed):
+        check("threads=null")
+    assert reported["functions"] == "failed"
+
+
+def test_the_unknown_devices_of_a_cluster_are_no_failure(check: Checked) -> None:
+    states = check("address=cluster:6379")
+    assert (states["placement"], states["memory"], states["data"]) == ("skipped", "skipped", "ok")
+
+
+def test_flowrl_plan_compares_the_models_with_the_tokenizer(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(recipe), changed_model(recipe, tmp_path / "m", vocab_size=12)]) == 2
+    assert not missing_facts(capsys.readouterr().err, tmp_path / "m", 15, 12)
 
 
 def test_a_reward_that_fails_for_an_empty_response_is_found(check: Checked) -> None:
@@ -145,7 +125,7 @@ def test_ctrl_c_names_the_running_check(recipe: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         process_group=0,
     ) as program:
         assert program.stdout is not None and program.stderr is not None
@@ -208,55 +188,13 @@ def test_a_chat_template_that_raises_is_found(check: Checked, recipe: Path, tmp_
 
 @pytest.mark.slow
 def test_no_step_runs_for_large_models(check: Checked, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.run.check.MAX_STEP_PARAMETERS", 600_000)  # two models of 330,000
+    monkeypatch.setattr("flowrl.run.checks.model_checks.MAX_STEP_PARAMETERS", 600_000)  # two models of 330,000
     assert check("actor.kl_loss_coef=0.1", function=train)["step"] == "skipped"
 
 
 def test_a_used_output_folder_is_found(check: Checked, recipe: Path) -> None:
     with rejects(recipe.parent, "output", error=ChecksFailed):
         check(f"output={recipe.parent}")
-
-
-def test_the_small_step_uses_few_rows_and_one_process(recipe: Path, tmp_path: Path) -> None:
-    config = load(recipe, ["schedule.kind=one_step_off", "rollout.max_response_tokens=4000"], GRPOConfig)
-    small = small_config(config, tmp_path)
-    assert (small.steps, small.backend, small.output.parent) == (1, "inline", tmp_path)
-    assert isinstance(small, GRPOConfig) and small.batch_size == 8 and small.rollout.max_response_tokens < 100
-    (copy,) = small.data.training_files
-    assert len(copy.source.read_text().splitlines()) == 8 and small.data.test is None
-    assert small.actor.engine.strategy == "auto" and small.actor.optimizer == config.actor.optimizer
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json", "rows.parquet", "row.json", "folder"])
-def test_the_small_step_reads_the_first_rows_of_any_format(recipe: Path, tmp_path: Path, name: str) -> None:
-    train = load(recipe, [], GRPOConfig).data.training_files[0].source
-    rows, path = [json.loads(line) for line in train.read_text().splitlines()], tmp_path / name
-    match name:
-        case "rows.jsonl.gz":
-            path.write_bytes(gzip.compress(train.read_bytes()))
-        case "rows.json":
-            path.write_text(json.dumps(rows, indent=2))
-        case "row.json":
-            path.write_text(json.dumps(rows[0], indent=2))
-        case "rows.parquet":
-            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        case "folder":
-            path.mkdir()
-            shutil.copy(train, path)
-    small = small_config(load(recipe, [f"data.train={path}"], GRPOConfig), tmp_path)
-    assert isinstance(small, GRPOConfig)
-    (copy,) = small.data.training_files
-    expected = [row.messages for row in read_conversations(path)][:8]
-    assert [row.messages for row in read_conversations(copy)] == expected
-
-
-@pytest.mark.slow
-def test_the_small_step_uses_generated_rows(recipe: Path, tmp_path: Path) -> None:
-    settings = ["data.train=[{reasoning_gym: {chain_sum: 1}, rows: 20, seed: 3}]"]
-    small = small_config(load(recipe, settings, GRPOConfig), tmp_path)
-    assert isinstance(small, GRPOConfig)
-    (copy,) = small.data.training_files
-    assert [row.columns["task"] for row in read_conversations(copy, kind="prompts")] == ["chain_sum"] * 8
 
 
 def test_the_command_locates_problems(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

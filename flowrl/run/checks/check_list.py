@@ -1,0 +1,221 @@
+"""The list of all checks of a run, and the functions that run them. Imports torch only for the levels MODELS and STEP,
+for the memory, and for user-defined functions.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from typing import Any
+
+from flowrl.checkpoints.resume import is_resuming
+from flowrl.checkpoints.run_folder import check_is_new, check_not_locked
+from flowrl.config import RunConfig
+from flowrl.controller.placement.cpu_threads import read_requested_threads
+from flowrl.controller.placement.inventory import find_ipc_problem, local_capability
+from flowrl.controller.placement.plan import Plan
+from flowrl.controller.placement.weight_transport import choose_transports
+from flowrl.memory.memory_estimate import explain_unknown_sizes
+from flowrl.memory.memory_table import GB
+from flowrl.report.trackers.open_trackers import check_trackers
+from flowrl.run.checks.checked_run import CheckedRun
+from flowrl.run.checks.config_checks import check_functions, check_packages, check_processes
+from flowrl.run.checks.file_checks import (
+    check_paths,
+    check_positions,
+    check_reward_heads,
+    check_vocabularies,
+    warn_about_experts,
+)
+from flowrl.run.checks.placement_checks import (
+    check_adapters,
+    check_bfloat16,
+    check_determinism,
+    check_engines,
+    check_head_sizes,
+    check_model_sizes,
+    check_profile,
+    check_quantization,
+    describe_devices,
+    warn_about_offload,
+)
+from flowrl.schedules.schedule_plan import check_schedule
+from flowrl.weight_sync.transfer import check_cuda_ipc
+
+
+class Level(IntEnum):
+    """Cost of a check. Each level is more expensive than the one before."""
+
+    CONFIG = auto()
+    """Reads the config and the devices of this machine."""
+    FILES = auto()
+    """Reads names, headers and sizes of the files of models and data, and estimates the memory."""
+    MODELS = auto()
+    """Reads all data, and builds the models without their weights. Imports torch and the recipe."""
+    STEP = auto()
+    """Trains one small step."""
+
+
+class Need(Enum):
+    """A condition for a check. A check whose needs are not met is skipped."""
+
+    OUTPUT = auto()
+    """The run writes its output folder, and reports to trackers."""
+    START = auto()
+    """This process starts the processes of the roles."""
+    TRAINING = auto()
+    """The run trains, and does not only generate."""
+    FILES = auto()
+    """All files must exist on this machine."""
+    PLAN = auto()
+    """The devices are known. The check gets the settings on these devices, and the placement plan."""
+    MACHINE = auto()
+    """The devices are those of this machine."""
+
+
+class CheckSkipped(Exception):
+    """Raised by a check that does not apply to the config. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of a run."""
+
+    row: str
+    """Row of `flowrl check` to which its result belongs."""
+    level: Level
+    function: Callable[..., object]
+    """Raises UserError if the run is invalid. A text that it returns describes the row."""
+    needs: Set[Need] = frozenset()
+    arguments: Callable[[Any], tuple[Any, ...]] = lambda run: (run.config,)  # Any: CheckedRun or a subclass
+    """Returns the arguments of `function`."""
+
+    def run(self, run: CheckedRun) -> str | None:
+        """Runs the check. Returns a description of what it found, or None."""
+        found = self.function(*self.arguments(run))
+        return found if isinstance(found, str) else None
+
+
+def list_checks(level: Level) -> tuple[Check, ...]:
+    """Returns all checks up to a level, in the order of the rows of `flowrl check`."""
+    if level < Level.MODELS:
+        return tuple(check for check in _CHECKS if check.level <= level)
+
+    from flowrl.run.checks.model_checks import MODEL_CHECKS  # noqa: PLC0415 (torch)
+
+    checks = sorted((*_CHECKS, *MODEL_CHECKS), key=lambda check: (ROWS.index(check.row), check.level))
+    return tuple(check for check in checks if check.level <= level)
+
+
+def find_missing(run: CheckedRun) -> set[Need]:
+    """Returns the needs that a run on its devices does not meet."""
+    return {need for need, is_met in ((Need.PLAN, run.has_plan), (Need.MACHINE, run.is_local)) if not is_met}
+
+
+def run_checks(run: CheckedRun, *, missing: Collection[Need] = (), row: str | None = None) -> CheckedRun:
+    """Runs the checks of the levels CONFIG and FILES in this order, and returns `run`.
+
+    Args:
+        run: the config and its plan.
+        missing: needs that the caller does not meet, in addition to those that `run` does not meet.
+        row: runs only the checks of this row. None: of all rows.
+    Raises:
+        UserError: the first check that fails.
+        RunComplete: the output folder has this run with all its steps.
+    """
+    unmet = {*missing, *find_missing(run)}
+    for check in sorted(list_checks(Level.FILES), key=lambda check: check.level):
+        if check.needs.isdisjoint(unmet) and row in (None, check.row):
+            with suppress(CheckSkipped):
+                check.run(run)
+    return run
+
+
+def check_start(config: RunConfig) -> CheckedRun:
+    """Runs all checks of a start before it imports torch and reads data. Raises like `run_checks`."""
+    # Only the nodes of a cluster know whether `auto` selects their GPUs.
+    is_unknown = config.address is not None and config.placement.device == "auto"
+    return run_checks(CheckedRun(config), missing=_PLAN if is_unknown else ())
+
+
+def check_placement(run: CheckedRun) -> Plan:
+    """Returns the placement plan of a run. Raises ConfigError if the roles cannot run on their devices."""
+    return run_checks(run, row="placement").plan
+
+
+def _check_threads(config: RunConfig) -> None:
+    """Raises UserError if the run needs OMP_NUM_THREADS, which is invalid."""
+    if config.threads is None:
+        read_requested_threads()
+
+
+def _check_output(config: RunConfig) -> str:
+    """Checks that the output folder can be used. Changes nothing in it."""
+    check_not_locked(config.output)
+    if is_resuming(config):
+        return f"the run continues in {config.output}"
+    check_is_new(config.output)
+    return f"{config.output} is free"
+
+
+def _check_memory(run: CheckedRun) -> str:
+    """Raises ConfigError if the memory of a device is too small."""
+    devices, budget = run.fitted.devices, run.fitted.budget
+    if not all(device.is_known for device in devices):
+        raise CheckSkipped("; ".join(explain_unknown_sizes(run.config)))
+    available = budget.per_device or budget.per_node
+    limit = "an unknown amount" if available is None else f"{available / GB:.1f} GB"
+    share = "device" if budget.per_device is not None else "node"
+    return f"at most {max((d.peak[0] for d in devices), default=0) / GB:.1f} GB per device; each {share} has {limit}"
+
+
+_OUTPUT, _START, _TRAINING = {Need.OUTPUT}, {Need.START}, {Need.TRAINING}
+_FILES, _PLAN, _MACHINE = {Need.FILES}, {Need.PLAN}, {Need.MACHINE}
+
+
+def _of_plan(row: str, level: Level, needs: set[Need], *functions: Callable[..., object]) -> Iterator[Check]:
+    """Yields checks whose functions get the settings on the planned devices, and the plan."""
+    for function in functions:
+        yield Check(row, level, function, _PLAN | needs, lambda run: (run.resolved, run.plan))
+
+
+_CHECKS = (
+    Check("output", Level.CONFIG, _check_output, _OUTPUT),
+    Check("functions", Level.CONFIG, _check_threads, _START),
+    Check("functions", Level.CONFIG, check_trackers, _OUTPUT, lambda run: (run.config.report,)),
+    Check("functions", Level.CONFIG, check_functions),
+    Check("functions", Level.CONFIG, check_processes),
+    Check("functions", Level.CONFIG, check_packages, _START | _MACHINE),
+    Check("files", Level.FILES, check_paths, _FILES),
+    Check("models", Level.FILES, check_positions),
+    Check("models", Level.FILES, check_reward_heads),
+    Check("models", Level.FILES, warn_about_experts, _TRAINING),
+    Check("tokenizer", Level.FILES, check_vocabularies),
+    *_of_plan("placement", Level.CONFIG, set(), describe_devices, check_quantization),
+    *_of_plan("placement", Level.CONFIG, _TRAINING, check_engines, check_adapters, check_determinism, check_profile),
+    *_of_plan("placement", Level.CONFIG, _TRAINING, check_schedule, choose_transports),
+    *_of_plan("placement", Level.FILES, set(), check_head_sizes),
+    *_of_plan("placement", Level.FILES, _TRAINING, check_model_sizes),
+    *_of_plan("memory", Level.CONFIG, _TRAINING, warn_about_offload),
+    Check(
+        "memory",
+        Level.CONFIG,
+        check_bfloat16,
+        _PLAN | _MACHINE,
+        lambda run: (run.resolved, local_capability() if run.plan.kind == "cuda" else None),
+    ),
+    Check(
+        "memory",
+        Level.CONFIG,
+        check_cuda_ipc,
+        _PLAN | _MACHINE | _TRAINING,
+        lambda run: (run.resolved, run.plan, find_ipc_problem()),
+    ),
+    Check("memory", Level.FILES, _check_memory, _PLAN | _TRAINING, lambda run: (run,)),
+)
+"""All checks of the levels CONFIG and FILES."""
+
+ROWS = (
+    "output", "recipe", "functions", "files", "models", "tokenizer", "data", "reward", "placement", "memory", "step"
+)  # fmt: skip
+"""Rows of `flowrl check`, in order."""

@@ -1,0 +1,78 @@
+"""CheckedRun: the config of a run with the results that its checks and its start share."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from flowrl.config import ConfigError, RunConfig
+from flowrl.controller.placement.inventory import local_inventory
+from flowrl.controller.placement.plan import Plan, plan
+from flowrl.memory.device_settings import FittedRun, fit_memory, resolve_settings
+from flowrl.memory.memory_table import MemoryBudget
+
+
+class CheckedRun:
+    """A config, its placement plan, and its settings on the planned devices. Each is computed once, at its first use.
+
+    Args:
+        config: the config of the run.
+        devices: number of devices per node. Empty: those of the config, or else of this machine.
+        planned: the placement plan, if it is known.
+    """
+
+    def __init__(self, config: RunConfig, devices: Sequence[int] | None = None, planned: Plan | None = None) -> None:
+        self.config, self._devices = config, devices
+        self.is_local = devices is None and config.address is None
+        """Whether the devices are those of this machine."""
+        if planned is not None:
+            self.plan = planned
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the devices are known, so that there is a placement plan."""
+        return "plan" in self.__dict__ or self.config.address is None or bool(self._stated_devices)
+
+    @property
+    def _stated_devices(self) -> Sequence[int] | None:
+        return self._devices or self.config.devices
+
+    @cached_property
+    def plan(self) -> Plan:
+        config = self.config
+        if not self.has_plan:
+            raise ConfigError(
+                f"the devices of the cluster at {config.address} are unknown here: state them per node, with "
+                f"--devices 8,8 or devices: [8, 8]"
+            )
+        inventory = local_inventory(config.placement.device, self._stated_devices)
+        return plan(config.placement, inventory, config.roles, config.dedicated_roles())
+
+    @cached_property
+    def resolved(self) -> RunConfig:
+        """The config with the values of null settings that follow from the kind of devices."""
+        return resolve_settings(self.config, self.plan)
+
+    @cached_property
+    def fitted(self) -> FittedRun:
+        """The settings and the memory of all devices. Raises ConfigError if the memory is too small. Imports torch."""
+        return fit_memory(self.resolved, self.plan, is_local=self.is_local)
+
+    @property
+    def applied(self) -> FittedRun:
+        """The settings of the run. On CPUs, no setting depends on the memory, so the memory is not estimated."""
+        return FittedRun(self.resolved, (), MemoryBudget()) if self.plan.kind == "cpu" else self.fitted
+
+    def replace(self, config: RunConfig, planned: Plan | None = None) -> "CheckedRun":
+        """Returns the same run with another config or plan. Keeps all results that are still valid.
+
+        A recipe changes its config if the number of steps depends on the data, and a cluster that is joined has a plan
+        of its own.
+        """
+        if planned is None and _devices_of(config) == _devices_of(self.config):
+            planned = self.__dict__.get("plan")
+        is_same_plan = planned is None or planned == self.__dict__.get("plan")
+        return self if config == self.config and is_same_plan else CheckedRun(config, self._devices, planned)
+
+
+def _devices_of(config: RunConfig) -> tuple[object, ...]:
+    """Returns all settings that determine the placement plan."""
+    return config.placement, config.devices, config.address, config.roles, config.dedicated_roles()

@@ -1,0 +1,173 @@
+"""Checks of the settings themselves: the functions, engines, environments and packages that they name."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from flowrl.config import (
+    ActorConfig,
+    AdvantageConfig,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    JudgeConfig,
+    PreferenceActorConfig,
+    PreferenceConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RunConfig,
+    StudentConfig,
+)
+from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
+from flowrl.config.rollout.engines import DEFAULT_ENGINE
+from flowrl.engines.rollout.base import check_engine_class
+from flowrl.environments.base import EnvironmentLoadError, create_environment
+from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
+from flowrl.rewards.judgments import load_verdict
+from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
+
+
+def check_functions(config: RunConfig) -> str:
+    """Imports all functions, engines and environments of the user, and returns the names of the reward functions.
+
+    Raises ConfigError if one is invalid.
+    """
+    names: dict[str, None] = {}
+    for group, value in config:
+        if isinstance(value, RolloutConfig):
+            check_engine_class(value.engine)
+            _check_loads(f"{group}.environment", value.environment, load_environment_function)
+        if isinstance(value, RewardConfig):
+            for key, function in value.functions():
+                names[function] = None
+                _check_loads(f"{group}.{key}", function, load_reward_function)
+        for key, evaluation in _evaluations(group, value):
+            _check_loads(f"{key}.extract_answer", evaluation.extract_answer, load_answer_function)
+    for role, value in config.role_settings.items():
+        if isinstance(value, JudgeConfig):
+            _check_judge(role, value)
+        elif isinstance(value, EnvironmentConfig):
+            _check_environment(role, value)
+    _check_algorithm(config)
+    return ", ".join(names) or "no user function"
+
+
+def _evaluations(group: str, value: object) -> Iterator[tuple[str, EvaluationConfig]]:
+    """Yields the settings of evaluations in a section of the config, by key."""
+    if isinstance(value, EvaluationConfig):
+        yield group, value
+    if isinstance(value, DataConfig):
+        for name, held_out in value.tests.items():
+            if held_out.evaluation is not None:
+                yield f"{group}.tests.{name}.evaluation", held_out.evaluation
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    """Raises ConfigError if a loss, estimator or another function of the algorithm is invalid."""
+    user_defined = [choice for choice in _chosen_functions(config) if ":" in choice[2]]
+    if not user_defined:
+        return
+    from flowrl.algorithms import registry  # noqa: PLC0415 (torch, only for user-defined functions)
+
+    kinds = {known.kind: known for known in registry.REGISTRIES}
+    for key, kind, name, options in user_defined:
+        try:
+            kinds[kind].check(name, options)
+        except registry.RegistryError as error:
+            raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_judge(role: str, config: JudgeConfig) -> None:
+    """Raises ConfigError if the engine, the prompt or the verdict of a judge cannot be loaded."""
+    check_engine_class(config.engine)
+    try:
+        config.read_prompt()
+        load_verdict(config.applied_verdict)
+    except ValueError as error:
+        raise ConfigError(f"{role}.{error}") from error
+
+
+def _check_environment(role: str, config: EnvironmentConfig) -> None:
+    """Raises ConfigError if an environment cannot be created."""
+    try:
+        create_environment(config.name, config.options)
+    except EnvironmentLoadError as error:
+        raise ConfigError(f"{role}.name: {error}") from error
+
+
+def _check_loads(key: str, name: str | None, load: Callable[[str], object]) -> None:
+    try:
+        _ = name and load(name)
+    except (RewardError, EnvironmentFunctionError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _chosen_functions(config: RunConfig) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """Yields (key, kind, name, settings) of every function that the config names."""
+    for group, value in config:
+        if isinstance(value, ActorConfig):
+            yield f"{group}.loss", "policy loss", value.loss.kind, value.loss.arguments()
+            yield f"{group}.kl_loss_kind", "KL estimator", value.kl_loss_kind, {}
+            yield f"{group}.aggregation", "aggregation", value.aggregation, {}
+        elif isinstance(value, PreferenceActorConfig):
+            yield f"{group}.loss", "preference loss", value.loss.kind, value.loss.arguments()
+        elif isinstance(value, StudentConfig):
+            yield f"{group}.loss", "distillation loss", value.loss.kind, value.loss.arguments()
+        elif isinstance(value, RewardModelConfig):
+            yield f"{group}.loss", "reward model loss", value.loss.kind, value.loss.arguments()
+        elif isinstance(value, PreferenceConfig):
+            yield group, "preference loss", value.kind, value.arguments()
+        elif isinstance(value, AdvantageConfig):
+            yield from _functions_of_advantages(group, value)
+
+
+def _functions_of_advantages(
+    group: str, config: AdvantageConfig
+) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:  # Any: settings of user-defined functions
+    yield f"{group}.estimator", "advantage estimator", config.estimator, config.arguments()
+    if isinstance(config, PenalizedAdvantageConfig):
+        yield f"{group}.kl_kind", "KL estimator", config.kl_kind, {}
+        yield f"{group}.kl_control.kind", "KL control", config.kl_control.kind, config.kl_control.arguments()
+    if (correction := config.applied_correction) is not None:
+        yield f"{group}.correction.kind", "rollout correction", correction.kind, correction.arguments()
+    for i, shaping in enumerate(config.shaping):
+        yield f"{group}.shaping.{i}.kind", "reward shaping", shaping.kind, shaping.arguments()
+
+
+def check_processes(config: RunConfig) -> None:
+    """Raises ConfigError if an engine needs its own process, but the backend is inline."""
+    for name, value in _generators(config):
+        if value.capabilities.own_process and config.backend == "inline":
+            raise ConfigError(
+                f"{name}.engine is {value.engine}, which needs a dedicated process, but backend inline has one "
+                f"process: set backend: ray, or {name}.engine: {DEFAULT_ENGINE}"
+            )
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raises ConfigError if a package of an engine or of a quantization is not installed on this machine."""
+    for name, value in _generators(config):
+        known = value.capabilities
+        for package in known.packages:
+            if importlib.util.find_spec(package.module) is None:
+                raise ConfigError(
+                    f"{name}.engine is {value.engine}, which needs {package.module}, which is not installed: run "
+                    f"{package.install}, or set {name}.engine: {DEFAULT_ENGINE}"
+                )
+        for package in () if value.quantization is None else known.quantizations[value.quantization].packages:
+            if importlib.util.find_spec(package.module) is None:
+                others = [key for key, each in known.quantizations.items() if package not in each.packages]
+                raise ConfigError(
+                    f"{name}.quantization {value.quantization} needs {package.module}, which is not installed: run "
+                    f"{package.install}, or set {name}.quantization: {' or '.join(others) or 'null'}"
+                )
+
+
+def _generators(config: RunConfig) -> Iterator[tuple[str, RolloutConfig]]:
+    """Yields the role and the settings of generation of each rollout and judge."""
+    for name, role in config.role_settings.items():
+        value = role.generation if isinstance(role, JudgeConfig) else role
+        if isinstance(value, RolloutConfig):
+            yield name, value

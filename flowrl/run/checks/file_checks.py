@@ -1,0 +1,169 @@
+"""Checks of the files of models and data, of which they read only sizes, headers and names."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flowrl.config import (
+    ActorConfig,
+    ConfigError,
+    DataConfig,
+    JudgeConfig,
+    PtxConfig,
+    RewardModelConfig,
+    RoleConfig,
+    RolloutRunConfig,
+    RunConfig,
+    ScoringModelConfig,
+    TrainedConfig,
+    find_tokenizer_role,
+    models_of,
+)
+from flowrl.data.input_paths import find_dataset_problem, find_model_problem, read_vocabulary_size
+from flowrl.data.reading.generated_rows import find_generator_problem
+from flowrl.memory.model_fit import (
+    excess_tokens_message,
+    has_experts,
+    read_max_positions,
+    read_num_token_ids,
+    read_weight_names,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class InvalidPaths(ConfigError):
+    """Raised if models or data files cannot be read. `problems` has one sentence per path."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        lines = problems if len(problems) == 1 else [f"{len(problems)} settings are invalid:", *problems]
+        super().__init__("\n  ".join(lines))
+
+
+def check_paths(config: RunConfig) -> str:
+    """Raises InvalidPaths if a model is neither a directory nor available on the Hub, or if there is no data file."""
+    if problems := list(find_path_problems(config)):
+        raise InvalidPaths(problems)
+    return f"{len(models_of(config))} roles, and all data files"
+
+
+def find_path_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a message per path of a model or data file that cannot be read. It names all settings with the path."""
+    paths = {
+        f"{role}.model.path": (entry.model.path, find_model_problem)
+        for role, entry in models_of(config).items()
+        # The nodes of a cluster may have other files than the driver, which reads only one tokenizer.
+        if entry.model is not None and (config.address is None or role == find_tokenizer_role(config))
+    }
+    judges = {role: value for role, value in config.role_settings.items() if isinstance(value, JudgeConfig)}
+    if config.address is None:
+        paths |= {f"{role}.model.path": (judge.model.path, find_model_problem) for role, judge in judges.items()}
+    encoder = models_of(config).get(find_tokenizer_role(config) or "")
+    if encoder is not None and encoder.model is not None and encoder.model.tokenizer is not None:
+        paths[f"{find_tokenizer_role(config)}.model.tokenizer"] = (encoder.model.tokenizer, find_model_problem)
+    for group, value in config:
+        if isinstance(value, DataConfig | PtxConfig):
+            paths |= {key: (path, find_dataset_problem) for key, path in value.files(group).items()}
+    keys: dict[tuple[Path, Callable[[Path], str | None]], list[str]] = {}
+    for key, checked in paths.items():
+        keys.setdefault(checked, []).append(key)
+    for (path, find_problem), names in keys.items():
+        if problem := find_problem(path):
+            yield f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {path}, but {problem}"
+    generated = [
+        key for group, value in config if isinstance(value, DataConfig | PtxConfig) for key in value.generated(group)
+    ]
+    if generated and (problem := find_generator_problem()):
+        yield f"{' and '.join(generated)} cannot generate rows, because {problem}"
+
+
+def check_positions(config: RunConfig) -> None:
+    """Raises ConfigError if a local model supports fewer tokens than the data and the rollout allow.
+
+    Reward models are not checked, because they also score rows that are too long.
+    """
+    for role in models_of(config).values():
+        if (
+            isinstance(role, ScoringModelConfig)
+            or role.model is None
+            or (limit := read_max_positions(role.model.path)) is None
+        ):
+            continue
+        for setting, num_tokens in _sequence_lengths(config, role):
+            if num_tokens > limit:
+                raise ConfigError(excess_tokens_message(setting, num_tokens, role.model.path, limit))
+
+
+def _sequence_lengths(config: RunConfig, role: RoleConfig) -> Iterator[tuple[str, int]]:
+    """Yields (settings, number of tokens) of the longest sequence of each kind that a role receives."""
+    for group, data in config:
+        if isinstance(data, PtxConfig):
+            if isinstance(role, ActorConfig):  # other roles do not receive this text
+                yield f"{group}.max_tokens", data.max_tokens
+        elif isinstance(data, DataConfig) and isinstance(config, RolloutRunConfig):
+            total = data.max_prompt_tokens + config.rollout.max_response_tokens
+            yield f"{group}.max_prompt_tokens + rollout.max_response_tokens", total
+        elif isinstance(data, DataConfig):
+            yield f"{group}.max_prompt_tokens", data.max_prompt_tokens
+
+
+def check_vocabularies(config: RunConfig) -> None:
+    """Raises ConfigError if a local model can receive token ids for which it has no embeddings.
+
+    All roles receive ids of one tokenizer, except reward models, which can have a tokenizer of their own. Many
+    published tokenizers have added tokens beyond the embeddings of their model. They are allowed, because
+    `ChatTokenizer` rejects a template and rows that contain such a token.
+    """
+    models = models_of(config)
+    encoder = find_tokenizer_role(config)
+    for role, value in models.items():
+        source = role if isinstance(value, ScoringModelConfig) else encoder
+        if value.model is None or source is None or (tokenizer := models[source].model) is None:
+            continue
+        size, num_ids = read_vocabulary_size(value.model.path), read_num_token_ids(tokenizer.tokenizer_path)
+        if size is None or num_ids is None:
+            continue
+        without_added, num_needed = num_ids
+        if role == encoder:
+            num_needed = without_added
+        elif source == encoder and (encoder_size := read_vocabulary_size(tokenizer.path)) is not None:
+            # The policy may sample every id for which it has an embedding.
+            num_needed = min(num_needed, max(without_added, encoder_size))
+        if num_needed <= size:
+            continue
+        key = f"{source}.model.{'path' if tokenizer.tokenizer is None else 'tokenizer'}"
+        fix = "use the model's own tokenizer" if role == source else f"use a model with the tokenizer of {source}"
+        raise ConfigError(
+            f"{role}.model.path is {value.model.path}, which has embeddings for {size} tokens, but the tokenizer of "
+            f"{key} in {tokenizer.tokenizer_path} gives it {num_needed} ids: {fix}"
+        )
+
+
+def check_reward_heads(config: RunConfig) -> None:
+    """Raises ConfigError if a local reward model lacks the weights of its head, and the settings create no new head."""
+    for role, value in models_of(config).items():
+        if (
+            not isinstance(value, ScoringModelConfig | RewardModelConfig)
+            or value.head == "fresh"
+            or value.model is None
+        ):
+            continue
+        names = read_weight_names(value.model.path)
+        if names and not any(name.endswith("score.weight") for name in names):
+            raise ConfigError(
+                f"{role}.model.path is {value.model.path}, which is not a reward model, because it lacks the head "
+                f"score.weight: train one with recipes/reward_model, or set {role}.head: fresh to try out a program"
+            )
+
+
+def warn_about_experts(config: RunConfig) -> None:
+    """Logs a warning per trained mixture of experts."""
+    for role, value in models_of(config).items():
+        if value.model is not None and isinstance(value, TrainedConfig) and has_experts(value.model.path):
+            _logger.warning(
+                "%s.model.path is %s, a mixture of experts, whose training is untested: it has no auxiliary loss that "
+                "balances the experts and no estimate of memory, and each rank reads all weights before it shards them",
+                role,
+                value.model.path,
+            )

@@ -1,0 +1,238 @@
+"""Checks of the settings against the placement plan: whether each role can run on its devices."""
+
+import logging
+from collections.abc import Iterator
+
+from flowrl.config import (
+    ConfigError,
+    EngineConfig,
+    JudgeConfig,
+    ModelRoleConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    RolloutRunConfig,
+    RunConfig,
+    TrainedConfig,
+    models_of,
+    shards_model,
+)
+from flowrl.config.roles import quantized_device_problem
+from flowrl.config.rollout.engines import name_alternatives
+from flowrl.controller.placement.plan import Plan, RolePlan
+from flowrl.memory.model_fit import check_model_fit, find_head_size_problem
+
+_logger = logging.getLogger(__name__)
+
+_BFLOAT16_CAPABILITY = (8, 0)
+"""CUDA compute capability from which GPUs have matrix products in bfloat16."""
+
+
+def describe_devices(config: RunConfig, planned: Plan) -> str:
+    """Returns the numbers of roles and devices."""
+    devices = {location for role in planned.roles.values() for slot in role.slots for location in slot.node_devices}
+    return f"{len(planned.roles)} roles; number of {planned.kind} devices: {len(devices)}"
+
+
+def check_engines(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if a role's engine cannot run on its ranks."""
+    models = models_of(config)
+    for role, role_plan in planned.roles.items():
+        if role_plan.mesh.pp > 1:
+            raise ConfigError(
+                f"placement.roles.{role} has pp {role_plan.mesh.pp}, but no engine supports pipeline parallelism: "
+                f"remove pp, and shard the model with strategy: fsdp or tp"
+            )
+        if role not in models or models[role].model is None:
+            _check_unsharded(role, role_plan, config.role_settings.get(role))
+        elif config.backend == "ray":
+            is_trained = isinstance(models[role], TrainedConfig)
+            _check_engine(role, role_plan, models[role].engine, is_trained=is_trained)
+
+
+def check_model_sizes(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if tp or sp does not divide the sizes of a local model, or if it lacks a LoRA target."""
+    for role, model in models_of(config).items():
+        if model.model is not None and role in planned.roles:
+            check_model_fit(role, model, planned.roles[role])
+
+
+def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
+    """Raises ConfigError if a role that cannot be sharded has tp or sp."""
+    if isinstance(config, RolloutConfig | JudgeConfig) and config.capabilities.tensor_parallel:
+        # An engine in a dedicated process has one process per tp group, so its mesh has tp 1.
+        sizes = {"sp": role_plan.mesh.sp}
+    else:
+        sizes = {"tp": max(role_plan.mesh.tp, role_plan.num_tp_devices), "sp": role_plan.mesh.sp}
+    for name, size in sizes.items():
+        if size > 1:
+            reason, fix = "the role cannot be sharded", "remove it"
+            if name == "tp" and isinstance(config, RolloutConfig | JudgeConfig):
+                others = name_alternatives(lambda known: known.tensor_parallel)
+                reason, fix = f"engine {config.engine} cannot shard it", f"set {role}.engine: {others}, or remove it"
+            raise ConfigError(f"placement.roles.{role} has {name} {size}, but {reason}: {fix}")
+
+
+def check_quantization(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if the planned devices do not support the rollout's quantization."""
+    for role, value in config:
+        if isinstance(value, RolloutConfig) and (problem := quantized_device_problem(role, value, planned.kind)):
+            raise ConfigError(problem)
+    if isinstance(config, RolloutRunConfig):
+        config.check_served_dtype(planned.kind)
+
+
+def check_head_sizes(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if the engine of a rollout or judge does not support its model's heads on the devices."""
+    for role, value in config.role_settings.items():
+        if isinstance(value, JudgeConfig):
+            model = value.model
+        elif isinstance(value, RolloutConfig) and isinstance(config, RolloutRunConfig):
+            model = config.actor.model
+        else:
+            continue
+        if problem := find_head_size_problem(value.engine, model.path, planned.kind):
+            raise ConfigError(f"{role}.{problem}")
+
+
+def check_determinism(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if `deterministic` is set for a run whose results depend on timing or on other rows."""
+    if not config.deterministic:
+        return
+    if isinstance(config, RolloutRunConfig) and config.schedule.is_streaming:
+        raise ConfigError(
+            f"deterministic is true, but with schedule.kind {config.schedule.kind} the weights of each token depend on "
+            f"timing: set schedule.kind: sync, or deterministic: false"
+        )
+    for name, role in config.role_settings.items():
+        value = role.generation if isinstance(role, JudgeConfig) else role
+        if not isinstance(value, RolloutConfig) or value.quantization is None or planned.kind == "cpu":
+            continue
+        known = value.capabilities.quantizations
+        if not known[value.quantization].deterministic:
+            others = [key for key, each in known.items() if each.deterministic]
+            raise ConfigError(
+                f"deterministic is true, but {name}.quantization is {value.quantization}, whose kernels on GPUs are "
+                f"not in the batch-invariant mode of engine {value.engine}: set {name}.quantization: "
+                f"{' or '.join([*others, 'null'])}, or deterministic: false"
+            )
+
+
+def check_profile(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if `report.profile` names a step or a rank that the run does not have."""
+    profile = config.report.profile
+    if profile is None:
+        return
+    if config.steps and max(profile.steps) > config.steps:
+        raise ConfigError(
+            f"report.profile.steps has {max(profile.steps)}, but the run has {config.steps} steps: choose steps from 1 "
+            f"to {config.steps}"
+        )
+    num_ranks = max(len(role.slots) for role in planned.roles.values())
+    if max(profile.ranks) >= num_ranks:
+        raise ConfigError(
+            f"report.profile.ranks has {max(profile.ranks)}, but the roles have at most {num_ranks} ranks: choose "
+            f"ranks from 0 to {num_ranks - 1}"
+        )
+
+
+def check_adapters(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if a reference shares a sharded LoRA model but is colocated with only some of its ranks."""
+    for role, value in config:
+        if not isinstance(value, TrainedConfig) or value.lora is None:
+            continue
+        role_plan = planned.roles[role]
+        is_sharded = shards_model(value.engine, role_plan.mesh.tp)
+        is_collective = config.backend == "ray" and (is_sharded or role_plan.mesh.sp > 1)
+        for name, other in config:
+            if is_collective and isinstance(other, ReferenceConfig) and other.model == value.model:
+                _check_shared_ranks(name, planned.roles[name], role, role_plan)
+
+
+def _check_shared_ranks(name: str, reference: RolePlan, role: str, actor: RolePlan) -> None:
+    # A collective forward pass needs all ranks of the actor, so it would hang on a subset.
+    shared = set(reference.slots) & set(actor.slots)
+    if shared and reference.mesh == actor.mesh and set(reference.slots) != set(actor.slots):
+        raise ConfigError(
+            f"placement.roles.{name} is {reference.pool}, which has {len(shared)} of the {len(actor.slots)} devices of "
+            f"{role}, whose model it shares because of {role}.lora: assign {name} to {actor.pool}, or to other devices"
+        )
+
+
+def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_trained: bool) -> None:
+    """Raises ConfigError if the engine's settings do not fit the role's mesh."""
+    key, mesh = f"{role}.engine", role_plan.mesh
+    if mesh.size > 1 and engine.strategy == "single" and is_trained:
+        raise ConfigError(
+            f"{key}.strategy is single, but the role has {mesh.size} ranks in pool {role_plan.pool}: "
+            f"set strategy: auto, ddp or fsdp, or make the pool one device"
+        )
+    if mesh.tp > 1 and engine.strategy in ("single", "ddp"):
+        raise ConfigError(
+            f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which shards "
+            "the model: "
+            f"set strategy: fsdp, or remove tp"
+        )
+    if engine.sequence_parallel_norms and mesh.tp == 1:
+        raise ConfigError(
+            f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so no ranks share a "
+            f"layer: remove it, or set tp"
+        )
+    if not shards_model(engine, mesh.tp):
+        _check_unsharded_settings(key, role_plan, engine)
+    if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:
+        raise ConfigError(
+            f"{key}.shard_ranks is {engine.shard_ranks}, which does not divide the role's {mesh.dp} data-parallel "
+            f"ranks: set it to a divisor, or remove it"
+        )
+
+
+def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfig) -> None:
+    """Raises ConfigError for settings of sharded models if each rank of the role has the full model."""
+    num_ranks = role_plan.mesh.size
+    for name, value in engine.sharding_settings().items():
+        if num_ranks == 1:
+            alternative = "set offload: optimizer" if name == "offload" else "remove it"
+            reason = f"strategy {engine.strategy} does not shard the model of one rank: set strategy: fsdp, or "
+            reason += alternative
+        else:
+            reason = f"strategy {engine.strategy} puts the full model on each of the role's {num_ranks} ranks: "
+            reason += "set strategy: fsdp, or remove it"
+        raise ConfigError(f"{key}.{name} is {value}, but {reason}")
+
+
+def warn_about_offload(config: RunConfig, planned: Plan) -> None:
+    """Logs a warning if settings of offloading have no effect, because the devices are CPUs."""
+    offloads = {role: value.engine.offload for role, value in models_of(config).items()}
+    settings = [f"{role}.engine.offload is {offload}" for role, offload in offloads.items() if offload != "none"]
+    if planned.kind == "cpu" and settings:
+        _logger.warning("%s, but the devices are CPUs, so it has no effect: remove it", " and ".join(settings))
+
+
+def check_bfloat16(config: RunConfig, capability: tuple[int, int] | None) -> None:
+    """Raises ConfigError if a model computes in bfloat16 on GPUs that lack it. `capability`: None if it is unknown."""
+    if capability is None or capability >= _BFLOAT16_CAPABILITY:
+        return
+    for key, dtype, fix in _computed_dtypes(config):
+        if dtype == "bfloat16":
+            own, needed = (".".join(map(str, version)) for version in (capability, _BFLOAT16_CAPABILITY))
+            raise ConfigError(
+                f"{key} is bfloat16, but the GPUs of this machine have compute capability {own}, and bfloat16 needs "
+                f"{needed}: set {fix}"
+            )
+
+
+def _computed_dtypes(config: RunConfig) -> Iterator[tuple[str, str | None, str]]:
+    """Yields (key, dtype, alternative to bfloat16) of the setting that determines in which dtype a role computes."""
+    for role, value in config.role_settings.items():
+        if isinstance(value, RolloutConfig | JudgeConfig) and value.vllm is not None:
+            yield f"{role}.vllm.dtype", value.vllm.dtype, f"{role}.vllm.dtype: float16"
+        elif isinstance(value, JudgeConfig):
+            yield f"{role}.model.dtype", value.model.dtype, f"{role}.model.dtype: float32"
+        elif isinstance(value, RolloutConfig) and isinstance(config, RolloutRunConfig):
+            yield "actor.model.dtype", config.actor.model.dtype, "actor.model.dtype: float32"
+        elif isinstance(value, ModelRoleConfig) and value.model is not None:
+            key, half = f"{role}.model.dtype", f"{role}.engine.compute_dtype: float16"
+            if value.engine.compute_dtype is None:
+                yield key, value.model.dtype, f"{key}: float32, and {half}"
+            else:
+                yield f"{role}.engine.compute_dtype", value.engine.compute_dtype, half

@@ -1,0 +1,25 @@
+"""Functions and packages that a config names are checked."""
+
+import importlib.util
+
+import pytest
+
+from flowrl.config import ConfigError
+from flowrl.run.checks.config_checks import check_packages
+from tests.errors import rejects
+from tests.run.checks.test_placement_checks import quantized_run, scripted
+
+
+def test_a_package_of_an_engine_that_is_not_installed_is_named_with_its_command() -> None:
+    run = quantized_run("int8").model_copy(update={"rollout": scripted("UnknownMemoryEngine")})
+    with rejects("rollout.engine", "UnknownMemoryEngine", "scripted_lib", "make", "install", error=ConfigError):
+        check_packages(run)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchao") is not None,
+    reason="with torchao int8 is supported",
+)
+def test_int8_in_vllm_without_torchao_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.quantization .*int8.* torchao"):
+        check_packages(quantized_run("int8"))
