@@ -86,6 +86,7 @@ from flowrl.config.roles import (
     TransferConfig,
     VllmConfig,
     find_tokenizer_role,
+    keys_of,
     models_of,
     roles_of,
 )
@@ -120,6 +121,6 @@ __all__ = [
     "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
     "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "default_compute_dtype",
     "find_tokenizer_role", "import_attribute", "import_function", "import_recipe", "imported_module_name",
-    "is_import_name", "load", "load_located", "load_recorded", "loading", "models_of", "parse", "recipe_class",
-    "roles_of", "shards_model", "to_yaml", "training_module",
+    "is_import_name", "keys_of", "load", "load_located", "load_recorded", "loading", "models_of", "parse",
+    "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

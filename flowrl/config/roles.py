@@ -16,7 +16,17 @@ from pydantic import (
 from flowrl.config.algorithm.distillation_loss import AnyDistillation, SampledReverseKlLoss
 from flowrl.config.algorithm.policy_loss import AnyPolicyLoss, PpoLoss
 from flowrl.config.algorithm.preference import AnyPreference, AnyRewardModelLoss, DpoLoss, PairwiseRewardLoss
-from flowrl.config.base import Aggregation, Config, Dependency, FilePath, ImportName, KlKind, Options, TokenIds
+from flowrl.config.base import (
+    Aggregation,
+    Config,
+    ConfigError,
+    Dependency,
+    FilePath,
+    ImportName,
+    KlKind,
+    Options,
+    TokenIds,
+)
 from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.config.rollout.capabilities import EngineCapabilities
 from flowrl.config.rollout.engines import (
@@ -36,6 +46,10 @@ class RoleConfig(Config):
     def roles(self, name: str) -> dict[str, "RoleConfig"]:
         """Returns the roles of a field with this name and value, by name: one, unless a subclass defines several."""
         return {name: self}
+
+    def role_keys(self, name: str) -> dict[str, str]:
+        """Returns the key of the settings of each role in `self.roles(name)`, for messages."""
+        return {name: name}
 
     def with_roles(self, name: str, roles: Mapping[str, "RoleConfig"]) -> "RoleConfig":
         """Returns a copy with other settings of its roles.
@@ -305,6 +319,9 @@ class VllmConfig(Config):
 class PlannedVllmConfig(VllmConfig):
     """Settings of vLLM on a GPU whose KV cache uses the memory that a plan leaves free. Not read from files."""
 
+    key: str
+    """Key of the settings of the engine's role, for messages."""
+
     needed: NonNegativeInt
     """Peak bytes on the device without this KV cache, while the engine holds it."""
 
@@ -328,6 +345,17 @@ class PlannedVllmConfig(VllmConfig):
         """
         unplanned = max(0, total - free - self.present)
         return int(CACHE_SHARE * (min(total, self.limit or total) - self.needed - unplanned) / self.num_caches)
+
+    def measured_cache(self, total: int, free: int) -> int:
+        """Returns the result of `fit_cache`. Raises ConfigError if the cache is below `least`."""
+        num_bytes = self.fit_cache(total, free)
+        if num_bytes < self.least:
+            raise ConfigError(
+                f"{self.key}.vllm.kv_cache_gb would be {num_bytes / 1e9:.1f}, because {free / 1e9:.1f} of "
+                f"{total / 1e9:.1f} GB are free and the plan needs {self.needed / 1e9:.1f} GB for everything else, but "
+                f"a sequence needs {self.least / 1e9:.1f}: end other programs on the GPU, or use one with more memory"
+            )
+        return num_bytes
 
 
 class RolloutConfig(RoleConfig):
@@ -536,6 +564,12 @@ def roles_of(config: Config) -> dict[str, RoleConfig]:
     """Returns the settings of all roles of a run's config, by role."""
     fields = ((name, value) for name, value in config if isinstance(value, RoleConfig))
     return {role: settings for name, value in fields for role, settings in value.roles(name).items()}
+
+
+def keys_of(config: Config) -> dict[str, str]:
+    """Returns the key of the settings of each role of a run's config, by role."""
+    fields = ((name, value) for name, value in config if isinstance(value, RoleConfig))
+    return {role: key for name, value in fields for role, key in value.role_keys(name).items()}
 
 
 def models_of(config: Config) -> dict[str, ModelRoleConfig]:

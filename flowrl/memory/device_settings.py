@@ -22,6 +22,7 @@ from flowrl.config import (
     TrainedConfig,
     VllmConfig,
     default_compute_dtype,
+    keys_of,
     shards_model,
 )
 from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
@@ -163,7 +164,7 @@ def _with_caches(config: RunConfig, devices: Sequence[DeviceMemory], budget: Mem
     if not engines:
         return config
     planned = {
-        role: _plan_cache(role, value.vllm or VllmConfig(), own[role], budget, engines.keys())
+        role: _plan_cache(role, keys_of(config)[role], value.vllm or VllmConfig(), own[role], budget, engines.keys())
         for role, value in engines.items()
     }
     caches = {role: vllm.cache_bytes for role, vllm in planned.items() if vllm.kv_cache_gb is not None}
@@ -175,7 +176,12 @@ def _with_caches(config: RunConfig, devices: Sequence[DeviceMemory], budget: Mem
 
 
 def _plan_cache(
-    role: str, settings: VllmConfig, devices: Sequence[DeviceMemory], budget: MemoryBudget, roles: Collection[str]
+    role: str,
+    key: str,
+    settings: VllmConfig,
+    devices: Sequence[DeviceMemory],
+    budget: MemoryBudget,
+    roles: Collection[str],
 ) -> PlannedVllmConfig:
     """Returns the settings of an engine with its KV cache. `roles`: all roles with a null cache, which divide the
     memory.
@@ -183,6 +189,7 @@ def _plan_cache(
     limit = None if budget.per_device is None else int(budget.per_device)
     planned = PlannedVllmConfig(
         **dict(settings),
+        key=key,
         needed=max(device.needed_beside_cache(role) for device in devices),
         present=0,
         least=max(memory.sequence_cache for device in devices if (memory := device.roles[role]) is not None),
@@ -264,50 +271,53 @@ def find_costly_settings(fitted: FittedRun, planned: Plan) -> Iterator[str]:
     """Yields one sentence per setting with which a run on GPUs takes more than twice as long."""
     if planned.kind == "cpu":
         return
+    keys = keys_of(fitted.config)
     for role, value in fitted.config.role_settings.items():
         if isinstance(value, RolloutConfig | JudgeConfig):
-            yield from _costly_generation(role, value, fitted.devices)
+            yield from _costly_generation(role, keys[role], value, fitted.devices)
         elif role in planned.roles and isinstance(value, ModelRoleConfig) and value.model is not None:
-            yield from _costly_engine(role, value.engine, value.model, planned.roles[role].mesh)
+            yield from _costly_engine(role, keys[role], value.engine, value.model, planned.roles[role].mesh)
 
 
-def _costly_engine(role: str, engine: EngineConfig, model: ModelConfig, mesh: Mesh) -> Iterator[str]:
+def _costly_engine(role: str, key: str, engine: EngineConfig, model: ModelConfig, mesh: Mesh) -> Iterator[str]:
     if model.dtype == "float32":
         # An H100 has 67 TFLOP/s in float32 and 989 in bfloat16 (nvidia.com/en-us/data-center/h100).
         if engine.compute_dtype == "float32":
-            yield f"{role}.engine.compute_dtype is float32, which GPUs compute several times slower: set bfloat16"
+            yield f"{key}.engine.compute_dtype is float32, which GPUs compute several times slower: set bfloat16"
         elif engine.compute_dtype is None:
             yield (
                 f"{role} computes in float32, several times slower than in bfloat16, because actor.old_logprobs is "
-                f"rollout: set placement.device: cuda, or {role}.engine.compute_dtype: bfloat16"
+                f"rollout: set placement.device: cuda, or {key}.engine.compute_dtype: bfloat16"
             )
     # Per micro-batch and parameter, an update copies 12 bytes at up to 64 GB/s (PCIe 5.0 x16). An H100 then computes
     # about 6 x 16,384 FLOP at 400 TFLOP/s, for 1.3 times as long. The optimizer step on the CPU follows.
     if engine.offload == "parameters" and mesh.shard_ranks(engine.shard_ranks) * mesh.sp == 1:
         yield (
-            f"{role}.engine.offload is parameters, with which one GPU waits for the copy of each layer: set optimizer "
+            f"{key}.engine.offload is parameters, with which one GPU waits for the copy of each layer: set optimizer "
             f"or idle if the weights fit, or give {role} more devices"
         )
 
 
-def _costly_generation(role: str, value: RolloutConfig | JudgeConfig, devices: Sequence[DeviceMemory]) -> Iterator[str]:
+def _costly_generation(
+    role: str, key: str, value: RolloutConfig | JudgeConfig, devices: Sequence[DeviceMemory]
+) -> Iterator[str]:
     if value.engine == "hf":
         yield (
-            f"{role}.engine is hf, which on a GPU is for tests and small models: run python -m recipes.install_vllm, "
-            f"and set {role}.engine: vllm"
+            f"{key}.engine is hf, which on a GPU is for tests and small models: run python -m recipes.install_vllm, "
+            f"and set {key}.engine: vllm"
         )
     if value.engine != "vllm":
         return
     settings = value.vllm or VllmConfig()
     if settings.dtype == "float32":
-        yield f"{role}.vllm.dtype is float32, which GPUs compute several times slower: set bfloat16"
+        yield f"{key}.vllm.dtype is float32, which GPUs compute several times slower: set bfloat16"
     if not settings.graphs:
-        yield f"{role}.vllm.graphs is false, so each token launches all kernels one by one: set true"
+        yield f"{key}.vllm.graphs is false, so each token launches all kernels one by one: set true"
     memories = [memory for device in devices if (memory := device.roles.get(role)) is not None]
     if not memories:
         if settings.kv_cache_gb is None:
             yield (
-                f"{role}.vllm.kv_cache_gb is {DEFAULT_CACHE_GB:g}, because the memory of the model is unknown: set it, "
+                f"{key}.vllm.kv_cache_gb is {DEFAULT_CACHE_GB:g}, because the memory of the model is unknown: set it, "
                 f"or download the model first"
             )
         return
@@ -316,6 +326,6 @@ def _costly_generation(role: str, value: RolloutConfig | JudgeConfig, devices: S
     if settings.kv_cache_gb is not None and wanted > _COSTLY * capacity:
         increase = "" if isinstance(settings, PlannedVllmConfig) else "increase it, or "
         yield (
-            f"{role}.vllm.kv_cache_gb is {settings.kv_cache_gb:g}, enough for {capacity:,} of {wanted:,} sequences of "
+            f"{key}.vllm.kv_cache_gb is {settings.kv_cache_gb:g}, enough for {capacity:,} of {wanted:,} sequences of "
             f"full length at a time: {increase}give {role} more devices, or devices of its own"
         )

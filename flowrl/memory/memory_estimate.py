@@ -25,6 +25,7 @@ from flowrl.config import (
     ScoringModelConfig,
     TrainedConfig,
     import_attribute,
+    keys_of,
     models_of,
 )
 from flowrl.controller.placement.plan import Plan, RolePlan, Slot
@@ -188,19 +189,19 @@ def _fixed_memory(planned: Plan, slots: Sequence[Slot], roles: Mapping[str, Role
 
 def explain_unknown_sizes(config: RunConfig) -> list[str]:
     """Returns one sentence per model or engine whose memory cannot be estimated, with the reason."""
-    reasons = []
+    reasons, keys = [], keys_of(config)
     for role, value in models_of(config).items():
         if value.model is None:
             continue
         if value.model.dtype == "float64":
-            reasons.append(f"{role}.model.dtype is float64, but memory is estimated for 16 and 32 bits only")
+            reasons.append(f"{keys[role]}.model.dtype is float64, but memory is estimated for 16 and 32 bits only")
         elif (reason := find_size_problem(value.model.path)) is not None:
-            reasons.append(f"{role}.model.path is {value.model.path}, {reason}")
+            reasons.append(f"{keys[role]}.model.path is {value.model.path}, {reason}")
     for role, value in config.role_settings.items():
         if isinstance(value, JudgeConfig) and (reason := find_size_problem(value.model.path)) is not None:
-            reasons.append(f"{role}.model.path is {value.model.path}, {reason}")
+            reasons.append(f"{keys[role]}.model.path is {value.model.path}, {reason}")
         if isinstance(value, RolloutConfig | JudgeConfig) and value.capabilities.memory is None:
-            reasons.append(f"{role}.engine is {value.engine}, whose capabilities name no `memory` function")
+            reasons.append(f"{keys[role]}.engine is {value.engine}, whose capabilities name no `memory` function")
     return [f"memory unknown: {reason}" for reason in reasons]
 
 
@@ -237,7 +238,9 @@ class _Estimator:
         try:
             return self._model_memory(role_config, role_plan, slot, model)
         except ConfigError as error:
-            raise ConfigError(f"{role}.model.path is {role_config.model.path}, but {error}") from None
+            raise ConfigError(
+                f"{keys_of(self._config)[role]}.model.path is {role_config.model.path}, but {error}"
+            ) from None
 
     def _model_memory(
         self, role_config: ModelRoleConfig, role_plan: RolePlan, slot: Slot, model: RoleModel

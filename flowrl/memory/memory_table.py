@@ -10,6 +10,7 @@ from flowrl.config import (
     RolloutConfig,
     RunConfig,
     VllmConfig,
+    keys_of,
     models_of,
     shards_model,
 )
@@ -78,7 +79,7 @@ def _sleep_advice(config: RunConfig, device: DeviceMemory) -> str:
         if not isinstance(value, RolloutConfig | JudgeConfig) or role not in device.roles:
             continue
         if value.vllm is not None and value.vllm.sleep is False:
-            return f", or set {role}.vllm.sleep: true"
+            return f", or set {keys_of(config)[role]}.vllm.sleep: true"
     return ""
 
 
@@ -102,7 +103,7 @@ def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[s
 
 
 def _advice(config: RunConfig, planned: Plan, role: str, use: str, cache_room: float) -> str:
-    role_plan = planned.roles[role]
+    role_plan, key = planned.roles[role], keys_of(config)[role]
     if use == "process":
         return "processes without models already use most of it; use fewer devices or devices with more memory"
     for name, value in config.role_settings.items():
@@ -111,12 +112,12 @@ def _advice(config: RunConfig, planned: Plan, role: str, use: str, cache_room: f
             largest_gb = math.floor(cache_room / GB * 10) / 10
             is_stated = not isinstance(value.vllm, PlannedVllmConfig)
             if use == "allocated_cache" and largest_gb > 0 and is_stated:
-                return f"lower {name}.vllm.kv_cache_gb (now {current_gb:g}) to {largest_gb:g}"
+                return f"lower {key}.vllm.kv_cache_gb (now {current_gb:g}) to {largest_gb:g}"
             num_seqs = value.max_num_seqs or DEFAULT_NUM_SEQS
             can_lower = use in ("kv_cache", "activations") and num_seqs > MIN_ROWS
-            lower = f"lower {name}.max_num_seqs (now {num_seqs}), or " if can_lower else ""
+            lower = f"lower {key}.max_num_seqs (now {num_seqs}), or " if can_lower else ""
             return f"{lower}give {name} a pool of its own instead of {role_plan.pool}"
-    key, engine = f"{role}.engine", models_of(config)[role].engine
+    key, engine = f"{key}.engine", models_of(config)[role].engine
     if use == "activations":
         checkpointing = "" if engine.gradient_checkpointing else f", or set {key}.gradient_checkpointing: true"
         return f"lower {key}.max_tokens_per_microbatch (now {engine.max_tokens_per_microbatch}){checkpointing}"

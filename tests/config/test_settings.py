@@ -370,3 +370,26 @@ def test_every_setting_is_explained() -> None:
 def test_a_placement_file_has_at_most_fifteen_lines() -> None:
     files = list((Path(__file__).parents[2] / "placement").glob("*.yaml"))
     assert len(files) >= 4 and all(len(file.read_text().splitlines()) <= 15 for file in files)
+
+
+JUDGE, SCORER = {"judge": {"model": {"path": "j"}}}, {"model": {"path": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        (JUDGE, {"reward": "reward.judge"}),
+        (SCORER, {"reward": "reward"}),
+        (
+            [{"name": "exact", "function": "m:f"}, {"name": "graded", **JUDGE}, {"name": "scored", **SCORER}],
+            {
+                "reward": "reward",
+                "reward_graded": "reward.components.1.judge",
+                "reward_scored": "reward.components.2",
+            },
+        ),
+    ],
+)
+def test_each_role_of_a_reward_has_the_key_of_its_settings(settings: Any, keys: dict[str, str]) -> None:
+    reward = RewardConfig.model_validate(settings)
+    assert reward.role_keys("reward") == keys and keys.keys() == reward.roles("reward").keys()

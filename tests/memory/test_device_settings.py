@@ -163,7 +163,7 @@ def test_the_number_of_sequences_is_that_of_vllm(memory: float | None, name: str
 
 def test_a_kv_cache_is_nine_tenths_of_the_free_memory() -> None:
     """80 GB - 27 GB needed = 53 GB. At the start, the plan has 9 GB in use."""
-    vllm = PlannedVllmConfig(needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
+    vllm = PlannedVllmConfig(key="rollout", needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
     assert vllm.fit_cache(80 * 10**9, 71 * 10**9) == 47_700_000_000
     assert vllm.fit_cache(80 * 10**9, 75 * 10**9) == 47_700_000_000  # less in use than planned
     assert vllm.fit_cache(80 * 10**9, 61 * 10**9) == 38_700_000_000  # another program uses 10 GB
@@ -172,6 +172,14 @@ def test_a_kv_cache_is_nine_tenths_of_the_free_memory() -> None:
     assert limited.fit_cache(80 * 10**9, 71 * 10**9) == 11_700_000_000
     one_of_two = vllm.model_copy(update={"num_caches": 2})
     assert one_of_two.fit_cache(80 * 10**9, 71 * 10**9) == 23_850_000_000
+
+
+def test_a_gpu_with_too_little_free_memory_names_the_key_of_its_engine() -> None:
+    """80 GB - 27 GB needed - 60 GB of other programs."""
+    vllm = PlannedVllmConfig(key="reward.judge", needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
+    assert vllm.measured_cache(80 * 10**9, 71 * 10**9) == 47_700_000_000
+    with rejects("reward.judge.vllm.kv_cache_gb", "-6.3", "27.0", error=ConfigError):
+        vllm.measured_cache(80 * 10**9, 11 * 10**9)
 
 
 def test_the_kv_cache_uses_the_memory_that_the_plan_leaves() -> None:
@@ -221,6 +229,7 @@ def test_two_engines_on_a_gpu_divide_its_memory_unless_both_sleep(rollout: str, 
     for role in ("rollout", "reward_judge"):
         vllm, memory = getattr(settings[role], "vllm"), device.roles[role]  # noqa: B009 (of two classes of settings)
         assert memory is not None and vllm.num_caches == num_caches
+        assert vllm.key == {"rollout": "rollout", "reward_judge": "reward.components.0.judge"}[role]
         assert memory.kv_cache / 1e9 == pytest.approx(0.9 * (80 - vllm.needed / 1e9) / num_caches, abs=0.1)
     assert device.peak[0] < 80e9
 
@@ -233,6 +242,12 @@ def test_the_cache_of_another_engine_is_planned_memory_at_the_start() -> None:
     assert actor is not None and judge is not None
     judge_bytes = judge.fixed["vLLM process"] + judge.fixed["CUDA graphs"] + judge.weights + judge.kv_cache
     assert rollout_of(fitted).present == 2 * 1_060_000_000 + actor.weights + judge_bytes
+
+
+def test_a_warning_about_a_judge_names_the_key_of_its_settings() -> None:
+    config = judged_run("true", "true", vllm={"sleep": True, "graphs": False})
+    warnings = list(find_costly_settings(fit(config), plan_run(config, [1])))
+    assert [warning.split()[0] for warning in warnings] == ["reward.components.0.judge.vllm.graphs"]
 
 
 def test_a_judge_without_memory_for_a_sequence_is_not_blamed_on_a_cache_that_nobody_set() -> None:

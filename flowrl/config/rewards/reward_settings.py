@@ -164,6 +164,16 @@ class RewardConfig(RewardSource):
         models = {f"{name}_{part.name}": part.judge or part for part in self.components if part.is_model}
         return {**({name: self} if self.has_functions else {}), **models}
 
+    def role_keys(self, name: str) -> dict[str, str]:
+        if self.components is None:
+            return {name: f"{name}.judge" if self.judge else name}
+        keys = {
+            f"{name}_{part.name}": f"{name}.components.{i}{'.judge' if part.judge else ''}"
+            for i, part in enumerate(self.components)
+            if part.is_model
+        }
+        return {**({name: name} if self.has_functions else {}), **keys}
+
     def with_roles(self, name: str, roles: Mapping[str, RoleConfig]) -> RoleConfig:
         if self.components is None:
             return self.model_copy(update={"judge": roles[name]}) if self.judge else roles[name]

@@ -402,21 +402,13 @@ class OwnRequests:
 
 
 def _cache_bytes(settings: VllmConfig, tp: int) -> int:
-    """Returns the bytes of the KV cache on each device. Raises RolloutError if a GPU has too little free memory."""
+    """Returns the bytes of the KV cache on each device. Raises ConfigError if a GPU has too little free memory."""
     # A measurement would create a CUDA context in a tensor-parallel leader, which takes memory of its first worker.
     is_planned = tp > 1 and settings.kv_cache_gb is not None
     if is_planned or not isinstance(settings, PlannedVllmConfig):
         return settings.cache_bytes
     gpu = get_device("cuda").memory()
-    num_bytes = settings.fit_cache(gpu.total, gpu.free)
-    if num_bytes < settings.least:
-        raise RolloutError(
-            f"rollout.vllm.kv_cache_gb would be {num_bytes / 1e9:.1f}, because {gpu.free / 1e9:.1f} of "
-            f"{gpu.total / 1e9:.1f} GB are free and the plan needs {settings.needed / 1e9:.1f} GB for everything else, "
-            f"but a sequence needs {settings.least / 1e9:.1f}: end other programs on the GPU, or use one with more "
-            f"memory"
-        )
-    return num_bytes
+    return settings.measured_cache(gpu.total, gpu.free)
 
 
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: bool) -> EngineArgs:
