@@ -152,13 +152,20 @@ class Advantages:
 
         Always adds `token_rewards` and `advantages`. A critic adds `returns`, `algorithm.shaping` adds `shaped_scores`,
         and `algorithm.correction` adds `loss_weights` and `loss_mask`. `algorithm.mask_truncated` adds `loss_mask`.
-        Some losses add `behavior_logprobs` or `selected`. Raises UserError if the batch lacks a column.
+        Some losses add `behavior_logprobs` or `selected`. With `actor.old_logprobs: rollout`, `old_logprobs` is
+        `rollout_logprobs`, unless the batch has it. Raises UserError if the batch lacks a column.
 
         Args:
             batch: columns `scores`, `response_mask`, and the inputs of the estimator, the loss and the KL penalty. Its
                 seed selects the tokens of `clip_cov`.
         """
         config, actor, kl_control, shaped = self._config, self._actor, self._kl_control, None
+        loss_inputs = policy_losses.inputs(policy_losses.load(actor.loss.kind))
+        copies = ["behavior_logprobs"] if "behavior_logprobs" in loss_inputs else []
+        if actor.old_logprobs == "rollout" and "old_logprobs" not in batch and "rollout_logprobs" in batch:
+            copies.append("old_logprobs")
+        for name in copies:
+            batch = batch.union(batch.select("rollout_logprobs").rename({"rollout_logprobs": name}))
         if config.shaping:
             reads = _select(batch, _shaping_columns(config.shaping), "algorithm.shaping")
             shaped = batch.reduce(shape_scores, reads, shaping=config.shaping, previous=self._shaped)
@@ -166,9 +173,6 @@ class Advantages:
         if _is_adaptive(config):
             reads = _select(batch, ["old_logprobs", "ref_logprobs", "response_mask"], "algorithm.kl_control")
             self._kl_control = batch.reduce(update_kl_control, reads, config=config, control=kl_control)
-        loss_inputs = policy_losses.inputs(policy_losses.load(actor.loss.kind))
-        if "behavior_logprobs" in loss_inputs:
-            batch = batch.union(batch.select("rollout_logprobs").rename({"rollout_logprobs": "behavior_logprobs"}))
         reads, writes = _columns(batch, config, actor)
         batch = batch.apply(
             compute_columns,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from types import TracebackType
-from typing import Any, ParamSpec, Self
+from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from flowrl.checkpoints.saver import Checkpointable
 from flowrl.config import RunConfig, UserError
@@ -24,6 +24,7 @@ from flowrl.schedules.rewards import Scoring
 from flowrl.schedules.rollout_source import RolloutSource
 
 Parameters = ParamSpec("Parameters")
+Settings = TypeVar("Settings")
 
 Summary = dict[str, Any]  # Any: the values of a JSON file
 """Entries of `summary.json`: the results of a run by name (docs/metrics.md)."""
@@ -60,6 +61,8 @@ class Run:
         """Batches of `batches`; None in a run with rollouts of its own schedule."""
         self._policy: WorkerGroup | None = None
         self._source: RolloutSource | None = None
+        self._evaluations: list[Callable[[], None]] = []
+        """Functions that evaluate the held-out sets that are due."""
         with ExitStack() as resources:
             self._started = started = start_run(config, resources)
             self.cluster, self.folder, self._saver = started.cluster, started.folder, started.saver
@@ -76,6 +79,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
+    @overload
     def group(
         self,
         role: str,
@@ -83,12 +87,22 @@ class Run:
         /,
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
-    ) -> GroupType:
+    ) -> GroupType: ...
+
+    @overload
+    def group(
+        self, role: str, cls: Callable[[Settings], Worker[GroupType]], settings: Settings | None, /
+    ) -> GroupType | None: ...
+
+    def group(self, role: str, cls: Any, /, *args: Any, **kwargs: Any) -> Any:  # Any: the arguments of the overloads
         """Starts the workers of a role on the devices of its placement, and returns their group.
 
         `group("actor", Actor, config.actor)` calls `Actor(config.actor)` on each device of the role `actor`. Null
-        settings in `config.actor` are replaced by their values on these devices.
+        settings in `config.actor` are replaced by their values on these devices. Returns None if the field of the
+        role is None, because the run then does not have the role.
         """
+        if dict(self.config).get(role, role) is None:
+            return None
         applied_args, applied_kwargs = group_arguments(self.config, self._started.applied, role, args, kwargs)
         group = self.cluster.group(role, cls, *applied_args, **applied_kwargs)
         self._observers.protections.follow(group)
@@ -126,18 +140,15 @@ class Run:
                 )
             return source.next_batch(self.step, self.version)
 
-        for batch in self._steps(draw):
-            self._complete_step = None
-            yield batch
-            self._complete_step = self.step
+        yield from self._steps(draw)
 
     def batches(self, stream: Iterable[Batch], *, policy: WorkerGroup) -> Iterator[Batch]:
         """Yields the batch of each step from a stream, until `steps` or the end of the stream.
 
         A resumed run skips the batches of the steps before its checkpoint. It calls `stream.skip(num_batches)` if the
         stream has this method, and draws the batches otherwise. `policy` is the group that is trained. The stream may
-        generate its batches: the next one is drawn after the body of the loop, or by `due` and `save_checkpoint`, which
-        need to know whether the step is the last one.
+        generate its batches: the next one is drawn after the body of the loop, or by `due`, which needs to know whether
+        the step is the last one.
         """
         self._policy = policy
         self._begin()
@@ -172,7 +183,7 @@ class Run:
         self._observers.reset_clock()
 
     def _steps(self, draw: Callable[[], Batch]) -> Iterator[Batch]:
-        """Yields the batch of each step, which `draw` returns."""
+        """Yields the batch of each step, which `draw` returns. After the loop body, evaluates and saves what is due."""
         observers = self._observers
         observers.write_initial()
         self._is_in_loop = True
@@ -193,8 +204,16 @@ class Run:
                     self._wait_for_save()
                     observers.write(self.step - 1)
                 observers.step_begun(self.step, self.version, batch)
+                self._complete_step = None
                 yield batch
                 self._end_step()
+                for evaluate_due in self._evaluations:
+                    evaluate_due()
+                self._complete_step = self.step
+                # `finish` saves the last step, so that a recipe can log results after its loop.
+                if self.due(self.config.checkpoint.every) and not self._is_last:
+                    self._wait_for_save()
+                    self._save(asynchronous=self.config.checkpoint.asynchronous)
                 observers.write_evaluated(self.step)
         finally:  # the recipe may break its loop
             self._is_in_loop = False
@@ -226,9 +245,22 @@ class Run:
             return self.step == 0  # before the loop
         return (every is not None and self.step % every == 0) or self._is_last
 
-    def due_sets(self, held_out: Mapping[str, Batch]) -> dict[str, Batch]:
-        """Returns the held-out sets whose evaluation is due (`evaluate_every`, `data.tests.NAME.every`), by name."""
-        return {name: batch for name, batch in held_out.items() if self.due(self.config.evaluation_interval(name))}
+    def add_evaluation(
+        self, held_out: Mapping[str, Batch], evaluate: Callable[[dict[str, Batch]], Mapping[str, float]]
+    ) -> None:
+        """Evaluates held-out sets before the first step and, after the loop body, in each step in which they are due.
+
+        Call it before the loop over steps. `evaluate` receives the sets that are due, by name, and its result is
+        logged. The period of a set is `evaluate_every` or `data.tests.NAME.every` (`due`).
+        """
+
+        def evaluate_due() -> None:
+            every = self.config.evaluation_interval
+            if sets := {name: batch for name, batch in held_out.items() if self.due(every(name))}:
+                self.log(evaluate(sets))
+
+        evaluate_due()
+        self._evaluations.append(evaluate_due)
 
     @property
     def _is_last(self) -> bool:
@@ -251,15 +283,6 @@ class Run:
         self._saver.add(
             groups, {type(part).__name__.lower(): part for part in parts if not isinstance(part, WorkerGroup)}
         )
-
-    def save_checkpoint(self) -> None:
-        """Starts a checkpoint of this step. Blocks in the last step, and if `checkpoint.asynchronous` is false.
-
-        Call it after the other calls of the step.
-        """
-        self._end_step()
-        self._wait_for_save()
-        self._save(asynchronous=self.config.checkpoint.asynchronous and not self._is_last)
 
     def _save(self, *, asynchronous: bool) -> None:
         if self.step > self._saver.last_step:
@@ -310,7 +333,7 @@ class Run:
     def finish(self) -> Summary:
         """Writes all results, prints the tables, and returns the summary.
 
-        After a signal, it also saves a last checkpoint if checkpoints are enabled.
+        Saves a checkpoint of the last step if checkpoints are enabled.
         """
         self._end_step()
         self._started.defer_signals("writing the results", f"after step {self.step}")

@@ -27,9 +27,10 @@ def train(config: DistillationConfig, start: StartRun = Run) -> Summary:
         teacher = run.group("teacher", Reference, config.teacher)
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
+        run.add_evaluation(
+            held_out, lambda sets: evaluate_agreement(actor, teacher, rollout, sets, config.evaluation_by_set)
+        )
 
-        if due := run.due_sets(held_out):
-            run.log(evaluate_agreement(actor, teacher, rollout, due, config.evaluation_by_set))
         for batch in run.rollouts(rollout, prompts, policy=actor):
             run.log(measure_batch(batch))
             run.save_rollouts(batch)
@@ -41,12 +42,7 @@ def train(config: DistillationConfig, start: StartRun = Run) -> Summary:
             for minibatch in batch.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
 
-            # 3. Send the new weights to the rollout.
+            # 3. Send the new weights to the rollout. Then the run evaluates and saves a checkpoint, if they are due.
             run.sync_weights(actor, rollout)
-
-            if due := run.due_sets(held_out):
-                run.log(evaluate_agreement(actor, teacher, rollout, due, config.evaluation_by_set))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(actor)
         return run.finish()

@@ -23,24 +23,19 @@ def train(config: DPOConfig, start: StartRun = Run) -> Summary:
     config = config.with_steps(len(examples))
     with start(config) as run:
         actor = run.group("actor", Actor, config.actor)
-        reference = run.group("reference", Reference, config.reference) if config.reference else None
+        reference = run.group("reference", Reference, config.reference)
         run.add_checkpointable(actor)
         if reference and config.stores_reference(len(examples)):
             store_reference(run, examples, reference)
+        run.add_evaluation(held_out, lambda sets: evaluate_preferences(actor, sets, reference))
 
-        if due := run.due_sets(held_out):
-            run.log(evaluate_preferences(actor, due, reference))
         stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
         for batch in run.batches(stream, policy=actor):
             # 1. Log-probabilities of the responses under the reference, and KTO's estimate of the KL.
             batch = preference_inputs(batch, actor, reference)
 
-            # 2. Increase the probability of the chosen response relative to the rejected response.
+            # 2. Increase the probability of the chosen response relative to the rejected response. Then the run
+            #    evaluates and saves a checkpoint, if they are due.
             run.log(actor.update(batch))
-
-            if due := run.due_sets(held_out):
-                run.log(evaluate_preferences(actor, due, reference))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(actor)
         return run.finish()

@@ -24,19 +24,20 @@ def train(config: GRPOConfig, start: StartRun = Run) -> Summary:
     advantages, text = Advantages(config), PtxText(config)
     with start(config) as run:
         actor = run.group("actor", Actor, config.actor)
-        reference = run.group("reference", Reference, config.reference) if config.reference else None
+        reference = run.group("reference", Reference, config.reference)
         reward = run.rewards()
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, advantages, text)
+        run.add_evaluation(held_out, lambda sets: evaluate(rollout, reward, sets, config.evaluation_by_set))
 
-        if due := run.due_sets(held_out):
-            run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
         for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
-            # 1. Compute log-probabilities. The responses already have scores.
+            # The batch has responses and scores. The functions of `reward` score a response while others are generated,
+            # and its models score all responses afterwards.
+
+            # 1. Compute log-probabilities. The first pass is omitted if a step has one update, or if the rollout's
+            #    values are exact.
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
-            elif config.actor.old_logprobs == "rollout":
-                batch["old_logprobs"] = batch["rollout_logprobs"]
             if reference:
                 batch["ref_logprobs"] = reference.logprobs(batch)
 
@@ -47,16 +48,10 @@ def train(config: GRPOConfig, start: StartRun = Run) -> Summary:
 
             # 3. Update the actor. The KL to the reference, if any, is part of its loss.
             for minibatch in batch.minibatches(config.minibatch_size, epochs=config.ppo_epochs):
-                if text:  # PTX: the update also includes the gradient of the language-modeling loss on text
-                    run.log(actor.forward_backward(next(text), PTX, weight=text.weight))
+                run.log(text.add_gradient(actor, PTX))  # language modeling on the text of config.ptx, if any
                 run.log(actor.update(minibatch, weight=text.policy_weight))
 
-            # 4. Send the new weights to the rollout.
+            # 4. Send the new weights to the rollout. Then the run evaluates and saves a checkpoint, if they are due.
             run.sync_weights(actor, rollout)
-
-            if due := run.due_sets(held_out):
-                run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(actor)
         return run.finish()

@@ -27,20 +27,20 @@ def train(config: PPOConfig, start: StartRun = Run) -> Summary:
     with start(config) as run:
         actor = run.group("actor", Actor, config.actor)
         critic = run.group("critic", Critic, config.critic)
-        reference = run.group("reference", Reference, config.reference) if config.reference else None
+        reference = run.group("reference", Reference, config.reference)
         reward = run.rewards()
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, critic, advantages, text)
+        run.add_evaluation(held_out, lambda sets: evaluate(rollout, reward, sets, config.evaluation_by_set))
 
-        if due := run.due_sets(held_out):
-            run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
         for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
-            # 1. Compute log-probabilities and values. The responses already have scores. Calls return at once, and each
-            #    waits only for the columns that it reads.
+            # The batch has responses and scores. The functions of `reward` score a response while others are generated,
+            # and its models score all responses afterwards.
+
+            # 1. Compute log-probabilities and values. Calls return at once, and each waits only for the columns that it
+            #    reads. The first pass is omitted if a step has one update, or if the rollout's values are exact.
             if config.actor.old_logprobs == "recompute":
                 batch["old_logprobs"] = actor.logprobs(batch)
-            elif config.actor.old_logprobs == "rollout":
-                batch["old_logprobs"] = batch["rollout_logprobs"]
             if reference:
                 batch["ref_logprobs"] = reference.logprobs(batch)
             batch["values"] = critic.values(batch)
@@ -52,16 +52,10 @@ def train(config: PPOConfig, start: StartRun = Run) -> Summary:
 
             # 3. Update critic and actor. On separate pools they run at the same time.
             for minibatch in batch.minibatches(config.minibatch_size, epochs=config.ppo_epochs):
-                if text:  # PTX: the update also includes the gradient of the language-modeling loss on text
-                    run.log(actor.forward_backward(next(text), PTX, weight=text.weight))
+                run.log(text.add_gradient(actor, PTX))  # language modeling on the text of config.ptx, if any
                 run.log(critic.update(minibatch), actor.update(minibatch, weight=text.policy_weight))
 
-            # 4. Send the new weights to the rollout.
+            # 4. Send the new weights to the rollout. Then the run evaluates and saves a checkpoint, if they are due.
             run.sync_weights(actor, rollout)
-
-            if due := run.due_sets(held_out):
-                run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(actor)
         return run.finish()

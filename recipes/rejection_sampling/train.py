@@ -28,10 +28,12 @@ def train(config: RejectionSamplingConfig, start: StartRun = Run) -> Summary:
         reward = run.rewards()
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
+        run.add_evaluation(held_out, lambda sets: evaluate(rollout, reward, sets, config.evaluation_by_set))
 
-        if due := run.due_sets(held_out):
-            run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
         for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
+            # The batch has responses and scores. The functions of `reward` score a response while others are generated,
+            # and its models score all responses afterwards.
+
             # 1. Log the scores.
             run.log(measure_batch(batch))
             run.save_rollouts(batch)
@@ -44,12 +46,7 @@ def train(config: RejectionSamplingConfig, start: StartRun = Run) -> Summary:
             for minibatch in best.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
 
-            # 4. Send the new weights to the rollout.
+            # 4. Send the new weights to the rollout. Then the run evaluates and saves a checkpoint, if they are due.
             run.sync_weights(actor, rollout)
-
-            if due := run.due_sets(held_out):
-                run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(actor)
         return run.finish()

@@ -31,18 +31,13 @@ def train(config: RewardModelRunConfig, start: StartRun = Run) -> Summary:
     with start(config) as run:
         reward = run.group("reward", TrainedRewardModel, config.reward)
         run.add_checkpointable(reward)
+        run.add_evaluation(held_out, lambda sets: evaluate_preferences(reward, sets))
 
-        if due := run.due_sets(held_out):
-            run.log(evaluate_preferences(reward, due))
         stream = examples.batches(config.batch_size, seed=config.seed, shuffle=config.data.order == "shuffle")
         for batch in run.batches(stream, policy=reward):
-            # Raise the score of the chosen response above that of the rejected response.
+            # Raise the score of the chosen response above that of the rejected response. Then the run evaluates and
+            # saves a checkpoint, if they are due.
             run.log(reward.update(batch))
-
-            if due := run.due_sets(held_out):
-                run.log(evaluate_preferences(reward, due))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(reward)
         summary = run.finish()
 

@@ -25,15 +25,9 @@ def train(config: SFTConfig, start: StartRun = Run) -> Summary:
     with start(config) as run:
         actor = run.group("actor", Actor, config.actor)
         run.add_checkpointable(actor)
+        run.add_evaluation(held_out, lambda sets: evaluate_loss(actor, sets))
 
-        if due := run.due_sets(held_out):
-            run.log(evaluate_loss(actor, due))
         for batch in run.batches(stream, policy=actor):
-            run.log(actor.update(batch))
-
-            if due := run.due_sets(held_out):
-                run.log(evaluate_loss(actor, due))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
+            run.log(actor.update(batch))  # then the run evaluates and saves a checkpoint, if they are due
         run.save_model(actor)
         return run.finish()

@@ -99,8 +99,6 @@ def save_without_end(output: Path, pipe: int, asynchronous: bool) -> None:
             saved = Checkpoints(output).steps()
             if saved[-1:] > begun[-1:]:
                 os.write(pipe, saved[-1].to_bytes(8, "little"))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
 
 
 def start(output: Path, pipe: int, asynchronous: bool) -> int:

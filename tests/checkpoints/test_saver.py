@@ -98,8 +98,6 @@ def train(config: CountConfig, *arguments: Any) -> Steps:
         for batch in run.batches(rows.minibatches(2), policy=actor):
             steps.seen.append(run.step)
             run.log(actor.update(batch))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(actor)
         run.finish()
     return steps
@@ -115,8 +113,6 @@ def draw(config: CountConfig) -> list[int]:
         for batch in run.batches(rows.minibatches(2), policy=actor):
             drawn.seen.append(random.randrange(1000))
             run.log(actor.update(batch))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.finish()
     return drawn.seen
 

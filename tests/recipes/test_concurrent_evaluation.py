@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.config import Placement
 from flowrl.controller.cluster import Cluster
+from flowrl.data.batch.batch import Batch
 from flowrl.report.rollout_log import read_rows
+from flowrl.report.run_observer import RunObserver
 from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
-from flowrl.run.evaluation import PendingEvaluation, evaluate
+from flowrl.run.evaluation import Evaluation, PendingEvaluation, evaluate
 from flowrl.run.loop import Run
 from flowrl.workers import Actor, Reward, Rollout
 from recipes.grpo.config import GRPOConfig
@@ -37,8 +39,18 @@ def with_sets(grpo_config: GrpoConfigs, **changes: Any) -> GRPOConfig:
     return grpo_config(**defaults | {"data": data, "actor": actor, "reference": None} | changes)
 
 
-def train(config: GRPOConfig, at_end: Callable[[Run, Any, Any], None]) -> dict[str, Any]:
-    """Trains and calls `at_end(run, actor, rollout)` after the evaluation of each step. Returns the summary."""
+class BetweenSteps(RunObserver):
+    """Calls a function after the evaluation and the checkpoint of each step, from the second on."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def calls_done(self, step: int, values: Mapping[str, float]) -> None:
+        self._function()
+
+
+def train(config: GRPOConfig, between_steps: Callable[[Run, Any, Any], None]) -> dict[str, Any]:
+    """Trains and calls `between_steps(run, actor, rollout)` from the second step on. Returns the summary."""
     prompts, held_out = read_prompts(config)
     advantages = Advantages(config)
     with Run(config) as run:
@@ -46,21 +58,21 @@ def train(config: GRPOConfig, at_end: Callable[[Run, Any, Any], None]) -> dict[s
         reward = run.rewards()
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor, advantages)
-        if due := run.due_sets(held_out):
-            run.log(evaluate(rollout, reward, due, config.evaluation_by_set))
+        observer = BetweenSteps(lambda: between_steps(run, actor, rollout))
+        run._observers.observers = (*run._observers.observers, observer)
+
+        def evaluate_sets(sets: Mapping[str, Batch]) -> Evaluation:
+            result = evaluate(rollout, reward, sets, config.evaluation_by_set)
+            assert isinstance(result, PendingEvaluation) == (0 < run.step < config.steps)
+            return result
+
+        run.add_evaluation(held_out, evaluate_sets)
         for batch in run.rollouts(rollout, prompts, policy=actor, reward=reward):
             batch["old_logprobs"] = actor.logprobs(batch)
             batch, metrics = advantages.compute(batch)
             run.log(metrics)
             run.log(actor.update(batch))
             run.sync_weights(actor, rollout)
-            if due := run.due_sets(held_out):
-                result = evaluate(rollout, reward, due, config.evaluation_by_set)
-                assert isinstance(result, PendingEvaluation) == (run.step < config.steps)
-                run.log(result)
-            at_end(run, actor, rollout)
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         return run.finish()
 
 

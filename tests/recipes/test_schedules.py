@@ -254,8 +254,6 @@ def trained_prompts(config: GRPOConfig) -> dict[int, list[int]]:
             prompts_by_step[run.step] = batch["prompt_id"].get("prompt_id").tolist()[:: config.samples_per_prompt]
             batch["old_logprobs"] = actor.logprobs(batch)
             run.sync_weights(actor, rollout)
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.finish()
     return prompts_by_step
 

@@ -62,7 +62,5 @@ def train(
                 run.log(actor.update(minibatch))
             run.sync_weights(actor, rollout)
             compute(run, run.step)
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.save_model(actor)
         return run.finish(), trained

@@ -89,6 +89,16 @@ def test_rloo_compares_scores_after_the_kl_penalty() -> None:
     assert result.get("advantages").tolist() == [0, -1.75, -1.75, 0, 0, 1.75]
 
 
+@pytest.mark.parametrize(("stored", "kl"), [({}, math.e - 2), ({"old_logprobs": [-1.0] * 6}, 0.0)])
+def test_old_logprobs_of_the_rollout_are_used_unless_others_are_stored(stored: Any, kl: float) -> None:
+    settings = on_policy_settings(algorithm={"estimator": "rloo", "kl_coef": 0.5})
+    settings["actor"]["old_logprobs"] = "rollout"
+    rows = batch(rollout_logprobs=[-2.0] * 6, ref_logprobs=[-1.0] * 6, **stored)
+    # k3 = exp(x) - x - 1 of x = ref - old.
+    metrics = Advantages(OnPolicyConfig.model_validate(settings)).compute(rows)[1].get()
+    assert metrics["kl"].result() == pytest.approx(kl)
+
+
 def test_whitened_advantages_have_mean_zero_over_the_batch() -> None:
     result = compute(batch(values=[0.0] * 6), GaeAdvantage(whiten=True))
     # Advantages 1, 1, 3: mean 5/3, unbiased variance 4/3.

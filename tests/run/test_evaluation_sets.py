@@ -29,20 +29,16 @@ def evaluated(config: EchoConfig) -> tuple[dict[str, list[int]], dict[str, Any]]
         actor: Any = run.group("actor", Counting)
         run.add_checkpointable(actor)
 
-        def evaluate() -> None:
-            if due := run.due_sets(held_out):
-                for name in due:
-                    steps[name].append(run.step)
-                names = {f"accuracy/{name}" if name else "accuracy" for name in due}
-                run.log(Evaluation(dict.fromkeys(sorted(names), run.step / 10), len(due)))
+        def evaluate(sets: dict[str, Batch]) -> Evaluation:
+            for name in sets:
+                steps[name].append(run.step)
+            names = {f"accuracy/{name}" if name else "accuracy" for name in sets}
+            return Evaluation(dict.fromkeys(sorted(names), run.step / 10), len(sets))
 
-        evaluate()
+        run.add_evaluation(held_out, evaluate)
         rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(20)])
         for _ in run.batches(rows.minibatches(2), policy=actor):
             run.log({"loss": 1.0})
-            evaluate()
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         return steps, run.finish()
 
 

@@ -17,6 +17,7 @@ from flowrl.config import UserError
 from flowrl.run.evaluation import Evaluation, evaluate
 from flowrl.run.interrupt import Interrupted
 from flowrl.run.loop import Run
+from flowrl.workers import Reference
 from tests.errors import rejects
 from tests.run.echo_run import (
     QUIET,
@@ -108,7 +109,6 @@ def test_a_resumed_run_skips_batches_of_a_stream_that_supports_it(config: Callab
             run.add_checkpointable(actor)
             for batch in run.batches(stream, policy=actor):
                 run.log(actor.update(batch))
-                run.save_checkpoint()
             run.finish()
         assert stream.num_computed == num_computed
     assert [line["reward"] for line in lines(settings)] == [1, 2, 3, 4]
@@ -220,24 +220,35 @@ def test_a_resumed_run_evaluates_no_initial_model_and_logs_after_its_loop(config
     assert accuracies == {0: 0.0, 2: 0.2, 4: 0.4}
 
 
-def test_a_checkpoint_as_the_last_line_of_the_loop_has_the_evaluations_of_its_step(
-    config: Callable[..., EchoConfig],
-) -> None:
+def test_a_step_that_is_not_the_last_is_saved_at_its_end(config: Callable[..., EchoConfig]) -> None:
+    settings = config(steps=5, report=QUIET, checkpoint={"every": 2, "keep_last": None})
+    saved = []
+    with Run(settings) as run:
+        actor: Any = run.group("actor", Counting)
+        run.add_checkpointable(actor)
+        rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(10)])
+        for _ in run.batches(rows.minibatches(2), policy=actor):
+            saved.append(run._saver.last_step)
+        saved.append(run._saver.last_step)
+        run.log({"loss": 1.0})
+        run.finish()
+    assert saved == [0, 0, 2, 2, 4, 4] and Checkpoints(settings.output).steps() == [2, 4, 5]
+
+
+def test_a_checkpoint_has_the_evaluations_of_its_step(config: Callable[..., EchoConfig]) -> None:
     settings = config(steps=3, report=QUIET, checkpoint={"every": 2, "keep_last": None}, evaluate_every=2)
     with Run(settings) as run:
         actor: Any = run.group("actor", Counting)
         run.add_checkpointable(actor)
         rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(8)])
-        if run.due(settings.evaluate_every):
-            run.log(Evaluation({"accuracy": 0.0}, 3))
+        held_out = {"": Batch.from_rows([{"prompt_id": 0}])}
+        run.add_evaluation(held_out, lambda _: Evaluation({"accuracy": run.step / 10}, 2))
         for _ in run.batches(rows.minibatches(2), policy=actor):
             if run.due(settings.evaluate_every):
-                run.log(Evaluation({"accuracy": run.step / 10}, 2), Evaluation({"mine": 1.0}, 1))
-            if run.due(settings.checkpoint.every):
-                run.save_checkpoint()
+                run.log(Evaluation({"mine": 1.0}, 1))
         run.finish()
     saved = {step: Checkpoints(settings.output).read(step).driver() for step in (2, 3)}
-    first = {"step": 0, "metrics": {"accuracy": 0.0}, "num_rows": 3}
+    first = {"step": 0, "metrics": {"accuracy": 0.0}, "num_rows": 2}
     for step, state in saved.items():
         assert state["step"] == step
         assert state["outcomes"] == [
@@ -256,6 +267,12 @@ def test_settings_of_a_group_are_compared_by_value(config: Callable[..., EchoCon
     with Run(settings) as run:
         assert run.group("actor", Configured, settings.actor.model_copy()).role == "actor"
         assert run.group("rollout", Configured, settings=settings.rollout).role == "rollout"
+
+
+def test_a_role_that_the_run_does_not_have_has_no_group(config: Callable[..., EchoConfig]) -> None:
+    settings = config(report=QUIET)
+    with Run(settings) as run:
+        assert settings.reference is None and run.group("reference", Reference, settings.reference) is None
 
 
 def test_settings_that_no_role_has_are_rejected(config: Callable[..., EchoConfig]) -> None:
@@ -362,8 +379,7 @@ def train_counting(settings: EchoConfig) -> None:
         run.add_checkpointable(actor)
         rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(8)])
         for _ in run.batches(rows.minibatches(2), policy=actor):
-            if run.due(settings.checkpoint.every):
-                run.save_checkpoint()
+            pass
         run.finish()
 
 

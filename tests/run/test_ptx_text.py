@@ -1,6 +1,7 @@
 """Text of PTX: its batches, their saved position, and their effect on a run."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flowrl import Cluster
 from flowrl.algorithms import ptx_weights
 from flowrl.config import ConfigError
 from flowrl.config.placement import SINGLE
+from flowrl.controller.errors import WorkerError
 from flowrl.data.batch.batch import Batch
 from flowrl.data.chat import ChatTokenizer, DataError
 from flowrl.run.checks.check_list import check_start
@@ -73,6 +75,26 @@ def test_a_position_in_other_text_is_rejected(task: Path, tmp_path: Path) -> Non
 def test_without_ptx_there_is_no_text_and_the_update_has_weight_one(task: Path, tmp_path: Path) -> None:
     text = PtxText(config(task, tmp_path / "run"))
     assert not text and text.policy_weight == 1.0
+    with Cluster(SINGLE, backend="inline", roles=("actor",), num_threads=1) as cluster:
+        actor = cluster.group("actor", Actor, config(task, tmp_path / "run").actor)
+        assert text.add_gradient(actor, PTX) == {}
+        with rejects("optim_step", "forward_backward", error=WorkerError):
+            actor.optim_step().get()
+
+
+def test_the_gradient_of_the_next_batch_is_added_with_the_weight_of_the_text(task: Path, tmp_path: Path) -> None:
+    settings = config(task, tmp_path / "run", {"coef": 0.5})
+    text, batch = PtxText(settings), next(PtxText(settings))
+
+    def gradient(add: Callable[[Any], Any]) -> tuple[float, float]:
+        with Cluster(SINGLE, backend="inline", roles=("actor",), num_threads=1) as cluster:
+            actor = cluster.group("actor", Actor, settings.actor)
+            loss = add(actor).get()["actor/ptx/loss"].result()
+            return loss, actor.optim_step().get()["actor/grad_norm"].result()
+
+    weighted_loss, weighted_norm = gradient(lambda actor: text.add_gradient(actor, PTX))
+    loss, norm = gradient(lambda actor: actor.forward_backward(batch, PTX))
+    assert (weighted_loss, weighted_norm) == (loss, pytest.approx(0.5 * norm, rel=1e-5))
 
 
 @pytest.mark.parametrize("form", ["add", "mix"])

@@ -1,19 +1,25 @@
 """Batches of text for PTX, the language modeling in policy updates."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from flowrl.algorithms import ptx_weights
 from flowrl.config import OnPolicyConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.messages import DataError
+from flowrl.data.metric import Logged
 from flowrl.data.order.epoch_order import EpochOrder
 from flowrl.run.datasets.examples import SftExamples
+
+if TYPE_CHECKING:
+    from flowrl.workers.groups import ActorGroup
+    from flowrl.workers.losses.loss import Loss
 
 
 class PtxText:
     """Endless batches of the text in `config.ptx`, in a new random order in every pass. Checkpoints save the position.
 
-    Without `config.ptx`, its length is 0, so that `if text:` skips PTX.
+    Without `config.ptx`, its length is 0, `add_gradient` does nothing, and the weight of the policy loss is 1.
     """
 
     def __init__(self, config: OnPolicyConfig) -> None:
@@ -50,6 +56,13 @@ class PtxText:
         epoch, index = divmod(self._num_drawn, num_batches)
         self._num_drawn += 1
         return self._examples.batch(self._order.rows(epoch)[index * self._num_rows : (index + 1) * self._num_rows])
+
+    def add_gradient(self, actor: "ActorGroup", loss: "Loss") -> Logged:
+        """Adds the gradient of a loss on the next batch to that of the actor's next update, with the weight `weight`.
+
+        Returns the metrics of the loss for `run.log`. Does not block.
+        """
+        return actor.forward_backward.submit(next(self), loss, weight=self.weight) if len(self) else {}
 
     def state(self) -> dict[str, int]:
         """Returns the position, and the values that determine the order."""

@@ -105,6 +105,8 @@ class ReplayedRun:
         )
 
     def group(self, role: str, cls: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as in Run
+        if dict(self.config).get(role, role) is None:
+            return None
         args, kwargs = group_arguments(self.config, self._applied, role, args, kwargs)
         if not cls.stateless:
             return self.cluster.group(role, cls, *args, **kwargs)
@@ -163,16 +165,11 @@ class ReplayedRun:
         self.version += 1
 
     def due(self, every: int | None) -> bool:
-        """Returns False, so that evaluations and checkpoints are skipped."""
+        """Returns False, so that evaluations in the loop body are skipped."""
         self._end_calls()
         return False
 
-    def due_sets(self, held_out: Mapping[str, Batch]) -> dict[str, Batch]:
-        """Returns no set, so that evaluations are skipped."""
-        self._end_calls()
-        return {}
-
-    def save_checkpoint(self) -> None:
+    def add_evaluation(self, held_out: Mapping[str, Batch], evaluate: Callable[..., Any]) -> None:  # Any: as in Run
         """Does nothing."""
 
     def record_next_step(self) -> None:

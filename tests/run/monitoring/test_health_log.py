@@ -28,8 +28,6 @@ def train(config: EchoConfig, shares: Sequence[float], calls: list[Finding] | No
             batch["scores"] = actor.score(batch)
             run.log(actor.update(batch), {"truncated_fraction": shares[run.step - 1]})
             run.sync_weights(actor, actor)
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.finish()
 
 

@@ -77,8 +77,6 @@ def train(config: EchoConfig) -> Recorded:
             run.sync_weights(actor, actor)
             if run.due(config.evaluate_every):
                 run.log(evaluate(actor, actor, held_out))
-            if run.due(config.checkpoint.every):
-                run.save_checkpoint()
         run.finish()
     return recorded
 

@@ -33,8 +33,6 @@ def train(settings: EchoConfig, *, until: int | None = None, requests: tuple[int
             run.log(actor.update(batch))
             if run.step in requests:
                 run.record_next_step()
-            if run.due(settings.checkpoint.every):
-                run.save_checkpoint()
         run.finish()
 
 
@@ -65,7 +63,6 @@ def train_with_skipped_updates(settings: EchoConfig, *, until: int | None = None
             if run.step == until:
                 raise UserError("stopped")
             run.log(actor.update(batch), {"actor/skipped_update": Mean(float(run.step >= 2), 1)})
-            run.save_checkpoint()
         run.finish()
 
 
