@@ -33,19 +33,28 @@ def test_the_program_of_a_page_prints_the_output_in_its_comment(
     assert capsys.readouterr().out.strip() == expected
 
 
-REWARD_PROGRAMS = [block for block in blocks("rewards.md", "python") if "print(" in block]
+PRINTING = [
+    pytest.param(block, id=f"{page}-{index}")
+    for page in ("batch.md", "rewards.md")
+    for index, block in enumerate(block for block in blocks(page, "python") if "print(" in block)
+]
 
 
-@pytest.mark.parametrize("index", range(len(REWARD_PROGRAMS)))
-def test_the_reward_programs_print_the_output_in_their_comments(
-    index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("program", PRINTING)
+def test_the_programs_print_the_output_in_their_comments(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     path = tmp_path / "program.py"
-    path.write_text(REWARD_PROGRAMS[index])
+    path.write_text(program)
     runpy.run_path(str(path), run_name="__main__")
-    expected = re.findall(r"^ *print\(.*\)  # (.*)", REWARD_PROGRAMS[index], re.MULTILINE)
+    expected = re.findall(r"^ *print\(.*\)  # (.*)", program, re.MULTILINE)
     assert expected and capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize("program", [block for block in blocks("batch.md", "python") if "assert " in block])
+def test_the_asserting_program_of_the_batch_page_runs(program: str) -> None:
+    exec(program, {})
 
 
 def test_the_documented_rows_of_reasoning_gym_can_be_generated() -> None:

@@ -89,6 +89,17 @@ def unpad_tokens(values_BL: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tens
     return values_BL[row_positions(lengths_B)]
 
 
+def sum_tokens(values_T: torch.Tensor, mask_T: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of each row's masked tokens `[B]`, such as the log-probability of its response.
+
+    Args:
+        values_T: token column `[T]`. Values outside the mask have no effect, even if they are NaN.
+        mask_T: bool `[T]`, usually the column `response_mask`.
+        lengths_B: number of tokens per row.
+    """
+    return pad_tokens(values_T.masked_fill(~mask_T, 0), lengths_B).sum(-1)
+
+
 def to_tensordict(payload: Payload, *, copy: bool = False) -> TensorDict:
     """Converts a payload to a TensorDict. Without `copy`, the tensors share the payload's memory and must not be
     modified.

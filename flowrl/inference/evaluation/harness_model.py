@@ -13,6 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from flowrl.config import ModelConfig, Placement, ReferenceConfig, RolloutConfig
 from flowrl.controller.cluster import Cluster
 from flowrl.data.batch.batch import Batch
+from flowrl.data.batch.tensordicts import sum_tokens
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.inference.generation_settings import SamplingSettings
@@ -175,15 +176,12 @@ def _truncate_at_stop(text: str, stops: Sequence[str]) -> str:
 
 def _score(reference: Any, rows: Sequence[tuple[list[int], int]]) -> list[Scored]:  # Any: a group of references
     """Returns `Scored` for each row. A row has token ids, and the number of continuation tokens at their end."""
-    lengths = [len(ids) for ids, _ in rows]
-    tokens = {
-        "input_ids": torch.tensor([token for ids, _ in rows for token in ids]),
-        "response_mask": torch.tensor([i >= len(ids) - count for ids, count in rows for i in range(len(ids))]),
-    }
-    batch = Batch.from_columns(tokens=tokens, lengths=lengths)
+    lengths_B = torch.tensor([len(ids) for ids, _ in rows])
+    ids_T = torch.tensor([token for ids, _ in rows for token in ids])
+    mask_T = torch.tensor([i >= len(ids) - count for ids, count in rows for i in range(len(ids))])
+    batch = Batch.from_columns(tokens={"input_ids": ids_T, "response_mask": mask_T}, lengths=lengths_B.numpy())
     logprobs_T = reference.logprobs(batch).get("logprobs")
     top_T = reference.topk(batch, k=1).get("topk_ids")[:, 0]
-    is_top_T = top_T == tokens["input_ids"]
-    masks = tokens["response_mask"].split(lengths)
-    values = zip(logprobs_T.split(lengths), is_top_T.split(lengths), masks, strict=True)
-    return [(float(own[mask].double().sum()), bool(is_top[mask].all())) for own, is_top, mask in values]
+    sums_B = sum_tokens(logprobs_T.double(), mask_T, lengths_B)
+    is_top_B = sum_tokens(top_T != ids_T, mask_T, lengths_B) == 0
+    return list(zip(sums_B.tolist(), is_top_B.tolist(), strict=True))

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from flowrl.data.batch.tensordicts import (
     num_rows,
     objects,
     pad_tokens,
+    sum_tokens,
     to_tensordict,
     unpad_tokens,
 )
@@ -38,6 +41,14 @@ def test_objects_are_returned_unchanged(values: list):
 
 def test_objects_of_an_empty_batch_are_an_empty_list():
     assert objects(make_tensordict({"o": []}, num_rows=0), "o") == []
+
+
+def test_tokens_are_summed_over_the_mask_of_each_row():
+    """Values outside the mask may be NaN. The longest row is not the first, and one row has no tokens."""
+    values = torch.tensor([math.nan, 2.0, 0.5, 1.0, math.nan, -1.0])
+    mask = torch.tensor([False, True, True, True, False, True])
+    assert sum_tokens(values, mask, torch.tensor([2, 0, 4])).tolist() == [2.0, 0.0, 0.5]
+    assert sum_tokens(mask, mask, torch.tensor([2, 0, 4])).tolist() == [1, 0, 3]
 
 
 def test_a_missing_object_column_is_named_with_the_available_ones():
