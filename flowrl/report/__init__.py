@@ -2,7 +2,7 @@
 
 Entry points: `MetricsLog` and `LiveProgress` (progress), `RolloutLog` and `read_rows` (rollout_log), `show_rows`
 (rollout_text), `RecordedCalls` (recorded_calls), `chrome_trace` and `read_trace` (chrome_trace), `explain` (explain),
-`draw_curves` and `draw_timeline` (plots), `write_report` (page). Import plots only when needed, because it imports
-matplotlib.
+`draw_curves` and `draw_timeline` (plots), `write_report` (page), `compare_runs` (run_diff), `first_difference`
+(value_diff). Import plots only when needed, because it imports matplotlib.
 May import `flowrl.checkpoints`, `flowrl.config`, `flowrl.data` and `flowrl.health`.
 """

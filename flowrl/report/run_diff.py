@@ -1,9 +1,8 @@
 """Compares two runs: settings, inputs, versions, and the first step and call at which their metrics diverge."""
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from flowrl.data.console import printable, round_pair
 from flowrl.report import usage
 from flowrl.report.page.config_data import compare_settings
 from flowrl.report.rollout_log import Kind, MissingStepError, Row, read_rows, saved_steps
+from flowrl.report.value_diff import Change, Tolerance, changed_values, first_difference, shorten
 
 _IGNORED_SETTINGS = ("output", "resume")
 """Settings that do not change results."""
@@ -127,7 +127,7 @@ class Divergence:
     step: int
     call: str
     """First call of the step whose values differ."""
-    values: Sequence[tuple[str, Any, Any]]
+    values: Sequence[Change]
     """Name and both values of each difference that was found. A missing value is None."""
 
 
@@ -151,15 +151,15 @@ class RunDiff:
     """The differences of two runs."""
 
     names: tuple[str, str]
-    settings: Sequence[tuple[str, Any, Any]] = ()
-    inputs: Sequence[tuple[str, Any, Any]] = ()
-    versions: Sequence[tuple[str, Any, Any]] = ()
+    settings: Sequence[Change] = ()
+    inputs: Sequence[Change] = ()
+    versions: Sequence[Change] = ()
     divergence: Divergence | None = None
     num_steps: int = 0
     """Number of training steps that both runs have logged."""
     num_equal_steps: int = 0
     """Number of these steps whose metrics are equal."""
-    results: Sequence[tuple[str, Any, Any]] = ()
+    results: Sequence[Change] = ()
     """Name and both values of the metrics that differ in the last common step, largest relative difference first."""
     evaluations: Sequence[CommonScores] = ()
     """Sets in whose last common evaluation rewards failed."""
@@ -192,13 +192,10 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
     common = sorted(records[0].keys() & records[1].keys())
     if not common:
         missing["metrics"] = "the runs have no step in common"
-
-    def is_same(one: Any, other: Any) -> bool:  # Any: values of JSON
-        return _is_same(one, other, tolerance)
-
-    differing = [step for step in common if _different_metrics(records[0][step], records[1][step], is_same)]
-    divergence = _find_divergence(folders, records, common, differing[0] if differing else None, is_same)
-    last = _different_metrics(records[0][common[-1]], records[1][common[-1]], is_same) if common else []
+    accepted = Tolerance(tolerance)
+    differing = [step for step in common if _different_metrics(records[0][step], records[1][step], accepted)]
+    divergence = _find_divergence(folders, records, common, differing[0] if differing else None, accepted)
+    last = _different_metrics(records[0][common[-1]], records[1][common[-1]], accepted) if common else []
     trained = [step for step in common if step]
     return RunDiff(
         names=(str(first), str(second)),
@@ -253,41 +250,18 @@ def _has_score(row: Row) -> bool:
     return row.get("score") is not None and not row.get("reward_failures")
 
 
-def _compare_json(
-    name: str, values: Sequence[Mapping[str, Any] | None], missing: dict[str, str]
-) -> list[tuple[str, Any, Any]]:
+def _compare_json(name: str, values: Sequence[Mapping[str, Any] | None], missing: dict[str, str]) -> list[Change]:
     """Returns the keys whose values differ, with both values. Adds a reason to `missing` if a run lacks the values."""
     first, second = values
     if first is None or second is None:
         missing[name] = "a run was written by an earlier version of flowrl, which did not record them"
         return []
-    keys = dict.fromkeys((*first, *second))
-    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+    return changed_values(first, second, None)
 
 
-def _is_same(one: Any, other: Any, tolerance: float) -> bool:
-    """Returns whether two values of JSON are equal. Numbers may differ by the tolerance, and NaN equals NaN."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key], tolerance) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(_is_same(*pair, tolerance) for pair in zip(one, other, strict=True))
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        if math.isnan(one) or math.isnan(other):
-            return math.isnan(one) and math.isnan(other)
-        return one == other or abs(one - other) <= tolerance * max(abs(one), abs(other), 1.0)
-    return one == other
-
-
-Same = Callable[[Any, Any], bool]
-
-
-def _different_metrics(first: Record, second: Record, is_same: Same) -> list[tuple[str, Any, Any]]:
+def _different_metrics(first: Record, second: Record, tolerance: Tolerance) -> list[Change]:
     """Returns the metrics of a step that differ, except those of time and memory."""
-    return [
-        (name, first.get(name), second.get(name))
-        for name in dict.fromkeys((*first, *second))
-        if not is_nondeterministic(name) and not is_same(first.get(name), second.get(name))
-    ]
+    return [change for change in changed_values(first, second, tolerance) if not is_nondeterministic(change[0])]
 
 
 def is_nondeterministic(metric: str) -> bool:
@@ -300,7 +274,7 @@ def _find_divergence(
     records: Sequence[Mapping[int, Record]],
     common: Sequence[int],
     metrics_step: int | None,
-    is_same: Same,
+    tolerance: Tolerance,
 ) -> Divergence | None:
     """Returns the first step whose metrics or saved rows differ.
 
@@ -310,7 +284,7 @@ def _find_divergence(
     kinds: tuple[Kind, ...] = ("training", "evaluation")
     saved = {kind: _steps_of_rows(folders, kind) for kind in kinds}
     for step in steps:
-        differences = _different_metrics(records[0][step], records[1][step], is_same) if step == metrics_step else []
+        differences = _different_metrics(records[0][step], records[1][step], tolerance) if step == metrics_step else []
         rows: list[tuple[Kind, list[Row], list[Row]]] = []
         for kind in kinds:
             if step not in saved[kind]:
@@ -320,7 +294,7 @@ def _find_divergence(
                 rows.append((kind, first, second))
             except MissingStepError:
                 continue  # `report.rollouts.max_mb` of an active run has removed the file
-        if (divergent := _first_divergent_call(differences, rows, is_same)) is not None:
+        if (divergent := _first_divergent_call(differences, rows, tolerance)) is not None:
             call, values = divergent
             return Divergence(step, call, values)
     return None
@@ -332,14 +306,14 @@ def _steps_of_rows(folders: tuple[RunFolder, RunFolder], kind: Kind) -> set[int]
 
 
 def _first_divergent_call(
-    metrics: Sequence[tuple[str, Any, Any]], rows: Sequence[tuple[Kind, list[Row], list[Row]]], is_same: Same
-) -> tuple[str, list[tuple[str, Any, Any]]] | None:
+    metrics: Sequence[Change], rows: Sequence[tuple[Kind, list[Row], list[Row]]], tolerance: Tolerance
+) -> tuple[str, list[Change]] | None:
     """Returns the first call of a step with different values, and these values. None without differences."""
     for stage in STAGES:
         values = [entry for entry in metrics if stage.determines(entry[0])]
         for kind, first, second in rows:
             if (kind == "evaluation") == (stage.call == "the evaluation"):
-                values += _different_rows(stage, kind, first, second, is_same)
+                values += _different_rows(stage, kind, first, second, tolerance)
         if values:
             return stage.call, values
     return ("an unknown call", list(metrics)) if metrics else None
@@ -350,8 +324,8 @@ _EVALUATED = ("prompt_id", "response", "rewards", "score")
 
 
 def _different_rows(
-    stage: CallStage, kind: Kind, first: list[Row], second: list[Row], is_same: Same
-) -> list[tuple[str, Any, Any]]:
+    stage: CallStage, kind: Kind, first: list[Row], second: list[Row], tolerance: Tolerance
+) -> list[Change]:
     """Returns the different values of the first row that differs. Compares only rows that both runs have saved."""
     names = _EVALUATED if kind == "evaluation" else stage.row_columns
     others = {row["row"]: row for row in second}
@@ -360,12 +334,12 @@ def _different_rows(
         values = [
             (f"{kind} row {one['row']}, {name}", one.get(name), other.get(name))
             for name in names
-            if not is_same(one.get(name), other.get(name))
+            if first_difference(one.get(name), other.get(name), tolerance)
         ]
         tokens = (one.get("tokens") or {}, other.get("tokens") or {})
         for name in stage.token_columns:
             pairs = list(zip(tokens[0].get(name, ()), tokens[1].get(name, ()), strict=False))
-            index = next((i for i, pair in enumerate(pairs) if not is_same(*pair)), None)
+            index = next((i for i, pair in enumerate(pairs) if first_difference(*pair, tolerance)), None)
             if index is not None:
                 values.append((f"{kind} row {one['row']}, {name} of token {index}", *pairs[index]))
         if values:
@@ -375,7 +349,7 @@ def _different_rows(
     return []
 
 
-def _size_of_difference(entry: tuple[str, Any, Any]) -> float:
+def _size_of_difference(entry: Change) -> float:
     """Returns the relative difference of two numbers. NaN differs most, and a metric that one run lacks least."""
     _, one, other = entry
     if one is None or other is None:
@@ -387,7 +361,7 @@ def _size_of_difference(entry: tuple[str, Any, Any]) -> float:
 
 # Tables for a terminal.
 
-_MAX_ROWS, _MAX_TEXT = 12, 60
+_MAX_ROWS = 12
 
 
 def print_diff(diff: RunDiff, console: Console) -> None:
@@ -425,7 +399,7 @@ def _describe_scores(scores: CommonScores) -> str:
     )
 
 
-def _table(title: str, names: tuple[str, str], entries: Sequence[tuple[str, Any, Any]], *, num_shown: int) -> Table:
+def _table(title: str, names: tuple[str, str], entries: Sequence[Change], *, num_shown: int) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for name in names:
@@ -440,5 +414,4 @@ def _table(title: str, names: tuple[str, str], entries: Sequence[tuple[str, Any,
 def _cell(value: Any) -> Text:  # Any: a value of JSON
     if value is None:
         return Text("none", style="dim")
-    text = value if isinstance(value, str) else json.dumps(value)
-    return Text(printable(text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."))
+    return Text(printable(shorten(value)))

@@ -65,6 +65,14 @@ class Recording:
         return " and ".join(reasons)
 
 
+@dataclass(frozen=True)
+class StepResults:
+    """Results of a step: the values of `step.json`, and the folder with the columns that calls returned."""
+
+    values: Mapping[str, Any]  # Any: JSON values
+    folder: Path
+
+
 def recordings(run: Path) -> Checkpoints:
     """Returns the folder of a run's recorded steps, which has the format of a folder of checkpoints."""
     return Checkpoints(run, FOLDER)

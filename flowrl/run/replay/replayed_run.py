@@ -19,8 +19,7 @@ from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.metric import Logged
 from flowrl.memory.device_settings import resolve_settings
 from flowrl.run.replay.call_log import CallLog, describe
-from flowrl.run.replay.comparison import StepResults
-from flowrl.run.replay.recording import BATCH, Recording, recordings
+from flowrl.run.replay.recording import BATCH, Recording, StepResults, recordings
 from flowrl.run.replay.step_recorder import measure_states
 from flowrl.run.replay.table_files import read_table
 from flowrl.run.role_groups import group_arguments, start_scoring

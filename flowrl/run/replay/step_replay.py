@@ -1,10 +1,14 @@
 """Implements `flowrl replay`: runs a recorded step again, and prints whether its results are identical."""
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,14 +18,30 @@ from flowrl.checkpoints.saver import package_versions
 from flowrl.config import CheckFailed, RunConfig, UserError
 from flowrl.data.console import make_console, round_pair
 from flowrl.data.folders.private_folder import create_folder
+from flowrl.report.value_diff import Tolerance, changed_values, first_difference
 from flowrl.run.checks.file_checks import find_path_problems
-from flowrl.run.replay.comparison import BOUND, Compared, StepResults, changed_metrics, compare_steps
-from flowrl.run.replay.recording import Recording, changed_sources, describe_machine
+from flowrl.run.replay.call_log import TABLES
+from flowrl.run.replay.recording import Recording, StepResults, changed_sources, describe_machine
 from flowrl.run.replay.replayed_run import Replay, ReplayedRun
 from flowrl.run.replay.step_debugger import StepDebugger, is_quit
+from flowrl.run.replay.table_files import read_columns
+
+ROUNDING = Tolerance(relative=1e-3, floor=1e-3)
+"""Accepted differences of values that are computed with another number of ranks."""
 
 RESULT = "replay.json"
 """File in the folder of `--output` with the result of the comparison."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Result of the comparison of a set of values, such as all metrics."""
+
+    name: str
+    count: int
+    """Number of compared values."""
+    differences: tuple[str, ...]
+    """One message per value that differs, in order."""
 
 
 def replay_step(
@@ -119,32 +139,33 @@ def _report(
     Raises CheckFailed if results differ without overrides.
     """
     inexactness = recording.describe_inexactness() if backend == "inline" else ""
+    tolerance = ROUNDING if inexactness else None
     recorded = StepResults(recording.values, recording.path)
-    compared = compare_steps(recorded, results, is_exact=not inexactness)
+    compared = compare_steps(recorded, results, tolerance)
     notes = _describe_changes(recording)
     not_replayed = _not_replayed(recording)
     first = next((part.differences[0] for part in compared if part.differences), None)
     if output is not None:
         is_identical = first is None and not inexactness
         _write_result(output, recording, overrides, compared, notes, is_identical=is_identical)
-    console.print(_table(compared, "identical" if not inexactness else f"within {BOUND:g}"))
+    console.print(_table(compared, "identical" if not inexactness else f"within {ROUNDING.relative:g}"))
     for note in notes:
         console.print(note, markup=False, highlight=False)
     if not_replayed:
         console.print(f"not replayed: {', '.join(not_replayed)}", markup=False, highlight=False)
     if inexactness:
         console.print(
-            f"relative differences up to {BOUND:g} are accepted, because {inexactness}, and the replay with one rank "
-            "adds sums in a different order: --backend ray replays all ranks",
+            f"relative differences up to {ROUNDING.relative:g} are accepted, because {inexactness}, and the replay "
+            "with one rank adds sums in a different order: --backend ray replays all ranks",
             markup=False,
             highlight=False,
         )
     if first is not None and overrides:
-        _print_changes(recording, results, overrides, is_exact=not inexactness, console=console)
+        _print_changes(recording, results, overrides, tolerance, console)
         return
     if first is not None:
         raise CheckFailed(f"step {recording.step} differs from the run; first difference: {first}")
-    verdict = f"equal up to rounding ({BOUND:g})" if inexactness else "bitwise identical to the run"
+    verdict = f"equal up to rounding ({ROUNDING.relative:g})" if inexactness else "bitwise identical to the run"
     console.print(f"step {recording.step} is {verdict}", markup=False, highlight=False)
 
 
@@ -186,14 +207,18 @@ def _table(compared: Sequence[Compared], same: str) -> Table:
 
 
 def _print_changes(
-    recording: Recording, results: StepResults, overrides: Sequence[str], *, is_exact: bool, console: Console
+    recording: Recording,
+    results: StepResults,
+    overrides: Sequence[str],
+    tolerance: Tolerance | None,
+    console: Console,
 ) -> None:
     """Prints a table of the metrics that differ, with their recorded and replayed values, and a summary."""
     recorded, replayed = recording.values["metrics"], results.values["metrics"]
-    changed = changed_metrics(recorded, replayed, is_exact=is_exact)
+    changed = changed_values(recorded, replayed, tolerance)
     if changed:
         table = Table("metric", "recorded", "replayed")
-        for name, values in changed.items():
+        for name, *values in changed:
             rounded = round_pair(*values, min_digits=6)
             table.add_row(Text(name), *("-" if value is None else str(value) for value in rounded))
         console.print(table)
@@ -213,3 +238,122 @@ def _describe_changes(recording: Recording) -> list[str]:
     if changed := changed_sources(values["sources"]):
         notes.append(f"source files changed since the recording: {', '.join(changed)}")
     return notes
+
+
+# Comparison of a replayed step with its recording.
+
+
+def compare_steps(recorded: StepResults, replayed: StepResults, tolerance: Tolerance | None) -> list[Compared]:
+    """Compares calls, metrics, states of roles and states of driver objects, in this order.
+
+    Without a tolerance, all values must be bitwise identical. Otherwise, it applies to numbers, to the L2 norm of the
+    difference of a float column, and to the difference of the L2 norms of state tensors. Integer columns must be
+    identical. Checksums are ignored.
+    """
+    first, second = recorded.values, replayed.values
+    compared = [_compare_calls(recorded, replayed, tolerance)]
+    compared.append(_compare_values("metrics", first["metrics"], second["metrics"], tolerance))
+    for role, states in first["states"].items():
+        other = second["states"].get(role, [])
+        if tolerance is None or len(states) == len(other):
+            compared.append(_compare_values(f"state of {role}", _by_tensor(states), _by_tensor(other), tolerance))
+        else:  # the sharding differs, so a rank's norm has no counterpart
+            compared.append(_compare_values(f"state of {role}", _full_norms(states), _full_norms(other), tolerance))
+    compared.append(_compare_values("state of the driver", first["objects"], second["objects"], tolerance))
+    return compared
+
+
+def _by_tensor(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Maps the name of a tensor or counter, with the rank if there are several, to its value."""
+    suffix = (lambda rank: "") if len(states) == 1 else (lambda rank: f" of rank {rank}")
+    return {
+        f"{name}{suffix(rank)}": value
+        for rank, state in enumerate(states)
+        for name, value in {**state["tensors"], **state["counters"]}.items()
+    }
+
+
+def _full_norms(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Maps the name of a tensor to the norm of the full tensor. Each rank has a shard or a copy of the tensor."""
+    norms = {}
+    for name, checksum in states[0]["tensors"].items():
+        own = [state["tensors"].get(name, {"norm": 0.0}) for state in states]
+        is_copied = all(other == checksum for other in own)
+        norms[name] = checksum["norm"] if is_copied else math.sqrt(sum(other["norm"] ** 2 for other in own))
+    return norms
+
+
+def _compare_values(
+    name: str, recorded: Mapping[str, Any], replayed: Mapping[str, Any], tolerance: Tolerance | None
+) -> Compared:
+    names = list(dict.fromkeys((*recorded, *replayed)))
+    problems = (
+        (key, first_difference(recorded.get(key, "missing"), replayed.get(key, "missing"), tolerance)) for key in names
+    )
+    return Compared(name, len(names), tuple(f"{key} {problem}" for key, problem in problems if problem))
+
+
+def _compare_calls(recorded: StepResults, replayed: StepResults, tolerance: Tolerance | None) -> Compared:
+    first, second = recorded.values["calls"], replayed.values["calls"]
+    problems: list[str] = []
+    for index, call in enumerate(first):
+        name = f"call {index + 1} of {len(first)}, {call['role']}.{call['method']},"
+        if index >= len(second):
+            problems.append(f"{name} is missing")
+            break
+        other = second[index]
+        if (call["role"], call["method"]) != (other["role"], other["method"]):
+            problems.append(f"{name} is now {other['role']}.{other['method']}")
+            break  # later calls do not correspond
+        tables = [results.folder / TABLES / f"{index + 1:04d}.safetensors" for results in (recorded, replayed)]
+        difference = _compare_call(call, other, tables, tolerance)
+        if difference:
+            problems.append(f"{name} {difference}")
+    if not problems and len(second) > len(first):
+        extra = second[len(first)]
+        problems.append(f"call {len(first) + 1}, {extra['role']}.{extra['method']}, is new")
+    return Compared("calls", len(first), tuple(problems))
+
+
+def _compare_call(call: Any, other: Any, tables: Sequence[Path], tolerance: Tolerance | None) -> str:
+    if difference := first_difference(call["arguments"], other["arguments"], tolerance):
+        return f"argument {difference}"
+    if call["has_table"] and other["has_table"]:
+        return compare_tables(tables[0], tables[1], tolerance)
+    difference = first_difference(call["result"], other["result"], tolerance)
+    return f"result {difference}" if difference else ""
+
+
+def compare_tables(recorded: Path, replayed: Path, tolerance: Tolerance | None) -> str:
+    """Returns the first column that differs in two files of `write_table` and its difference, or an empty string."""
+    first, second = read_columns(recorded), read_columns(replayed)
+    for name, column in first.items():
+        if name not in second:
+            return f"column {name} is missing"
+        if difference := _compare_columns(column, second[name], tolerance):
+            return f"column {name} {difference}"
+    added = [name for name in second if name not in first]
+    return f"column {added[0]} is new" if added else ""
+
+
+def _compare_columns(first: torch.Tensor | list, second: torch.Tensor | list, tolerance: Tolerance | None) -> str:
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return "" if first == second else "has different objects"
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return f"was {first.dtype} {list(first.shape)} and is now {second.dtype} {list(second.shape)}"
+    is_different = (_bytes(first) != _bytes(second)).any(-1)
+    if not is_different.any():
+        return ""
+    gap = (first.double() - second.double()).abs()
+    limit = (
+        None if tolerance is None or not first.is_floating_point() else tolerance.limit(float(first.double().norm()))
+    )
+    if limit is not None and gap.norm() <= limit:
+        return ""
+    largest = gap[~gap.isnan()].max() if bool((~gap.isnan()).any()) else float("nan")
+    return f"differs in {int(is_different.sum())} of {gap.numel()} values, by up to {largest:.3g}"
+
+
+def _bytes(column: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of each value, [N, size of a value]."""
+    return column.contiguous().reshape(-1, 1).view(torch.uint8)

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from flowrl.report.token_pieces import round_values, split_text
+from flowrl.run.rollout_rows import round_values, split_text
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
