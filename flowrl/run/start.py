@@ -144,12 +144,20 @@ def _start_cluster(checked: CheckedRun, progress: LiveProgress) -> Cluster:
 def make_source(
     started: StartedRun, rollout: WorkerGroup, prompts: PromptStream, reward: Scoring | None
 ) -> RolloutSource:
-    """Returns the source of the batches of `Run.rollouts`. Raises UserError if the config has no rollout."""
+    """Returns the source of the batches of `Run.rollouts`.
+
+    Raises UserError if the config has no rollout, or dynamic sampling without a reward.
+    """
     config = started.applied
     if not isinstance(config, RolloutRunConfig):
         raise UserError(
             f"run.rollouts needs the settings of RolloutRunConfig, but {type(config).__name__} is no subclass: derive "
             "it from RolloutRunConfig, or iterate over run.batches and call rollout.generate"
+        )
+    if reward is None and config.dynamic_sampling is not None:
+        raise UserError(
+            "dynamic_sampling is set, but the recipe calls run.rollouts without a reward, so there are no scores to "
+            "compare: pass reward=run.rewards() in the recipe, or remove dynamic_sampling"
         )
     queue = PromptQueue(prompts, config.samples_per_prompt)
     routes = trainer_routes(config, started.cluster.plan)

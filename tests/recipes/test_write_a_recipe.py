@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 
 import pytest
@@ -12,11 +13,15 @@ import yaml
 
 import flowrl.config
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.config import ConfigError, load
+from flowrl.config import ConfigError, UserError, load
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
 from tests.errors import rejects
+from tests.recipes.rollout_configs import SCHEDULES, detached
+from tests.recipes.test_numbers import metrics_of
+from tests.recipes.test_old_logprobs import is_clock
 from tests.recipes.test_resume import from_step
+from tests.slow_cases import as_parameters
 
 PAGE = Path(__file__).parents[2] / "docs" / "write_a_recipe.md"
 
@@ -57,6 +62,41 @@ def test_every_documented_field_type_is_exported() -> None:
     rows = re.findall(r"^\| (.*?) \| .* \| .* \|$", section, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"\b[A-Z]\w*[a-z]\w*", row)} - {"Annotated"}
     assert {"FilePath", "ImportName", "OneOf"} <= names <= set(flowrl.config.__all__)
+
+
+@pytest.fixture
+def scoring_recipe(tmp_path: Path) -> ModuleType:
+    """Returns the recipe that computes scores in its loop."""
+    scores, own = (next(p for p in PROGRAMS if text in p) for text in ("reward.score", "run_recipe"))
+    first_line = next(line for line in own.splitlines(keepends=True) if "in run.rollouts(" in line)
+    return import_program("scoring_recipe", own.replace(first_line, indent(scores, " " * 8)), tmp_path)
+
+
+@pytest.mark.parametrize("schedule", as_parameters(SCHEDULES, "sync"))
+def test_scores_that_the_loop_computes_are_those_of_run_rollouts(
+    recipe: ModuleType, scoring_recipe: ModuleType, grpo_config: Callable[..., GRPOConfig], schedule: str
+) -> None:
+    config = grpo_config(schedule=SCHEDULES[schedule], placement=detached("reference", "reward"), steps=2)
+    histories = []
+    for module in (recipe, scoring_recipe):
+        own = config.model_copy(update={"output": config.output / module.__name__})
+        module.train(own)
+        histories.append(metrics_of(own))
+    for history in histories:
+        for record in history:
+            for name in list(record):
+                if is_clock(name) or name.startswith(
+                    ("rewards/", "reward_failed")
+                ):  # only `run.rollouts` logs the latter
+                    del record[name]
+    assert histories[0] == histories[1] and "reward" in histories[0][-1]
+
+
+def test_scores_that_the_loop_computes_cannot_be_sampled_dynamically(
+    scoring_recipe: ModuleType, grpo_config: Callable[..., GRPOConfig]
+) -> None:
+    with rejects("dynamic_sampling", "run.rollouts", "run.rewards", error=UserError):
+        scoring_recipe.train(grpo_config(dynamic_sampling={"max_rounds": 2}))
 
 
 def test_the_documented_program_resumes_with_its_kl_coefficient(
