@@ -48,10 +48,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float64"],
-        help="dtype of the weights; default: float32 on the CPU, that of the files on a GPU",
+        help="dtype of the weights; default: float32 on the CPU; on a GPU bfloat16 for vLLM, that of the files for hf",
     )
     parser.add_argument(
-        "--kv-cache-gb", type=positive, default=1.0, metavar="GB", help="memory of vLLM's KV cache; default: 1"
+        "--kv-cache-gb",
+        type=positive,
+        metavar="GB",
+        help="memory of vLLM's KV cache; default: 1 on the CPU, 90%% of the free memory of a GPU",
     )
 
 
@@ -114,9 +117,8 @@ def _add_generate(commands: Commands) -> None:
     parser.add_argument(
         "--max-num-seqs",
         type=positive_count,
-        default=256,
         metavar="N",
-        help="largest number of concurrent responses; default: 256",
+        help="largest number of concurrent responses; default: 256, and for vLLM on a GPU its own default",
     )
     add_sampling_options(
         parser, f"that of the run's rollouts, otherwise {_MAX_TOKENS}; fewer if the model's context has no more"

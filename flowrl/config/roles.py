@@ -319,8 +319,8 @@ class VllmConfig(Config):
 class PlannedVllmConfig(VllmConfig):
     """Settings of vLLM on a GPU whose KV cache uses the memory that a plan leaves free. Not read from files."""
 
-    key: str
-    """Key of the settings of the engine's role, for messages."""
+    setting: str
+    """Name of the setting of the KV cache, for messages."""
 
     needed: NonNegativeInt
     """Peak bytes on the device without this KV cache, while the engine holds it."""
@@ -351,7 +351,7 @@ class PlannedVllmConfig(VllmConfig):
         num_bytes = self.fit_cache(total, free)
         if num_bytes < self.least:
             raise ConfigError(
-                f"{self.key}.vllm.kv_cache_gb would be {num_bytes / 1e9:.1f}, because {free / 1e9:.1f} of "
+                f"{self.setting} would be {num_bytes / 1e9:.1f}, because {free / 1e9:.1f} of "
                 f"{total / 1e9:.1f} GB are free and the plan needs {self.needed / 1e9:.1f} GB for everything else, but "
                 f"a sequence needs {self.least / 1e9:.1f}: end other programs on the GPU, or use one with more memory"
             )

@@ -56,11 +56,13 @@ class EngineSettings:
     engine: str = "hf"
     quantization: Literal["int8", "int4", "fp8"] | None = None
     dtype: Dtype | None = None
-    """Dtype of the weights. None: float32 on the CPU, and the dtype of the model's files on a GPU."""
-    max_num_seqs: int = 256
-    """Maximum number of responses that are generated at the same time."""
-    kv_cache_gb: float = 1.0
-    """Memory of vLLM's KV cache."""
+    """Dtype of the weights. None: float32 on the CPU; on a GPU bfloat16 for vLLM, and for hf the dtype of the model's
+    files.
+    """
+    max_num_seqs: int | None = None
+    """Maximum number of responses that are generated at the same time. None: as `rollout.max_num_seqs`."""
+    kv_cache_gb: float | None = None
+    """Memory of vLLM's KV cache. None: as `rollout.vllm.kv_cache_gb`."""
 
 
 @dataclass(frozen=True)

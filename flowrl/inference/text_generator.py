@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import torch
 
 from flowrl.config import RolloutConfig, UserError, VllmConfig
+from flowrl.config.base import DeviceKind
 from flowrl.config.rollout.engines import get_capabilities, name_alternatives
 from flowrl.controller.placement.cpu_threads import default_threads, use_threads
 from flowrl.data.chat import ChatTokenizer
@@ -35,6 +36,7 @@ from flowrl.engines.rollout.sampling import row_keys
 from flowrl.inference.generation_settings import EngineSettings, SamplingSettings
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.stop_strings import StopStrings
+from flowrl.memory.device_settings import default_dtype, fit_engine
 from flowrl.memory.model_fit import find_head_size_problem
 
 _STOP_CHECK_S = 0.2
@@ -120,13 +122,16 @@ class TextGenerator:
         self.source, self.sampling, self.settings = source, sampling, settings
         self.chat = chat or open_chat(source)
         use_threads(default_threads())
-        self._device = "cuda:0" if has_gpu() else "cpu"
+        kind: DeviceKind = "cuda" if has_gpu() else "cpu"
+        self._device = "cuda:0" if kind == "cuda" else "cpu"
         self._stops = StopStrings(self.chat, sampling.stop)
-        dtype = settings.dtype or ("float32" if self._device == "cpu" else stored_dtype(source.path))
+        stored = source.model_config("float32" if kind == "cpu" else stored_dtype(source.path))
+        dtype = settings.dtype or default_dtype(settings.engine, stored, kind)
         check_engine(settings, source.path, self._device, dtype, sampling)
         limit = sampling.max_tokens
         if uses_full_context:
             limit = self.chat.max_positions() or limit
+        vllm = VllmConfig(dtype=None if dtype == "float64" else dtype, kv_cache_gb=settings.kv_cache_gb)
         config = RolloutConfig(
             engine=settings.engine,
             quantization=settings.quantization,
@@ -136,9 +141,12 @@ class TextGenerator:
             top_p=sampling.top_p,
             stop_ids=self.chat.stop_ids,
             max_num_seqs=settings.max_num_seqs,
-            vllm=VllmConfig(kv_cache_gb=settings.kv_cache_gb) if settings.engine == "vllm" else None,
+            vllm=vllm if settings.engine == "vllm" else None,
         )
-        context = EngineContext(config, source.model_config(dtype), self.chat.tokenizer, self._device)
+        model = source.model_config(dtype)
+        config = fit_engine(config, model, kind, "--kv-cache-gb")
+        self._num_seqs = config.num_seqs
+        context = EngineContext(config, model, self.chat.tokenizer, self._device)
         engine = load_engine_class(settings.engine).start(context)
         assert isinstance(engine, StreamingEngine) and isinstance(engine, PartialResponses)
         self._engine: _TextEngine = engine  # pyright: ignore[reportAttributeAccessIssue] (an intersection of protocols)
@@ -160,7 +168,7 @@ class TextGenerator:
         next_search_s = time.monotonic() + _STOP_CHECK_S
         try:
             while True:
-                added = list(itertools.islice(waiting, 2 * self.settings.max_num_seqs - len(running)))
+                added = list(itertools.islice(waiting, 2 * self._num_seqs - len(running)))
                 running |= {request.request_id: request for request in added}
                 engine.add(self._requests(added))
                 if not running:

@@ -1,13 +1,13 @@
 """Settings that are null by default and depend on the devices: their values, a table of them, and warnings.
 
 Entry points: `resolve_settings` (values that follow from the plan), `fit_memory` (values that depend on the memory of
-the devices, and the memory check) and `render_settings`.
+the devices, and the memory check), `fit_engine` (values of an engine outside of a run) and `render_settings`.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from flowrl.config import (
     ActorConfig,
@@ -25,12 +25,17 @@ from flowrl.config import (
     keys_of,
     shards_model,
 )
+from flowrl.config.base import DeviceKind
 from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
-from flowrl.controller.placement.inventory import local_gpu_names
+from flowrl.controller.placement.inventory import local_gpu_names, local_memory
 from flowrl.controller.placement.plan import Mesh, Plan
 from flowrl.controller.placement.plan_table import aligned
+from flowrl.data.dtypes import ITEMSIZE
+from flowrl.memory.device_constants import FRAGMENTATION
 from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, read_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget
+from flowrl.memory.model_size import read_model_size
+from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, vllm_memory
 
 Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
 """Settings of a role that generates text."""
@@ -82,7 +87,7 @@ def _resolve_role(value: RoleConfig, is_alone: bool, matches_rollout: bool) -> R
         matches_rollout: whether the rollout has the log-probabilities of an actor that computes in float32.
     """
     if isinstance(value, JudgeConfig):
-        return _with_dtype(value, default_compute_dtype(value.model, "cuda") or value.model.dtype)
+        return _with_dtype(value, default_dtype(value.engine, value.model, "cuda"))
     if not isinstance(value, ModelRoleConfig) or value.model is None:
         return value
     changes = {}
@@ -93,6 +98,11 @@ def _resolve_role(value: RoleConfig, is_alone: bool, matches_rollout: bool) -> R
     if value.engine.compute_dtype is None and not is_compared:
         changes["compute_dtype"] = default_compute_dtype(value.model, "cuda")
     return value.model_copy(update={"engine": value.engine.model_copy(update=changes)})
+
+
+def default_dtype(engine: str, model: ModelConfig, device: DeviceKind) -> Literal["float32", "bfloat16", "float64"]:
+    """Returns the dtype in which a rollout engine computes with a model of its own, if no setting names one."""
+    return (default_compute_dtype(model, device) if engine == "vllm" else None) or model.dtype
 
 
 def _with_dtype(value: Generator, dtype: str) -> Generator:
@@ -125,14 +135,45 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool) -> FittedRun
     budget = memory_budget(config, planned, is_local=is_local)
     sizes = read_sizes(config)
     if planned.kind == "cuda":
-        names = local_gpu_names() if is_local else []
-        config = _with_sequences(config, default_num_seqs(budget.per_device, names[0] if names else None))
+        name = _gpu_name() if is_local else None
+        config = _with_sequences(config, default_num_seqs(budget.per_device, name))
     devices = estimate_memory(config, planned, sizes)
     fitted = _with_caches(config, devices, budget) if planned.kind == "cuda" else config
     if fitted is not config:
         config, devices = fitted, estimate_memory(fitted, planned, sizes)
     check_memory(config, planned, devices, budget)
     return FittedRun(config, devices, budget)
+
+
+def fit_engine(config: RolloutConfig, model: ModelConfig, device: DeviceKind, setting: str) -> RolloutConfig:
+    """Returns the settings of an engine that runs outside of a run and alone on its device, with a run's defaults.
+
+    Args:
+        config: settings of the engine.
+        model: the engine's model.
+        device: kind of the device. On a CPU, no setting changes.
+        setting: name of the setting of the KV cache, for messages.
+    """
+    if device == "cpu" or config.engine != "vllm":
+        return config
+    config = _with_dtype(config, default_dtype(config.engine, model, device))
+    if config.max_num_seqs is None:
+        config = config.model_copy(update={"max_num_seqs": default_num_seqs(local_memory(device), _gpu_name())})
+    settings, size = config.vllm or VllmConfig(), read_model_size(model.path)
+    if settings.kv_cache_gb is not None or size is None:
+        return config
+    # The length of prompts is unknown, so a cache for one response is enough.
+    batch = RolloutBatch(config.num_seqs, config.num_seqs, max_prompt_tokens=0)
+    memory = vllm_memory(RolloutLoad(size, ITEMSIZE[settings.dtype or model.dtype], config, batch, device))
+    on_device = DeviceMemory(0, 0, {"rollout": memory}, memory.fixed, FRAGMENTATION.value)
+    # Without a limit, the engine measures the memory of its GPU.
+    vllm = _plan_cache("rollout", setting, settings, [on_device], MemoryBudget(), ["rollout"])
+    present = on_device.present_at_start("rollout", {})
+    return config.model_copy(update={"vllm": vllm.model_copy(update={"present": present})})
+
+
+def _gpu_name() -> str | None:
+    return next(iter(local_gpu_names()), None)
 
 
 def default_num_seqs(memory: float | None, name: str | None) -> int:
@@ -163,8 +204,11 @@ def _with_caches(config: RunConfig, devices: Sequence[DeviceMemory], budget: Mem
             engines[role], own[role] = value, on_role
     if not engines:
         return config
+    keys = keys_of(config)
     planned = {
-        role: _plan_cache(role, keys_of(config)[role], value.vllm or VllmConfig(), own[role], budget, engines.keys())
+        role: _plan_cache(
+            role, f"{keys[role]}.vllm.kv_cache_gb", value.vllm or VllmConfig(), own[role], budget, engines.keys()
+        )
         for role, value in engines.items()
     }
     caches = {role: vllm.cache_bytes for role, vllm in planned.items() if vllm.kv_cache_gb is not None}
@@ -177,19 +221,22 @@ def _with_caches(config: RunConfig, devices: Sequence[DeviceMemory], budget: Mem
 
 def _plan_cache(
     role: str,
-    key: str,
+    setting: str,
     settings: VllmConfig,
     devices: Sequence[DeviceMemory],
     budget: MemoryBudget,
     roles: Collection[str],
 ) -> PlannedVllmConfig:
-    """Returns the settings of an engine with its KV cache. `roles`: all roles with a null cache, which divide the
-    memory.
+    """Returns the settings of an engine with its KV cache.
+
+    Args:
+        setting: name of the setting of the cache, for messages.
+        roles: all roles with a null cache, which divide the memory.
     """
     limit = None if budget.per_device is None else int(budget.per_device)
     planned = PlannedVllmConfig(
         **dict(settings),
-        key=key,
+        setting=setting,
         needed=max(device.needed_beside_cache(role) for device in devices),
         present=0,
         least=max(memory.sequence_cache for device in devices if (memory := device.roles[role]) is not None),

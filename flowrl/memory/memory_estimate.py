@@ -277,7 +277,7 @@ class _Estimator:
 
     def _make_role_model(self, role: str) -> RoleModel | None:
         value = self._role_configs.get(role)
-        if not isinstance(value, ModelRoleConfig) or value.model is None:
+        if not isinstance(value, ModelRoleConfig) or value.model is None or role not in self._planned.roles:
             return None
         size = self._sizes.get(value.model.path)
         if size is None or value.model.dtype == "float64":
@@ -295,22 +295,25 @@ class _Estimator:
         )
 
     def _rollout_memory(self, role_plan: RolePlan, slot: Slot) -> RoleMemory | None:
-        config, actor = self._config, self._role_model("actor")
-        if not isinstance(config, RolloutRunConfig) or actor is None:
+        config = self._config
+        model = self._role_configs["actor"].model if isinstance(config, RolloutRunConfig) else None
+        size = None if model is None else self._sizes.get(model.path)
+        if not isinstance(config, RolloutRunConfig) or model is None or size is None or model.dtype == "float64":
             return None
         rollout, rows = config.rollout, -(-config.batch_size // role_plan.mesh.dp)
         if rollout.capabilities.memory is None:
             return None
+        actor = self._role_model("actor")  # None in an evaluation without training
         can_offload = rollout.can_sleep(on_gpus=True) and self._planned.kind == "cuda"
         has_environment = config.environment is not None or rollout.environment is not None
         num_prompts = -(-rows // config.samples_per_prompt)
         load = RolloutLoad(
-            size=actor.size,
-            param_bytes=actor.param_bytes if rollout.sent_dtype is None else ITEMSIZE[rollout.sent_dtype],
+            size=size,
+            param_bytes=ITEMSIZE[rollout.sent_dtype or model.dtype],
             config=rollout,
             batch=RolloutBatch(rows, num_prompts, config.data.max_prompt_tokens, has_environment),
             device_type=self._planned.kind,
-            weight_owner=actor if self._shares_actor_weights(actor, role_plan, slot) else None,
+            weight_owner=actor if actor is not None and self._shares_actor_weights(actor, role_plan, slot) else None,
             num_devices=role_plan.num_tp_devices,
             offloads=can_offload and self._shares_device(slot),
             transport=self._transports.get("rollout"),

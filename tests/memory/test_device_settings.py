@@ -9,19 +9,27 @@ from flowrl.cli import main
 from flowrl.config import (
     ConfigError,
     EngineConfig,
+    EvaluationRunConfig,
     JudgeConfig,
     ModelConfig,
+    Placement,
     ReferenceConfig,
     RewardConfig,
+    RolloutConfig,
     RolloutRunConfig,
     TrainedConfig,
+    VllmConfig,
+    keys_of,
     load,
 )
+from flowrl.config.base import DeviceKind
 from flowrl.config.roles import PlannedVllmConfig
+from flowrl.controller.placement.plan import Inventory, plan
 from flowrl.memory.device_settings import (
     FittedRun,
     default_num_seqs,
     find_costly_settings,
+    fit_engine,
     fit_memory,
     render_settings,
     resolve_settings,
@@ -163,7 +171,7 @@ def test_the_number_of_sequences_is_that_of_vllm(memory: float | None, name: str
 
 def test_a_kv_cache_is_nine_tenths_of_the_free_memory() -> None:
     """80 GB - 27 GB needed = 53 GB. At the start, the plan has 9 GB in use."""
-    vllm = PlannedVllmConfig(key="rollout", needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
+    vllm = PlannedVllmConfig(setting="", needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
     assert vllm.fit_cache(80 * 10**9, 71 * 10**9) == 47_700_000_000
     assert vllm.fit_cache(80 * 10**9, 75 * 10**9) == 47_700_000_000  # less in use than planned
     assert vllm.fit_cache(80 * 10**9, 61 * 10**9) == 38_700_000_000  # another program uses 10 GB
@@ -176,9 +184,10 @@ def test_a_kv_cache_is_nine_tenths_of_the_free_memory() -> None:
 
 def test_a_gpu_with_too_little_free_memory_names_the_key_of_its_engine() -> None:
     """80 GB - 27 GB needed - 60 GB of other programs."""
-    vllm = PlannedVllmConfig(key="reward.judge", needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
+    cache = "reward.judge.vllm.kv_cache_gb"
+    vllm = PlannedVllmConfig(setting=cache, needed=27 * 10**9, present=9 * 10**9, least=10**9, limit=None)
     assert vllm.measured_cache(80 * 10**9, 71 * 10**9) == 47_700_000_000
-    with rejects("reward.judge.vllm.kv_cache_gb", "-6.3", "27.0", error=ConfigError):
+    with rejects(cache, "-6.3", "27.0", error=ConfigError):
         vllm.measured_cache(80 * 10**9, 11 * 10**9)
 
 
@@ -229,7 +238,7 @@ def test_two_engines_on_a_gpu_divide_its_memory_unless_both_sleep(rollout: str, 
     for role in ("rollout", "reward_judge"):
         vllm, memory = getattr(settings[role], "vllm"), device.roles[role]  # noqa: B009 (of two classes of settings)
         assert memory is not None and vllm.num_caches == num_caches
-        assert vllm.key == {"rollout": "rollout", "reward_judge": "reward.components.0.judge"}[role]
+        assert vllm.setting == f"{keys_of(fitted.config)[role]}.vllm.kv_cache_gb"
         assert memory.kv_cache / 1e9 == pytest.approx(0.9 * (80 - vllm.needed / 1e9) / num_caches, abs=0.1)
     assert device.peak[0] < 80e9
 
@@ -262,6 +271,50 @@ def test_a_sequence_of_full_length_occupies_its_keys_and_values() -> None:
     config = run_on("cuda", *VLLM)
     num_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     assert rollout_of(fit(config)).least == 2 * 28 * 2 * 128 * 2 * num_tokens
+
+
+def engine_alone(device: DeviceKind = "cuda", engine: str = "vllm", **settings: Any) -> RolloutConfig:
+    config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 100, "vllm": settings or None})
+    return fit_engine(config, ModelConfig(path=Path(QWEN)), device, "--kv-cache-gb")
+
+
+def test_an_engine_outside_of_a_run_has_the_defaults_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its cache are 3.1 GB of weights, activations, the logits of 256 sequences, and 15 % fragmentation."""
+    monkeypatch.setenv("PATH", "")  # without nvidia-smi, the memory of the GPU is unknown
+    config = engine_alone()
+    vllm = config.vllm
+    assert isinstance(vllm, PlannedVllmConfig)
+    assert (config.num_seqs, vllm.dtype, vllm.kv_cache_gb) == (256, "bfloat16", None)
+    step = int(1.15 * (8192 * 2 * (2 * 1536 + 3 * 8960) + 256 * 151_936 * (3 * 4 + 2)))
+    vllm_process = int(1.27 * GIB) + int(1.62 * GIB)
+    assert vllm.needed == pytest.approx(2 * 1_543_714_304 + step + vllm_process, abs=2)
+    assert (vllm.present, vllm.least) == (1_060_000_000, 2 * 28 * 2 * 128 * 2 * 100)
+    assert vllm.setting == "--kv-cache-gb"
+
+
+def test_stated_settings_of_an_engine_outside_of_a_run_are_kept() -> None:
+    vllm = engine_alone(kv_cache_gb=3, dtype="float32").vllm
+    assert vllm == VllmConfig(kv_cache_gb=3, dtype="float32")
+
+
+@pytest.mark.parametrize(("device", "engine"), [("cpu", "vllm"), ("cuda", "hf")])
+def test_engines_without_a_cache_of_free_memory_keep_their_settings(device: DeviceKind, engine: str) -> None:
+    config = engine_alone(device, engine)
+    assert config.vllm is None and config.max_num_seqs is None
+
+
+def test_an_evaluation_on_a_gpu_has_the_defaults_of_a_run() -> None:
+    """Its plan has no actor, which only names the model."""
+    settings = {"actor": {"model": {"path": QWEN}}, "rollout": {"engine": "vllm", "max_response_tokens": 100}}
+    rest = {"output": "out", "data": {"test": "rows.jsonl", "max_prompt_tokens": 50}, "reward": {"function": "m:f"}}
+    config = EvaluationRunConfig.model_validate({**settings, **rest})
+    roles = {"rollout": "main", "reward": "main", "actor": "main"}
+    placement = Placement.model_validate({"device": "cuda", "pools": {"main": [1]}, "roles": roles, "memory_gb": 80})
+    planned = plan(placement, Inventory((1,), "cuda"), ("rollout", "reward"), ("rollout",))
+    config = config.model_copy(update={"placement": placement})
+    vllm = rollout_of(fit_memory(resolve_settings(config, planned), planned, is_local=False))
+    assert vllm.dtype == "bfloat16" and vllm.kv_cache_gb is not None
+    assert vllm.kv_cache_gb == pytest.approx(0.9 * (80 - vllm.needed / 1e9), abs=0.1)
 
 
 def test_a_stated_cache_and_a_stated_number_of_sequences_are_kept() -> None:

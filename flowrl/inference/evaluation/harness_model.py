@@ -18,6 +18,7 @@ from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.inference.generation_settings import SamplingSettings
 from flowrl.inference.model_source import ModelSource
+from flowrl.memory.device_settings import fit_engine
 from flowrl.workers import Reference, Rollout
 
 _DEFAULT_LENGTH = 2048
@@ -132,6 +133,7 @@ class HarnessModel(TemplateLM):
             top_p=sampling.top_p,
         )
         with _start_cluster("rollout", is_dedicated=config.needs_own_process) as cluster:
+            config = fit_engine(config, self._model, cluster.plan.kind, "the size of vLLM's KV cache in GB")
             rollout = cluster.group("rollout", Rollout, config, self._model, seed=self._seed)
             batch = Batch.from_rows(rows)
             temperature = 0.0 if sampling.temperature == 0 else None

@@ -55,8 +55,10 @@ def evaluate_model(
             protections.follow(group)
             return group
 
-        scoring = start_scoring(config, start)
-        rollout = start("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
+        applied = CheckedRun(_on_backend(config, num_devices), planned=cluster.plan).applied.config
+        assert isinstance(applied, EvaluationRunConfig), "the settings keep their class"
+        scoring = start_scoring(applied, start)
+        rollout = start("rollout", Rollout, applied.rollout, applied.actor.model, seed=config.seed)
         cluster.wait_for_calls()
         protections.report()
         return {
