@@ -62,6 +62,16 @@ NCCL_CHANNEL = Constant(
     "per channel",
     "8 x H100: github.com/NVIDIA/nccl/issues/1685",
 )
+ALL_REDUCE = Constant(
+    96 * 2**20,
+    "per tensor-parallel device of vLLM",
+    "H100, tp 2, vLLM 0.32: custom_all_reduce.py:299,313,319, symm_mem.py:92",
+)
+PINNED_ROUNDING = Constant(
+    2,
+    "times its weights at most, also while awake",
+    "vLLM 0.32: cumem.py:268; torch pins powers of two",
+)
 SAMPLER_COPIES = Constant(
     3,
     "float32 tensors of all logits in vLLM's sampler",
@@ -84,6 +94,8 @@ TERMS: Mapping[str, tuple[Constant, ...]] = {
     "vLLM process": (VLLM_PROCESS,),
     "CUDA graphs": (CUDA_GRAPHS,),
     "NCCL": (NCCL_CHANNELS, NCCL_CHANNEL),
+    "all-reduce": (ALL_REDUCE,),
+    "sleeping vLLM": (PINNED_ROUNDING,),
     "buffers": (SAMPLER_COPIES, TRANSFER_BUCKETS),
     "fragmentation": (FRAGMENTATION,),
 }

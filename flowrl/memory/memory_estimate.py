@@ -184,7 +184,18 @@ def _fixed_memory(planned: Plan, slots: Sequence[Slot], roles: Mapping[str, Role
     # The term "vLLM process" includes the CUDA context of its process.
     num_processes = len(slots) - sum("vLLM process" in memory.fixed for memory in roles.values() if memory is not None)
     fixed["CUDA context"] = num_processes * int(CUDA_PROCESS.value)
-    return {name: fixed[name] for name in ("CUDA context", "vLLM process", "CUDA graphs", "NCCL") if fixed[name]}
+    names = ("CUDA context", "vLLM process", "CUDA graphs", "NCCL", "all-reduce")
+    return {name: fixed[name] for name in names if fixed[name]}
+
+
+def host_memory(devices: Sequence[DeviceMemory]) -> dict[int, Counter[str]]:
+    """Returns the bytes that all roles on the GPUs of a node need in its host memory, by node and term."""
+    nodes: dict[int, Counter[str]] = {}
+    for device in devices:
+        for memory in device.roles.values():
+            if memory is not None and memory.host:
+                nodes.setdefault(device.node, Counter()).update(memory.host)
+    return nodes
 
 
 def explain_unknown_sizes(config: RunConfig) -> list[str]:

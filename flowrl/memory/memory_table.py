@@ -19,7 +19,7 @@ from flowrl.controller.placement.inventory import local_memory
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.plan_table import aligned
 from flowrl.memory.device_constants import TERMS
-from flowrl.memory.memory_estimate import DeviceMemory, group_equal_devices
+from flowrl.memory.memory_estimate import DeviceMemory, group_equal_devices, host_memory
 from flowrl.memory.role_memory import CallMemory, RoleMemory
 from flowrl.memory.rollout_memory import MIN_ROWS
 
@@ -151,7 +151,17 @@ def render_memory(devices: Sequence[DeviceMemory], budget: MemoryBudget) -> str:
             rows += [["", term, *[""] * 9, _gb(count)] for term, count in _fixed_terms(first).items()]
         rows.append(["", *_total_cells(first, budget)])
     title = "memory in GB per device: state of each role, its largest call, and the peak"
-    return "\n".join([title, *aligned(rows, 2), *_sources(devices)])
+    return "\n".join([title, *aligned(rows, 2), *_host_lines(devices), *_sources(devices)])
+
+
+def _host_lines(devices: Sequence[DeviceMemory]) -> list[str]:
+    """Returns one line per node with memory of roles on GPUs, in addition to the memory of the processes."""
+    return [
+        f"host memory of node {node}: {sum(terms.values()) / GB:.1f} ("
+        + ", ".join(f"{term} {_gb(count)}" for term, count in terms.items())
+        + ")"
+        for node, terms in host_memory(devices).items()
+    ]
 
 
 def _fixed_terms(device: DeviceMemory) -> dict[str, int]:
@@ -167,6 +177,7 @@ def _fixed_terms(device: DeviceMemory) -> dict[str, int]:
 def _sources(devices: Sequence[DeviceMemory]) -> list[str]:
     """Returns the constants of `device_constants` in the table that are not measured, one line each."""
     used = {term: None for device in devices if device.is_known for term in _fixed_terms(device)}
+    used |= dict.fromkeys(term for terms in host_memory(devices).values() for term in terms)
     calls = [call for device in devices for memory in device.roles.values() if memory for call in memory.calls]
     if any(call.buffers for call in calls):
         used["buffers"] = None

@@ -61,6 +61,9 @@ class RoleMemory:
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Term of `flowrl.memory.device_constants` -> bytes that stay allocated in any case, even if the role offloads."""
 
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Term -> bytes of a rank on a GPU in host memory: a sleeping vLLM, offloaded state, checkpoint snapshots."""
+
     @property
     def resident(self) -> int:
         return self.weights + self.optimizer + self.checkpoint_copy + self.kv_cache
@@ -222,6 +225,7 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
     is_gpu = model.device_type == "cuda"  # on a CPU, device memory is host memory
     offloads_optimizer = is_gpu and model.engine.offload == "optimizer"
     gradients = 0 if model.offloads_parameters else model.gradients
+    checkpoint_copy = model.trained + moments if copies_checkpoints else 0
     calls = [_update(model, gradients, model.num_tokens(rows), entropy), inference_call(model, rows, "forward")]
     if offloads_optimizer:
         calls.append(CallMemory("step", gradients=gradients, optimizer=moments))
@@ -230,8 +234,9 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
         optimizer=0 if model.offloads_parameters or offloads_optimizer else moments,
         calls=tuple(calls),
         offloads=model.offloads_when_idle,
-        checkpoint_copy=model.trained + moments if copies_checkpoints and not is_gpu else 0,
+        checkpoint_copy=0 if is_gpu else checkpoint_copy,
         fixed=model.fixed,
+        host=_host_memory(model, moments, checkpoint_copy),
     )
 
 
@@ -239,7 +244,22 @@ def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
     """Returns the memory of a model that only runs forward passes, such as a reference or reward model."""
     weights = 0 if model.offloads_parameters else model.weights
     calls = (inference_call(model, rows, name),)
-    return RoleMemory(weights, 0, calls, offloads=model.offloads_when_idle, fixed=model.fixed)
+    host = _host_memory(model, 0, 0)
+    return RoleMemory(weights, 0, calls, offloads=model.offloads_when_idle, fixed=model.fixed, host=host)
+
+
+def _host_memory(model: RoleModel, moments: int, checkpoint_copy: int) -> dict[str, int]:
+    """Returns the bytes of a rank on a GPU in host memory, by term. Offloaded weights with their gradients are those of
+    `offload: parameters`; the gradients of an idle role have been freed.
+    """
+    if model.device_type == "cpu":
+        return {}
+    offloaded = moments if model.engine.offload == "optimizer" else 0
+    if model.offloads_parameters:
+        offloaded = model.weights + moments + (model.gradients if moments else 0)
+    elif model.offloads_when_idle:
+        offloaded = model.weights + moments
+    return {name: count for name, count in (("offloaded", offloaded), ("checkpoints", checkpoint_copy)) if count}
 
 
 def inference_call(model: RoleModel, rows: int | None, name: str) -> CallMemory:

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from flowrl.config import RolloutConfig, TransferConfig, VllmConfig
 from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.weight_transport import Transport
-from flowrl.memory.device_constants import CUDA_GRAPHS, SAMPLER_COPIES, TRANSFER_BUCKETS, VLLM_PROCESS, nccl_bytes
+from flowrl.memory.device_constants import (
+    ALL_REDUCE,
+    CUDA_GRAPHS,
+    PINNED_ROUNDING,
+    SAMPLER_COPIES,
+    TRANSFER_BUCKETS,
+    VLLM_PROCESS,
+    nccl_bytes,
+)
 from flowrl.memory.model_size import ModelSize
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel
 
@@ -141,6 +149,8 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
         fixed["CUDA graphs"] = int(CUDA_GRAPHS.value)
     if is_gpu and (num_communicators := (num_devices > 1) + (load.transport == "nccl")):
         fixed["NCCL"] = nccl_bytes(num_communicators)
+    if is_gpu and num_devices > 1:
+        fixed["all-reduce"] = int(ALL_REDUCE.value)
     return RoleMemory(
         weights,
         0,
@@ -150,6 +160,7 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
         sequence_cache=2 * size.keys * param_bytes * size.layers * num_tokens // num_devices,
         num_sequences=min(config.num_seqs, load.batch.rows),
         fixed=fixed,
+        host={"sleeping vLLM": int(PINNED_ROUNDING.value * weights)} if load.offloads else {},
     )
 
 

@@ -13,7 +13,13 @@ from flowrl.config import ConfigError, EngineConfig, LoraConfig, Placement, Roll
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.device_constants import TERMS
-from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, explain_unknown_sizes, read_sizes
+from flowrl.memory.memory_estimate import (
+    DeviceMemory,
+    estimate_memory,
+    explain_unknown_sizes,
+    host_memory,
+    read_sizes,
+)
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget, render_memory
 from flowrl.memory.model_size import PUBLISHED, model_size_from_config, read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, training_role
@@ -430,6 +436,54 @@ def test_a_weight_sync_over_nccl_needs_two_buckets_on_the_first_actor_and_on_eac
         load = call_of(rollout, "load_broadcast")
         assert (load.buffers, load.gathered) == (2 * 500_000_000, EMBEDDING)
         assert rollout.fixed["NCCL"] == tp * communicator
+
+
+def test_each_tensor_parallel_device_has_a_vllm_process_with_its_buffers() -> None:
+    """The leader of the replica has no CUDA context of its own."""
+    roles = {"actor": "train", "reference": "train", "reward": "train", "rollout": {"pool": "make", "tp": 2}}
+    placement = {"device": "cuda", "pools": {"train": [1], "make": [2]}, "roles": roles, "memory_gb": 80}
+    update = {"placement": Placement.model_validate(placement)}
+    config = grpo("Qwen/Qwen2.5-1.5B", "rollout.transfer.via=object_store").model_copy(update=update)
+    _, *rollouts = estimate_memory(config, plan_run(config, [3]), read_sizes(config))
+    expected = {
+        "vLLM process": int(1.27 * 2**30),
+        "CUDA graphs": int(1.62 * 2**30),
+        "NCCL": 32 * 10_485_760,
+        "all-reduce": 96 * 2**20,
+    }
+    assert [device.fixed for device in rollouts] == [expected, expected]
+
+
+NUM_WEIGHTS = 1_543_714_304
+"""Parameters of Qwen2.5-1.5B."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), {"sleeping vLLM": 2 * 2 * NUM_WEIGHTS}),  # bfloat16, in pinned blocks of up to twice the size
+        (("rollout.vllm.sleep=false",), {}),
+        (("rollout.vllm.sleep=false", "actor.engine.offload=optimizer"), {"offloaded": 8 * NUM_WEIGHTS}),
+        (("rollout.vllm.sleep=false", "actor.engine.offload=idle"), {"offloaded": 12 * NUM_WEIGHTS}),
+        (
+            ("rollout.vllm.sleep=false", "actor.engine.strategy=fsdp", "actor.engine.offload=parameters"),
+            {"offloaded": 16 * NUM_WEIGHTS},
+        ),
+        (("rollout.vllm.sleep=false", "checkpoint.every=1"), {"checkpoints": 12 * NUM_WEIGHTS}),
+        (("rollout.vllm.dtype=null", "placement.device=cpu"), {}),
+    ],
+)
+def test_the_host_memory_of_a_gpu_run_is_counted(settings: tuple[str, ...], expected: dict[str, int]) -> None:
+    config = grpo("Qwen/Qwen2.5-1.5B", "actor.kl_loss_coef=0", *settings)
+    device = only_device(config)
+    assert host_memory([device]) == ({0: expected} if expected else {})
+    assert ("host memory of node 0" in render_memory([device], MemoryBudget())) == bool(expected)
+
+
+def test_the_host_memory_of_a_node_is_that_of_all_its_devices() -> None:
+    config = grpo("Qwen/Qwen2.5-1.5B", "actor.kl_loss_coef=0", "placement.pools.main=[2]")
+    devices = estimate_memory(config, plan_run(config, [2]), read_sizes(config))
+    assert host_memory(devices) == {0: {"sleeping vLLM": 2 * 2 * 2 * NUM_WEIGHTS}}
 
 
 def test_a_cache_larger_than_the_device_names_the_largest_that_fits() -> None:
