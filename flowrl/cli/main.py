@@ -275,7 +275,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     else:
         with loading(arguments.config, arguments.overrides, _run_config(arguments.config)) as config:
             with collection_paused():  # the memory of a known model is measured with torch and transformers
-                run = run_checks(CheckedRun(config, arguments.devices), missing=(Need.OUTPUT, Need.START, Need.FILES))
+                run = run_checks(CheckedRun(config, arguments.devices), missing=Need.OUTPUT | Need.START | Need.FILES)
             planned, fitted = run.plan, run.fitted
         is_inline = config.backend == "inline"
         threads = _describe_threads(planned, is_local=run.is_local, setting=config.threads, is_inline=is_inline)
@@ -409,7 +409,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
     if not issubclass(schema, RolloutRunConfig):
         raise ConfigError(f"{path}: {schema.__name__} has no rollout: choose a recipe that generates responses")
     with loading(path, arguments.overrides, schema) as config:
-        run_checks(CheckedRun(config), missing=(Need.OUTPUT,))
+        run_checks(CheckedRun(config), missing=Need.OUTPUT)
 
         # imported here, because only commands that run a model need torch and Ray
         from flowrl.run.doctor import examine  # noqa: PLC0415

@@ -79,9 +79,9 @@ def start_run(config: RunConfig, resources: ExitStack) -> StartedRun:
     """Starts the cluster of a run, and opens its folder. `resources` closes both. `Run` documents the errors."""
     # Read now, because an invalid template would otherwise end the run when it saves the trained model.
     template = conversation_template(config)
-    # Plans before the folder is locked, so that an impossible placement creates no files.
     restarts = current_policy()
     checked = restarts.pop_checked(config)
+    # Plans before the folder is locked, so that an impossible placement creates no files.
     if config.address is None:
         check_placement(checked)
     resources.enter_context(folder_lock(config.output))

@@ -71,7 +71,7 @@ def evaluate_model(
 def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> dict[str, Batch]:
     """Checks the settings, and returns the held-out prompts by the name of their set. Raises UserError."""
     config = _on_backend(config, num_devices)
-    run_checks(CheckedRun(config), missing=(Need.OUTPUT, Need.TRAINING, Need.FILES))
+    run_checks(CheckedRun(config), missing=Need.OUTPUT | Need.TRAINING | Need.FILES)
     if problems := [problem for problem in find_path_problems(config) if not problem.startswith("data.train ")]:
         raise ConfigError(problems[0])
     return read_held_out(config)

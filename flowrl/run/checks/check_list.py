@@ -2,10 +2,10 @@
 for the memory, and for user-defined functions.
 """
 
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import Flag, IntEnum, auto
 from typing import Any
 
 from flowrl.checkpoints.resume import is_resuming
@@ -18,27 +18,8 @@ from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.memory.memory_estimate import explain_unknown_sizes
 from flowrl.memory.memory_table import GB
 from flowrl.report.trackers.open_trackers import check_trackers
+from flowrl.run.checks import config_checks, file_checks, placement_checks
 from flowrl.run.checks.checked_run import CheckedRun
-from flowrl.run.checks.config_checks import check_functions, check_packages, check_processes
-from flowrl.run.checks.file_checks import (
-    check_paths,
-    check_positions,
-    check_reward_heads,
-    check_vocabularies,
-    warn_about_experts,
-)
-from flowrl.run.checks.placement_checks import (
-    check_adapters,
-    check_bfloat16,
-    check_determinism,
-    check_engines,
-    check_head_sizes,
-    check_model_sizes,
-    check_profile,
-    check_quantization,
-    describe_devices,
-    warn_about_offload,
-)
 from flowrl.schedules.schedule_plan import check_schedule
 from flowrl.weight_sync.transfer import check_cuda_ipc
 
@@ -56,9 +37,10 @@ class Level(IntEnum):
     """Trains one small step."""
 
 
-class Need(Enum):
-    """A condition for a check. A check whose needs are not met is skipped."""
+class Need(Flag):
+    """Conditions for a check. A check whose needs are not met is skipped."""
 
+    NONE = 0
     OUTPUT = auto()
     """The run writes its output folder, and reports to trackers."""
     START = auto()
@@ -86,7 +68,7 @@ class Check:
     level: Level
     function: Callable[..., object]
     """Raises UserError if the run is invalid. A text that it returns describes the row."""
-    needs: Set[Need] = frozenset()
+    needs: Need = Need.NONE
     arguments: Callable[[Any], tuple[Any, ...]] = lambda run: (run.config,)  # Any: CheckedRun or a subclass
     """Returns the arguments of `function`."""
 
@@ -107,12 +89,12 @@ def list_checks(level: Level) -> tuple[Check, ...]:
     return tuple(check for check in checks if check.level <= level)
 
 
-def find_missing(run: CheckedRun) -> set[Need]:
+def find_missing(run: CheckedRun) -> Need:
     """Returns the needs that a run on its devices does not meet."""
-    return {need for need, is_met in ((Need.PLAN, run.has_plan), (Need.MACHINE, run.is_local)) if not is_met}
+    return (Need.NONE if run.has_plan else Need.PLAN) | (Need.NONE if run.is_local else Need.MACHINE)
 
 
-def run_checks(run: CheckedRun, *, missing: Collection[Need] = (), row: str | None = None) -> CheckedRun:
+def run_checks(run: CheckedRun, *, missing: Need = Need.NONE, row: str | None = None) -> CheckedRun:
     """Runs the checks of the levels CONFIG and FILES in this order, and returns `run`.
 
     Args:
@@ -123,9 +105,9 @@ def run_checks(run: CheckedRun, *, missing: Collection[Need] = (), row: str | No
         UserError: the first check that fails.
         RunComplete: the output folder has this run with all its steps.
     """
-    unmet = {*missing, *find_missing(run)}
+    unmet = missing | find_missing(run)
     for check in sorted(list_checks(Level.FILES), key=lambda check: check.level):
-        if check.needs.isdisjoint(unmet) and row in (None, check.row):
+        if not check.needs & unmet and row in (None, check.row):
             with suppress(CheckSkipped):
                 check.run(run)
     return run
@@ -135,7 +117,7 @@ def check_start(config: RunConfig) -> CheckedRun:
     """Runs all checks of a start before it imports torch and reads data. Raises like `run_checks`."""
     # Only the nodes of a cluster know whether `auto` selects their GPUs.
     is_unknown = config.address is not None and config.placement.device == "auto"
-    return run_checks(CheckedRun(config), missing=_PLAN if is_unknown else ())
+    return run_checks(CheckedRun(config), missing=Need.PLAN if is_unknown else Need.NONE)
 
 
 def check_placement(run: CheckedRun) -> Plan:
@@ -169,49 +151,45 @@ def _check_memory(run: CheckedRun) -> str:
     return f"at most {max((d.peak[0] for d in devices), default=0) / GB:.1f} GB per device; each {share} has {limit}"
 
 
-_OUTPUT, _START, _TRAINING = {Need.OUTPUT}, {Need.START}, {Need.TRAINING}
-_FILES, _PLAN, _MACHINE = {Need.FILES}, {Need.PLAN}, {Need.MACHINE}
+def _with_capability(run: CheckedRun) -> tuple[RunConfig, tuple[int, int] | None]:
+    return run.resolved, local_capability() if run.plan.kind == "cuda" else None
 
 
-def _of_plan(row: str, level: Level, needs: set[Need], *functions: Callable[..., object]) -> Iterator[Check]:
+def _with_ipc_problem(run: CheckedRun) -> tuple[RunConfig, Plan, tuple[str, str] | None]:
+    return run.resolved, run.plan, find_ipc_problem()
+
+
+def _of_plan(row: str, level: Level, needs: Need, *functions: Callable[..., object]) -> Iterator[Check]:
     """Yields checks whose functions get the settings on the planned devices, and the plan."""
     for function in functions:
-        yield Check(row, level, function, _PLAN | needs, lambda run: (run.resolved, run.plan))
+        yield Check(row, level, function, Need.PLAN | needs, lambda run: (run.resolved, run.plan))
 
 
 _CHECKS = (
-    Check("output", Level.CONFIG, _check_output, _OUTPUT),
-    Check("functions", Level.CONFIG, _check_threads, _START),
-    Check("functions", Level.CONFIG, check_trackers, _OUTPUT, lambda run: (run.config.report,)),
-    Check("functions", Level.CONFIG, check_functions),
-    Check("functions", Level.CONFIG, check_processes),
-    Check("functions", Level.CONFIG, check_packages, _START | _MACHINE),
-    Check("files", Level.FILES, check_paths, _FILES),
-    Check("models", Level.FILES, check_positions),
-    Check("models", Level.FILES, check_reward_heads),
-    Check("models", Level.FILES, warn_about_experts, _TRAINING),
-    Check("tokenizer", Level.FILES, check_vocabularies),
-    *_of_plan("placement", Level.CONFIG, set(), describe_devices, check_quantization),
-    *_of_plan("placement", Level.CONFIG, _TRAINING, check_engines, check_adapters, check_determinism, check_profile),
-    *_of_plan("placement", Level.CONFIG, _TRAINING, check_schedule, choose_transports),
-    *_of_plan("placement", Level.FILES, set(), check_head_sizes),
-    *_of_plan("placement", Level.FILES, _TRAINING, check_model_sizes),
-    *_of_plan("memory", Level.CONFIG, _TRAINING, warn_about_offload),
-    Check(
-        "memory",
-        Level.CONFIG,
-        check_bfloat16,
-        _PLAN | _MACHINE,
-        lambda run: (run.resolved, local_capability() if run.plan.kind == "cuda" else None),
+    Check("output", Level.CONFIG, _check_output, Need.OUTPUT),
+    Check("functions", Level.CONFIG, _check_threads, Need.START),
+    Check("functions", Level.CONFIG, check_trackers, Need.OUTPUT, lambda run: (run.config.report,)),
+    Check("functions", Level.CONFIG, config_checks.check_functions),
+    Check("functions", Level.CONFIG, config_checks.check_processes),
+    Check("functions", Level.CONFIG, config_checks.check_packages, Need.START | Need.MACHINE),
+    Check("files", Level.FILES, file_checks.check_paths, Need.FILES),
+    Check("models", Level.FILES, file_checks.check_positions),
+    Check("models", Level.FILES, file_checks.check_reward_heads),
+    Check("models", Level.FILES, file_checks.warn_about_experts, Need.TRAINING),
+    Check("tokenizer", Level.FILES, file_checks.check_vocabularies),
+    *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.describe_devices),
+    *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.check_quantization),
+    *_of_plan(
+        "placement", Level.CONFIG, Need.TRAINING, placement_checks.check_engines, placement_checks.check_adapters
     ),
-    Check(
-        "memory",
-        Level.CONFIG,
-        check_cuda_ipc,
-        _PLAN | _MACHINE | _TRAINING,
-        lambda run: (run.resolved, run.plan, find_ipc_problem()),
-    ),
-    Check("memory", Level.FILES, _check_memory, _PLAN | _TRAINING, lambda run: (run,)),
+    *_of_plan("placement", Level.CONFIG, Need.TRAINING, placement_checks.check_determinism, check_schedule),
+    *_of_plan("placement", Level.CONFIG, Need.TRAINING, placement_checks.check_profile, choose_transports),
+    *_of_plan("placement", Level.FILES, Need.NONE, placement_checks.check_head_sizes),
+    *_of_plan("placement", Level.FILES, Need.TRAINING, placement_checks.check_model_sizes),
+    *_of_plan("memory", Level.CONFIG, Need.TRAINING, placement_checks.warn_about_offload),
+    Check("memory", Level.CONFIG, placement_checks.check_bfloat16, Need.PLAN | Need.MACHINE, _with_capability),
+    Check("memory", Level.CONFIG, check_cuda_ipc, Need.PLAN | Need.MACHINE | Need.TRAINING, _with_ipc_problem),
+    Check("memory", Level.FILES, _check_memory, Need.PLAN | Need.TRAINING, lambda run: (run,)),
 )
 """All checks of the levels CONFIG and FILES."""
 

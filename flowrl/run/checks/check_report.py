@@ -90,9 +90,9 @@ def _run_row(checks: Sequence[Check], run: LoadedRun, problems: list[str]) -> tu
     texts: list[str] = []
     try:
         for check in checks:
-            if Need.PLAN in check.needs & missing:
+            if check.needs & missing & Need.PLAN:
                 return "skipped", f"the devices of the cluster at {run.config.address} are unknown: set devices"
-            if check.needs.isdisjoint(missing) and (text := check.run(run)) is not None:
+            if not check.needs & missing and (text := check.run(run)) is not None:
                 texts.append(text)
     except (CheckSkipped, RunComplete) as ended:
         return "skipped" if isinstance(ended, CheckSkipped) else "ok", str(ended)

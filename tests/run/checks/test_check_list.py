@@ -36,8 +36,8 @@ def test_only_the_gpus_of_this_machine_are_queried(tmp_path: Path, monkeypatch: 
     placement = on(1).model_copy(update={"device": "cuda"})
     config = run_with(placement).model_copy(update={"devices": (1,)})
     with rejects("actor.engine.compute_dtype", "7.5", error=ConfigError):
-        run_checks(CheckedRun(config), missing=(Need.OUTPUT, Need.FILES))
-    elsewhere = run_checks(CheckedRun(config, [1]), missing=(Need.OUTPUT, Need.FILES))
+        run_checks(CheckedRun(config), missing=Need.OUTPUT | Need.FILES)
+    elsewhere = run_checks(CheckedRun(config, [1]), missing=Need.OUTPUT | Need.FILES)
     assert models_of(elsewhere.applied.config)["actor"].engine.compute_dtype == "bfloat16"
 
 
@@ -102,8 +102,8 @@ def test_a_start_does_not_guess_whether_a_cluster_has_gpus() -> None:
 
 def test_the_checks_of_unknown_devices_are_skipped() -> None:
     run = CheckedRun(joined())
-    assert find_missing(run) == {Need.PLAN, Need.MACHINE}
-    run_checks(run, missing=(Need.OUTPUT, Need.FILES))
+    assert find_missing(run) == Need.PLAN | Need.MACHINE
+    run_checks(run, missing=Need.OUTPUT | Need.FILES)
     with rejects("cluster:6379", "--devices", error=ConfigError):
         _ = run.plan
 
