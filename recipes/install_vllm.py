@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from flowrl.cli import exit_code
 from flowrl.cli.command_parser import CommandParser
 from flowrl.config import CheckFailed, UserError
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
 
 DISTRIBUTIONS = RELEASE, CPU_BUILD = ENGINES["vllm"].packages[0].distributions
 

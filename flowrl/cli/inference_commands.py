@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.cli.imports import add_working_folder, collection_paused
 from flowrl.cli.number_types import natural, port, positive, positive_count, share, temperature
 from flowrl.config import CheckFailed, UserError
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.data.messages import DataError
 
 if TYPE_CHECKING:

@@ -47,6 +47,8 @@ from flowrl.config.data.data_settings import (
     RowsConfig,
 )
 from flowrl.config.data.evaluation_settings import EvaluationConfig
+from flowrl.config.engines.rollout_capabilities import EngineCapabilities, Package, Quantization
+from flowrl.config.engines.train_engines import TRAIN_ENGINES, TrainCapabilities
 from flowrl.config.load import (
     import_recipe,
     load,
@@ -90,7 +92,6 @@ from flowrl.config.roles import (
     models_of,
     roles_of,
 )
-from flowrl.config.rollout.capabilities import EngineCapabilities, Package, Quantization
 from flowrl.config.run import (
     CheckpointConfig,
     DatasetConfig,
@@ -107,20 +108,21 @@ from flowrl.config.stages.rollouts import DynamicSampling, RolloutRunConfig
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [
-    "ROLES", "SINGLE", "ActorConfig", "AdvantageConfig", "Aggregation", "AnyAdvantage", "AnyCorrection",
-    "AnyDistillation", "AnyKlControl", "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss", "AnySchedule",
-    "AnyShaping", "AsyncSchedule", "CheckFailed", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
-    "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig", "DistillationLossConfig",
-    "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig", "EpochConfig", "EvaluationConfig",
-    "EvaluationRunConfig", "FilePath", "HealthCheck", "HealthChecks", "HealthConfig", "ImportName", "ImportNameError",
-    "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig", "Member", "ModelConfig", "ModelRoleConfig",
-    "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package", "Placement", "PolicyLossConfig",
-    "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization", "ReferenceConfig",
-    "ReportConfig", "RewardComponent", "RewardConfig", "RewardModelConfig", "RewardModelLossConfig", "RoleConfig",
-    "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig", "RowsConfig", "RunConfig",
-    "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues", "ShapingConfig", "StudentConfig",
-    "TokenIds", "TrainedConfig", "TransferConfig", "UserError", "VllmConfig", "default_compute_dtype",
-    "find_tokenizer_role", "import_attribute", "import_function", "import_recipe", "imported_module_name",
-    "is_import_name", "keys_of", "load", "load_located", "load_recorded", "loading", "models_of", "parse",
-    "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
+    "ROLES", "SINGLE", "TRAIN_ENGINES", "ActorConfig", "AdvantageConfig", "Aggregation", "AnyAdvantage",
+    "AnyCorrection", "AnyDistillation", "AnyKlControl", "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss",
+    "AnySchedule", "AnyShaping", "AsyncSchedule", "CheckFailed", "CheckpointConfig", "Config", "ConfigError",
+    "CorrectionConfig", "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig",
+    "DistillationLossConfig", "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig",
+    "EpochConfig", "EvaluationConfig", "EvaluationRunConfig", "FilePath", "HealthCheck", "HealthChecks",
+    "HealthConfig", "ImportName", "ImportNameError", "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig",
+    "Member", "ModelConfig", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package",
+    "Placement", "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig",
+    "Quantization", "ReferenceConfig", "ReportConfig", "RewardComponent", "RewardConfig", "RewardModelConfig",
+    "RewardModelLossConfig", "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig",
+    "RowsConfig", "RunConfig", "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues",
+    "ShapingConfig", "StudentConfig", "TokenIds", "TrainCapabilities", "TrainedConfig", "TransferConfig",
+    "UserError", "VllmConfig", "default_compute_dtype", "find_tokenizer_role", "import_attribute",
+    "import_function", "import_recipe", "imported_module_name", "is_import_name", "keys_of", "load", "load_located",
+    "load_recorded", "loading", "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml",
+    "training_module",
 ]  # fmt: skip

@@ -249,9 +249,9 @@ DeviceKind = Literal["cpu", "cuda"]
 CUSTOM = "module:function"
 """Tag of the union member for user functions. Settings name such a function as `module:function`."""
 
-Options = Annotated[
-    Mapping[str, bool | int | float | str | None], Field(description="Keyword arguments of the user function.")
-]
+OptionValues = Mapping[str, bool | int | float | str | None]
+
+Options = Annotated[OptionValues, Field(description="Keyword arguments of the user function.")]
 
 
 class Member(Config):
@@ -322,12 +322,15 @@ def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an ins
     return TypeAdapter(union).validate_python(settings)
 
 
-def check_name(name: str, *, what: str, names: Sequence[str]) -> str:
-    """Returns `name` if it is in `names` or has the form `module:function`. Otherwise raises ValueError."""
+def check_name(name: str, *, what: str, names: Sequence[str], custom: str = CUSTOM) -> str:
+    """Returns `name` if it is in `names` or names an attribute of a module. Otherwise raises ValueError.
+
+    `custom` is the form of the name of a user's function or class, for messages and docs.
+    """
     if ":" in name:
         return check_import_name(name)
     if name not in names:
-        raise ValueError(unknown_name(what, name, names))
+        raise ValueError(unknown_name(what, name, [*names, custom], allows_custom=False))
     return name
 
 

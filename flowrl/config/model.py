@@ -1,12 +1,19 @@
 """Settings of models, adapters, optimizers and training engines."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.base import Config, DeviceKind, FilePath
+from flowrl.config.base import Config, DeviceKind, FilePath, OptionValues, check_name
+from flowrl.config.engines.train_engines import (
+    DEFAULT_TRAIN_ENGINE,
+    TRAIN_ENGINES,
+    TrainCapabilities,
+    get_train_capabilities,
+)
 
 
 class ModelConfig(Config):
@@ -60,8 +67,18 @@ class LoraConfig(Config):
         return self
 
 
+OPTIMIZERS = ("adamw",)
+"""Names of the included optimizers. `flowrl.engines.train.optimizers` builds them."""
+
+
 class OptimizerConfig(Config):
-    """AdamW, its learning rate schedule, and gradient clipping."""
+    """The optimizer, its learning rate schedule, and gradient clipping."""
+
+    kind: Annotated[str, AfterValidator(partial(check_name, what="optimizer", names=OPTIMIZERS))] = "adamw"
+    """`adamw`, or a user function `(parameter groups, settings) -> torch.optim.Optimizer`."""
+
+    options: OptionValues = Field(default_factory=dict)
+    """Settings of a user's optimizer, which its function reads from `settings.options`."""
 
     lr: PositiveFloat
     """Peak learning rate."""
@@ -91,6 +108,11 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "OptimizerConfig":
+        if self.options and self.kind in OPTIMIZERS:
+            raise ValueError(
+                f"options has {', '.join(self.options)}, but {self.kind} has no options: remove it, or set kind to a "
+                f"user function"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {list(self.betas)}, but each must be at least 0 and below 1")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
@@ -107,8 +129,17 @@ class OptimizerConfig(Config):
         return self.model_copy(update={"total_steps": max(num_updates, self.warmup_steps + 1)})
 
 
+_check_engine_name = partial(check_name, what="training engine", names=tuple(TRAIN_ENGINES), custom="module:Class")
+
+
 class EngineConfig(Config):
     """Execution of a model: parallelism, memory and kernels. These settings change results only by rounding."""
+
+    kind: Annotated[str, AfterValidator(_check_engine_name)] = DEFAULT_TRAIN_ENGINE
+    """Training engine: `fsdp`, or a user's class (docs/extend.md). `fsdp` also runs unsharded models."""
+
+    options: OptionValues = Field(default_factory=dict)
+    """Settings of a user's engine."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer
@@ -162,8 +193,35 @@ class EngineConfig(Config):
         }
         return {name: value for name, (value, is_set) in settings.items() if is_set}
 
+    @property
+    def capabilities(self) -> TrainCapabilities:
+        """Capabilities of the engine."""
+        return get_train_capabilities(self.kind)
+
+    def check_role(self, outputs: Sequence[str], *, has_adapter: bool = False) -> None:
+        """Raises ValueError if the engine lacks an output that a role needs, or does not train its adapter."""
+        known, fix = self.capabilities, f"set engine.kind: {DEFAULT_TRAIN_ENGINE}"
+        if missing := [name for name in outputs if name not in known.outputs]:
+            raise ValueError(
+                f"engine.kind {self.kind} does not compute {' and '.join(missing)}, which this role needs (it computes "
+                f"{', '.join(known.outputs)}): {fix}"
+            )
+        if has_adapter and not known.adapters:
+            raise ValueError(f"lora is set, but engine.kind {self.kind} trains no adapters: remove lora, or {fix}")
+
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":
+        known = self.capabilities
+        for option in self.options:
+            if option not in known.options:
+                available = ", ".join(known.options) or "none"
+                raise ValueError(f"options has {option}, which kind {self.kind} does not have; available: {available}")
+        for name, field in type(self).model_fields.items():
+            if name not in ("kind", "options", *known.settings) and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but kind {self.kind} does not read it: remove it, or set kind: "
+                    f"{DEFAULT_TRAIN_ENGINE}"
+                )
         if self.strategy in ("single", "ddp"):
             for name, value in self.sharding_settings().items():
                 raise ValueError(

@@ -60,7 +60,7 @@ class RolePlacement(Config):
     """Sequence-parallel size: number of ranks over which each sequence is sharded."""
 
     pp: PositiveInt = 1
-    """Pipeline-parallel size: number of ranks over which the layers are distributed. No engine supports more than 1."""
+    """Pipeline-parallel size: number of ranks over which the layers are distributed. Included engines: only 1."""
 
 
 def _read_role(value: object) -> RolePlacement:

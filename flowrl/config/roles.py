@@ -1,7 +1,7 @@
 """Settings of each role: its model, its engine, and its processing of a batch."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +19,6 @@ from flowrl.config.algorithm.preference import AnyPreference, AnyRewardModelLoss
 from flowrl.config.base import (
     Aggregation,
     Config,
-    ConfigError,
     Dependency,
     FilePath,
     ImportName,
@@ -27,21 +26,32 @@ from flowrl.config.base import (
     Options,
     TokenIds,
 )
-from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
-from flowrl.config.rollout.capabilities import EngineCapabilities
-from flowrl.config.rollout.engines import (
+from flowrl.config.engines.rollout_capabilities import EngineCapabilities
+from flowrl.config.engines.rollout_engines import (
     DEFAULT_ENGINE,
     ENGINES,
     check_engine,
     get_capabilities,
     name_alternatives,
 )
+from flowrl.config.engines.vllm_settings import VllmConfig
+from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 
 
 class RoleConfig(Config):
     """Base class of the settings of a role. A field of the run's config whose value is a `RoleConfig` defines a role
     with the name of the field.
     """
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ()
+    """Outputs that the training engine of the role must compute."""
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        settings = dict(self)
+        if isinstance(engine := settings.get("engine"), EngineConfig):
+            engine.check_role(self.OUTPUTS, has_adapter=settings.get("lora") is not None)
+        return self
 
     def roles(self, name: str) -> dict[str, "RoleConfig"]:
         """Returns the roles of a field with this name and value, by name: one, unless a subclass defines several."""
@@ -69,6 +79,8 @@ class RoleConfig(Config):
 class TrainedConfig(RoleConfig):
     """A role whose model is trained."""
 
+    OUTPUTS = ("logprobs",)
+
     model: ModelConfig
     """Model with the initial weights."""
 
@@ -85,6 +97,8 @@ class TrainedConfig(RoleConfig):
 
 class ActorConfig(TrainedConfig):
     """The policy that is trained on rollouts, and its loss."""
+
+    OUTPUTS = ("logprobs", "entropy")
 
     temperature: PositiveFloat | None = None
     """Sampling temperature of the responses. The logits are divided by it before the log-softmax. Null uses
@@ -161,6 +175,8 @@ RANDOM_HEAD = Dependency(
 class CriticConfig(TrainedConfig):
     """The value model that is trained: a causal language model, or a saved critic with its value head."""
 
+    OUTPUTS = ("values",)
+
     head: Literal["zero", "fresh"] = "zero"
     """Initialization of the value head if the model has none: zeros, or random from N(0, 1 / (hidden size + 1))."""
 
@@ -195,6 +211,8 @@ class StudentConfig(TrainedConfig):
 class RewardModelConfig(TrainedConfig):
     """The reward model that is trained on pairs. Its model is a causal language model, or a saved reward model."""
 
+    OUTPUTS = ("scores",)
+
     head: Literal["fresh", "from_model"] = "fresh"
     """Initialization of the head. `fresh`: random from N(0, 1 / (hidden size + 1)). `from_model`: the trained head of a
     saved reward model.
@@ -214,6 +232,8 @@ class ReferenceConfig(RoleConfig):
     adapter disabled, replaces it.
     """
 
+    OUTPUTS = ("logprobs",)
+
     model: ModelConfig
     """Weights of the reference, usually the actor's initial weights."""
 
@@ -226,6 +246,8 @@ class ReferenceConfig(RoleConfig):
 
 class ScoringModelConfig(RoleConfig):
     """A role that can score responses with a reward model."""
+
+    OUTPUTS = ("scores",)
 
     model: ModelConfig | None = None
     """Sequence-classification model with one label, which scores the responses."""
@@ -272,90 +294,8 @@ class TransferConfig(Config):
     latest version."""
 
 
-DEFAULT_CACHE_GB = 1.0
-"""KV cache of vLLM on a CPU, or if the plan cannot determine it."""
-
-CACHE_SHARE = 0.9
-"""Share of the free memory of a GPU that becomes the KV cache. The rest covers errors of the estimate."""
-
 DEFAULT_NUM_SEQS = 256
 """Number of sequences if `max_num_seqs` is null. vLLM on GPUs has a default of its own."""
-
-
-class VllmConfig(Config):
-    """Settings of the vLLM engine. They change only time and memory."""
-
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of weights and activations. Null: on GPUs the actor's `compute_dtype`, and for a judge bfloat16; on CPUs
-    the dtype of the model. Weights are cast before they are sent.
-    """
-
-    kv_cache_gb: PositiveFloat | None = None
-    """Memory of the KV cache on each device of a replica, in GB (10^9 bytes). Sequences that do not fit wait in a
-    queue. Null: 1 on CPUs; on GPUs 90 % of the memory that the plan leaves free, and 1 if the size of the model is
-    unknown.
-    """
-
-    max_model_len: PositiveInt | None = None
-    """Longest sequence (prompt plus response). Null is the minimum of the model's limit and the KV cache's capacity."""
-
-    prefix_caching: bool = True
-    """Reuse the KV cache of shared prompt prefixes."""
-
-    graphs: bool = True
-    """Use CUDA graphs and compilation on GPUs. The start is slower and decoding is faster."""
-
-    sleep: bool | None = None
-    """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
-    on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. False lets other roles use the devices
-    anyway."""
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache on each device."""
-        return int((DEFAULT_CACHE_GB if self.kv_cache_gb is None else self.kv_cache_gb) * 1e9)
-
-
-class PlannedVllmConfig(VllmConfig):
-    """Settings of vLLM on a GPU whose KV cache uses the memory that a plan leaves free. Not read from files."""
-
-    setting: str
-    """Name of the setting of the KV cache, for messages."""
-
-    needed: NonNegativeInt
-    """Peak bytes on the device without this KV cache, while the engine holds it."""
-
-    present: NonNegativeInt
-    """Bytes that are in use on the device when the engine starts, according to the plan. Includes the CUDA context
-    with which the engine measures the free memory."""
-
-    least: NonNegativeInt
-    """Smallest usable KV cache: bytes of one sequence of full length."""
-
-    limit: PositiveInt | None
-    """Bytes in `placement.memory_gb`; None uses the whole device."""
-
-    num_caches: PositiveInt = 1
-    """Number of KV caches that divide the free memory, because they are on the device at the same time."""
-
-    def fit_cache(self, total: int, free: int) -> int:
-        """Returns the bytes of the KV cache on a device with `total` bytes, of which `free` are free at the start.
-
-        Subtracts the memory that other programs use. The result may be below `least`, and below 0.
-        """
-        unplanned = max(0, total - free - self.present)
-        return int(CACHE_SHARE * (min(total, self.limit or total) - self.needed - unplanned) / self.num_caches)
-
-    def measured_cache(self, total: int, free: int) -> int:
-        """Returns the result of `fit_cache`. Raises ConfigError if the cache is below `least`."""
-        num_bytes = self.fit_cache(total, free)
-        if num_bytes < self.least:
-            raise ConfigError(
-                f"{self.setting} would be {num_bytes / 1e9:.1f}, because {free / 1e9:.1f} of "
-                f"{total / 1e9:.1f} GB are free and the plan needs {self.needed / 1e9:.1f} GB for everything else, but "
-                f"a sequence needs {self.least / 1e9:.1f}: end other programs on the GPU, or use one with more memory"
-            )
-        return num_bytes
 
 
 class RolloutConfig(RoleConfig):

@@ -16,8 +16,8 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from flowrl.config.base import CUSTOM, Config, check_import_name, check_name
+from flowrl.config.engines.rollout_engines import CUSTOM_ENGINE, ENGINES, check_engine
 from flowrl.config.placement import Placement
-from flowrl.config.rollout.engines import CUSTOM_ENGINE, ENGINES, check_engine
 from flowrl.config.setting_tree import (
     accepted_fields,
     config_classes,
@@ -65,7 +65,8 @@ def _names_in(entry: object) -> list[str]:
     if isinstance(entry, AfterValidator) and entry.func is check_engine:
         return [f"`{name}`" for name in (*ENGINES, CUSTOM_ENGINE)]
     if isinstance(entry, AfterValidator) and isinstance(entry.func, partial) and entry.func.func is check_name:
-        return [f"`{name}`" for name in (*entry.func.keywords["names"], CUSTOM)]
+        settings = entry.func.keywords
+        return [f"`{name}`" for name in (*settings["names"], settings.get("custom", CUSTOM))]
     return []
 
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from flowrl.config.base import Config, Member, check_import_name, check_name
-from flowrl.config.rollout.engines import check_engine
+from flowrl.config.engines.rollout_engines import check_engine
 from flowrl.config.source import Key
 
 

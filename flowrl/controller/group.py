@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from flowrl.controller.backends.base import Backend
@@ -272,6 +273,12 @@ class WorkerGroup:
         """Returns whether both groups use the same processes."""
         return self.is_colocated_in(other) and other.is_colocated_in(self)
 
+    @property
+    def shares_model(self) -> bool:
+        """Whether other roles in the processes of this group can use its model."""
+        args, kwargs = self._constructor
+        return self.cls.shares_model(*args, **kwargs)
+
     def is_evicted_by(self, other: "WorkerGroup") -> bool:
         """Returns whether calls of the other group evict this group's processes from a shared device."""
         return self._eviction.ledger.is_evicted_by(self.slots, other.slots)
@@ -327,9 +334,13 @@ class WorkerGroup:
         """Returns the contract of a call. It can differ from the method's contract if that has `resolve`."""
         if contract.resolve is None:
             return contract
-        args, kwargs = self._constructor
         with _naming(self.role, method):
-            return contract.resolve(replace(contract, resolve=None), self.cls, arguments, *args, **kwargs)
+            return contract.resolve(replace(contract, resolve=None), self.cls, arguments, self._call_settings)
+
+    @cached_property
+    def _call_settings(self) -> Any:  # Any: see `Worker.call_settings`
+        args, kwargs = self._constructor
+        return self.cls.call_settings(*args, **kwargs)
 
     def submit(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> "Batch | Future":
         """Scatters the arguments of a call, sends the call to its ranks, and returns the result without waiting.
@@ -350,10 +361,9 @@ class WorkerGroup:
             self._calls.raise_if_failed(self.pool)
             called = {index: args for index, args in enumerate(per_rank) if args is not None}
             evictions = {} if contract.memory == () else self._evict_others(tuple(called))
-            results = {
-                index: self._send(index, method, contract, mode, args, evictions.get(index, ()))
-                for index, args in called.items()
-            }
+            results = {}
+            for index, args in called.items():
+                results[index] = self._send(index, method, contract, mode, args, evictions.get(index, ()))
         if mode.gather is None:
             leaders = [per_rank[index] for index in get_leader_ranks(self.mesh)]
             result = self._make_batch(contract, leaders, results)

@@ -121,9 +121,9 @@ def register(
             idempotent or needs state that is lost with the process. Callers then get `ProcessLost`; the run continues.
         groups: row column of integers. Rows with the same value are sent to the same data-parallel rank. The driver
             waits for the column if there are several ranks.
-        resolve: `(contract, worker class, arguments of the call, *arguments of the constructor) -> contract`, for reads
-            or groups that depend on the arguments. The driver calls it before it sends a call. It may raise
-            `ContractError`.
+        resolve: `(contract, worker class, arguments of the call, settings) -> contract`, for columns or groups that
+            depend on the arguments. `settings` is the result of `Worker.call_settings`. The driver calls it before it
+            sends a call. It may raise `ContractError`.
     Raises:
         ValueError: the dispatch mode is unknown, the declaration is inconsistent, or the method has `*args`.
     """
@@ -260,6 +260,19 @@ class Worker(Generic[GroupType]):
     def can_offload_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
         """Returns whether a worker with these arguments can offload from a device that other processes share."""
         return False
+
+    @classmethod
+    def shares_model(cls, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
+        """Returns whether other workers in the process can use the model of a worker with these arguments."""
+        return True
+
+    @classmethod
+    def call_settings(cls, *args: Any, **kwargs: Any) -> Any:  # Any: the constructor's; the result is for `resolve`
+        """Returns the settings on which contracts of calls depend, for `register(resolve=...)`. The driver calls it
+        once per group. Default: the first argument of the constructor.
+        """
+        bound = inspect.signature(cls.__init__).bind_partial(None, *args, **kwargs)
+        return next(iter([*bound.arguments.values()][1:]), None)
 
     @classmethod
     def user_functions(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:  # Any: the constructor's

@@ -17,7 +17,7 @@ import torch
 
 from flowrl.config import RolloutConfig, UserError, VllmConfig
 from flowrl.config.base import DeviceKind
-from flowrl.config.rollout.engines import get_capabilities, name_alternatives
+from flowrl.config.engines.rollout_engines import get_capabilities, name_alternatives
 from flowrl.controller.placement.cpu_threads import default_threads, use_threads
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.template import ConversationTemplate

@@ -19,14 +19,16 @@ from flowrl.config import (
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
-    TrainedConfig,
     VllmConfig,
     default_compute_dtype,
+    find_tokenizer_role,
     keys_of,
     shards_model,
 )
 from flowrl.config.base import DeviceKind
-from flowrl.config.roles import DEFAULT_CACHE_GB, DEFAULT_NUM_SEQS, PlannedVllmConfig
+from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
+from flowrl.config.engines.vllm_settings import DEFAULT_CACHE_GB, PlannedVllmConfig
+from flowrl.config.roles import DEFAULT_NUM_SEQS
 from flowrl.controller.placement.inventory import local_gpu_names, local_memory
 from flowrl.controller.placement.plan import Mesh, Plan
 from flowrl.controller.placement.plan_table import aligned
@@ -88,7 +90,7 @@ def _resolve_role(value: RoleConfig, is_alone: bool, matches_rollout: bool) -> R
     """
     if isinstance(value, JudgeConfig):
         return _with_dtype(value, default_dtype(value.engine, value.model, "cuda"))
-    if not isinstance(value, ModelRoleConfig) or value.model is None:
+    if not isinstance(value, ModelRoleConfig) or value.model is None or value.engine.kind != DEFAULT_TRAIN_ENGINE:
         return value
     changes = {}
     if value.engine.strategy == "auto" and is_alone:
@@ -263,9 +265,7 @@ def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
         if isinstance(value, JudgeConfig):
             rows.append(_generator_row(role, known, value.generation, value.model.dtype, planned))
         elif isinstance(value, RolloutConfig):
-            actor = fitted.config.role_settings["actor"]
-            assert isinstance(actor, TrainedConfig), "a run with a rollout trains an actor"
-            rows.append(_generator_row(role, known, value, actor.model.dtype, planned))
+            rows.append(_generator_row(role, known, value, _policy_dtype(fitted.config), planned))
         elif role in planned.roles and isinstance(value, ModelRoleConfig) and value.model is not None:
             rows.append(_model_row(role, known, value, value.model, planned))
     lines = [f"settings on {planned.kind} devices; a star marks the value of a null or auto setting"]
@@ -276,6 +276,13 @@ def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
     return "\n".join(lines)
 
 
+def _policy_dtype(config: RunConfig) -> str:
+    """Returns the dtype of the weights of the policy from which a rollout generates."""
+    policy = config.role_settings[find_tokenizer_role(config) or "actor"]
+    assert isinstance(policy, ModelRoleConfig) and policy.model is not None, "a run with a rollout has a policy"
+    return policy.model.dtype
+
+
 def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: ModelConfig, planned: Plan) -> list[str]:
     assert isinstance(stated, ModelRoleConfig), "the resolved settings of a role have the class of the stated settings"
     engine, mesh = value.engine, planned.roles[role].mesh
@@ -284,6 +291,8 @@ def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: Mod
     compute = engine.compute_dtype or model.dtype
     is_half = planned.kind == "cuda" and compute in ("bfloat16", "float16")
     attention = ("flash-attn or varlen" if is_half else "sdpa") if engine.attention == "auto" else engine.attention
+    if engine.kind != DEFAULT_TRAIN_ENGINE:
+        return [role, engine.kind, "", model.dtype, *[""] * 6]
     return [
         role,
         "torch",

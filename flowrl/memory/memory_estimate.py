@@ -204,7 +204,9 @@ def explain_unknown_sizes(config: RunConfig) -> list[str]:
     for role, value in models_of(config).items():
         if value.model is None:
             continue
-        if value.model.dtype == "float64":
+        if not value.engine.capabilities.estimates_memory:
+            reasons.append(f"{keys[role]}.engine.kind is {value.engine.kind}, whose memory is not estimated")
+        elif value.model.dtype == "float64":
             reasons.append(f"{keys[role]}.model.dtype is float64, but memory is estimated for 16 and 32 bits only")
         elif (reason := find_size_problem(value.model.path)) is not None:
             reasons.append(f"{keys[role]}.model.path is {value.model.path}, {reason}")
@@ -291,7 +293,7 @@ class _Estimator:
         if not isinstance(value, ModelRoleConfig) or value.model is None or role not in self._planned.roles:
             return None
         size = self._sizes.get(value.model.path)
-        if size is None or value.model.dtype == "float64":
+        if size is None or value.model.dtype == "float64" or not value.engine.capabilities.estimates_memory:
             return None  # Activations are counted for 16 and 32 bits.
         return RoleModel(
             size=size,

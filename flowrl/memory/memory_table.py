@@ -14,7 +14,8 @@ from flowrl.config import (
     models_of,
     shards_model,
 )
-from flowrl.config.roles import DEFAULT_NUM_SEQS, PlannedVllmConfig
+from flowrl.config.engines.vllm_settings import PlannedVllmConfig
+from flowrl.config.roles import DEFAULT_NUM_SEQS
 from flowrl.controller.placement.inventory import local_memory
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.plan_table import aligned

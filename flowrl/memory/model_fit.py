@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from flowrl.config import ConfigError, ModelRoleConfig, TrainedConfig
-from flowrl.config.rollout.engines import DEFAULT_ENGINE, get_capabilities
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import RolePlan
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config

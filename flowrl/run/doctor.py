@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from flowrl.config import CheckFailed, Placement, RolloutConfig, RolloutRunConfig
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
-from flowrl.controller.placement.weight_transport import choose_transport, has_per_replica_updates
+from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.console import make_console
@@ -95,11 +95,7 @@ def examine(
             config, rollout_config = applied, applied.rollout
             actor = cluster.group("actor", actor_class, config.actor)
             rollout = cluster.group("rollout", rollout_class, rollout_config, config.actor.model, seed=config.seed)
-            plans = cluster.plan.roles
-            per_replica = has_per_replica_updates(config)
-            transport = choose_transport(
-                plans["actor"], plans["rollout"], cluster.plan.kind, rollout_config, per_replica=per_replica
-            )
+            transport = choose_transports(config, cluster.plan)["rollout"]
             findings.add("weight sync", _TRANSPORTS.get(transport, transport.replace("_", " ")))
             unchecked = rollout_config.model_copy(update={"check_weights": "off"})  # the comparison is timed separately
             weight_sync = WeightSync(config.model_copy(update={"rollout": unchecked}), cluster.plan)
@@ -191,12 +187,13 @@ def _compare_weights(
 
 def nudge(worker: Any) -> None:  # Any: the recipe's actor
     """Changes every trained weight slightly, so that the comparison detects a missing weight sync."""
+    state = worker.engine.save_state(with_optimizer=False)
     with torch.no_grad():
-        for weight in worker.model.parameters():
-            if weight.requires_grad:
-                own = weight.to_local() if isinstance(weight, DTensor) else weight
-                # Scaling would not change zeros, such as the initial weights of an adapter.
-                own.copy_(torch.where(own == 0, torch.full_like(own, 2**-10), own * (1 + 2**-6)))
+        for weight in state.values():
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            # Scaling would not change zeros, such as the initial weights of an adapter.
+            own.copy_(torch.where(own == 0, torch.full_like(own, 2**-10), own * (1 + 2**-6)))
+    worker.engine.load_state(state, worker.engine.counters())
 
 
 def _no_op(worker: Worker) -> None:

@@ -12,7 +12,7 @@ from flowrl.config import (
     TrainedConfig,
 )
 from flowrl.controller.placement.plan import Plan, RolePlan
-from flowrl.controller.placement.weight_transport import Transport, choose_transport, has_per_replica_updates
+from flowrl.controller.placement.weight_transport import Transport, choose_transports
 from flowrl.schedules.scheduler import TrainerRoutes
 
 MAX_DRAWN_RANKS = 6
@@ -175,9 +175,7 @@ def render_graph(config: RolloutRunConfig, planned: Plan) -> str:
     rollout, actor = planned.roles["rollout"], planned.roles["actor"]
     replicas = [_label(rollout, rank) for rank in range(rollout.mesh.dp)]
     trainers = [_label(actor, rank) for rank in range(actor.mesh.dp)]
-    transport = choose_transport(
-        actor, rollout, planned.kind, config.rollout, per_replica=has_per_replica_updates(config)
-    )
+    transport = choose_transports(config, planned)["rollout"]
     weights = f"weights: {_TRANSPORT_LABELS[transport]}"
     routes = trainer_routes(config, planned)
     if routes is None:

@@ -14,7 +14,7 @@ from flowrl.controller.placement.weight_transport import (
     choose_transports,
     has_per_replica_updates,
 )
-from flowrl.weight_sync.verification import ComparedWeights, WeightsCheck
+from flowrl.weight_sync.verification import ComparedWeights, WeightsCheck, has_weights_in_process
 
 if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.dispatch import Future
@@ -218,7 +218,7 @@ class WeightSync:
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         """Requests the number of buckets in advance, so that `send` does not wait for it."""
-        if not rollout.is_colocated_with(actor):
+        if not has_weights_in_process(actor, rollout):
             self._transfer(actor, rollout)
 
     def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
@@ -226,7 +226,7 @@ class WeightSync:
 
         A rollout in the actor's processes shares the weights and gets only the version number.
         """
-        if rollout.is_colocated_with(actor):
+        if has_weights_in_process(actor, rollout):
             rollout.set_version.submit(version)
             return None
         transfer = self._transfer(actor, rollout)
@@ -272,6 +272,7 @@ class WeightSync:
                     self._plan.kind,
                     config,
                     per_replica=self._per_replica,
+                    shares_model=actor.shares_model,
                 )
                 cls = TRANSFERS[resolve_transport(transport, actor, rollout, config)]
                 self._transfers[roles] = cls(actor, rollout, config.transfer, config.sent_dtype)

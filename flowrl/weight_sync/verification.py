@@ -48,6 +48,11 @@ class ComparedWeights:
         return [name for future in self._futures for name in future.get()[0].unreached]
 
 
+def has_weights_in_process(actor: WorkerGroup, rollout: WorkerGroup) -> bool:
+    """Returns whether the rollout reads the actor's weights in its own process, so that they are not sent."""
+    return rollout.is_colocated_with(actor) and actor.shares_model
+
+
 class WeightsCheck:
     """Compares the weights of a rollout with samples of the actor's weights of `version`.
 
@@ -60,12 +65,8 @@ class WeightsCheck:
         self._version = version
         has_methods = hasattr(rollout.cls, "check_weights") and hasattr(actor.cls, "weight_samples")
         selections: list[dict[str, Any]] = []
-        if (
-            config is not None
-            and has_methods
-            and not rollout.is_colocated_with(actor)
-            and config.check_weights != "off"
-        ):
+        is_sent = not has_weights_in_process(actor, rollout)
+        if config is not None and has_methods and is_sent and config.check_weights != "off":
             complete = [{"subset": subset, "num_subsets": COMPLETE_SUBSETS} for subset in range(COMPLETE_SUBSETS)]
             selections = [{}] if config.check_weights == "sampled" else complete
         dtype = None if config is None else config.sent_dtype

@@ -2,33 +2,58 @@
 
 import socket
 from collections.abc import Mapping
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 from flowrl.config import ActorConfig, ModelConfig, PreferenceActorConfig, StudentConfig, TrainedConfig
-from flowrl.controller.worker import Dispatch, Worker, register
-from flowrl.data.batch.tensordicts import lengths, make_tensordict
+from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, sum_tokens
 from flowrl.data.dtypes import torch_dtype
-from flowrl.engines.models.loading import Policy, load_policy
-from flowrl.engines.models.lora import add_adapter
-from flowrl.engines.models.weights import export_weights, full_weights, weight_buckets, weight_shapes
+from flowrl.engines.models.loading import LanguageModel
+from flowrl.engines.models.weight_samples import WeightSamples
+from flowrl.engines.models.weights import to_arrays, weight_buckets
 from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, WeightMetadata
-from flowrl.engines.rollout.weight_check import WeightSamples, weight_samples
-from flowrl.engines.train.engine import TrainEngine, is_sharded
-from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.engines.train.base import Outputs, SharedModel, TrainEngine
 from flowrl.workers.losses.configured_losses import LANGUAGE_MODELING, distillation_loss, policy_loss
 from flowrl.workers.losses.loss import Loss
-from flowrl.workers.losses.policy_inputs import COMPUTED, policy_inputs
 from flowrl.workers.losses.preference_losses import preference_loss
-from flowrl.workers.model_worker import TrainedWorker, build_rank_mesh
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs, response_logprobs
+from flowrl.workers.model_worker import TrainedWorker
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import ActorGroup
+
+
+def add_entropies(contract: Contract, cls: type[Worker], arguments: Arguments, settings: object) -> Contract:
+    """Returns the contract of `logprobs`, for `register(resolve=...)`. With `entropy`, it has one more column."""
+    return replace(contract, writes=("logprobs", "entropies")) if arguments.get("entropy", False) else contract
+
+
+def policy_columns(
+    engine: TrainEngine, batch: TensorDict, temperature: float, *, entropy: bool = False, without_adapter: bool = False
+) -> TensorDict:
+    """Returns the column `logprobs`, and with `entropy` the column `entropies`.
+
+    Args:
+        engine: engine of a policy.
+        batch: rows. Of a batch with the column `response_mask`, only its tokens are computed, and others are 0.
+        temperature: divisor of the logits.
+        entropy: whether to compute entropies.
+        without_adapter: whether to use the base model of an adapter.
+    """
+    outputs = Outputs(
+        ("logprobs", "entropy") if entropy else ("logprobs",),
+        "response_mask" if "response_mask" in batch["tokens"].keys() else None,  # noqa: SIM118 (a TensorDict)
+        temperature,
+        detached=("entropy",),
+        without_adapter=without_adapter,
+    )
+    values = engine.forward(batch, outputs)
+    columns = {"logprobs": values["logprobs"]} | ({"entropies": values["entropy"]} if entropy else {})
+    return make_tensordict(tokens=columns, lengths=lengths(batch))
 
 
 class Actor(TrainedWorker["ActorGroup"]):
@@ -41,23 +66,12 @@ class Actor(TrainedWorker["ActorGroup"]):
     the distillation loss of a `StudentConfig`, and otherwise the cross-entropy of the response tokens.
     """
 
-    COMPUTED = COMPUTED
+    KIND = "policy"
+    COMPUTED = ("logprobs", "entropy", "hidden", "topk_logprobs", "topk_ids")
 
     def __init__(self, config: TrainedConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.temperature = (isinstance(config, ActorConfig | StudentConfig) and config.temperature) or 1.0
-        """The logits are divided by it before the log-softmax."""
-        mesh = build_rank_mesh(self, config.engine)
-        self.model: Policy = load_policy(config.model, on_meta=is_sharded(config.engine, mesh))
-        if config.lora is not None:
-            add_adapter(self.model, config.lora)
-        self.engine = TrainEngine(
-            PolicyModel(self.model),
-            config.optimizer,
-            config.engine,
-            mesh=mesh,
-            device=torch.device(self.device),
-        )
         self._known_buckets: dict[tuple[float, str | None], list[list[str]]] = {}
 
     @register(
@@ -66,14 +80,15 @@ class Actor(TrainedWorker["ActorGroup"]):
         reads=("input_ids", "response_mask?"),
         writes=("logprobs",),
         balance="tokens",
+        resolve=add_entropies,
     )
-    def logprobs(self, batch: TensorDict) -> TensorDict:
+    def logprobs(self, batch: TensorDict, entropy: bool = False) -> TensorDict:
         """Returns the log-probability `[T]` of each token under the current weights.
 
-        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. With `entropy`, the
+        column `entropies` `[T]` has the entropy of the distribution of each token, in nats.
         """
-        values_T = self.engine.evaluate(batch, partial(policy_logprobs, temperature=self.temperature))
-        return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
+        return policy_columns(self.engine, batch, self.temperature, entropy=entropy)
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -84,8 +99,9 @@ class Actor(TrainedWorker["ActorGroup"]):
     )
     def response_logprobs(self, batch: TensorDict) -> TensorDict:
         """Returns the log-probability of each row's response, `[B]`, summed over the tokens of `response_mask`."""
-        values_B = self.engine.evaluate_rows(batch, partial(response_logprobs, temperature=self.temperature))
-        return make_tensordict({"response_logprobs": values_B})
+        columns = policy_columns(self.engine, batch, self.temperature)
+        sums_B = sum_tokens(columns["tokens", "logprobs"], batch["tokens", "response_mask"], lengths(batch))
+        return make_tensordict({"response_logprobs": sums_B})
 
     @classmethod
     def configured_loss(cls, config: TrainedConfig, *_: Any, **__: Any) -> Loss:  # Any: the constructor's
@@ -95,31 +111,46 @@ class Actor(TrainedWorker["ActorGroup"]):
             return distillation_loss(config)
         return preference_loss(config) if isinstance(config, PreferenceActorConfig) else LANGUAGE_MODELING
 
-    def compute_inputs(
-        self, model: nn.Module, micro: MicroBatch, mask_BL: torch.Tensor, loss: Loss
-    ) -> dict[str, torch.Tensor]:
-        return policy_inputs(model, micro, mask_BL, loss, temperature=self.temperature)
+    @classmethod
+    def shares_model(cls, config: TrainedConfig, *_: Any, **__: Any) -> bool:  # Any: the constructor's
+        return config.engine.capabilities.shares_weights
+
+    @property
+    def shared_model(self) -> SharedModel | None:
+        """The engine, if workers in this process can use its model."""
+        if not self.engine.capabilities.shares_weights:
+            return None
+        assert isinstance(self.engine, SharedModel), "an engine that shares weights has the methods of SharedModel"
+        return self.engine
+
+    @property
+    def language_model(self) -> LanguageModel:
+        """The model, for workers in this process."""
+        assert self.shared_model is not None, "can_share_weights is true"
+        return self.shared_model.language_model
 
     def can_share_weights(self, other: Worker) -> bool:
         """Returns whether the worker `other` can use this model's weights. For a sharded model, the ranks of both roles
         must be aligned.
         """
-        return not self.engine.is_sharded or other.context.role in self.context.aligned_roles
+        shared = self.shared_model
+        return shared is not None and (not shared.is_sharded or other.context.role in self.context.aligned_roles)
 
     @property
     def has_gathered_weights(self) -> bool:
         """Whether each call of the rollout must first gather sharded weights, or merge an adapter into the weights."""
-        return self.engine.is_sharded or self.config.lora is not None
+        return (self.shared_model is not None and self.shared_model.is_sharded) or self.config.lora is not None
 
     def can_replace_reference(self, model: ModelConfig, reference: Worker) -> bool:
         """Returns whether this model, with its adapter disabled, can replace a reference worker in this process."""
-        is_collective = self.engine.is_sharded or self.engine.mesh.sequence is not None
+        shared = self.shared_model
         return (
-            self.config.lora is not None
+            shared is not None
+            and self.config.lora is not None
             and model == self.config.model
             # All ranks of a collective forward pass must call it at the same time.
             and (
-                not is_collective
+                not shared.has_collective_forward
                 or (reference.mesh == self.mesh and reference.context.role in self.context.aligned_roles)
             )
         )
@@ -138,7 +169,8 @@ class Actor(TrainedWorker["ActorGroup"]):
         """Returns a bucket of the current weights on rank 0. If `bucket_mb` is None, returns all weights."""
         names = None if bucket_mb is None else self._buckets(bucket_mb, dtype)[bucket]
         # No snapshot, because the controller copies the result of a call.
-        arrays = export_weights(self.model, names, dtype=_dtype(dtype), is_receiver=self.rank == 0, snapshot=False)
+        weights = self.engine.export_weights(names, _dtype(dtype))
+        arrays = to_arrays(weights, is_receiver=self.rank == 0, snapshot=False)
         self.context.add_usage(weight_bytes=sum(array.nbytes for array in arrays.values()))
         return arrays
 
@@ -150,16 +182,15 @@ class Actor(TrainedWorker["ActorGroup"]):
 
         With `num_subsets`, returns all columns of every `num_subsets`-th weight instead, starting at weight `subset`.
         """
-        return weight_samples(
-            self.model, version, subset=subset, num_subsets=num_subsets, dtype=_dtype(dtype), is_receiver=self.rank == 0
-        )
+        return self.engine.weight_samples(version, subset=subset, num_subsets=num_subsets, dtype=_dtype(dtype))
 
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def describe_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> WeightMetadata:
         """Returns names, dtypes and shapes of the weights in a bucket. The receivers of a broadcast need this
         metadata.
         """
-        return WeightMetadata.of(weight_shapes(self.model, self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype)))
+        names = set(self._buckets(bucket_mb, dtype)[bucket])
+        return WeightMetadata.of(shape for shape in self.engine.weight_shapes(_dtype(dtype)) if shape[0] in names)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def share_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None) -> IpcBucket:
@@ -169,7 +200,7 @@ class Actor(TrainedWorker["ActorGroup"]):
         """
         metadata = self.describe_weights(bucket, bucket_mb, dtype)
         self.context.add_usage(weight_bytes=sum(metadata.sizes))
-        return self._ipc.share(full_weights(self.model, metadata.names, _dtype(dtype)), metadata)
+        return self._ipc.share(self.engine.export_weights(metadata.names, _dtype(dtype)), metadata)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def release_weights(self, after: object = None) -> None:
@@ -198,7 +229,7 @@ class Actor(TrainedWorker["ActorGroup"]):
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def broadcast_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> None:
         """Broadcasts a bucket from rank 0 to the transfer group. All other ranks only take part in the all-gathers."""
-        weights = full_weights(self.model, self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype))
+        weights = self.engine.export_weights(self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype))
         self.context.add_usage(weight_bytes=sum(self.describe_weights(bucket, bucket_mb, dtype).sizes))
         if self.rank == 0:
             self._nccl.send(weights)
@@ -209,7 +240,7 @@ class Actor(TrainedWorker["ActorGroup"]):
     def _buckets(self, bucket_mb: float, dtype: str | None) -> list[list[str]]:
         key = (bucket_mb, dtype)
         if key not in self._known_buckets:
-            self._known_buckets[key] = weight_buckets(self.model, bucket_mb * 1e6, _dtype(dtype))
+            self._known_buckets[key] = weight_buckets(self.engine.weight_shapes(_dtype(dtype)), bucket_mb * 1e6)
         return self._known_buckets[key]
 
     @cached_property

@@ -11,8 +11,9 @@ from flowrl.controller.group import TypedGroup, batched, blocking, nonblocking
 from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric
+from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
-from flowrl.engines.rollout.weight_check import Compared, WeightSamples
+from flowrl.engines.rollout.weight_check import Compared
 from flowrl.workers.channel import ServerAddress
 from flowrl.workers.dialogs import EnvironmentServers
 from flowrl.workers.losses.loss import Loss, LossFunction
@@ -21,10 +22,11 @@ class ActorGroup(TypedGroup):
     """Group of `Actor` workers."""
 
     @batched
-    def logprobs(self, batch: Batch) -> Batch:
+    def logprobs(self, batch: Batch, entropy: OrFuture[bool] = False) -> Batch:
         """Returns the log-probability `[T]` of each token under the current weights.
 
-        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask.
+        If the batch has the column `response_mask`, the result is 0 for tokens outside of the mask. With `entropy`, the
+        column `entropies` `[T]` has the entropy of the distribution of each token, in nats.
         """
 
     @batched

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.config import JudgeConfig, UserError
-from flowrl.controller.worker import Contract, Dispatch, Worker, register
+from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer, Message
 from flowrl.engines.rollout.base import (
@@ -45,9 +45,7 @@ class _Judgment:
     text: str
 
 
-def group_compared_rows(
-    contract: Contract, cls: type[Worker], arguments: Any, config: JudgeConfig, *args: Any, **kwargs: Any
-) -> Contract:  # Any: the arguments of the call and of the constructor
+def group_compared_rows(contract: Contract, cls: type[Worker], arguments: Arguments, config: JudgeConfig) -> Contract:
     """Returns the contract of `score`, for `register(resolve=...)`. Compared rows must be on the same rank."""
     is_grouped = config.kind == "pairwise" and config.compare_with is None
     return replace(contract, groups="prompt_id") if is_grouped else contract

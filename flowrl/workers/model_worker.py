@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
 
 from flowrl.config import (
     EngineConfig,
@@ -17,6 +17,7 @@ from flowrl.config import (
     UserError,
     shards_model,
 )
+from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Arguments, Contract, Dispatch, GroupType, Worker, register
@@ -24,37 +25,50 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric, merge_metrics
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.checkpoint.export import describe_export
-from flowrl.engines.models.loading import TrainedModel, save_model
-from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.losses.loss import Loss, LossFunction, accumulate_loss, check_weight, measure_loss
+from flowrl.engines.checkpoint.export import describe_export, save_weights
+from flowrl.engines.models.loading import ModelError
+from flowrl.engines.train.base import ModelKind, TrainContext, TrainEngine, load_train_engine_class
+from flowrl.workers.losses.loss import BoundLoss, Loss, LossFunction, check_weight
 
 
-def build_rank_mesh(worker: Worker, engine: EngineConfig) -> RankMesh:
-    """Creates the process groups of a worker's role. All ranks of the role must call this together."""
-    return rank_mesh(
+def start_engine(worker: "ModelWorker", kind: ModelKind, config: ModelRoleConfig) -> TrainEngine:
+    """Starts the training engine of a worker. All ranks of the role must call this together.
+
+    Args:
+        worker: the worker, whose role, device and process group the engine uses.
+        kind: kind of the model.
+        config: settings of the role.
+    """
+    mesh, worker.offloads_when_idle = worker.mesh, config.engine.offload == "idle"
+    context = TrainContext(
+        kind,
+        config,
+        torch.device(worker.device),
         worker.context.process_group,
-        device=worker.device,
-        tp=worker.mesh.tp,
-        sp=worker.mesh.sp,
-        shard_ranks=worker.mesh.shard_ranks(engine.shard_ranks),
+        pp=mesh.pp,
+        sp=mesh.sp,
+        tp=mesh.tp,
+        shard_ranks=mesh.shard_ranks(config.engine.shard_ranks),
     )
+    return load_train_engine_class(config.engine.kind).start(context)
 
 
 def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
-    """Returns whether the ranks must run a forward pass together, because of sharded weights or sequence parallelism.
+    """Returns whether the ranks must run a forward pass together, because they share weights or rows.
 
-    True for sharded weights on one rank, because FSDP2 needs a process group.
+    True for sharded weights on one rank, because FSDP2 needs a process group, and for all ranks of a user's engine.
     """
-    return mesh.sp > 1 or shards_model(engine, mesh.tp)
+    if engine.kind != DEFAULT_TRAIN_ENGINE:
+        return mesh.size > 1
+    return mesh.sp > 1 or mesh.pp > 1 or shards_model(engine, mesh.tp)
 
 
 class ModelWorker(Worker[GroupType]):
-    """Worker with a `TrainEngine`. The constructor of the subclass must store it as `engine`."""
+    """Worker with a training engine. The constructor of the subclass must store it as `engine`."""
 
     engine: TrainEngine
+    offloads_when_idle = False
+    """Whether the engine moves its state to the CPU while other roles use its device."""
 
     @classmethod
     def needs_process_group(
@@ -72,16 +86,34 @@ class ModelWorker(Worker[GroupType]):
         return super().pop_usage() | self.engine.pop_usage()
 
     def offload(self, *, keep_weights: bool) -> None:
-        if self.engine.offloads_when_idle:
+        if self.offloads_when_idle:
             self.engine.offload(keep_weights=keep_weights)
 
     def onload(self) -> None:
-        if self.engine.offloads_when_idle:
+        if self.offloads_when_idle:
             self.engine.onload()
 
 
+class LossSettings:
+    """Facts about a role on which its calls with a loss depend. They are computed once per group and per worker."""
+
+    def __init__(self, cls: "type[TrainedWorker]", config: Any) -> None:  # Any: the config class of the role
+        self._cls, self._config = cls, config
+
+    @cached_property
+    def configured(self) -> Loss:
+        """Loss that the settings of the role select."""
+        return self._cls.configured_loss(self._config)
+
+    @cached_property
+    def computed(self) -> tuple[str, ...]:
+        """Inputs of a loss that the engine of the role computes."""
+        known = self._config.engine.capabilities.outputs
+        return tuple(name for name in self._cls.COMPUTED if name in known)
+
+
 def resolve_loss(
-    contract: Contract, cls: "type[TrainedWorker]", arguments: Arguments, *args: Any, **kwargs: Any
+    contract: Contract, cls: "type[TrainedWorker]", arguments: Arguments, settings: LossSettings
 ) -> Contract:
     """Returns the contract of a call with a loss, for `register(resolve=...)`. Its columns and groups are those of the
     loss.
@@ -90,7 +122,7 @@ def resolve_loss(
         contract: contract of the method. The columns in its `reads` are sent in addition.
         cls: worker class.
         arguments: arguments of the call.
-        args, kwargs: arguments of the constructor.
+        settings: the loss of the role's settings, and the outputs of its engine.
     Raises ContractError if the batch lacks a column that the loss reads, or the weight is not a number.
     """
     loss, batch = arguments.get("loss"), arguments["batch"]
@@ -98,8 +130,8 @@ def resolve_loss(
         raise ContractError(f"the batch of a loss is a {type(batch).__name__}: pass a Batch")
     try:
         check_weight(arguments.get("weight", 1.0))
-        loss = cls.configured_loss(*args, **kwargs) if loss is None else Loss.of(loss)
-        columns = loss.read_columns(batch.columns, cls.COMPUTED, cls.__name__)
+        loss = settings.configured if loss is None else Loss.of(loss)
+        columns = loss.read_columns(batch.columns, settings.computed, cls.__name__)
     except UserError as error:
         raise ContractError(str(error)) from None
     others = contract.reads if isinstance(contract.reads, tuple) else ()
@@ -109,27 +141,37 @@ def resolve_loss(
 class TrainedWorker(ModelWorker[GroupType]):
     """Worker whose model is trained and saved in checkpoints.
 
-    Subclasses define the inputs that they compute for a loss, and the loss that their settings select.
+    Subclasses define the outputs that a loss may read, and the loss that their settings select.
     """
 
     collective = True
 
+    KIND: ClassVar[ModelKind]
+    """Kind of the model."""
+
     COMPUTED: ClassVar[tuple[str, ...]]
-    """Inputs of a loss that `compute_inputs` returns."""
+    """Outputs of the model that a loss may read (`flowrl.engines.train.base.Outputs`)."""
+
+    temperature = 1.0
+    """Divisor of the logits."""
 
     config: Any  # Any: the config class of the role
-    model: TrainedModel
+
+    def __init__(self, config: Any) -> None:  # Any: as above
+        self.config = config
+        self.engine = start_engine(self, self.KIND, config)
+        self._settings = self.call_settings(config)
+        self._bound: dict[tuple[tuple[str, torch.dtype], ...], BoundLoss] = {}
+        """The loss of the settings, bound to the token columns of a batch."""
 
     @classmethod
-    def configured_loss(cls, config: Any, *_: Any, **__: Any) -> Loss:  # Any: the constructor's
+    def configured_loss(cls, config: Any) -> Loss:  # Any: as above
         """Returns the loss that the settings of the role select."""
         raise NotImplementedError
 
-    def compute_inputs(self, model: nn.Module, micro: MicroBatch, mask_BL: Tensor, loss: Loss) -> Mapping[str, Tensor]:
-        """Returns the inputs of the loss that the model computes. They are 0 where the mask is false, so that no
-        gradient flows through other tokens.
-        """
-        raise NotImplementedError
+    @classmethod
+    def call_settings(cls, config: Any, *_: Any, **__: Any) -> LossSettings:  # Any: the constructor's
+        return LossSettings(cls, config)
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, balance="tokens", resolve=resolve_loss)
     def forward_backward(
@@ -142,8 +184,10 @@ class TrainedWorker(ModelWorker[GroupType]):
             loss: a loss, or a function for `Loss(function)`. None is the loss that the settings select.
             weight: weight of the loss in the step.
         """
-        loss = self._choose(loss)
-        return _with_prefix(self._prefix(loss), self._accumulate(batch, loss, weight))
+        bound = self._bind(batch, loss)
+        groups = bound.loss.row_groups
+        metrics = self.engine.forward_backward(batch, bound, bound.outputs, groups=groups, weight=weight)
+        return _with_prefix(self._prefix(bound.loss), metrics)
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def optim_step(self) -> dict[str, Metric]:
@@ -166,17 +210,22 @@ class TrainedWorker(ModelWorker[GroupType]):
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, balance="tokens", resolve=resolve_loss)
     def measure(self, batch: TensorDict, loss: Loss | LossFunction | None = None) -> dict[str, Metric]:
         """Returns the metrics of a loss, as `forward_backward` does, without training."""
-        loss = self._choose(loss)
-        return _with_prefix(self._prefix(loss), measure_loss(self.engine, batch, loss, self.compute_inputs))
+        bound = self._bind(batch, loss)
+        metrics = self.engine.measure(batch, bound, bound.outputs, groups=bound.loss.row_groups)
+        return _with_prefix(self._prefix(bound.loss), metrics)
 
-    def _choose(self, loss: Loss | LossFunction | None) -> Loss:
-        return self.configured_loss(self.config) if loss is None else Loss.of(loss)
+    def _bind(self, batch: TensorDict, loss: Loss | LossFunction | None) -> BoundLoss:
+        columns = {name: column.dtype for name, column in batch["tokens"].items()}
+        if loss is not None:
+            return BoundLoss.of(Loss.of(loss), columns, self._settings.computed, self.temperature)
+        key = tuple(columns.items())
+        if key not in self._bound:
+            configured, computed = self._settings.configured, self._settings.computed
+            self._bound[key] = BoundLoss.of(configured, columns, computed, self.temperature)
+        return self._bound[key]
 
     def _prefix(self, loss: Loss) -> str:
         return f"{self.context.role}/{loss.label}/" if loss.label else f"{self.context.role}/"
-
-    def _accumulate(self, batch: TensorDict, loss: Loss, weight: float) -> dict[str, Metric]:
-        return accumulate_loss(self.engine, batch, loss, self.compute_inputs, weight)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> None:
@@ -198,7 +247,13 @@ class TrainedWorker(ModelWorker[GroupType]):
         """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
         classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
         """
-        save_model(self.model, self.config.model.tokenizer_path, folder, is_writer=self.rank == 0)
+        is_writer = self.rank == 0
+        if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
+            raise ModelError(f"{folder} already exists and would be overwritten: choose a new folder")
+        weights = {name: weight.cpu() for name, weight in self.engine.export_weights() if is_writer}
+        if is_writer:
+            files = self.engine.describe_model()
+            save_weights(self.KIND, files, weights, self.config.model.tokenizer_path, folder)
 
     def description(self) -> dict[str, bytes]:
         """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""
@@ -206,7 +261,7 @@ class TrainedWorker(ModelWorker[GroupType]):
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
-        return describe_export(self.model, self.config.model, self.config.lora)
+        return describe_export(self.engine.describe_model(), self.config.model, self.config.lora)
 
     @cached_property
     def _checkpoints(self) -> EngineCheckpoints:

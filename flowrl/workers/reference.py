@@ -1,24 +1,20 @@
 """Worker of the frozen reference policy, to which the KL divergence is measured."""
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
-from torch import distributed, nn
+from torch import distributed
 
 from flowrl.config import ModelConfig, ReferenceConfig
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import Dispatch, Worker, register
-from flowrl.data.batch.tensordicts import lengths, make_tensordict
+from flowrl.data.batch.tensordicts import lengths, make_tensordict, sum_tokens
 from flowrl.data.chat import ChatTokenizer
-from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import adapter_disabled
-from flowrl.engines.train.engine import TrainEngine, is_sharded
-from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.actor import Actor
-from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collective_forward
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs, response_logprobs
+from flowrl.engines.train.base import Outputs
+from flowrl.workers.actor import Actor, policy_columns
+from flowrl.workers.model_worker import ModelWorker, has_collective_forward, start_engine
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import ReferenceGroup
@@ -40,22 +36,12 @@ class Reference(ModelWorker["ReferenceGroup"]):
     def __init__(self, config: ReferenceConfig) -> None:
         self.temperature = config.temperature or 1.0
         self._tokenizer_path = config.model.tokenizer_path
-        mesh = build_rank_mesh(self, config.engine)
         self._actor = self._find_base_actor(config.model)
-        self.engine = (
-            TrainEngine(
-                PolicyModel(load_policy(config.model, on_meta=is_sharded(config.engine, mesh))),
-                None,
-                config.engine,
-                mesh=mesh,
-                device=torch.device(self.device),
-            )
-            if self._actor is None
-            else self._actor.engine
-        )
-        policy = self.engine.model
-        assert isinstance(policy, PolicyModel)
-        self._num_embeddings = policy.num_embeddings
+        if self._actor is None:
+            self.engine = start_engine(self, "policy", config)
+        else:
+            self.engine, self.offloads_when_idle = self._actor.engine, self._actor.offloads_when_idle
+        self._num_embeddings = self.engine.num_embeddings
 
     def _find_base_actor(self, model: ModelConfig) -> Actor | None:
         """Returns the actor in this process if the reference can use the actor's base model instead of loading `model`.
@@ -100,10 +86,12 @@ class Reference(ModelWorker["ReferenceGroup"]):
         the model has no embedding gets `UNKNOWN_LOGPROB`, and later tokens are conditioned on token 0 instead.
         """
         known, is_unknown_T = self._replace_unknown(batch)
-        with adapter_disabled(self.engine.model):
-            values_T = self.engine.evaluate(known, partial(policy_logprobs, temperature=self.temperature))
-        values_T = values_T.masked_fill(is_unknown_T, UNKNOWN_LOGPROB)
+        values_T = self._logprobs(known).masked_fill(is_unknown_T, UNKNOWN_LOGPROB)
         return make_tensordict(tokens={"logprobs": values_T}, lengths=lengths(batch))
+
+    def _logprobs(self, batch: TensorDict) -> torch.Tensor:
+        columns = policy_columns(self.engine, batch, self.temperature, without_adapter=True)
+        return columns["tokens", "logprobs"]
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -121,8 +109,7 @@ class Reference(ModelWorker["ReferenceGroup"]):
         tokens, lengths_B = dict(known["tokens"].items()), lengths(batch)
         tokens["response_mask"] = tokens["response_mask"] & ~is_unknown_T
         known = make_tensordict(tokens=tokens, lengths=lengths_B)
-        with adapter_disabled(self.engine.model):
-            values_B = self.engine.evaluate_rows(known, partial(response_logprobs, temperature=self.temperature))
+        values_B = sum_tokens(self._logprobs(known), tokens["response_mask"], lengths_B)
         rows_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
         values_B = values_B + UNKNOWN_LOGPROB * rows_T[is_unknown_T].bincount(minlength=len(lengths_B))
         return make_tensordict({"response_logprobs": values_B})
@@ -143,12 +130,16 @@ class Reference(ModelWorker["ReferenceGroup"]):
         with the same tokenizer may have fewer unused embeddings. The log-probabilities are not renormalized.
         """
         known, _ = self._replace_unknown(batch)
-        topk = partial(_topk, k=k, num_tokens=self._num_tokens, temperature=self.temperature)
-        with adapter_disabled(self.engine.model):
-            values_TK2 = self.engine.evaluate(known, topk)
-        if not len(values_TK2):
-            values_TK2 = values_TK2.new_zeros(0, k, 2)
-        tokens = {"topk_ids": values_TK2[..., 0].int(), "topk_logprobs": values_TK2[..., 1].contiguous()}
+        outputs = Outputs(
+            ("topk_ids", "topk_logprobs"),
+            "response_mask" if "response_mask" in known["tokens"].keys() else None,  # noqa: SIM118 (a TensorDict)
+            self.temperature,
+            topk=k,
+            num_tokens=self._num_tokens,
+            without_adapter=True,
+        )
+        values = self.engine.forward(known, outputs)
+        tokens = {"topk_ids": values["topk_ids"].int(), "topk_logprobs": values["topk_logprobs"]}
         return make_tensordict(tokens=tokens, lengths=lengths(batch))
 
     @cached_property
@@ -171,14 +162,6 @@ class Reference(ModelWorker["ReferenceGroup"]):
         is_unknown_T = is_unknown_T & tokens.get("response_mask", torch.ones_like(is_unknown_T))
         is_unknown_T[(lengths_B.cumsum(0) - lengths_B)[lengths_B > 0]] = False
         return make_tensordict(tokens=tokens, lengths=lengths_B), is_unknown_T
-
-
-def _topk(model: nn.Module, micro: MicroBatch, *, k: int, num_tokens: int, temperature: float) -> torch.Tensor:
-    mask_BL = micro.tokens.get("response_mask", micro.mask)
-    output = model(micro.input_ids, mask_BL, temperature, pack=micro.pack, topk=k, num_tokens=num_tokens)
-    # One tensor, because `evaluate` returns one. Ids up to 2^24 are exact in float32.
-    values_BLK2 = torch.stack([output.topk_ids.to(output.topk_logprobs.dtype), output.topk_logprobs], dim=-1)
-    return values_BLK2.masked_fill(~mask_BL[..., None, None], 0)
 
 
 class _CollectiveReference(Reference):

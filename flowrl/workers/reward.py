@@ -7,22 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 from flowrl.config import RewardConfig, ScoringModelConfig
 from flowrl.controller.placement.plan import Mesh
-from flowrl.controller.worker import Contract, Dispatch, Worker, register
+from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer, Message, has_same_rendering
-from flowrl.data.input_paths import MAX_POSITIONS
-from flowrl.engines.models.loading import load_reward_model
-from flowrl.engines.train.engine import TrainEngine, is_sharded
-from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.engines.models.loading import max_positions
+from flowrl.engines.train.base import Outputs
 from flowrl.rewards.row_scorer import RowScorer
 from flowrl.rewards.row_scores import CALLS, FAILED, RowScores
 from flowrl.workers.channel import ServingWorker
 from flowrl.workers.episodes import score_columns
-from flowrl.workers.model_worker import ModelWorker, build_rank_mesh, has_collective_forward
+from flowrl.workers.model_worker import ModelWorker, has_collective_forward, start_engine
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import RewardGroup, RewardModelGroup
@@ -64,21 +61,23 @@ def _response_columns(batch: TensorDict) -> dict[str, list]:
     return columns
 
 
-def add_score_columns(
-    contract: Contract, cls: type[Worker], arguments: Any, config: RewardConfig, *_: Any, **__: Any
-) -> Contract:  # Any: the arguments of the call and of the constructor
+def add_score_columns(contract: Contract, cls: type[Worker], arguments: Arguments, config: RewardConfig) -> Contract:
     """Returns the contract of `Reward.score`, whose columns depend on the settings, for `register(resolve=...)`."""
     evaluation = bool(arguments.get("evaluation", False))
     return replace(contract, writes=(*config.function_columns(evaluation=evaluation), FAILED, CALLS))
 
 
 def select_score_columns(
-    contract: Contract, cls: type[Worker], arguments: Any, config: ScoringModelConfig, *_: Any, **__: Any
-) -> Contract:  # Any: as above
+    contract: Contract, cls: type[Worker], arguments: Arguments, config: ScoringModelConfig
+) -> Contract:
     """Returns the contract of `RewardModel.score`. With functions for evaluations, it has their columns."""
     if isinstance(config, RewardConfig) and config.evaluation is not None and arguments.get("evaluation", False):
         return add_score_columns(contract, cls, arguments, config)
     return contract
+
+
+SCORES = Outputs(("scores",))
+"""The score of each row at its last token."""
 
 
 class Reward(ServingWorker["RewardGroup"]):
@@ -136,13 +135,8 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
 
     def __init__(self, config: ScoringModelConfig) -> None:
         assert config.model is not None
-        mesh = build_rank_mesh(self, config.engine)
-        model = load_reward_model(
-            config.model, head=config.head, seed=config.head_seed, on_meta=is_sharded(config.engine, mesh)
-        )
-        self.engine = TrainEngine(model, None, config.engine, mesh=mesh, device=torch.device(self.device))
-        settings = model.model.config.get_text_config().to_dict()
-        self._max_tokens: int | None = next((settings[name] for name in MAX_POSITIONS if name in settings), None)
+        self.engine = start_engine(self, "reward_model", config)
+        self._max_tokens = max_positions(config.model)
         self._tokenizer = self._choose_tokenizer(config)
         self._evaluation, self._evaluation_columns = None, ()
         if isinstance(config, RewardConfig) and config.evaluation is not None:
@@ -199,7 +193,7 @@ class RewardModel(ModelWorker["RewardModelGroup"]):
         if self._max_tokens is not None:
             is_truncated_B = lengths(batch) > self._max_tokens
             batch = cut_rows(batch, self._max_tokens) if is_truncated_B.any() else batch
-        scores_B = self.engine.evaluate_rows(batch, row_scores)
+        scores_B = self.engine.forward(batch, SCORES)["scores"]
         return make_tensordict({"scores": scores_B.float(), "reward_truncated": is_truncated_B})
 
 
@@ -231,8 +225,3 @@ def _make_rows(rows: Sequence[Sequence[int]]) -> TensorDict:
 
 class _CollectiveRewardModel(RewardModel):
     collective, replicated, stateless = True, False, False
-
-
-def row_scores(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """Returns the score of each row of a micro-batch, [B]."""
-    return model(micro.input_ids, micro.lengths, micro.pack)

@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDict
 
 from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
-from flowrl.controller.worker import Contract, Dispatch, Worker, register
+from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import num_rows, objects
 from flowrl.data.chat import ChatTokenizer
+from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.rollout.base import (
     TAGS,
     ActorWeights,
@@ -32,7 +33,7 @@ from flowrl.engines.rollout.base import (
 )
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.rollout.sampling import row_keys
-from flowrl.engines.rollout.weight_check import Compared, WeightSamples, check_compared
+from flowrl.engines.rollout.weight_check import Compared, check_compared
 from flowrl.rewards.row_scores import CALLS, FAILED
 from flowrl.workers.actor import Actor
 from flowrl.workers.channel import ServerAddress
@@ -68,9 +69,7 @@ RESPONSE_COLUMNS = (
 )
 
 
-def add_columns(
-    contract: Contract, cls: type[Worker], arguments: Any, config: RolloutConfig, *args: Any, **kwargs: Any
-) -> Contract:  # Any: the arguments of the call and of the constructor
+def add_columns(contract: Contract, cls: type[Worker], arguments: Arguments, config: RolloutConfig) -> Contract:
     """Returns the contract of a call that generates, for `register(resolve=...)`.
 
     Environments and rewards read more columns. Scored responses and those of an environment have more columns.
@@ -105,7 +104,9 @@ class Rollout(Worker["RolloutGroup"]):
         self._actor = actor if actor is not None and actor.can_share_weights(self) else None
         self.shares_weights = self._actor is not None and config.can_share_weights
         """Whether the rollout generates with the actor's own weights."""
-        weights = None if self._actor is None else ActorWeights(self._actor.model, self._actor.has_gathered_weights)
+        weights = None
+        if self._actor is not None:
+            weights = ActorWeights(self._actor.language_model, self._actor.has_gathered_weights)
         self.tokenizer = ChatTokenizer(model.tokenizer_path, config.template, model=model.path)
         stop_ids = tuple(dict.fromkeys((*config.stop_ids, *self.tokenizer.stop_ids)))
         config = config.model_copy(update={"stop_ids": stop_ids})
@@ -364,7 +365,7 @@ class Rollout(Worker["RolloutGroup"]):
         """Sets the weights to those of the actor in this process, after an update of the actor."""
         assert self._actor is not None, "weights of another process arrive through load_weights"
         assert isinstance(self.engine, ColocatedEngine), "an engine in the actor's process has no own process"
-        self.engine.load_from(self._actor.model, version)
+        self.engine.load_from(self._actor.language_model, version)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
     def load_weights(self, weights: Mapping[str, np.ndarray], version: int, bucket: int = 0, of: int = 1) -> None:

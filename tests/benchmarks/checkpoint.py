@@ -23,7 +23,7 @@ from torch import nn
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
-from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.fsdp.engine import FsdpEngine
 from tests.benchmarks.measure import Figure, alone, machine, read_arguments, table
 
 LAYERS = 144
@@ -33,11 +33,15 @@ STALL_BOUND = 0.25
 """Largest time that an asynchronous save blocks the step, relative to `torch.save`."""
 
 
-def engine(num_parameters: float) -> TrainEngine:
+def unused_outputs(*_: object) -> dict[str, torch.Tensor]:
+    raise AssertionError("this benchmark only saves")
+
+
+def engine(num_parameters: float) -> FsdpEngine:
     """Returns a stack of square layers after one optimizer step."""
     width = round((num_parameters / LAYERS) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
-    trained = TrainEngine(model, OptimizerConfig(lr=1e-4), EngineConfig())
+    trained = FsdpEngine(model, unused_outputs, OptimizerConfig(lr=1e-4), EngineConfig())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     assert trained.optimizer is not None
@@ -52,7 +56,7 @@ class Saves:
     Each returns the seconds until its caller continues, and until the save is complete.
     """
 
-    def __init__(self, trained: TrainEngine, folder: Path) -> None:
+    def __init__(self, trained: FsdpEngine, folder: Path) -> None:
         self._engine, self._folder = trained, folder
         self._checkpoints = EngineCheckpoints(trained)
         assert trained.optimizer is not None

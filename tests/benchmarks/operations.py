@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,12 +30,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl.algorithms.hidden_logprobs import _OTHER_TILE_SIDES, _TILE_SIDES
 from flowrl.config import ActorConfig, EngineConfig, ModelConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import make_tensordict
-from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.base import Outputs, mask_outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import Compute, policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.workers import Actor
 from flowrl.workers.losses.configured_losses import policy_loss
-from flowrl.workers.losses.loss import accumulate_loss
-from flowrl.workers.losses.policy_inputs import policy_inputs
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from flowrl.workers.losses.loss import BoundLoss
 from tests.benchmarks.measure import read_arguments
 
 LAYERS, HEADS, KEY_VALUE_HEADS, VOCABULARY = 28, 12, 2, 151_936
@@ -117,7 +119,7 @@ def rows(num_micros: int) -> Any:
     return make_tensordict({}, tokens, torch.full((num_rows,), LENGTH), num_rows)
 
 
-def make_engine(num_layers: int, settings: Mapping[str, object]) -> TrainEngine:
+def make_engine(num_layers: int, settings: Mapping[str, object], compute: Compute) -> FsdpEngine:
     torch.manual_seed(0)
     # As many tiles as the vocabulary has on a GPU.
     num_tiles = -(-VOCABULARY // _OTHER_TILE_SIDES[1])
@@ -131,38 +133,41 @@ def make_engine(num_layers: int, settings: Mapping[str, object]) -> TrainEngine:
         tie_word_embeddings=True,
     )
     engine = EngineConfig.model_validate({"max_tokens_per_microbatch": ROWS * LENGTH, **settings})
-    return TrainEngine(PolicyModel(Qwen2ForCausalLM(config)), OptimizerConfig(lr=1e-3), engine)
+    return FsdpEngine(PolicyModel(Qwen2ForCausalLM(config)), compute, OptimizerConfig(lr=1e-3), engine)
 
 
-def count_update(engine: TrainEngine, num_micros: int) -> Counter[str]:
+def count_update(num_layers: int, settings: Mapping[str, object], num_micros: int) -> Counter[str]:
     """Returns the counts of `num_micros` micro-batches of the policy loss with a KL term, from the first pass on."""
     operations = Operations()
     config = ActorConfig(model=ModelConfig(path=Path("unused")), optimizer=OptimizerConfig(lr=1e-3))
+    bound = BoundLoss.of(policy_loss(config), {"response_mask": torch.bool}, Actor.COMPUTED, temperature=1.0)
 
-    def inputs(model: Any, micro: MicroBatch, *args: Any) -> Any:  # Any: those of `policy_inputs`
+    def compute(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> Mapping[str, Tensor]:
         operations.is_enabled = True
         operations.add_transfer(micro)
-        return policy_inputs(model, micro, *args, temperature=1.0)
+        return policy_outputs(model, micro, outputs)
 
+    engine = make_engine(num_layers, settings, compute)
     with operations, HostReads(operations):
-        accumulate_loss(engine, rows(num_micros), policy_loss(config), inputs, 1.0)
+        engine.forward_backward(rows(num_micros), bound, bound.outputs)
         operations.is_enabled = False
     return operations.counts
 
 
-def count_logprobs(engine: TrainEngine, num_micros: int) -> Counter[str]:
+def count_logprobs(num_layers: int, settings: Mapping[str, object], num_micros: int) -> Counter[str]:
     operations = Operations()
 
-    def forward(model: Any, micro: MicroBatch) -> Tensor:  # Any: a module
+    def compute(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> Mapping[str, Tensor]:
         operations.is_enabled = True
         operations.add_transfer(micro)
-        values_BL = policy_logprobs(model, micro, temperature=1.0)
+        values = mask_outputs(policy_outputs(model, micro, outputs), micro, outputs)  # the engine masks them again
         operations.counts["synchronizations"] += 1  # the engine copies the values to the host
         operations.is_enabled = False
-        return values_BL
+        return values
 
+    engine = make_engine(num_layers, settings, compute)
     with operations:
-        engine.evaluate(rows(num_micros), forward)
+        engine.forward(rows(num_micros), Outputs(("logprobs",), "response_mask"))
     return operations.counts
 
 
@@ -175,9 +180,8 @@ def per_micro_batch(count: Callable[[int], Counter[str]]) -> dict[str, int]:
 def measure(num_layers: int = LAYERS) -> Iterator[tuple[str, dict[str, int]]]:
     """Yields the counts of each case by its name."""
     for name, settings in CASES.items():
-        yield name, per_micro_batch(partial(count_update, make_engine(num_layers, settings)))
-    engine = make_engine(num_layers, {"compute_dtype": "bfloat16"})
-    yield LOGPROBS, per_micro_batch(partial(count_logprobs, engine))
+        yield name, per_micro_batch(partial(count_update, num_layers, settings))
+    yield LOGPROBS, per_micro_batch(partial(count_logprobs, num_layers, {"compute_dtype": "bfloat16"}))
 
 
 def main() -> None:

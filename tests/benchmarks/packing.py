@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -26,10 +26,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.metric import Mean
-from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.base import Denominators, mask_outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import MicroBatch, microbatches
-from flowrl.workers.policy_model import PolicyModel
 from tests.benchmarks.measure import Figure, alone, machine, paired, read_arguments, table
+from tests.engines.losses import LOGPROBS
 from tests.engines.tables import take_rows
 
 MEDIAN, SPREAD, LONGEST = 96, 0.9, 1024
@@ -54,10 +57,9 @@ def long_tailed(num_rows: int) -> torch.Tensor:
     return (MEDIAN * (SPREAD * normal_B).exp()).round().long().clamp(8, LONGEST)
 
 
-def imitation(model: torch.nn.Module, micro: MicroBatch, counts: Denominators):
+def imitation(values: Mapping[str, torch.Tensor], micro: MicroBatch, counts: Denominators):
     """Returns the cross-entropy over the mask."""
-    mask_BL = micro.tokens["response_mask"]
-    loss = -(model(micro.input_ids, mask_BL, pack=micro.pack)[0] * mask_BL).sum() / counts.tokens
+    loss = -values["logprobs"].sum() / counts.tokens
     return loss, {"loss": Mean(float(loss.detach()), 1)}
 
 
@@ -86,20 +88,22 @@ class Stepper:
             num_key_value_heads=4,
             max_position_embeddings=LONGEST,
         )
-        self.engine = TrainEngine(
+        self.engine = FsdpEngine(
             PolicyModel(Qwen2ForCausalLM(config)),
+            policy_outputs,
             OptimizerConfig(lr=1e-4),
             EngineConfig(max_tokens_per_microbatch=BUDGET, packing=packing),
         )
 
     def step(self, rows: TensorDict) -> None:
-        self.engine.update(rows, imitation)
+        self.engine.update(rows, imitation, LOGPROBS)
 
     def padded_passes(self, parts: list[TensorDict]) -> None:
         """Runs the same passes with micro-batches in the given order of rows."""
         for part in parts:
             (micro,) = microbatches(part, 10**9)
-            imitation(self.engine.model, micro, Denominators(1, 1))[0].backward()
+            values = mask_outputs(policy_outputs(self.engine.model, micro, LOGPROBS), micro, LOGPROBS)
+            imitation(values, micro, Denominators(1, 1))[0].backward()
         self.engine.model.zero_grad()
 
 

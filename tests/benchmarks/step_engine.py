@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.engines.rollout.base import EngineContext
 from flowrl.engines.rollout.hf.engine import HfRollout, SeparateBatch
 from tests.benchmarks.turns import TurnClient

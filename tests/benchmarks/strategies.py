@@ -33,10 +33,12 @@ from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.train.engine import TrainEngine, is_sharded
-from flowrl.workers.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.engine import FsdpEngine, is_sharded
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from tests.benchmarks.measure import MIB, machine, peak_growth, read_arguments, received_bytes
 from tests.benchmarks.packing import imitation, rows_of
+from tests.engines.losses import LOGPROBS
 from tests.engines.tables import take_rows
 
 RANKS = 2
@@ -127,11 +129,11 @@ class Stepper:
         policy = load_policy(config, on_meta=is_sharded(engine, mesh))
         if case.lora is not None:
             add_adapter(policy, case.lora)
-        self.engine = TrainEngine(PolicyModel(policy), OptimizerConfig(lr=1e-4), engine, mesh=mesh)
+        self.engine = FsdpEngine(PolicyModel(policy), policy_outputs, OptimizerConfig(lr=1e-4), engine, mesh=mesh)
         self.rows = _own_rows(case)
 
     def step(self) -> None:
-        self.engine.update(self.rows, imitation)
+        self.engine.update(self.rows, imitation, LOGPROBS)
 
 
 def _own_rows(case: Case) -> TensorDict:

@@ -23,22 +23,28 @@ from flowrl.checkpoints.checkpoints import Checkpoint, Checkpoints
 from flowrl.config import EngineConfig, OptimizerConfig, RoleConfig, RunConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.engines.checkpoint.engine_checkpoint import load
-from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.report.rollout_log import read_rows, saved_steps
 from flowrl.run.loop import Run
 from flowrl.workers.model_worker import TrainedWorker
 
 
-def engine() -> TrainEngine:
-    return TrainEngine(nn.Linear(400, 400), OptimizerConfig(lr=1e-3), EngineConfig())
+def _no_outputs(*_: object) -> dict[str, torch.Tensor]:
+    raise AssertionError("this loop only saves")
 
 
-def is_filled(trained: TrainEngine, step: int) -> bool:
+def engine() -> FsdpEngine:
+    return FsdpEngine(nn.Linear(400, 400), _no_outputs, OptimizerConfig(lr=1e-3), EngineConfig())
+
+
+def is_filled(trained: FsdpEngine, step: int) -> bool:
     return all(bool((parameter == step).all()) for parameter in trained.model.parameters())
 
 
 class Filled(TrainedWorker):
     """An engine whose weights are all set to the step."""
+
+    engine: FsdpEngine
 
     def __init__(self) -> None:
         self.engine = engine()

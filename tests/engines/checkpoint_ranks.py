@@ -17,8 +17,9 @@ from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.checksums import CheckpointError
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.parallel.rank_mesh import rank_mesh
-from flowrl.engines.train.engine import TrainEngine
-from tests.engines.losses import Bigram, bigram_loss
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.module_state import describe_module, load_module_state, module_state
+from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs
 from tests.engines.tables import VOCABULARY, table
 
 STRATEGIES: tuple[Literal["fsdp", "tp"], ...] = ("fsdp", "tp")
@@ -36,12 +37,24 @@ class Sharded:
     group: ProcessGroup | None
     num_steps: int = 0
 
-    def snapshot(self) -> dict[str, float]:
-        return {"num_steps": self.num_steps, "scale": 2.0**-7}
+    @property
+    def architecture(self) -> str:
+        return describe_module(self.model)
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        assert state["scale"] == 2.0**-7
-        self.num_steps = int(state["num_steps"])
+    @property
+    def has_optimizer_state(self) -> bool:
+        return bool(self.optimizer.state)
+
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
+        return module_state(self.model, self.optimizer if with_optimizer else None)
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
+        load_module_state(self.model, self.optimizer, tensors)
+        assert counters["scale"] == 2.0**-7
+        self.num_steps = int(counters["num_steps"])
+
+    def counters(self) -> dict[str, float]:
+        return {"num_steps": self.num_steps, "scale": 2.0**-7}
 
     def step(self) -> None:
         """Takes a step with a gradient that depends on the weights and the step, but not on the sharding."""
@@ -61,9 +74,11 @@ def sharded(group: ProcessGroup | None, how: Literal["fsdp", "tp"] | None = None
     return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), group)
 
 
-def copied(group: ProcessGroup | None) -> TrainEngine:
+def copied(group: ProcessGroup | None) -> FsdpEngine:
     config = OptimizerConfig(lr=1e-2, warmup_steps=5)
-    return TrainEngine(Bigram(VOCABULARY, WIDTH), config, EngineConfig(), mesh=rank_mesh(group, device="cpu"))
+    return FsdpEngine(
+        Bigram(VOCABULARY, WIDTH), bigram_outputs, config, EngineConfig(), mesh=rank_mesh(group, device="cpu")
+    )
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -73,7 +88,7 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def save(engine: Sharded | TrainEngine, folder: Path, *, asynchronous: bool) -> list[str]:
+def save(engine: Sharded | FsdpEngine, folder: Path, *, asynchronous: bool) -> list[str]:
     checkpoints = EngineCheckpoints(engine)
     checkpoints.save(folder, asynchronous=asynchronous)
     saved = checkpoints.result()
@@ -95,7 +110,7 @@ def main(rank: int, folder: Path) -> None:
         results[how, "files"] = save(engine, folder / f"two-{how}", asynchronous=True)
     ddp = copied(group)
     load(ddp, folder / "one-copied")
-    ddp.update(table(3, seed=10 + rank), bigram_loss)
+    ddp.update(table(3, seed=10 + rank), bigram_loss, LOGPROBS)
     results["copied", "weights"] = full_parameters(ddp.model)
     results["copied", "files"] = save(ddp, folder / "two-copied", asynchronous=False)
     torch.manual_seed(rank)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +15,12 @@ from flowrl.data.batch.block import split_evenly, split_groups
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.models.parameters import to_full_tensor
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, rank_mesh
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.workers import PTX, Loss
-from flowrl.workers.losses.loss import accumulate_loss
-from flowrl.workers.losses.policy_inputs import policy_inputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.workers import PTX, Actor, Loss
+from flowrl.workers.losses.loss import BoundLoss
 from flowrl.workers.losses.preference_losses import preference_loss
-from flowrl.workers.policy_model import PolicyModel
 from tests.engines.tables import VOCABULARY, take_rows
 from tests.engines.tiny import qwen2, to_float64
 
@@ -142,7 +141,9 @@ def gradients(
     model = qwen2(initializer_range=0.1)
     model = PolicyModel(to_float64(model) if dtype == torch.float64 else model)
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu", tp=tp, sp=sp)
-    engine = TrainEngine(model, OptimizerConfig(lr=1e-3), EngineConfig.model_validate(settings), mesh=mesh)
+    engine = FsdpEngine(
+        model, policy_outputs, OptimizerConfig(lr=1e-3), EngineConfig.model_validate(settings), mesh=mesh
+    )
     num_parts = 1 if group is None else group.size() // (tp * sp)
     part = 0 if group is None else group.rank() // (tp * sp)
     for i, (loss, num_rows, weight) in enumerate(STEPS[step]):
@@ -150,9 +151,12 @@ def gradients(
         splits = split_evenly(num_rows, num_parts)
         if loss.group is not None:
             splits = split_groups(batch["rows", loss.group].numpy(), num_parts)
-        own = splits[part]
-        index = torch.arange(*own) if isinstance(own, tuple) else torch.from_numpy(own)
-        accumulate_loss(engine, take_rows(batch, index), loss, partial(policy_inputs, temperature=TEMPERATURE), weight)
+        split = splits[part]
+        index = torch.arange(*split) if isinstance(split, tuple) else torch.from_numpy(split)
+        own = take_rows(batch, index)
+        columns = {name: column.dtype for name, column in own["tokens"].items()}
+        bound = BoundLoss.of(loss, columns, Actor.COMPUTED, TEMPERATURE)
+        engine.forward_backward(own, bound, bound.outputs, groups=loss.row_groups, weight=weight)
     engine._gradients.sum()
     return {name: to_full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 

@@ -12,9 +12,11 @@ from flowrl.engines.checkpoint.export import describe_export
 from flowrl.engines.models.loading import CriticModel, load_critic, load_policy, save_model
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
-from flowrl.engines.train.engine import TrainEngine, is_sharded
-from flowrl.workers.policy_model import PolicyModel
-from tests.engines.strategies import critic_loss, policy_loss
+from flowrl.engines.train.base import Outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine, is_sharded
+from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from tests.engines.strategies import POLICY, VALUES, critic_loss, policy_loss
 from tests.engines.tables import table
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -41,29 +43,29 @@ CASES = {
 }
 
 
-def policy_engine(case: Case, folder: Path, mesh: RankMesh) -> TrainEngine:
+def policy_engine(case: Case, folder: Path, mesh: RankMesh) -> FsdpEngine:
     engine = _engine(case, mesh)
     model = load_policy(ModelConfig(path=folder / START), on_meta=is_sharded(engine, mesh))
     if case.lora is not None:
         add_adapter(model, case.lora)
-    return TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2), engine, mesh=mesh)
+    return FsdpEngine(PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-2), engine, mesh=mesh)
 
 
-def critic_engine(case: Case, folder: Path, mesh: RankMesh) -> TrainEngine:
+def critic_engine(case: Case, folder: Path, mesh: RankMesh) -> FsdpEngine:
     engine = _engine(case, mesh)
     model = load_critic(ModelConfig(path=folder / START), head="fresh", on_meta=is_sharded(engine, mesh))
     if case.lora is not None:
         add_adapter(model.backbone, case.lora)
-    return TrainEngine(model, OptimizerConfig(lr=1e-2), engine, mesh=mesh)
+    return FsdpEngine(model, value_outputs, OptimizerConfig(lr=1e-2), engine, mesh=mesh)
 
 
 def _engine(case: Case, mesh: RankMesh) -> EngineConfig:
     return EngineConfig.model_validate({} if mesh is SINGLE_PROCESS else case.settings)
 
 
-def values(engine: TrainEngine) -> Tensor:
+def values(engine: FsdpEngine) -> Tensor:
     """Returns the values of a fixed batch."""
-    return engine.evaluate(table(3), lambda model, micro: model(micro.input_ids))
+    return engine.forward(table(3), Outputs(("values",)))["values"]
 
 
 def main(rank: int, folder: Path) -> None:
@@ -75,13 +77,13 @@ def main(rank: int, folder: Path) -> None:
         mesh = rank_mesh(distributed.group.WORLD, device="cpu", tp=case.tp)
         policy, critic = policy_engine(case, folder, mesh), critic_engine(case, folder, mesh)
         for step in range(2):
-            policy.update(table(5, seed=step), policy_loss)
-            critic.update(table(5, seed=step), critic_loss)
+            policy.update(table(5, seed=step), policy_loss, POLICY)
+            critic.update(table(5, seed=step), critic_loss, VALUES)
         assert isinstance(policy.model, PolicyModel)
         language_model = policy.model.language_model
         assert isinstance(critic.model, CriticModel)
         for role, engine, model in (("actor", policy, language_model), ("critic", critic, critic.model)):
-            files = describe_export(model, ModelConfig(path=folder / START), case.lora)
+            files = describe_export(engine.describe_model(), ModelConfig(path=folder / START), case.lora)
             _save(engine, folder / name / role, files)
             save_model(model, folder / START, folder / name / f"saved-{role}", is_writer=rank == 0)
         results[name] = values(critic)
@@ -89,7 +91,7 @@ def main(rank: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def _save(engine: TrainEngine, folder: Path, extra_files: dict[str, bytes]) -> None:
+def _save(engine: FsdpEngine, folder: Path, extra_files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     distributed.barrier()
     checkpoints = EngineCheckpoints(engine)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -29,10 +29,10 @@ from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.weights import export_weights
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
-from flowrl.engines.train.engine import Denominators, TrainEngine
-from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs
-from tests.engines.losses import weighted_loss
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from tests.engines.losses import LOGPROBS, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import END, SIZES
 
@@ -127,19 +127,19 @@ def adapted(name: str) -> PreTrainedModel:
 
 def train(model: PreTrainedModel, mesh: RankMesh = SINGLE_PROCESS, **settings: str | bool) -> dict[str, Any]:
     """Takes two steps; returns log-probabilities before and after, losses and weights."""
-    engine = TrainEngine(
-        PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-1), EngineConfig.model_validate(settings), mesh=mesh
+    engine = FsdpEngine(
+        PolicyModel(model),
+        policy_outputs,
+        OptimizerConfig(lr=1e-2, eps=1e-1),
+        EngineConfig.model_validate(settings),
+        mesh=mesh,
     )
     rows = table(6)
-    before = engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
-    losses = [engine.update(rows, _loss)["loss"].result() for _ in range(NUM_STEPS)]
-    after = engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+    before = engine.forward(rows, LOGPROBS)["logprobs"]
+    losses = [engine.update(rows, bigram_loss, LOGPROBS)["loss"].result() for _ in range(NUM_STEPS)]
+    after = engine.forward(rows, LOGPROBS)["logprobs"]
     weights = {name: torch.from_numpy(array) for name, array in export_weights(engine.model).items()}
     return {"before": before, "after": after, "losses": losses, "weights": weights}
-
-
-def _loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(model(micro.input_ids, micro.tokens["response_mask"], pack=micro.pack)[0], micro, counts)
 
 
 def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:

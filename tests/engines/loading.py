@@ -10,8 +10,9 @@ from flowrl.engines.models.loading import load_critic, load_policy, load_reward_
 from flowrl.engines.models.lora import adapter_state, add_adapter
 from flowrl.engines.models.weights import export_weights
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.workers.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "fsdp on 2": (2, {}),
@@ -68,7 +69,7 @@ def main(rank: int, folder: Path, ranks: int, meshes: set[str]) -> None:
         config = EngineConfig(strategy="fsdp", shard_ranks=layout.get("shard_ranks"))
         for name, model in models(folder, on_meta=True).items():
             assert any(parameter.is_meta for parameter in model.parameters())
-            engine = TrainEngine(model, None, config, mesh=mesh)
+            engine = FsdpEngine(model, policy_outputs, None, config, mesh=mesh)
             results[mesh_name, name] = first_output(engine.model, name), _weights(model)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
@@ -92,7 +93,7 @@ def growth(mesh: RankMesh, folder: Path, on_meta: bool, lora: bool) -> int:
     policy = load_policy(ModelConfig(path=folder), on_meta=on_meta)
     if lora:
         add_adapter(policy, LORA)
-    TrainEngine(PolicyModel(policy), None, EngineConfig(strategy="fsdp"), mesh=mesh)
+    FsdpEngine(PolicyModel(policy), policy_outputs, None, EngineConfig(strategy="fsdp"), mesh=mesh)
     return _memory("VmHWM") - before
 
 

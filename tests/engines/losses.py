@@ -1,11 +1,15 @@
 """A loss for tests of engines, and a model that does not use transformers."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from flowrl.data.metric import Mean, Metric
-from flowrl.engines.train.engine import Denominators
+from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.microbatch import MicroBatch
+
+LOGPROBS = Outputs(("logprobs",), "response_mask")
 
 
 class Bigram(nn.Module):
@@ -24,8 +28,8 @@ class Bigram(nn.Module):
         return self.output(torch.tanh(hidden_BLD + hidden_BLD.cumsum(1) / counts_L1))
 
 
-def bigram_logprobs(model: nn.Module, micro: MicroBatch) -> Tensor:
-    return logprobs(model(micro.input_ids), micro.input_ids)
+def bigram_outputs(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
+    return {"logprobs": logprobs(model(micro.input_ids), micro.input_ids)}
 
 
 def policy_logits(model: nn.Module, input_ids_BL: Tensor) -> Tensor:
@@ -47,5 +51,7 @@ def weighted_loss(logprobs_BL: Tensor, micro: MicroBatch, counts: Denominators) 
     return loss, {"loss": Mean(losses_BL.sum().item(), mask_BL.sum().item())}
 
 
-def bigram_loss(model: nn.Module, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, dict[str, Metric]]:
-    return weighted_loss(bigram_logprobs(model, micro), micro, counts)
+def bigram_loss(
+    values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators
+) -> tuple[Tensor, dict[str, Metric]]:
+    return weighted_loss(values["logprobs"], micro, counts)

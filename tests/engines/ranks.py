@@ -7,8 +7,8 @@ from torch import distributed
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.engines.parallel.rank_mesh import rank_mesh
-from flowrl.engines.train.engine import TrainEngine
-from tests.engines.losses import Bigram, bigram_loss
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs
 from tests.engines.tables import VOCABULARY, table, take_rows
 
 SPLITS = {
@@ -24,15 +24,19 @@ def train(rows: list[int], dtype: torch.dtype, group: distributed.ProcessGroup |
     """Takes three steps on this rank's rows; a fourth step has no trained tokens on any rank."""
     model = Bigram(VOCABULARY, 16).to(dtype)
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
-    engine = TrainEngine(
-        model, optimizer, EngineConfig(max_tokens_per_microbatch=max_tokens), mesh=rank_mesh(group, device="cpu")
+    engine = FsdpEngine(
+        model,
+        bigram_outputs,
+        optimizer,
+        EngineConfig(max_tokens_per_microbatch=max_tokens),
+        mesh=rank_mesh(group, device="cpu"),
     )
     reports = []
     for step in range(NUM_STEPS + 1):
         part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
         if step == NUM_STEPS:
             part["tokens", "response_mask"] = torch.zeros_like(part["tokens", "response_mask"])
-        report = engine.update(part, bigram_loss)
+        report = engine.update(part, bigram_loss, LOGPROBS)
         reports.append({name: metric.result() for name, metric in report.items() if name != "loss"})
     return {"weights": {n: p.detach() for n, p in model.named_parameters()}, "reports": reports}
 

@@ -13,10 +13,12 @@ from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.sequence_sharding import SequenceSharding, head_weights
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
-from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.base import Outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.policy_model import PolicyModel
-from tests.engines.losses import weighted_loss
+from tests.engines.strategies import VALUES, critic_loss
 from tests.engines.tiny import convolving, llama
 
 ROWS, LENGTH = 3, 48
@@ -42,8 +44,15 @@ class _SavedBytes:
 
 
 def _saved_bytes(mesh: RankMesh, **settings: bool) -> int:
-    engine = TrainEngine(
+    counter = _SavedBytes()
+
+    def outputs(model: nn.Module, micro: MicroBatch, requested: Outputs) -> dict[str, Tensor]:
+        with saved_tensors_hooks(counter.keep, lambda tensor: tensor):
+            return value_outputs(model, micro, requested)
+
+    engine = FsdpEngine(
         CriticModel(llama().model),
+        outputs,
         OptimizerConfig(lr=1e-3),
         EngineConfig.model_validate({"strategy": "fsdp"} | settings),
         mesh=mesh,
@@ -55,20 +64,13 @@ def _saved_bytes(mesh: RankMesh, **settings: bool) -> int:
         "weight": torch.ones(len(ids), dtype=torch.float64),
     }
     rows = make_tensordict({"prompt_id": torch.arange(ROWS)}, tokens, torch.full((ROWS,), LENGTH), ROWS)
-    counter = _SavedBytes()
-
-    def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-        with saved_tensors_hooks(counter.keep, lambda tensor: tensor):
-            values_BL = model(micro.input_ids, micro.pack)
-        return weighted_loss(values_BL, micro, counts)
-
-    engine.update(rows, loss)
+    engine.update(rows, critic_loss, VALUES)
     return counter.total()
 
 
 def _error_of(model: nn.Module, mesh: RankMesh) -> str:
     try:
-        TrainEngine(model, None, EngineConfig(strategy="fsdp", sequence_parallel_norms=True), mesh=mesh)
+        FsdpEngine(model, policy_outputs, None, EngineConfig(strategy="fsdp", sequence_parallel_norms=True), mesh=mesh)
     except UserError as error:
         return str(error)
     return ""

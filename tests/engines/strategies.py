@@ -1,31 +1,33 @@
 """Rank processes of the strategy tests: the same optimizer steps of a real model under every strategy."""
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
-from flowrl.data.metric import Mean
+from flowrl.data.metric import Mean, Metric
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.models.loading import CriticModel
-from flowrl.engines.models.lora import adapter_disabled, adapter_state, add_adapter
+from flowrl.engines.models.lora import adapter_state, add_adapter
 from flowrl.engines.models.parameters import move_optimizer
+from flowrl.engines.models.weight_samples import WeightSample, weight_samples
 from flowrl.engines.models.weights import export_weights, meta_copy, to_tensors
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
-from flowrl.engines.rollout.weight_check import WeightSample, weight_samples
-from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.base import Denominators, Outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table, take_rows
 from tests.engines.tiny import llama, qwen2, to_float64, tokenizer
@@ -112,13 +114,16 @@ ROWS = {
 """Rows of each rank by number of data-parallel ranks; one of four ranks has none."""
 
 
-def policy_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    output = model(micro.input_ids, micro.tokens["response_mask"], 0.7, "gradient", micro.pack)
-    return weighted_loss(output.logprobs + 0.1 * output.entropy, micro, counts)
+POLICY = Outputs(("logprobs", "entropy"), "response_mask", 0.7)
+VALUES = Outputs(("values",), "response_mask")
 
 
-def critic_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(model(micro.input_ids, micro.pack) ** 2, micro, counts)
+def policy_loss(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators):
+    return weighted_loss(values["logprobs"] + 0.1 * values["entropy"], micro, counts)
+
+
+def critic_loss(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators):
+    return weighted_loss(values["values"] ** 2, micro, counts)
 
 
 def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | None = None) -> dict[str, Any]:
@@ -140,18 +145,19 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     if case.lora:
         add_adapter(critic.backbone, LORA)
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-    critic = TrainEngine(critic, OPTIMIZER, engine, mesh=mesh)
+    critic = FsdpEngine(critic, value_outputs, OPTIMIZER, engine, mesh=mesh)
     first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
     results: dict[str, Any] = {
         "logprobs": _reference_logprobs(policy, first),
-        "values": critic.evaluate(first, lambda m, micro: m(micro.input_ids, micro.pack)),
+        "values": critic.forward(first, Outputs(("values",)))["values"],
     }
     results["still gathered"] = sum(not isinstance(p, DTensor) for p in policy.model.parameters())
     reports, losses = [], []
     for step in range(NUM_STEPS):
         part = take_rows(table(11, seed=step), torch.tensor(rows, dtype=torch.int64))
-        for name, trained, loss in (("policy", policy, policy_loss), ("critic", critic, critic_loss)):
-            report = trained.update(part, loss)
+        roles = (("policy", policy, policy_loss, POLICY), ("critic", critic, critic_loss, VALUES))
+        for name, trained, loss, outputs in roles:
+            report = trained.update(part, loss, outputs)
             reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
             losses.append(report.get("loss", Mean(0.0, 0)))
     results["reports"], results["losses"] = reports, losses
@@ -176,7 +182,7 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     return results
 
 
-def policy_of(case: Case, mesh: RankMesh) -> TrainEngine:
+def policy_of(case: Case, mesh: RankMesh) -> FsdpEngine:
     """Returns an engine with an untrained policy."""
     language_model = qwen2()
     if case.dtype == torch.float64:
@@ -184,18 +190,18 @@ def policy_of(case: Case, mesh: RankMesh) -> TrainEngine:
     if case.lora:
         add_adapter(language_model, LORA)
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
-    return TrainEngine(PolicyModel(language_model), OPTIMIZER, engine, mesh=mesh)
+    return FsdpEngine(PolicyModel(language_model), policy_outputs, OPTIMIZER, engine, mesh=mesh)
 
 
-def fourth_step(policy: TrainEngine, rows: list[int]) -> dict[str, torch.Tensor]:
+def fourth_step(policy: FsdpEngine, rows: list[int]) -> dict[str, torch.Tensor]:
     """Takes a fourth step and returns the weights."""
-    policy.update(take_rows(table(11, seed=NUM_STEPS), torch.tensor(rows, dtype=torch.int64)), policy_loss)
+    policy.update(take_rows(table(11, seed=NUM_STEPS), torch.tensor(rows, dtype=torch.int64)), policy_loss, POLICY)
     return {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
 
 
-def _reference_logprobs(policy: TrainEngine, rows: TensorDict) -> torch.Tensor:
-    with adapter_disabled(policy.model):
-        return policy.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=0.7))
+def _reference_logprobs(policy: FsdpEngine, rows: TensorDict) -> torch.Tensor:
+    outputs = Outputs(("logprobs",), "response_mask", 0.7, without_adapter=True)
+    return policy.forward(rows, outputs)["logprobs"]
 
 
 def _wrong_samples(model: PreTrainedModel) -> list[str]:
@@ -237,11 +243,11 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> list[dict[str, 
     add_adapter(model, LORA)
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
     settings = EngineConfig(strategy="single" if group is None else "fsdp", max_tokens_per_microbatch=1)
-    engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2, eps=1e-3), settings, mesh=mesh)
+    engine = FsdpEngine(PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-2, eps=1e-3), settings, mesh=mesh)
     rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, 2)
     states = []
     for step in range(NUM_STEPS):
-        engine.update(take_rows(table(11, seed=step), rows), policy_loss)
+        engine.update(take_rows(table(11, seed=step), rows), policy_loss, POLICY)
         states.append(adapter_state(model))
     return states
 
@@ -253,11 +259,12 @@ def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[st
     policy = policy_of(Case(1 if group is None else group.size(), settings, dtype=torch.float32), mesh)
     rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, group.size())
     # The same rows in each step, so that skipped steps do not change the later ones.
-    reports = [policy.update(take_rows(table(11), rows), policy_loss) for _ in range(NUM_STEPS + 2)]
+    reports = [policy.update(take_rows(table(11), rows), policy_loss, POLICY) for _ in range(NUM_STEPS + 2)]
+    scale = policy.steps.loss_scale
     return {
         "norms": [report["grad_norm"].result() for report in reports if "grad_norm" in report],
         "skipped": sum(report["skipped_update"].result() for report in reports),
-        "scale": None if policy.loss_scale is None else (policy.loss_scale.factor, policy.loss_scale.good_steps),
+        "scale": None if scale is None else (scale.factor, scale.good_steps),
         "weights": {name: torch.from_numpy(weight) for name, weight in export_weights(policy.model).items()},
     }
 
@@ -284,9 +291,19 @@ def norm_of_a_sum(strategy: str, group: distributed.ProcessGroup | None) -> floa
     """
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu", tp=2 if strategy == "tp" else 1)
     settings = EngineConfig.model_validate(SUMS.get(strategy, {}) | {"max_tokens_per_microbatch": 1})
-    engine = TrainEngine(Weight(), OptimizerConfig(lr=1e-3), settings, mesh=mesh)
     factors = itertools.chain([256.0], itertools.repeat(1.0))
-    metrics = engine.update(table(21), lambda model, micro, counts: (model(next(factors)), {}))
+
+    def outputs(model: nn.Module, micro: MicroBatch, _: Outputs) -> dict[str, Tensor]:
+        return {"scores": model(next(factors)).expand(len(micro.mask))}
+
+    def total(values: Mapping[str, Tensor], *_: object) -> tuple[Tensor, dict[str, Metric]]:
+        return values["scores"].sum(), {}
+
+    rows = table(21)
+    rows["tokens", "response_mask"] = torch.ones_like(rows["tokens", "response_mask"])
+
+    engine = FsdpEngine(Weight(), outputs, OptimizerConfig(lr=1e-3), settings, mesh=mesh)
+    metrics = engine.update(rows, total, Outputs(("scores",), "response_mask"))
     return metrics["grad_norm"].result()
 
 
@@ -296,10 +313,12 @@ def train_with_moves(group: distributed.ProcessGroup, *, moves: bool) -> list[to
     With `moves`, copies of the weights replace them after each batch, as in a move to another device and back.
     """
     engine = EngineConfig(strategy="fsdp", max_tokens_per_microbatch=20)
-    policy = TrainEngine(PolicyModel(qwen2(torch.bfloat16)), OPTIMIZER, engine, mesh=rank_mesh(group, device="cpu"))
+    policy = FsdpEngine(
+        PolicyModel(qwen2(torch.bfloat16)), policy_outputs, OPTIMIZER, engine, mesh=rank_mesh(group, device="cpu")
+    )
     for step in range(NUM_STEPS):
         for seed in (step, step + 1):
-            policy.forward_backward(table(11, seed=seed), policy_loss)
+            policy.forward_backward(table(11, seed=seed), policy_loss, POLICY)
             if moves:
                 _move(policy)
         policy.optim_step()
@@ -308,7 +327,7 @@ def train_with_moves(group: distributed.ProcessGroup, *, moves: bool) -> list[to
     return [_local_shard(parameter).detach().clone() for parameter in policy.model.parameters()]
 
 
-def _move(engine: TrainEngine) -> None:
+def _move(engine: FsdpEngine) -> None:
     """Replaces the weights and gradients by copies."""
     with engine._gradients.moved_to(torch.device("cpu")):
         engine.model._apply(torch.clone)

@@ -12,11 +12,11 @@ import torch
 
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.worker import Worker
+from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.models.weights import to_tensors
 from flowrl.engines.rollout.base import Request, Response, Segment, find_missing_methods
 from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
 from flowrl.engines.rollout.response_tensors import make_requests, stack_responses
-from flowrl.engines.rollout.weight_check import WeightSamples
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
@@ -27,13 +27,15 @@ from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
-from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.base import Denominators, Outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.memory.head_memory import Entropy
 from flowrl.memory.model_size import ModelSize, model_size_from_config
 from flowrl.memory.role_memory import RoleMemory, RoleModel, inference_role, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, hf_memory
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.tiny import tokenizer
 
 LENGTH, TOKENS = 256, 2048
@@ -163,17 +165,17 @@ def _rows(num_rows: int, length: int, vocabulary: int):
 
 
 def _policy_loss(entropy: Entropy) -> Callable:
-    def loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-        mask_BL = micro.tokens["response_mask"]
-        logprobs_BL, entropy_BL, *_ = model(micro.input_ids, mask_BL, 1.0, entropy)
-        objective_BL = logprobs_BL + 0.01 * entropy_BL if entropy == "gradient" else logprobs_BL
-        return -(objective_BL * mask_BL).sum() / counts.tokens, {}
+    def loss(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators):
+        objective_BL = values["logprobs"]
+        if entropy == "gradient":
+            objective_BL = objective_BL + 0.01 * values["entropy"]
+        return -objective_BL.sum() / counts.tokens, {}
 
     return loss
 
 
-def _value_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return (model(micro.input_ids) * micro.tokens["response_mask"]).square().sum() / counts.tokens, {}
+def _value_loss(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators):
+    return values["values"].square().sum() / counts.tokens, {}
 
 
 def run(point: Point, config: Qwen2Config, mesh=SINGLE_PROCESS) -> None:
@@ -188,17 +190,22 @@ def run(point: Point, config: Qwen2Config, mesh=SINGLE_PROCESS) -> None:
         return
     if point.lora is not None:
         add_adapter(model, point.lora)
-    module = CriticModel(model.model) if point.role == "critic" else PolicyModel(model)
+    is_critic = point.role == "critic"
+    module, compute = (CriticModel(model.model), value_outputs) if is_critic else (PolicyModel(model), policy_outputs)
     del model
     is_trained = point.role != "reference"
-    engine = TrainEngine(module, OptimizerConfig(lr=1e-4) if is_trained else None, point.engine, mesh=mesh)
+    engine = FsdpEngine(module, compute, OptimizerConfig(lr=1e-4) if is_trained else None, point.engine, mesh=mesh)
     rows = _rows(point.engine.max_tokens_per_microbatch // LENGTH, LENGTH, point.vocabulary)
     if not is_trained:
-        engine.evaluate(rows, lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+        engine.forward(rows, Outputs(("logprobs",), "response_mask"))
         return
-    loss = _value_loss if point.role == "critic" else _policy_loss(point.entropy)
+    loss, outputs = _value_loss, Outputs(("values",), "response_mask")
+    if not is_critic:
+        names = ("logprobs",) if point.entropy == "none" else ("logprobs", "entropy")
+        detached = ("entropy",) if point.entropy == "value" else ()
+        loss, outputs = _policy_loss(point.entropy), Outputs(names, "response_mask", detached=detached)
     for table in (_rows(1, 8, point.vocabulary), rows):
-        engine.update(table, loss)
+        engine.update(table, loss, outputs)
 
 
 def main(name: str, rank: int, folder: str) -> None:

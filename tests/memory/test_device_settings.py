@@ -23,7 +23,7 @@ from flowrl.config import (
     load,
 )
 from flowrl.config.base import DeviceKind
-from flowrl.config.roles import PlannedVllmConfig
+from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.controller.placement.plan import Inventory, plan
 from flowrl.memory.device_settings import (
     FittedRun,

@@ -10,10 +10,10 @@ from flowrl.algorithms import hidden_logprobs, logprobs
 from flowrl.config.source import read_json
 from flowrl.engines.rollout import sampling
 from flowrl.engines.rollout.hf import decoder, kv_cache
+from flowrl.engines.train.fsdp import policy_model
 from flowrl.memory.head_memory import CHUNK_ELEMENTS, TILE_SIDES, TILED_FROM
 from flowrl.memory.model_size import PUBLISHED, ModelSize, model_size_from_config
 from flowrl.memory.rollout_memory import MIN_ROWS, PREFILL_TOKENS, SAMPLED_ELEMENTS, SLOT_MULTIPLE
-from flowrl.workers import policy_model
 from tests.engines.families import FAMILIES, build
 
 

@@ -52,9 +52,9 @@ class RecordedActor(Actor):
         write(self.log, "actor offload")
         super().offload(keep_weights=keep_weights)
 
-    def compute_inputs(self, *args: Any, **kwargs: Any) -> Any:  # Any: as in Actor
+    def _bind(self, *args: Any) -> Any:  # Any: as in Actor
         write(self.log, "actor update")
-        return super().compute_inputs(*args, **kwargs)
+        return super()._bind(*args)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def share_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None) -> IpcBucket:

@@ -3,7 +3,6 @@
 The expected values are sums over the policy's tokens alone, computed with the model itself.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +12,14 @@ from torch import Tensor
 
 from flowrl.config import ActorConfig, EngineConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
-from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.base import Denominators
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import microbatches
+from flowrl.workers import Actor, Critic
 from flowrl.workers.losses.configured_losses import policy_loss, value_loss
-from flowrl.workers.losses.loss import accumulate_loss, loss_term
-from flowrl.workers.losses.policy_inputs import policy_inputs
-from flowrl.workers.policy_model import PolicyModel
+from flowrl.workers.losses.loss import BoundLoss
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import on_policy_settings, ppo_settings
@@ -53,9 +54,9 @@ def step(batch: TensorDict, config: ActorConfig, **engine: Any) -> tuple[dict[st
     """Returns the gradient of a step and its metrics."""
     model = PolicyModel(to_float64(qwen2(initializer_range=0.1)))
     settings = {"packing": "never", "max_tokens_per_microbatch": 1000} | engine
-    trained = TrainEngine(model, OptimizerConfig(lr=1e-3), EngineConfig.model_validate(settings))
-    inputs = partial(policy_inputs, temperature=1.0)
-    metrics = accumulate_loss(trained, batch, policy_loss(config), inputs, 1.0)
+    trained = FsdpEngine(model, policy_outputs, OptimizerConfig(lr=1e-3), EngineConfig.model_validate(settings))
+    bound = BoundLoss.of(policy_loss(config), {"response_mask": torch.bool}, Actor.COMPUTED, temperature=1.0)
+    metrics = trained.forward_backward(batch, bound, bound.outputs)
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return gradient, {name: metric.result() for name, metric in metrics.items()}
 
@@ -159,5 +160,6 @@ def test_environment_tokens_do_not_count_in_the_value_loss() -> None:
     critic = PPOConfig.model_validate(ppo_settings(algorithm={"estimator": "gae"})).critic
     (micro,) = microbatches(batch, 100)
     own = {"values": micro.tokens["values"].requires_grad_()}
-    loss, _ = loss_term(value_loss(critic), own, micro, micro.tokens["response_mask"], Denominators(tokens=3, rows=2))
+    bound = BoundLoss.of(value_loss(critic), {"response_mask": torch.bool}, Critic.COMPUTED, temperature=1.0)
+    loss, _ = bound(own, micro, Denominators(tokens=3, rows=2))
     assert loss.item() == pytest.approx(7 / 3)

@@ -46,7 +46,7 @@ def is_quantized_from_actor(rollout: Rollout) -> bool:
     assert isinstance(rollout.engine, HfRollout)
     model = rollout.engine.model
     expected = quantized_copy(model, torch.device("cpu"))
-    write_weights(expected, full_weights(actor.model))
+    write_weights(expected, full_weights(actor.language_model))
     same = [torch.equal(weight, expected.state_dict()[name]) for name, weight in model.state_dict().items()]
     return bool(int8_layers(model)) and all(same)
 

@@ -14,10 +14,11 @@ from pydantic import (
 )
 
 from flowrl.config.base import Dependency, FilePath, ImportName, Member, OneOf, Options
+from flowrl.config.engines.rollout_capabilities import EngineCapabilities
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, check_engine, get_capabilities
+from flowrl.config.engines.vllm_settings import VllmConfig
 from flowrl.config.model import ModelConfig
-from flowrl.config.roles import RoleConfig, RolloutConfig, VllmConfig
-from flowrl.config.rollout.capabilities import EngineCapabilities
-from flowrl.config.rollout.engines import DEFAULT_ENGINE, check_engine, get_capabilities
+from flowrl.config.roles import RoleConfig, RolloutConfig
 from flowrl.config.source import read_text
 
 POINTWISE_PROMPT = """Rate how well the response answers the request.

@@ -141,6 +141,7 @@ class OnPolicyConfig(RolloutRunConfig):
         return (
             rollout.capabilities.matches_trainer
             and rollout.capabilities.shares_weights
+            and actor.engine.capabilities.shares_weights
             and rollout.quantization is None
             and self.schedule.staleness == 0
             and {actor.model.dtype, compute_dtype} == {"float32"}

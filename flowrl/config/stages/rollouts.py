@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from flowrl.config.base import Config, ConfigError, Dependency, DeviceKind
 from flowrl.config.data.evaluation_settings import EvaluationConfig
+from flowrl.config.engines.rollout_engines import name_alternatives
 from flowrl.config.model import default_compute_dtype
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.reward_settings import RewardConfig
@@ -16,7 +17,6 @@ from flowrl.config.roles import (
     quantized_device_problem,
     quantized_dtype_problem,
 )
-from flowrl.config.rollout.engines import name_alternatives
 from flowrl.config.run import DatasetConfig, SettingValues
 from flowrl.config.schedule import AnySchedule, AsyncSchedule, SyncSchedule
 
@@ -231,7 +231,9 @@ class RolloutRunConfig(DatasetConfig):
             return rollout.sent_dtype
         if device == "cpu" or rollout.engine != "vllm":
             return model.dtype
-        return self.actor.engine.compute_dtype or default_compute_dtype(model, device) or model.dtype
+        engine = self.actor.engine
+        default = default_compute_dtype(model, device) if "compute_dtype" in engine.capabilities.settings else None
+        return engine.compute_dtype or default or model.dtype
 
     def check_served_dtype(self, device: DeviceKind) -> None:
         """Raises ConfigError if the weights do not have the dtype that the quantized matrix products require."""

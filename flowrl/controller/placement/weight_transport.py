@@ -25,30 +25,41 @@ def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
     actor, per_replica = planned.roles.get("actor"), has_per_replica_updates(config)
     if actor is None:
         return transports
-    offloading = [role for role, value in models_of(config).items() if value.engine.offload == "idle"]
+    models = models_of(config)
+    shares_model = "actor" not in models or models["actor"].engine.capabilities.shares_weights
+    offloading = [role for role, value in models.items() if value.engine.offload == "idle"]
     is_offloaded = any(
         not set(actor.slots).isdisjoint(planned.roles[role].slots) for role in offloading if role in planned.roles
     )
     for role, value in config:
         if not isinstance(value, RolloutConfig) or role not in planned.roles:
             continue
-        transport = choose_transport(actor, planned.roles[role], planned.kind, value, per_replica=per_replica)
+        transport = choose_transport(
+            actor, planned.roles[role], planned.kind, value, per_replica=per_replica, shares_model=shares_model
+        )
         is_automatic = value.transfer.via == "auto"
         transports[role] = "object_store" if transport == "cuda_ipc" and is_automatic and is_offloaded else transport
     return transports
 
 
 def choose_transport(
-    actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, *, per_replica: bool = False
+    actor: RolePlan,
+    rollout: RolePlan,
+    kind: str,
+    config: RolloutConfig,
+    *,
+    per_replica: bool = False,
+    shares_model: bool = True,
 ) -> Transport:
     """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
 
     Args:
         kind: device kind of the placement, `cpu` or `cuda`.
         per_replica: result of `has_per_replica_updates`.
+        shares_model: whether a rollout in the processes of the actor can use its model.
     Raises PlacementError if the placement or the schedule does not support the requested transport.
     """
-    transport = _transport_between(actor, rollout, kind, config)
+    transport = _transport_between(actor, rollout, kind, config, shares_model)
     if transport != "nccl" or not per_replica:
         return transport
     if config.transfer.via == "nccl":
@@ -60,16 +71,13 @@ def choose_transport(
     return "object_store"
 
 
-def _transport_between(actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig) -> Transport:
+def _transport_between(
+    actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, shares_model: bool
+) -> Transport:
     via = config.transfer.via
     is_possible = config.capabilities.gpu_transports
     if not config.capabilities.own_process and set(rollout.slots) == set(actor.slots):
-        if via != "auto":
-            raise PlacementError(
-                f"{rollout.role}.transfer.via is {via}, but {rollout.role} runs in the processes of {actor.role}, so "
-                f"its weights do not leave the process: set {rollout.role}.transfer.via: auto"
-            )
-        return "shared" if config.can_share_weights else "local"
+        return _transport_in_process(actor, rollout, config, shares_model)
     if via == "object_store" or (via == "auto" and kind != "cuda"):
         return "object_store"
     setting = f"{rollout.role}.transfer.via is {via}"
@@ -98,3 +106,16 @@ def _transport_between(actor: RolePlan, rollout: RolePlan, kind: str, config: Ro
             )
         return "object_store"
     return "nccl" if "nccl" in is_possible else "object_store"
+
+
+def _transport_in_process(actor: RolePlan, rollout: RolePlan, config: RolloutConfig, shares_model: bool) -> Transport:
+    """Returns the transport to a rollout in the processes of the actor."""
+    via = config.transfer.via
+    if not shares_model and via in ("auto", "object_store"):
+        return "object_store"
+    if via != "auto":
+        raise PlacementError(
+            f"{rollout.role}.transfer.via is {via}, but {rollout.role} runs in the processes of {actor.role}, so "
+            f"its weights do not leave the process: set {rollout.role}.transfer.via: auto"
+        )
+    return "shared" if config.can_share_weights else "local"

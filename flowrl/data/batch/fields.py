@@ -83,6 +83,11 @@ FIELDS: dict[str, Field] = {
     "prompt_ids": Field("row, object", "data", "the prompt as a list of token ids"),
     "answer": Field("row, object", "data", "ground truth that the reward function compares with"),
     "data_source": Field("row, object", "data", "name of the dataset, for reward functions"),
+    "entropies": Field(
+        "token, f32",
+        "actor",
+        "entropy of the distribution of each token, in nats; only with `actor.logprobs(batch, entropy=True)`",
+    ),
     "response_logprobs": Field(
         "row, f32", "actor", "log-probability of the response, summed over the tokens of `response_mask`"
     ),

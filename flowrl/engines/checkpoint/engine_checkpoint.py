@@ -11,22 +11,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from flowrl.config.source import read_json
 from flowrl.data.checksums import (
@@ -50,32 +43,9 @@ from flowrl.engines.checkpoint.shards import (
     read_into,
     tensor_bytes,
 )
-from flowrl.engines.models.parameters import unique_parameters
+from flowrl.engines.train.base import SavedEngine
+from flowrl.engines.train.module_state import OPTIMIZER
 from flowrl.engines.train.random_state import random_state, restore_random_state
-
-MODEL, OPTIMIZER = "model.", "optimizer."
-"""Prefixes of the names of weights and of optimizer tensors in a checkpoint."""
-
-
-class CheckpointedEngine(Protocol):
-    """Interface of an engine that can be checkpointed."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-
-    @property
-    def group(self) -> ProcessGroup | None: ...
-
-    def snapshot(self) -> dict[str, float]:
-        """Returns all state that is not a tensor, such as the number of optimizer steps."""
-        ...
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Restores the state that `snapshot` returned."""
-        ...
 
 
 @dataclass
@@ -125,7 +95,7 @@ class _Save:
 class EngineCheckpoints:
     """Saves an engine. Only one save runs at a time. All ranks of the engine must call each method together."""
 
-    def __init__(self, engine: CheckpointedEngine) -> None:
+    def __init__(self, engine: SavedEngine) -> None:
         self._engine = engine
         self._pending_save: _Save | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -143,18 +113,23 @@ class EngineCheckpoints:
         """
         assert self._pending_save is None, "the previous save is unfinished: call result() first"
         engine, rank = self._engine, _rank(self._engine.group)
-        state = training_state(engine, with_optimizer=engine.optimizer is not None and bool(engine.optimizer.state))
+        state = engine.save_state(with_optimizer=engine.has_optimizer_state)
         planner, plan, metadata = _plan_save(state, engine.group)
         resolved = [planner.resolve_data(item) for item in plan.items]
         tensors = [tensor for tensor in resolved if isinstance(tensor, Tensor)]
-        assert len(tensors) == len(resolved), "a checkpoint holds only tensors"
+        if len(tensors) < len(resolved):
+            items = zip(plan.items, resolved, strict=True)
+            name = next(item.index.fqn for item, value in items if not isinstance(value, Tensor))
+            raise CheckpointError(
+                f"{name} is not a tensor, so it cannot be saved: use an optimizer whose state consists of tensors"
+            )
         self._pending_save = save = _Save(
             folder,
             rank,
             [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items],
             self._copy_to_host(tensors) if asynchronous else tensors,
             metadata,
-            engine.snapshot(),
+            engine.counters(),
             random_state(),
             extra_files if extra_files and rank == 0 else {},
         )
@@ -193,7 +168,7 @@ class EngineCheckpoints:
                 sync_folder(save.folder)
             except OSError as error:
                 raise CheckpointError(write_error_message(save.folder, error)) from error
-        return Saved(save.checksums, _architecture(self._engine.model))
+        return Saved(save.checksums, self._engine.architecture)
 
     def _copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies tensors to host memory. All saves use one buffer, because copies to new memory are several times
@@ -218,7 +193,7 @@ class EngineCheckpoints:
         return self._copies
 
 
-def load(engine: CheckpointedEngine, folder: Path) -> None:
+def load(engine: SavedEngine, folder: Path) -> None:
     """Restores an engine from a folder that any number of ranks wrote. All ranks of the engine must call this together.
 
     Raises CheckpointError if the folder has no checkpoint, or a checkpoint of a different model. In that case, the
@@ -226,11 +201,10 @@ def load(engine: CheckpointedEngine, folder: Path) -> None:
     """
     index = read_index(folder)
     has_optimizer = any(name.startswith(OPTIMIZER) for name in index.tensors)
-    state = training_state(engine, with_optimizer=has_optimizer and engine.optimizer is not None)
-    _check_architecture(state, index, folder)
+    state = engine.save_state(with_optimizer=has_optimizer)
+    _check_architecture(state, index, folder, engine.group)
     read_into(state, folder, index, engine.group)
-    _set_state(engine, state)
-    engine.restore(index.engine_state)
+    engine.load_state(state, index.engine_state)
     file = folder / random_state_file(_rank(engine.group))
     if file.is_file():
         restore_random_state(read_json(file))
@@ -247,36 +221,6 @@ def random_state_file(rank: int) -> str:
     return f"random-{rank:05d}.json"
 
 
-def training_state(engine: CheckpointedEngine, *, with_optimizer: bool) -> dict[str, Any]:
-    """Returns the trained weights and optimizer tensors by name. A tied weight appears only under the first of its
-    names.
-    """
-    tied = {name for names, _ in unique_parameters(engine.model) for name in names[1:]}
-    weights = get_model_state_dict(engine.model, options=StateDictOptions(ignore_frozen_params=True))
-    state = {MODEL + name: weight for name, weight in weights.items() if name not in tied}
-    if with_optimizer:
-        assert engine.optimizer is not None
-        # Any: torch's type also covers flattened dictionaries.
-        moments: Any = get_optimizer_state_dict(engine.model, engine.optimizer)["state"]
-        state |= {f"{OPTIMIZER}{n}.{key}": value for n, own in moments.items() for key, value in own.items()}
-    return state
-
-
-def _set_state(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
-    """Copies the tensors of a state dictionary into the engine. Required because some strategies return copies as state
-    dictionaries.
-    """
-    weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-    # Not strict, because frozen weights and the other names of tied weights are missing.
-    set_model_state_dict(engine.model, weights, options=StateDictOptions(strict=False))
-    if engine.optimizer is None or not any(name.startswith(OPTIMIZER) for name in state):
-        return
-    optimizer: Any = get_optimizer_state_dict(engine.model, engine.optimizer)
-    for name, own in optimizer["state"].items():
-        own |= {key: state[f"{OPTIMIZER}{name}.{key}"] for key in own}
-    set_optimizer_state_dict(engine.model, engine.optimizer, optimizer)
-
-
 def _plan_save(state: dict[str, Any], group: ProcessGroup | None) -> tuple[DefaultSavePlanner, SavePlan, Metadata]:
     """Returns torch's save planner, the plan of this rank, and the metadata of all ranks."""
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
@@ -286,25 +230,23 @@ def _plan_save(state: dict[str, Any], group: ProcessGroup | None) -> tuple[Defau
     return planner, planner.finish_plan(plans[_rank(group)]), metadata
 
 
-def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path) -> None:
-    for name in [*state, *index.tensors]:
-        if name not in index.tensors or name not in state:
+def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path, group: ProcessGroup | None) -> None:
+    """Raises CheckpointError on all ranks unless the ranks together have the tensors of the checkpoint."""
+    own = {name: (list(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in state.items()}
+    known = {name: layout for part in _all_gather(own, group) for name, layout in part.items()}
+    problem = f"the checkpoint in {folder} is of a different model"
+    fix = "resume with the model that the run started with"
+    for name, (size, dtype) in known.items():
+        stored = index.tensors.get(name)
+        if stored is not None and (stored["size"], stored["dtype"]) != (size, dtype):
+            raise CheckpointError(
+                f"{problem}: {name} is {stored['dtype']} {stored['size']} in the checkpoint and {dtype} {size} in the "
+                f"model; {fix}"
+            )
+    for name in [*known, *index.tensors]:
+        if name not in index.tensors or name not in known:
             where = "checkpoint" if name in index.tensors else "model"
-            raise CheckpointError(
-                f"the checkpoint in {folder} is of a different model: only the {where} has {name}; resume with the "
-                f"model that the run started with"
-            )
-        size, dtype = list(state[name].shape), dtype_name(state[name].dtype)
-        stored = index.tensors[name]
-        if (stored["size"], stored["dtype"]) != (size, dtype):
-            raise CheckpointError(
-                f"the checkpoint in {folder} is of a different model: {name} is {stored['dtype']} {stored['size']} in "
-                f"the checkpoint and {dtype} {size} in the model; resume with the model that the run started with"
-            )
-
-
-def _architecture(model: nn.Module) -> str:
-    return f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+            raise CheckpointError(f"{problem}: only the {where} has {name}; {fix}")
 
 
 def _rank(group: ProcessGroup | None) -> int:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from flowrl.config import LoraConfig, ModelConfig
 from flowrl.config.source import read_json
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.dtypes import torch_dtype
-from flowrl.engines.checkpoint.engine_checkpoint import MODEL
 from flowrl.engines.checkpoint.shards import INDEX, read_index, read_into
 from flowrl.engines.models.loading import (
     CriticModel,
@@ -21,13 +21,15 @@ from flowrl.engines.models.loading import (
     build_critic,
     build_policy,
     build_reward_model,
-    describe_model,
+    describe_tokenizer,
     load_critic,
     load_policy,
     load_reward_model,
     save_model,
 )
 from flowrl.engines.models.lora import add_adapter, save_adapter
+from flowrl.engines.train.base import ModelKind
+from flowrl.engines.train.module_state import MODEL
 
 DESCRIPTION = "model"
 """Subfolder of a role's checkpoint that contains the model configuration and the tokenizer."""
@@ -53,15 +55,15 @@ _MODELS = (_POLICY, _REWARD_MODEL, *_CRITIC)
 """Prefixes of the weights in the checkpoints of all roles with a trained model."""
 
 
-def describe_export(model: TrainedModel, config: ModelConfig, lora: LoraConfig | None) -> dict[str, bytes]:
+def describe_export(files: Mapping[str, bytes], config: ModelConfig, lora: LoraConfig | None) -> dict[str, bytes]:
     """Returns {file name: contents} for the files that an export needs besides the weights in a checkpoint.
 
     Args:
-        model: the model, which may have an adapter.
-        config: settings with which it was loaded.
+        files: files of the model's folder, from `TrainEngine.describe_model`.
+        config: settings with which the model was loaded.
         lora: settings of the adapter. None: the model has no adapter.
     """
-    files = describe_model(model, config.tokenizer_path)
+    files = dict(files) | describe_tokenizer(config.tokenizer_path)
     if lora is not None:
         files |= describe_adapter(config, lora)
     return {f"{DESCRIPTION}/{name}": data for name, data in files.items()}
@@ -72,6 +74,36 @@ def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
     path = model.path.resolve() if model.path.exists() else model.path
     settings = {"model": model.model_dump(mode="json") | {"path": str(path)}, "lora": lora.model_dump(mode="json")}
     return {_ADAPTER: json.dumps(settings).encode()}
+
+
+def save_weights(
+    kind: ModelKind,
+    files: Mapping[str, bytes],
+    weights: Mapping[str, Tensor],
+    tokenizer_path: Path,
+    folder: Path,
+) -> None:
+    """Saves a model with its tokenizer to a folder that transformers can load. The folder is created atomically.
+
+    Args:
+        kind: kind of the model.
+        files: files of the model's folder except the weights, from `TrainEngine.describe_model`.
+        weights: full weights by name, from `TrainEngine.export_weights`.
+        tokenizer_path: folder of the tokenizer.
+        folder: a new folder.
+    Raises ModelError if the folder exists, and UserError if it cannot be written.
+    """
+    with TemporaryDirectory() as name:
+        description = Path(name)
+        for file, contents in files.items():
+            (description / file).write_bytes(contents)
+        if kind == "critic":
+            model = build_critic(description, weights)
+        elif kind == "reward_model":
+            model = build_reward_model(description, _without_prefix(weights, "model."))
+        else:
+            model = build_policy(description, weights)
+    save_model(model, tokenizer_path, folder)
 
 
 def roles_with_model(checkpoint: Path) -> list[str]:

@@ -7,18 +7,18 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowrl.engines.checkpoint.engine_checkpoint import CheckpointedEngine, training_state
 from flowrl.engines.checkpoint.shards import tensor_bytes
+from flowrl.engines.train.base import SavedEngine
 
 
-def state_checksums(engine: CheckpointedEngine) -> dict[str, Any]:
+def state_checksums(engine: SavedEngine) -> dict[str, Any]:
     """Returns the checksums of the trained weights and optimizer tensors of this rank, and the engine's counters.
 
     The result has plain values: `tensors` maps a name to its `crc32` and `norm` (L2, in float64), and `counters` is
-    `engine.snapshot()`. For a sharded tensor, both are those of this rank's shard.
+    `engine.counters()`. For a sharded tensor, both are those of this rank's shard.
     """
-    state = training_state(engine, with_optimizer=engine.optimizer is not None and bool(engine.optimizer.state))
-    return {"tensors": {name: _checksum(value) for name, value in state.items()}, "counters": engine.snapshot()}
+    state = engine.save_state(with_optimizer=engine.has_optimizer_state)
+    return {"tensors": {name: _checksum(value) for name, value in state.items()}, "counters": engine.counters()}
 
 
 def _checksum(value: Tensor) -> Mapping[str, float]:

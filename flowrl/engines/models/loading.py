@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -32,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from flowrl.config import ModelConfig, UserError
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.folders.atomic_folder import write_atomically
+from flowrl.data.input_paths import MAX_POSITIONS
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.parameters import check_finite
@@ -45,6 +47,7 @@ from flowrl.engines.models.sequence_sharding import (
 from flowrl.engines.models.sharded_loading import make_meta_model
 
 _VALUE_HEAD = "value_head.safetensors"
+_GENERATION_CONFIG = "generation_config.json"
 _SCORE = "score"
 """Name of the head in transformers' sequence-classification models."""
 
@@ -65,11 +68,19 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedMode
 
     Args:
         config: path and dtype of the model. `dropout: 0` disables the model's dropout.
-        on_meta: leaves the weights on the meta device. `TrainEngine` then reads only this rank's shards.
+        on_meta: leaves the weights on the meta device. `FsdpEngine` then reads only this rank's shards.
     Raises ModelError if the folder has no causal language model, if weights are missing, or if the model has dropout
     that `config` does not disable.
     """
     return _load(AutoModelForCausalLM, config, "a causal language model", on_meta)
+
+
+def max_positions(config: ModelConfig) -> int | None:
+    """Returns the largest number of tokens of a row that a model supports, or None without a limit in its
+    configuration. Raises ModelError if the model has no configuration.
+    """
+    settings = _read_config(config, "a language model").get_text_config().to_dict()
+    return next((settings[name] for name in MAX_POSITIONS if name in settings), None)
 
 
 def stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
@@ -289,15 +300,25 @@ def _add_embedding(model: PreTrainedModel, state_dict: dict[str, Tensor], token:
         state_dict[name] = nn.functional.pad(state_dict[name], (0, 0, 0, num_missing))
 
 
-def describe_model(model: TrainedModel, tokenizer_path: Path) -> dict[str, bytes]:
-    """Returns the files that `save_model` writes, except the weights, as name -> contents."""
+def describe_model(model: TrainedModel) -> dict[str, bytes]:
+    """Returns the files that `save_model` writes, except those of weights and tokenizer, as name -> contents."""
     model, _ = _inner_model(model)
     with TemporaryDirectory() as name, _quiet():
         model.config.save_pretrained(name)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(name)
-        AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).save_pretrained(name)
-        return {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
+        return _files_in(name)
+
+
+def describe_tokenizer(path: Path) -> dict[str, bytes]:
+    """Returns the files of a tokenizer, as name -> contents."""
+    with TemporaryDirectory() as name, _quiet():
+        AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(name)
+        return _files_in(name)
+
+
+def _files_in(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
 def build_policy(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
@@ -327,6 +348,8 @@ def build_reward_model(description: Path, weights: Mapping[str, Tensor]) -> Rewa
 def _build(auto: Any, description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     with _quiet(), torch.device("meta"):
         model = auto.from_config(AutoConfig.from_pretrained(description, local_files_only=True))
+    if (description / _GENERATION_CONFIG).is_file():  # it may have more end tokens than the configuration
+        model.generation_config = GenerationConfig.from_pretrained(description, local_files_only=True)
     mismatch = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, weight in model.named_parameters() if weight.is_meta]

@@ -41,7 +41,7 @@ def to_full_tensor(weight: Tensor) -> Tensor:
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves Adam's moments to a device. Adam's step counts are not moved."""
+    """Moves the state of an optimizer to a device, except numbers such as Adam's step counts."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim:

@@ -6,6 +6,7 @@ receives the weight in its original dtype and quantizes it.
 """
 
 import copy
+import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,18 +25,22 @@ BFLOAT16 = "|bfloat16"
 """Suffix of the name of an int16 array that contains the bits of a bfloat16 weight."""
 
 
+WeightShape = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a weight."""
+
+
 class WeightsError(ValueError):
     """Raised if weights do not match the model that should load them."""
 
 
-def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None = None) -> list[list[str]]:
-    """Groups all weight names into buckets of at most `max_bytes`. A weight larger than `max_bytes` gets its own
+def weight_buckets(weights: Iterable[WeightShape], max_bytes: float) -> list[list[str]]:
+    """Groups the names of weights into buckets of at most `max_bytes`. A weight larger than `max_bytes` gets its own
     bucket.
     """
     buckets: list[list[str]] = [[]]
     size = 0
-    for name, weight in _unique_weights(model).items():
-        num_bytes = weight.stored.numel() * _export_dtype(weight, dtype).itemsize
+    for name, dtype, shape in weights:
+        num_bytes = math.prod(shape) * dtype.itemsize
         if buckets[-1] and size + num_bytes > max_bytes:
             buckets.append([])
             size = 0
@@ -45,11 +50,12 @@ def weight_buckets(model: nn.Module, max_bytes: float, dtype: torch.dtype | None
 
 
 def weight_shapes(
-    model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = None
-) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
+) -> list[WeightShape]:
     """Returns name, dtype and shape of each weight that `full_weights` would yield. Does not communicate."""
     weights = _unique_weights(model)
-    return [(name, _export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in names]
+    chosen = weights if names is None else names
+    return [(name, _export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in chosen]
 
 
 def full_weights(
@@ -84,8 +90,15 @@ def export_weights(
         is_receiver: True returns the result on this rank. False only takes part in the all-gathers.
         snapshot: True copies all weights. False lets unsharded weights on the CPU share the model's memory.
     """
+    return to_arrays(full_weights(model, names, dtype), is_receiver=is_receiver, snapshot=snapshot)
+
+
+def to_arrays(
+    weights: Iterable[tuple[str, Tensor]], *, is_receiver: bool = True, snapshot: bool = True
+) -> dict[str, np.ndarray]:
+    """Returns full weights as contiguous arrays on the CPU. See `export_weights`."""
     arrays = {}
-    for name, weight in full_weights(model, names, dtype):
+    for name, weight in weights:
         if is_receiver:
             array = weight.cpu().contiguous()
             is_view = array.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()

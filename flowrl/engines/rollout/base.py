@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from flowrl.engines.rollout.weight_check import Compared, WeightSamples
+    from flowrl.engines.models.weight_samples import WeightSamples
+    from flowrl.engines.rollout.weight_check import Compared
 
 
 class RolloutError(UserError):

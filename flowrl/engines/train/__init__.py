@@ -1,6 +1,7 @@
-"""Forward passes and optimizer steps.
+"""Training engines: outputs of a model, losses of these outputs, and optimizer steps.
 
-Entry points: `engine.TrainEngine`, whose gradients do not depend on how rows are split over ranks and micro-batches,
-and `layer_trace.trace_layers`, which measures the activations of a pass without data.
-May import `flowrl.config`, `flowrl.data`, `flowrl.devices`, `flowrl.engines.models` and `flowrl.engines.parallel`.
+Entry points: `base.TrainEngine`, the protocol; `fsdp.engine.FsdpEngine`, the included engine; `module_engine` and
+`steps`, from which other engines are built; `layer_trace.trace_layers`, which measures the activations of a pass
+without data. May import `flowrl.algorithms`, `flowrl.config`, `flowrl.data`, `flowrl.devices`,
+`flowrl.engines.models` and `flowrl.engines.parallel`.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.config import UserError
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
 from flowrl.data.folders.private_folder import create_folder

@@ -5,23 +5,30 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from flowrl.config import (
+    TRAIN_ENGINES,
     ActorConfig,
     AdvantageConfig,
     ConfigError,
     DataConfig,
     EnvironmentConfig,
     EvaluationConfig,
+    ImportNameError,
     JudgeConfig,
+    ModelRoleConfig,
     PreferenceActorConfig,
     PreferenceConfig,
     RewardConfig,
     RewardModelConfig,
+    RoleConfig,
     RolloutConfig,
     RunConfig,
     StudentConfig,
+    TrainedConfig,
+    import_function,
 )
 from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
-from flowrl.config.rollout.engines import DEFAULT_ENGINE
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE
+from flowrl.config.model import OPTIMIZERS
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
@@ -46,12 +53,23 @@ def check_functions(config: RunConfig) -> str:
         for key, evaluation in _evaluations(group, value):
             _check_loads(f"{key}.extract_answer", evaluation.extract_answer, load_answer_function)
     for role, value in config.role_settings.items():
+        _check_training(role, value)
         if isinstance(value, JudgeConfig):
             _check_judge(role, value)
         elif isinstance(value, EnvironmentConfig):
             _check_environment(role, value)
     _check_algorithm(config)
     return ", ".join(names) or "no user function"
+
+
+def _check_training(role: str, value: RoleConfig) -> None:
+    """Raises ConfigError if the user's training engine or optimizer of a role is invalid."""
+    if isinstance(value, ModelRoleConfig) and value.engine.kind not in TRAIN_ENGINES:
+        from flowrl.engines.train.base import check_train_engine  # noqa: PLC0415 (torch, only for a user's engine)
+
+        check_train_engine(value.engine.kind)
+    if isinstance(value, TrainedConfig) and value.optimizer.kind not in OPTIMIZERS:
+        _check_loads(f"{role}.optimizer.kind", value.optimizer.kind, import_function)
 
 
 def _evaluations(group: str, value: object) -> Iterator[tuple[str, EvaluationConfig]]:
@@ -100,7 +118,7 @@ def _check_environment(role: str, config: EnvironmentConfig) -> None:
 def _check_loads(key: str, name: str | None, load: Callable[[str], object]) -> None:
     try:
         _ = name and load(name)
-    except (RewardError, EnvironmentFunctionError) as error:
+    except (RewardError, EnvironmentFunctionError, ImportNameError) as error:
         raise ConfigError(f"{key}: {error}") from error
 
 

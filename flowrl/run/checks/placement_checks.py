@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 
 from flowrl.config import (
+    TRAIN_ENGINES,
     ConfigError,
     EngineConfig,
     JudgeConfig,
@@ -16,8 +17,9 @@ from flowrl.config import (
     models_of,
     shards_model,
 )
+from flowrl.config.engines.rollout_engines import name_alternatives
+from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.roles import quantized_device_problem
-from flowrl.config.rollout.engines import name_alternatives
 from flowrl.controller.placement.plan import Plan, RolePlan
 from flowrl.memory.model_fit import check_model_fit, find_head_size_problem
 
@@ -37,16 +39,13 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
     """Raises ConfigError if a role's engine cannot run on its ranks."""
     models = models_of(config)
     for role, role_plan in planned.roles.items():
-        if role_plan.mesh.pp > 1:
-            raise ConfigError(
-                f"placement.roles.{role} has pp {role_plan.mesh.pp}, but no engine supports pipeline parallelism: "
-                f"remove pp, and shard the model with strategy: fsdp or tp"
-            )
         if role not in models or models[role].model is None:
             _check_unsharded(role, role_plan, config.role_settings.get(role))
-        elif config.backend == "ray":
-            is_trained = isinstance(models[role], TrainedConfig)
-            _check_engine(role, role_plan, models[role].engine, is_trained=is_trained)
+            continue
+        engine = models[role].engine
+        _check_dimensions(role, role_plan, engine)
+        if config.backend == "ray" and engine.kind == DEFAULT_TRAIN_ENGINE:
+            _check_engine(role, role_plan, engine, is_trained=isinstance(models[role], TrainedConfig))
 
 
 def check_model_sizes(config: RunConfig, planned: Plan) -> None:
@@ -56,13 +55,28 @@ def check_model_sizes(config: RunConfig, planned: Plan) -> None:
             check_model_fit(role, model, planned.roles[role])
 
 
+def _check_dimensions(role: str, role_plan: RolePlan, engine: EngineConfig) -> None:
+    """Raises ConfigError if a role has a parallel dimension that its training engine does not support."""
+    for name in ("pp", "dp", "sp", "tp"):
+        size = getattr(role_plan.mesh, name)
+        if size > 1 and name not in engine.capabilities.dimensions:
+            fix = "remove it" if name != "dp" else f"make pool {role_plan.pool} smaller"
+            known = [known for known, facts in TRAIN_ENGINES.items() if name in facts.dimensions]
+            fix += f", or set {role}.engine.kind: {' or '.join(known)}" if known else ""
+            raise ConfigError(
+                f"placement.roles.{role} has {name} {size}, but {role}.engine.kind {engine.kind} supports only "
+                f"{', '.join(engine.capabilities.dimensions)}: {fix}"
+            )
+
+
 def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
-    """Raises ConfigError if a role that cannot be sharded has tp or sp."""
+    """Raises ConfigError if a role that cannot be sharded has tp, sp or pp."""
     if isinstance(config, RolloutConfig | JudgeConfig) and config.capabilities.tensor_parallel:
         # An engine in a dedicated process has one process per tp group, so its mesh has tp 1.
         sizes = {"sp": role_plan.mesh.sp}
     else:
         sizes = {"tp": max(role_plan.mesh.tp, role_plan.num_tp_devices), "sp": role_plan.mesh.sp}
+    sizes["pp"] = role_plan.mesh.pp
     for name, size in sizes.items():
         if size > 1:
             reason, fix = "the role cannot be sharded", "remove it"

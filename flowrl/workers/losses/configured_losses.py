@@ -19,7 +19,8 @@ def policy_loss(config: ActorConfig) -> Loss:
     A rollout correction adds two optional columns. `loss_weights` multiplies the policy loss. `loss_mask` replaces the
     response mask.
     """
-    reads = [name for name in policy_losses.inputs(policy_losses.load(config.loss.kind)) if name != "mask"]
+    objective = _PolicyObjective(config)
+    reads = [name for name in objective.inputs if name != "mask"]
     name = f"actor.loss {config.loss.kind}"
     if config.kl_loss_coef:
         reads.append("ref_logprobs")
@@ -31,8 +32,7 @@ def policy_loss(config: ActorConfig) -> Loss:
         reads = [name for name in reads if name != "old_logprobs"]
         reads += [name for name in optional if name.removesuffix("?") not in reads]
     return Loss(
-        _policy_objective,
-        {"config": config},
+        objective,
         aggregation=config.aggregation,
         aggregation_scale=config.aggregation_scale,
         mask=("loss_mask", "response_mask"),
@@ -61,31 +61,43 @@ def distillation_loss(config: StudentConfig) -> Loss:
     return Loss(function, config.loss.arguments(), columns=columns, name=f"actor.loss {config.loss.kind}")
 
 
-def _policy_objective(
-    logprobs: Tensor, entropy: Tensor, mask: Tensor, *, config: ActorConfig, **columns: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    current = logprobs.detach()
-    inputs = {"logprobs": logprobs, "old_logprobs": current, "mask": mask} | columns
-    function = policy_losses.load(config.loss.kind)
-    result = function(**{name: inputs[name] for name in policy_losses.inputs(function)}, **config.loss.arguments())
-    loss_BL, details = loss_and_metrics(result, mask, f"actor.loss {config.loss.kind}")
-    if "loss_weights" in columns:
-        loss_BL = loss_BL * columns["loss_weights"].masked_fill(~mask, 0)
-    values = {"loss": loss_BL, "entropy": entropy} | details
-    if config.old_logprobs == "current" and "old_logprobs" not in columns:
-        if "rollout_logprobs" in columns:
-            values["rollout_gap"] = (current - columns["rollout_logprobs"]).abs()
-        if "ref_logprobs" in columns:
-            values["kl"] = kl_estimate(current, columns["ref_logprobs"], kind="k3")
-    if config.entropy_coef:
-        loss_BL = loss_BL - config.entropy_coef * entropy
-    if config.kl_loss_coef:
-        kind, gradient = kl_kinds.load(config.kl_loss_kind), config.kl_loss_gradient
-        kl_BL, _ = kl_loss(logprobs, columns["ref_logprobs"], mask, kind=kind, gradient=gradient)
-        kl_BL = per_token(kl_BL, mask, f"actor.kl_loss_kind {config.kl_loss_kind}")
-        loss_BL = loss_BL + config.kl_loss_coef * kl_BL
-        values["kl_loss"] = kl_BL
-    return loss_BL, values
+class _PolicyObjective:
+    """The policy loss, entropy bonus and KL loss of an actor. Imports the functions of the settings once."""
+
+    def __init__(self, config: ActorConfig) -> None:
+        self._config = config
+        self._function = policy_losses.load(config.loss.kind)
+        self.inputs = policy_losses.inputs(self._function)
+        self._arguments = config.loss.arguments()
+        self._kl_kind = kl_kinds.load(config.kl_loss_kind) if config.kl_loss_coef else None
+
+    def __reduce__(self) -> tuple[type, tuple[ActorConfig]]:
+        return type(self), (self._config,)  # a user's function may be in a file, which no other process has imported
+
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, mask: Tensor, **columns: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config, current = self._config, logprobs.detach()
+        inputs = {"logprobs": logprobs, "old_logprobs": current, "mask": mask} | columns
+        result = self._function(**{name: inputs[name] for name in self.inputs}, **self._arguments)
+        loss_BL, details = loss_and_metrics(result, mask, f"actor.loss {config.loss.kind}")
+        if "loss_weights" in columns:
+            loss_BL = loss_BL * columns["loss_weights"].masked_fill(~mask, 0)
+        values = {"loss": loss_BL, "entropy": entropy} | details
+        if config.old_logprobs == "current" and "old_logprobs" not in columns:
+            if "rollout_logprobs" in columns:
+                values["rollout_gap"] = (current - columns["rollout_logprobs"]).abs()
+            if "ref_logprobs" in columns:
+                values["kl"] = kl_estimate(current, columns["ref_logprobs"], kind="k3")
+        if config.entropy_coef:
+            loss_BL = loss_BL - config.entropy_coef * entropy
+        if self._kl_kind is not None:
+            gradient = config.kl_loss_gradient
+            kl_BL, _ = kl_loss(logprobs, columns["ref_logprobs"], mask, kind=self._kl_kind, gradient=gradient)
+            kl_BL = per_token(kl_BL, mask, f"actor.kl_loss_kind {config.kl_loss_kind}")
+            loss_BL = loss_BL + config.kl_loss_coef * kl_BL
+            values["kl_loss"] = kl_BL
+        return loss_BL, values
 
 
 def _value_objective(

@@ -1,6 +1,6 @@
 """Losses of trained models: a function, the inputs that it reads, and its aggregation to one number.
 
-Shape suffixes: B rows, G groups of rows, L tokens of the longest row of a micro-batch.
+Shape suffixes: B rows, G groups of rows, L tokens of the longest row of a micro-batch, U units of the loss.
 """
 
 import inspect
@@ -11,15 +11,14 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrl.algorithms import aggregate, masked_range
 from flowrl.algorithms.registry import aggregation_modes, described, scalar
 from flowrl.config import UserError
 from flowrl.config.base import AGGREGATIONS
 from flowrl.data.metric import Max, Mean, Metric, Min
-from flowrl.engines.train.engine import Denominators, LossTerm, TrainEngine
+from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.microbatch import Groups, MicroBatch
 
 MASK, GROUPS, TOPK_IDS, TOPK_LOGPROBS = "mask", "groups", "topk_ids", "topk_logprobs"
@@ -164,10 +163,6 @@ class Loss:
         return Groups(self.group, self.group_size)
 
 
-ComputeInputs = Callable[[nn.Module, MicroBatch, Tensor, Loss], Mapping[str, Tensor]]
-"""Type of a function of (model, micro-batch, mask, loss) that returns the inputs that the model computes."""
-
-
 def check_weight(weight: object) -> float:
     """Returns the weight of a loss. Raises UserError unless it is a finite number."""
     if isinstance(weight, int | float) and math.isfinite(weight):
@@ -175,61 +170,67 @@ def check_weight(weight: object) -> float:
     raise UserError(f"weight is {weight!r}, but the weight of a loss must be a finite number")
 
 
-def accumulate_loss(
-    engine: TrainEngine, batch: TensorDictBase, loss: Loss, compute_inputs: ComputeInputs, weight: float
-) -> dict[str, Metric]:
-    """Adds the gradient of `weight` times a loss to the gradient of an engine's next optimizer step. Returns metrics.
+@dataclass(frozen=True)
+class BoundLoss:
+    """A loss as a function for a training engine, for batches with known columns. Implements `LossTerm`."""
 
-    Args:
-        engine: engine of the trained model.
-        batch: rows of this rank, possibly none.
-        loss: the loss.
-        compute_inputs: returns the inputs of the loss that the model computes for a micro-batch and a mask.
-        weight: weight of the loss in the step.
-    """
-    term, mask_column = _bind(loss, batch, compute_inputs)
-    return engine.forward_backward(batch, term, mask_column, groups=loss.row_groups, weight=weight)
+    loss: Loss
+    outputs: Outputs
+    """Outputs of the model that the loss reads. Their mask marks the trained tokens."""
 
+    @classmethod
+    def of(
+        cls, loss: Loss, columns: Mapping[str, torch.dtype], computed: Collection[str], temperature: float
+    ) -> "BoundLoss":
+        """Binds a loss to the columns of a batch.
 
-def measure_loss(
-    engine: TrainEngine, batch: TensorDictBase, loss: Loss, compute_inputs: ComputeInputs
-) -> dict[str, Metric]:
-    """Returns the metrics of a loss without computing a gradient. The arguments are those of `accumulate_loss`."""
-    term, mask_column = _bind(loss, batch, compute_inputs)
-    return engine.measure(batch, term, mask_column, groups=loss.row_groups)
-
-
-def _bind(loss: Loss, batch: TensorDictBase, compute_inputs: ComputeInputs) -> tuple[LossTerm, str]:
-    """Returns the loss as a function for the engine, and the name of the mask column."""
-    mask_column = loss.mask_column(list(batch["tokens"].keys()))
-    if (dtype := batch["tokens", mask_column].dtype) != torch.bool:
-        raise UserError(
-            f"the mask {mask_column!r} of loss {loss.display_name} is {dtype}, but must be bool: convert it with "
-            ".bool()"
+        Args:
+            loss: the loss.
+            columns: names and dtypes of the token columns.
+            computed: outputs that the engine can compute.
+            temperature: divisor of the logits, unless the loss sets another.
+        Raises UserError if the mask is not bool.
+        """
+        mask = loss.mask_column(columns)
+        if columns[mask] != torch.bool:
+            raise UserError(
+                f"the mask {mask!r} of loss {loss.display_name} is {columns[mask]}, but must be bool: convert it with "
+                ".bool()"
+            )
+        names = loss.computed_inputs(computed)
+        return cls(
+            loss,
+            Outputs(
+                tuple(names),
+                mask,
+                temperature if loss.temperature is None else loss.temperature,
+                topk=loss.topk or loss.columns.get(TOPK_IDS, TOPK_IDS),
+                detached=tuple(name for name in loss.detached if name in names),
+            ),
         )
 
-    def term(model: nn.Module, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, dict[str, Metric]]:
-        mask_BL = micro.tokens[mask_column]
-        return loss_term(loss, compute_inputs(model, micro, mask_BL, loss), micro, mask_BL, counts)
+    def __call__(
+        self, values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Returns a micro-batch's term of the loss, and metrics.
 
-    return term, mask_column
+        Args:
+            values: outputs of the model.
+            micro: the micro-batch.
+            counts: denominators of the loss.
+        Raises UserError if the function returns a wrong shape, or a loss without a gradient.
+        """
+        loss, mask_BL = self.loss, self.outputs.mask_of(micro)
+        inputs = dict(_select_inputs(loss, values, micro, mask_BL))
+        values_U, details, unit_mask = _check_result(loss, loss.function(**inputs, **loss.settings), micro, mask_BL)
+        metrics = mean_metrics({"loss": values_U, **details}, mask_BL, unit_mask)
+        return _aggregate(loss, values_U, unit_mask, counts), metrics
 
 
-def loss_term(
-    loss: Loss, computed: Mapping[str, Tensor], micro: MicroBatch, mask_BL: Tensor, counts: Denominators
-) -> tuple[Tensor, dict[str, Metric]]:
-    """Returns a micro-batch's term of a loss, and metrics.
-
-    Args:
-        loss: the loss.
-        computed: inputs that the worker has computed.
-        micro: the micro-batch.
-        mask_BL: mask of the trained tokens.
-        counts: denominators of the loss.
-    Raises UserError if the function returns a wrong shape, or a loss without a gradient.
-    """
-    inputs = dict(_select_inputs(loss, computed, micro, mask_BL))
-    result = loss.function(**inputs, **loss.settings)
+def _check_result(
+    loss: Loss, result: object, micro: MicroBatch, mask_BL: Tensor
+) -> tuple[Tensor, Mapping[str, Tensor | MaskedMetric], Tensor]:
+    """Returns the loss per unit (token, row or group), the metrics, and the mask of the units that count."""
     values, details = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     unit_mask, unit = _units(loss, micro, mask_BL)
     expected = f"it must return a loss of shape {list(unit_mask.shape)} (one value per {unit}), or a tuple of the loss "
@@ -246,8 +247,7 @@ def loss_term(
             f"loss {loss.display_name} returned a loss without a gradient: compute it from a computed input such as "
             f"logprobs, without detach or no_grad"
         )
-    metrics = mean_metrics({"loss": values, **details}, mask_BL, unit_mask)
-    return _aggregate(loss, values, unit_mask, counts), metrics
+    return values, details, unit_mask
 
 
 def mean_metrics(

@@ -27,12 +27,11 @@ def preference_loss(config: PreferenceActorConfig) -> Loss:
     reference = [REFERENCE] if any(column.startswith("ref_") for column in inputs) else []
     if not loss.IS_PAIRED:
         reads = (*reference, "desirable", "reference_kl")
-        return Loss(_labeled_objective, {"loss": loss}, aggregation="row_mean", reads=reads, name=name)
+        return Loss(_LabeledObjective(loss), aggregation="row_mean", reads=reads, name=name)
     if unknown := [column for column in inputs if not column.removeprefix("ref_").startswith(("chosen_", "rejected_"))]:
         raise UserError(f"{name} reads {', '.join(unknown)}, which a loss of pairs does not receive: remove it")
     return Loss(
-        _pair_objective,
-        {"loss": loss},
+        _PairObjective(loss),
         aggregation="group_mean",
         group=PAIR,
         group_size=2,
@@ -44,8 +43,7 @@ def preference_loss(config: PreferenceActorConfig) -> Loss:
 def reward_model_loss(config: RewardModelConfig) -> Loss:
     """Returns the loss of a reward model, a mean over pairs. The optional column `margin` overrides the setting."""
     return Loss(
-        _reward_objective,
-        {"loss": config.loss},
+        _RewardObjective(config.loss),
         aggregation="group_mean",
         group=PAIR,
         group_size=2,
@@ -53,55 +51,81 @@ def reward_model_loss(config: RewardModelConfig) -> Loss:
     )
 
 
-def _pair_objective(
-    logprobs: Tensor, mask: Tensor, *, loss: PreferenceConfig, **columns: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    sums_B, lengths_B = sequence_logprobs(logprobs, mask, mode="sum"), mask.sum(-1)
-    responses = {"logprobs": sums_B / lengths_B.clamp(min=1) if loss.IS_MEAN_PER_TOKEN else sums_B}
-    responses["lengths"] = lengths_B
-    if REFERENCE in columns:
-        responses["ref_logprobs"] = columns[REFERENCE].to(sums_B.dtype)
-    values: dict[str, Tensor] = {}
-    for name, value_B in responses.items():
-        prefix, kind = ("ref_", "logprobs") if name == "ref_logprobs" else ("", name)
-        values[f"{prefix}chosen_{kind}"], values[f"{prefix}rejected_{kind}"] = _split_pairs(value_B)
-    function = preference_losses.load(loss.kind)
-    result = function(**{name: values[name] for name in preference_losses.inputs(function)}, **loss.arguments())
-    loss_P, metrics = _check(result, f"actor.loss {loss.kind}")
-    chosen_P, rejected_P = _split_pairs(sums_B)
-    return loss_P, metrics | {"chosen_logprobs": chosen_P, "rejected_logprobs": rejected_P}
+class _PairObjective:
+    """A loss of pairs. Imports its function once per process."""
+
+    def __init__(self, loss: PreferenceConfig) -> None:
+        self._loss, self._arguments = loss, loss.arguments()
+        self._function = preference_losses.load(loss.kind)
+        self._inputs = preference_losses.inputs(self._function)
+
+    def __reduce__(self) -> tuple[type, tuple[PreferenceConfig]]:
+        return type(self), (self._loss,)  # a user's function may be in a file, which no other process has imported
+
+    def __call__(self, logprobs: Tensor, mask: Tensor, **columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        sums_B, lengths_B = sequence_logprobs(logprobs, mask, mode="sum"), mask.sum(-1)
+        responses = {"logprobs": sums_B / lengths_B.clamp(min=1) if self._loss.IS_MEAN_PER_TOKEN else sums_B}
+        responses["lengths"] = lengths_B
+        if REFERENCE in columns:
+            responses["ref_logprobs"] = columns[REFERENCE].to(sums_B.dtype)
+        values: dict[str, Tensor] = {}
+        for name, value_B in responses.items():
+            prefix, kind = ("ref_", "logprobs") if name == "ref_logprobs" else ("", name)
+            values[f"{prefix}chosen_{kind}"], values[f"{prefix}rejected_{kind}"] = _split_pairs(value_B)
+        result = self._function(**{name: values[name] for name in self._inputs}, **self._arguments)
+        loss_P, metrics = _check(result, f"actor.loss {self._loss.kind}")
+        chosen_P, rejected_P = _split_pairs(sums_B)
+        return loss_P, metrics | {"chosen_logprobs": chosen_P, "rejected_logprobs": rejected_P}
 
 
-def _labeled_objective(
-    logprobs: Tensor, mask: Tensor, *, loss: PreferenceConfig, **columns: Tensor
-) -> tuple[Tensor, dict[str, Tensor | MaskedMetric]]:
-    sums_B = sequence_logprobs(logprobs, mask, mode="sum")
-    desirable_B = columns["desirable"]
-    loss_B, metrics = preference_losses.load(loss.kind)(
-        logprobs=sums_B,
-        ref_logprobs=columns[REFERENCE].to(sums_B.dtype),
-        desirable=desirable_B,
-        reference_kl=columns["reference_kl"][0].to(sums_B.dtype),  # one value of the step
-        **loss.arguments(),
-    )
-    shown = {"accuracy": metrics["accuracy"], "reference_kl": columns["reference_kl"]}
-    for name, is_of_kind_B in (("chosen", desirable_B), ("rejected", ~desirable_B)):
-        shown |= {
-            f"{name}_reward": MaskedMetric(metrics["reward"], is_of_kind_B),
-            f"{name}_logprobs": MaskedMetric(sums_B, is_of_kind_B),
-        }
-    return loss_B, shown
+class _LabeledObjective:
+    """A loss of single responses with a label. Imports its function once per process."""
+
+    def __init__(self, loss: PreferenceConfig) -> None:
+        self._loss, self._arguments = loss, loss.arguments()
+        self._function = preference_losses.load(loss.kind)
+
+    def __reduce__(self) -> tuple[type, tuple[PreferenceConfig]]:
+        return type(self), (self._loss,)  # as above
+
+    def __call__(
+        self, logprobs: Tensor, mask: Tensor, **columns: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor | MaskedMetric]]:
+        sums_B = sequence_logprobs(logprobs, mask, mode="sum")
+        desirable_B = columns["desirable"]
+        loss_B, metrics = self._function(
+            logprobs=sums_B,
+            ref_logprobs=columns[REFERENCE].to(sums_B.dtype),
+            desirable=desirable_B,
+            reference_kl=columns["reference_kl"][0].to(sums_B.dtype),  # one value of the step
+            **self._arguments,
+        )
+        shown = {"accuracy": metrics["accuracy"], "reference_kl": columns["reference_kl"]}
+        for name, is_of_kind_B in (("chosen", desirable_B), ("rejected", ~desirable_B)):
+            shown |= {
+                f"{name}_reward": MaskedMetric(metrics["reward"], is_of_kind_B),
+                f"{name}_logprobs": MaskedMetric(sums_B, is_of_kind_B),
+            }
+        return loss_B, shown
 
 
-def _reward_objective(
-    scores: Tensor, margin: Tensor | None = None, *, loss: RewardModelLossConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    chosen_P, rejected_P = _split_pairs(scores)
-    settings = loss.arguments()
-    if margin is not None:
-        settings["margin"] = _split_pairs(margin)[0].to(chosen_P.dtype)
-    result = reward_model_losses.load(loss.kind)(chosen_scores=chosen_P, rejected_scores=rejected_P, **settings)
-    return _check(result, f"reward.loss {loss.kind}")
+class _RewardObjective:
+    """A loss of the scores of pairs. Imports its function once per process."""
+
+    def __init__(self, loss: RewardModelLossConfig) -> None:
+        self._loss, self._arguments = loss, loss.arguments()
+        self._function = reward_model_losses.load(loss.kind)
+
+    def __reduce__(self) -> tuple[type, tuple[RewardModelLossConfig]]:
+        return type(self), (self._loss,)  # as above
+
+    def __call__(self, scores: Tensor, margin: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen_P, rejected_P = _split_pairs(scores)
+        settings = dict(self._arguments)
+        if margin is not None:
+            settings["margin"] = _split_pairs(margin)[0].to(chosen_P.dtype)
+        result = self._function(chosen_scores=chosen_P, rejected_scores=rejected_P, **settings)
+        return _check(result, f"reward.loss {self._loss.kind}")
 
 
 def _split_pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,13 +17,23 @@ from flowrl.engines.models.loading import load_policy
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
-from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.memory.device_settings import resolve_settings
 from flowrl.memory.memory_estimate import estimate_memory, read_sizes
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from recipes.grpo.config import GRPOConfig
 from tests.benchmarks.gpu.cells import Cell, CellSkipped
-from tests.benchmarks.gpu.models import build_model, free_memory, make_rows, model_config, synchronize, token_loss
+from tests.benchmarks.gpu.models import (
+    LOGPROBS,
+    WITH_DETACHED_ENTROPY,
+    build_model,
+    free_memory,
+    make_rows,
+    model_config,
+    synchronize,
+    token_loss,
+)
 from tests.configs import plan_run
 from tests.engines.closeness import relative_error
 from tests.engines.tables import table
@@ -79,7 +88,9 @@ class _Trainer:
         num_rows, length = (4, 1024) if device.type == "cuda" else (2, 16)
         self.device, self.rows = device, make_rows(num_rows, length, model.config.vocab_size)
         config = EngineConfig.model_validate({"compute_dtype": "bfloat16", **settings})
-        self.engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-6), config, mesh=mesh, device=device)
+        self.engine = FsdpEngine(
+            PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-6), config, mesh=mesh, device=device
+        )
         self.num_parameters = sum(parameter.numel() for parameter in self.engine.model.parameters())
 
     @classmethod
@@ -92,7 +103,7 @@ class _Trainer:
         return trainer
 
     def forward_backward(self) -> None:
-        self.engine.forward_backward(self.rows, token_loss)
+        self.engine.forward_backward(self.rows, token_loss, LOGPROBS)
         synchronize(self.device)
 
     def optim_step(self) -> float:
@@ -228,10 +239,10 @@ def _compare_peak(size: str, device: torch.device, folder: Path, *settings: str)
     free_memory(device)
     rows = make_rows(num_rows, length, model_config(size).vocab_size)
     with one_rank_mesh(device) as mesh:
-        model = PolicyModel(build_model(size, device))
-        engine = TrainEngine(model, config.actor.optimizer, config.actor.engine, mesh=mesh, device=device)
+        model, actor = PolicyModel(build_model(size, device)), config.actor
+        engine = FsdpEngine(model, policy_outputs, actor.optimizer, actor.engine, mesh=mesh, device=device)
         for _ in range(2):
-            engine.update(rows, partial(token_loss, entropy="value"))  # as an actor without entropy_coef
+            engine.update(rows, token_loss, WITH_DETACHED_ENTROPY)  # as an actor without entropy_coef
         synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     process = total - free - torch.cuda.memory_reserved(device)
@@ -247,8 +258,8 @@ def _compare_logprobs(device: torch.device) -> str:
     """Compares log-probabilities of a tiny float32 model with those of the CPU."""
     results = []
     for where in (device, torch.device("cpu")):
-        engine = TrainEngine(PolicyModel(qwen2()), None, EngineConfig(), device=where)
-        results.append(engine.evaluate(table(16), lambda model, micro: policy_logprobs(model, micro, temperature=1.0)))
+        engine = FsdpEngine(PolicyModel(qwen2()), policy_outputs, None, EngineConfig(), device=where)
+        results.append(engine.forward(table(16), LOGPROBS)["logprobs"])
     error = relative_error(*results)
     assert error <= _LOGPROBS_RTOL, f"relative error {error:.1e}, limit {_LOGPROBS_RTOL:.0e}"
     return f"relative error {error:.1e} to the CPU"

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -10,11 +9,21 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from flowrl.config import EngineConfig, OptimizerConfig
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.workers.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from tests.benchmarks.gpu.cells import Cell, CellSkipped, print_line
 from tests.benchmarks.gpu.flops import peak_tflops, training_flops
-from tests.benchmarks.gpu.models import build_model, free_memory, make_rows, model_config, synchronize, token_loss
+from tests.benchmarks.gpu.models import (
+    LOGPROBS,
+    WITH_ENTROPY,
+    build_model,
+    free_memory,
+    make_rows,
+    model_config,
+    synchronize,
+    token_loss,
+)
 
 _STEPS_S = 8.0
 """No step of a cell starts later than this after the end of its first step."""
@@ -79,7 +88,7 @@ class TimedEngine:
         self._device = device
         size, num_rows, length = (setup.size, 16, 1024) if device.type == "cuda" else ("tiny", 4, 16)
         self._config = model_config(size)
-        self._loss = partial(token_loss, entropy="gradient" if setup.entropy else "none")
+        self._outputs = WITH_ENTROPY if setup.entropy else LOGPROBS
         self._lengths = [length] * num_rows
         self._rows = make_rows(num_rows, length, self._config.vocab_size)
         engine = EngineConfig(
@@ -89,7 +98,7 @@ class TimedEngine:
             max_tokens_per_microbatch=num_rows * length,
         )
         model = build_model(size, device, torch.float32 if setup.weights == "float32" else torch.bfloat16)
-        self._engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-6), engine, device=device)
+        self._engine = FsdpEngine(PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-6), engine, device=device)
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +111,7 @@ class TimedEngine:
     def step(self) -> float:
         """Takes an optimizer step. Returns its duration in seconds."""
         start_s = time.perf_counter()
-        self._engine.update(self._rows, self._loss)
+        self._engine.update(self._rows, token_loss, self._outputs)
         synchronize(self._device)
         return time.perf_counter() - start_s
 

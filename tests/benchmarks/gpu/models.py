@@ -1,15 +1,16 @@
 """Random models of the sizes of Qwen2.5, rows to train on, and a loss."""
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.controller.host.host import release_cached_memory
 from flowrl.data.batch.tensordicts import make_tensordict
-from flowrl.engines.train.engine import Denominators
+from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.microbatch import MicroBatch
 
 _QWEN = {
@@ -54,14 +55,17 @@ def make_rows(num_rows: int, length: int, vocabulary: int) -> TensorDict:
     return make_tensordict({"prompt_id": torch.arange(num_rows)}, columns, torch.full((num_rows,), length))
 
 
-def token_loss(
-    model: nn.Module, micro: MicroBatch, counts: Denominators, *, entropy: Literal["none", "value", "gradient"] = "none"
-) -> tuple[Tensor, dict]:
-    """Returns the mean negative log-probability of the trained tokens, minus a hundredth of their entropy."""
-    mask_BL = micro.tokens["response_mask"]
-    output = model(micro.input_ids, mask_BL, entropy=entropy, pack=micro.pack)
-    loss_BL = -(output.logprobs + 0.01 * output.entropy)
-    return loss_BL.masked_fill(~mask_BL, 0).sum() / counts.tokens, {}
+LOGPROBS = Outputs(("logprobs",), "response_mask")
+WITH_ENTROPY = Outputs(("logprobs", "entropy"), "response_mask")
+WITH_DETACHED_ENTROPY = replace(WITH_ENTROPY, detached=("entropy",))
+
+
+def token_loss(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators) -> tuple[Tensor, dict]:
+    """Returns the mean negative log-probability of the trained tokens, minus a hundredth of their entropy, if it is
+    computed.
+    """
+    loss_BL = -values["logprobs"] - 0.01 * values["entropy"] if "entropy" in values else -values["logprobs"]
+    return loss_BL.sum() / counts.tokens, {}
 
 
 def synchronize(device: torch.device) -> None:

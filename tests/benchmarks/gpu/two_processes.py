@@ -17,11 +17,12 @@ from flowrl.controller.wire import Construction, Request
 from flowrl.controller.worker import Dispatch, get_contract, register
 from flowrl.engines.models.weights import full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
-from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.workers.model_worker import ModelWorker
-from flowrl.workers.policy_model import PolicyModel
 from tests.benchmarks.gpu.cells import Cell
-from tests.benchmarks.gpu.models import build_model, free_memory, make_rows, model_config, token_loss
+from tests.benchmarks.gpu.models import LOGPROBS, build_model, free_memory, make_rows, model_config, token_loss
 from tests.benchmarks.gpu.observer import Observer, draw_weight, start_observer
 
 _CELL_S = 15.0
@@ -38,17 +39,20 @@ _NOISE_BYTES = 64 * 1024**2
 class Trainer(ModelWorker):
     """Worker with a random model, so that the controller's own host can construct, call and evict it."""
 
+    engine: FsdpEngine
+
     def __init__(self, size: str, offload: Literal["none", "idle"]) -> None:
         device = torch.device(self.device)
+        self.offloads_when_idle = offload == "idle"
         engine = EngineConfig(offload=offload, compute_dtype="bfloat16")
         model = PolicyModel(build_model(size, device))
-        self.engine = TrainEngine(model, OptimizerConfig(lr=1e-6), engine, device=device)
+        self.engine = FsdpEngine(model, policy_outputs, OptimizerConfig(lr=1e-6), engine, device=device)
         self.num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
 
     @register(Dispatch.ONE_TO_ALL)
     def train(self, num_rows: int, length: int, vocabulary: int) -> float:
         """Takes an optimizer step on random rows. Returns the norm of the gradient."""
-        metrics = self.engine.update(make_rows(num_rows, length, vocabulary), token_loss)
+        metrics = self.engine.update(make_rows(num_rows, length, vocabulary), token_loss, LOGPROBS)
         return metrics["grad_norm"].result()
 
     @register(Dispatch.ONE_TO_ALL, memory=())
@@ -124,7 +128,7 @@ def _set_version(model: nn.Module, version: int, device: torch.device) -> None:
 
 
 def _send(sender: IpcSender, model: nn.Module, version: int, observer: Observer) -> None:
-    for names in weight_buckets(model, _BUCKET_BYTES):
+    for names in weight_buckets(weight_shapes(model), _BUCKET_BYTES):
         metadata = WeightMetadata.of(weight_shapes(model, names))
         changed = observer.find_changed(sender.share(full_weights(model, names), metadata), version)
         assert not changed, f"{len(changed)} weights of version {version} differ, the first is {changed[0]}"

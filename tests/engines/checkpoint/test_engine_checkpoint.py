@@ -9,20 +9,22 @@ from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.checksums import CheckpointError, checksum_of
 from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.train.engine import LossScale, TrainEngine
-from flowrl.workers.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.optimizers import LossScale
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines.checkpoint_ranks import STRATEGIES, copied, full_parameters, main, save, sharded
 from tests.engines.closeness import assert_norm_close
-from tests.engines.losses import Bigram, bigram_loss
+from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import qwen2
 from tests.processes import run_ranks
 
 
-def train(engine: TrainEngine, steps: range) -> None:
+def train(engine: FsdpEngine, steps: range) -> None:
     for step in steps:
-        engine.update(table(5, seed=step), bigram_loss)
+        engine.update(table(5, seed=step), bigram_loss, LOGPROBS)
 
 
 def assert_equal(actual: dict, expected: dict) -> None:
@@ -37,7 +39,7 @@ def test_steps_after_a_load_are_bitwise_identical_to_an_uninterrupted_run(tmp_pa
     save(straight, tmp_path, asynchronous=asynchronous)
     train(straight, range(3, 6))
     load(again, tmp_path)
-    assert again.num_steps == 3
+    assert again.steps.num_steps == 3
     train(again, range(3, 6))
     assert_equal(full_parameters(again.model), full_parameters(straight.model))
 
@@ -62,7 +64,7 @@ def test_a_second_asynchronous_save_reuses_the_memory_of_the_first(tmp_path: Pat
         checkpoints.save(tmp_path / str(step), asynchronous=True)
         checkpoints.result()
     load(again, tmp_path / "0")
-    assert again.num_steps == 1
+    assert again.steps.num_steps == 1
     load(again, tmp_path / "1")
     assert_equal(full_parameters(again.model), full_parameters(engine.model))
 
@@ -110,7 +112,9 @@ def test_the_files_match_their_checksums(tmp_path: Path) -> None:
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
-    model, other = (TrainEngine(qwen2(seed=seed), OptimizerConfig(lr=1e-3), EngineConfig()) for seed in (0, 1))
+    model, other = (
+        FsdpEngine(qwen2(seed=seed), policy_outputs, OptimizerConfig(lr=1e-3), EngineConfig()) for seed in (0, 1)
+    )
     save(model, tmp_path, asynchronous=False)
     assert "lm_head" not in (tmp_path / "index.json").read_text()
     load(other, tmp_path)
@@ -159,7 +163,7 @@ def test_ddp_replicas_and_one_process_resume_from_each_other(two_ranks: tuple[Pa
     folder, results = two_ranks
     again = copied(None)
     load(again, folder / "two-copied")
-    assert again.num_steps == 3
+    assert again.steps.num_steps == 3
     for actual in results:
         assert_equal(actual["copied", "weights"], full_parameters(again.model))
 
@@ -191,13 +195,13 @@ def stored(tmp_path: Path) -> Path:
 
 
 def test_a_different_size_is_rejected_with_the_name_of_a_weight(stored: Path) -> None:
-    other = TrainEngine(Bigram(VOCABULARY, 8), None, EngineConfig())
+    other = FsdpEngine(Bigram(VOCABULARY, 8), bigram_outputs, None, EngineConfig())
     with pytest.raises(CheckpointError, match=r"weight.*float32 \[32, 17\].*float32 \[32, 8\]"):
         load(other, stored)
 
 
 def test_a_different_model_is_rejected_and_unchanged(stored: Path) -> None:
-    other = TrainEngine(qwen2(), None, EngineConfig())
+    other = FsdpEngine(qwen2(), policy_outputs, None, EngineConfig())
     before = full_parameters(other.model)
     with pytest.raises(CheckpointError, match=r"model\.model\.embed_tokens\.weight"):
         load(other, stored)
@@ -238,10 +242,12 @@ def test_a_missing_folder_is_reported_by_wait(tmp_path: Path) -> None:
 
 def test_the_float16_loss_scale_is_restored(tmp_path: Path) -> None:
     engines = [
-        TrainEngine(PolicyModel(qwen2()), OptimizerConfig(lr=1e-3), EngineConfig(compute_dtype="float16"))
+        FsdpEngine(
+            PolicyModel(qwen2()), policy_outputs, OptimizerConfig(lr=1e-3), EngineConfig(compute_dtype="float16")
+        )
         for _ in range(2)
     ]
-    engines[0].loss_scale = LossScale(512.0, good_steps=9)
+    engines[0].steps.loss_scale = LossScale(512.0, good_steps=9)
     save(engines[0], tmp_path, asynchronous=False)
     load(engines[1], tmp_path)
-    assert engines[1].loss_scale == LossScale(512.0, good_steps=9)
+    assert engines[1].steps.loss_scale == LossScale(512.0, good_steps=9)

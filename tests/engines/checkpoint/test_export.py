@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, UserError
 from flowrl.data.checksums import CheckpointError
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, export_adapter, export_model
 from flowrl.engines.checkpoint.shards import INDEX
-from flowrl.engines.models.loading import ModelError, describe_model, load_critic
+from flowrl.engines.models.loading import ModelError, describe_model, describe_tokenizer, load_critic
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.workers.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from tests.engines.closeness import assert_norm_close
 from tests.engines.export_ranks import CASES, START, critic_engine, main, values
 from tests.engines.tiny import llama, qwen2, save
@@ -28,8 +29,10 @@ from tests.processes import run_ranks
 def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
     folder.mkdir(parents=True)
-    files = describe_model(model, save(model, tmp_path / "start"))
-    checkpoints = EngineCheckpoints(TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-3), EngineConfig()))
+    files = describe_model(model) | describe_tokenizer(save(model, tmp_path / "start"))
+    checkpoints = EngineCheckpoints(
+        FsdpEngine(PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-3), EngineConfig())
+    )
     checkpoints.save(folder, extra_files={f"{DESCRIPTION}/{name}": data for name, data in files.items()})
     checkpoints.result()
     return folder
@@ -119,7 +122,7 @@ def test_one_process_exports_a_checkpoint_of_two_ranks(of_two_ranks: Path, tmp_p
 def test_one_process_resumes_a_critic_saved_by_two_ranks(of_two_ranks: Path, name: str) -> None:
     critic = critic_engine(CASES[name], of_two_ranks, SINGLE_PROCESS)
     load(critic, of_two_ranks / name / "critic")
-    assert critic.num_steps == 2
+    assert critic.steps.num_steps == 2
     for rank in range(2):
         expected_values = torch.load(of_two_ranks / f"{rank}.pt")[name]
         assert_norm_close(values(critic), expected_values)
@@ -137,7 +140,7 @@ def test_an_exported_critic_of_two_ranks_has_the_values_of_the_trained_one(
         assert exported.keys() == saved_weights.keys()
         assert all(torch.equal(exported[weight], saved_weights[weight]) for weight in exported)
     loaded = load_critic(ModelConfig(path=tmp_path / "out"))
-    engine = TrainEngine(loaded, OptimizerConfig(lr=1e-3), EngineConfig())
+    engine = FsdpEngine(loaded, value_outputs, OptimizerConfig(lr=1e-3), EngineConfig())
     assert_norm_close(values(engine), torch.load(of_two_ranks / "0.pt")[name])
 
 
@@ -167,7 +170,15 @@ def test_a_checkpoint_without_the_description_of_its_model_names_the_fix(of_two_
 
 def test_a_config_of_another_model_is_rejected(tmp_path: Path) -> None:
     folder = saved(llama(), tmp_path)
-    (folder / DESCRIPTION / "config.json").write_bytes(describe_model(qwen2(), tmp_path / "start")["config.json"])
+    (folder / DESCRIPTION / "config.json").write_bytes(describe_model(qwen2())["config.json"])
     with pytest.raises((ModelError, RuntimeError), match=r"weight"):
         export_model(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_exported_policy_keeps_its_generation_config(tmp_path: Path) -> None:
+    model = qwen2()
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [1, 5]
+    export_model(saved(model, tmp_path), tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 5]

@@ -21,11 +21,12 @@ from flowrl.engines.models.lora import (
     save_adapter,
 )
 from flowrl.engines.models.weights import WeightsError, export_weights, gathered_weights, load_weights, meta_copy
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.workers.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import policy_logits
-from tests.engines.strategies import policy_loss
+from tests.engines.strategies import POLICY, policy_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import END, llama, qwen2, save, to_float64
 
@@ -56,12 +57,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def trained(model: PreTrainedModel, config: LoraConfig = LORA, steps: int = 3) -> TrainEngine:
+def trained(model: PreTrainedModel, config: LoraConfig = LORA, steps: int = 3) -> FsdpEngine:
     """Returns the model with an adapter, after some steps."""
     add_adapter(model, config)
-    engine = TrainEngine(PolicyModel(model), OptimizerConfig(lr=1e-2), EngineConfig())
+    engine = FsdpEngine(PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-2), EngineConfig())
     for step in range(steps):
-        engine.update(table(11, seed=step), policy_loss)
+        engine.update(table(11, seed=step), policy_loss, POLICY)
     return engine
 
 

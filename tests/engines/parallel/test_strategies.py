@@ -11,7 +11,7 @@ from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.metric import merge_metrics
 from flowrl.engines.checkpoint.engine_checkpoint import load
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
-from flowrl.engines.train.engine import is_sharded
+from flowrl.engines.train.fsdp.engine import is_sharded
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close, reduction_rtol
 from tests.engines.strategies import (
     CASES,
@@ -111,7 +111,7 @@ def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], a
 def test_one_process_resumes_from_a_checkpoint_of_four(results: list[dict], folder: Path, name: str):
     policy = policy_of(Case(1, {}, lora=CASES[name].lora, dtype=CASES[name].dtype), SINGLE_PROCESS)
     load(policy, folder / name)
-    assert policy.num_steps == 3
+    assert policy.steps.num_steps == 3
     assert_norm_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol(name))
 
 

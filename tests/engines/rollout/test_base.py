@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.engines.rollout.base import check_engine_class, find_missing_methods
 from flowrl.engines.rollout.hf.engine import HfRollout
 from tests.engines.rollout.scripted_engine import IncompleteEngine, ScriptedEngine

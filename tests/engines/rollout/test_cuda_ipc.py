@@ -131,7 +131,7 @@ def test_the_buckets_of_a_model_with_tied_weights_have_each_weight_once(
     model = Qwen2ForCausalLM(config)
     model.to(device)  # pyright: ignore (transformers narrows `to`)
     sender, received = IpcSender(device), []
-    buckets = weight_buckets(model, 9000, dtype)
+    buckets = weight_buckets(weight_shapes(model, dtype=dtype), 9000)
     for names in buckets:
         metadata = WeightMetadata.of(weight_shapes(model, names, dtype))
         assert sum(metadata.sizes) <= 9000

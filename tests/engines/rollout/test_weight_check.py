@@ -1,4 +1,4 @@
-"""Sampling and comparison of weights, without engines."""
+"""Comparison of weights, without engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,41 +9,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from flowrl.config import CheckFailed, LoraConfig
 from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.weight_samples import weight_samples
 from flowrl.engines.models.weights import export_weights, load_weights
 from flowrl.engines.rollout.weight_check import (
     Compared,
     Difference,
     check_compared,
-    chosen_inputs,
-    chosen_names,
     compare,
     compare_model,
     merge_compared,
-    weight_samples,
 )
 from tests.engines.tiny import llama, qwen2
-
-LAYERS = 5
-NAMES = [f"model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in ("q", "norm")]
-
-
-def test_a_version_samples_one_weight_of_each_kind_and_num_layers_versions_sample_all():
-    seen = [chosen_names([*NAMES, "lm_head.weight"], version) for version in range(LAYERS)]
-    assert seen[2] == ["model.layers.2.q.weight", "model.layers.2.norm.weight", "lm_head.weight"]
-    assert {name for names in seen for name in names} == {*NAMES, "lm_head.weight"}
-
-
-@pytest.mark.parametrize("width", [1, 3, 4, 7, 64])
-def test_successive_versions_sample_all_columns(width: int):
-    seen = [chosen_inputs(width, version) for version in range(-(-width // 4) + 1)]
-    assert all(len(columns) == min(4, width) and max(columns) < width for columns in seen)
-    assert {column for columns in seen for column in columns} == set(range(width))
-
-
-def test_the_next_visit_of_a_layer_samples_other_columns():
-    first, second = (weight_samples(qwen2(), version).samples for version in (0, 2))
-    assert [each.name for each in first] == [each.name for each in second]
-    assert all(set(a.inputs).isdisjoint(b.inputs) for a, b in zip(first, second, strict=True) if a.kind != "plain")
 
 
 def gpt2(seed: int = 0) -> PreTrainedModel:

@@ -25,7 +25,7 @@ def model(model: ModelConfig) -> ModelConfig:
 
 
 def gradients(actor: Actor) -> dict[str, Tensor]:
-    parameters = actor.model.named_parameters()
+    parameters = actor.language_model.named_parameters()
     return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
 
 
@@ -99,7 +99,7 @@ def test_language_modeling_does_not_use_the_temperature_of_the_rollout(model: Mo
     with Cluster(SINGLE, backend="inline", num_threads=1) as cluster:
         actor: Any = cluster.group("actor", Actor, config)
         metrics = actor.forward_backward(Batch.from_columns(tokens=tokens, lengths=[8]), LANGUAGE_MODELING).get()
-        (policy,) = actor.run(lambda worker: worker.model)
+        (policy,) = actor.run(lambda worker: worker.language_model)
     logprobs_LV = policy(torch.arange(2, 10)[None]).logits[0].log_softmax(-1)
     expected = -logprobs_LV[2:-1].gather(1, torch.arange(5, 10)[:, None]).mean().item()
     (loss,) = (metric.result() for name, metric in metrics.items() if name.endswith("loss"))

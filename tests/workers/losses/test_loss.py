@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig
 from flowrl.data.metric import Mean
-from flowrl.engines.train.engine import Denominators
+from flowrl.engines.train.base import Denominators
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers.losses.configured_losses import policy_loss
-from flowrl.workers.losses.loss import Loss, LossFunction, check_weight, loss_term
+from flowrl.workers.losses.loss import BoundLoss, Loss, LossFunction, check_weight
 from tests.errors import rejects
 
 COMPUTED = ("logprobs", "entropy", "hidden", "topk_logprobs", "topk_ids")
@@ -39,7 +39,7 @@ def with_setting(logprobs: Tensor, *, beta: float, floor: float = 0.0) -> Tensor
 
 def micro(groups: list[int] | None = None, **columns: Tensor) -> MicroBatch:
     ids = torch.ones_like(MASK, dtype=torch.int64)
-    tokens = {name: column for name, column in columns.items() if column.dim() > 1}
+    tokens = {name: column for name, column in columns.items() if column.dim() > 1} | {"response_mask": MASK}
     rows = {name: column for name, column in columns.items() if column.dim() == 1}
     index = None if groups is None else torch.tensor(groups)
     return MicroBatch(ids, ids.bool(), tokens, rows, torch.arange(3), None, index, 0 if groups is None else 2)
@@ -47,7 +47,8 @@ def micro(groups: list[int] | None = None, **columns: Tensor) -> MicroBatch:
 
 def term(loss: Loss, batch: MicroBatch | None = None, counts: Denominators | None = None) -> tuple[float, dict]:
     computed = {"logprobs": LOGPROBS.clone().requires_grad_()}
-    value, metrics = loss_term(loss, computed, batch or micro(), MASK, counts or Denominators(6, 4, 2))
+    bound = BoundLoss.of(loss, {"response_mask": torch.bool}, COMPUTED, temperature=1.0)
+    value, metrics = bound(computed, batch or micro(), counts or Denominators(6, 4, 2))
     return value.item(), metrics
 
 

@@ -11,10 +11,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from flowrl.config import ModelConfig, RolloutConfig
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.engines.models.int8 import quantized_copy
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.sharded_loading import move_loaded, stream_full_weights
+from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.models.weights import WeightTargets, full_weights, gathered_weights, meta_copy, write_weights
 from flowrl.engines.rollout.base import (
     EngineContext,
@@ -29,7 +30,7 @@ from flowrl.engines.rollout.base import (
 )
 from flowrl.engines.rollout.hf.decoder import Decoder, Row
 from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
-from flowrl.engines.rollout.weight_check import Compared, WeightSamples, compare_model
+from flowrl.engines.rollout.weight_check import Compared, compare_model
 
 _JOIN_SHARE = 8
 """Waiting rows join once 1/8 of the slots is free. Waiting saves prefills, each of which costs about half a decode

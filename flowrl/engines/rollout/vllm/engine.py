@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
-from flowrl.config.roles import PlannedVllmConfig
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
+from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.devices.device import get_device, has_gpu
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.parameters import unique_parameters

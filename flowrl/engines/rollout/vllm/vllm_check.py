@@ -19,12 +19,11 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from flowrl.engines.models.weight_samples import WeightSample, WeightSamples
 from flowrl.engines.rollout.weight_check import (
     QUANTIZED_TOLERANCE,
     Compared,
     Difference,
-    WeightSample,
-    WeightSamples,
     compare,
     merge_compared,
 )

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from flowrl.config import RolloutConfig
-from flowrl.engines.models.weights import WeightsError, export_weights, weight_buckets
+from flowrl.engines.models.weights import WeightsError, export_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout.hf.engine import HfRollout, RolloutError
 from flowrl.engines.rollout.response_tensors import Responses, make_requests, stack_responses
 from flowrl.engines.rollout.sampling import row_keys, sample_tokens, uniforms
@@ -259,7 +259,7 @@ def test_a_gpu_gives_the_greedy_tokens_of_the_cpu():
 
 
 def buckets_of(model) -> list[dict]:
-    return [export_weights(model, names) for names in weight_buckets(model, 5000)]
+    return [export_weights(model, names) for names in weight_buckets(weight_shapes(model), 5000)]
 
 
 def test_a_bucketed_update_takes_effect_at_commit_and_blocks_generation_until_then():

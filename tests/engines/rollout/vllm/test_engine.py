@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
-from flowrl.config.rollout.engines import ENGINES
+from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.controller.worker import Worker
-from flowrl.engines.models.weights import export_weights, weight_buckets
+from flowrl.engines.models.weights import export_weights, weight_buckets, weight_shapes
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
 from tests.engines.closeness import FLOAT32_RTOL, relative_error
@@ -357,7 +357,7 @@ def test_a_process_killed_during_an_update_gets_all_buckets_again(pair: Pair) ->
     old = pair.version
     before = pair.group.generate(batch_of(9))
     pair.change(42)
-    parts = [export_weights(pair.model, names) for names in weight_buckets(pair.model, 50_000)]
+    parts = [export_weights(pair.model, names) for names in weight_buckets(weight_shapes(pair.model), 50_000)]
     assert len(parts) > 3
     pair.group.load_weights(parts[0], pair.version, 0, len(parts)).get()
     pair.group.load_weights(parts[1], pair.version, 1, len(parts))

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from flowrl import Cluster, Placement, WorkerGroup
 from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.engines.models.weight_samples import weight_samples
 from flowrl.engines.models.weights import export_weights
-from flowrl.engines.rollout.weight_check import weight_samples
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
 from tests.errors import missing_facts

@@ -15,7 +15,6 @@ from flowrl.algorithms import (
     candidate_logprobs,
     logprobs_and_entropy_from_hidden,
     logprobs_from_hidden,
-    sequence_logprobs,
     token_entropy,
     token_logprobs,
     top_tokens_from_hidden,
@@ -31,7 +30,6 @@ from flowrl.engines.models.sequence_sharding import (
     run_backbone,
     run_head,
 )
-from flowrl.engines.train.microbatch import MicroBatch
 
 _TILED_FROM = 8192
 """Vocabulary size from which logits are computed in tiles. For smaller vocabularies, a single pass is faster."""
@@ -55,22 +53,6 @@ class PolicyOutput(NamedTuple):
         """Returns the outputs with a function applied to all except the hidden states."""
         candidates = (None if x is None else convert(x) for x in (self.topk_ids, self.topk_logprobs))
         return PolicyOutput(convert(self.logprobs), convert(self.entropy), *candidates, hidden=self.hidden)
-
-
-def policy_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Returns the log-probability [B, L] of each token given the previous tokens. It is 0 at position 0.
-
-    If the batch has `response_mask`, only the tokens of the mask are computed, and the others are 0.
-    """
-    mask_BL = micro.tokens.get("response_mask", micro.mask)
-    return model(micro.input_ids, mask_BL, temperature, pack=micro.pack).logprobs.masked_fill(~mask_BL, 0)
-
-
-def response_logprobs(model: nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Returns the log-probability [B] of each row's tokens in `response_mask`, summed."""
-    mask_BL = micro.tokens["response_mask"]
-    logprobs_BL = model(micro.input_ids, mask_BL, temperature, pack=micro.pack).logprobs
-    return sequence_logprobs(logprobs_BL, mask_BL, mode="sum")
 
 
 @dataclass(frozen=True)

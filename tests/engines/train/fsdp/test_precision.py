@@ -11,32 +11,34 @@ from flowrl.devices.device import get_device
 from flowrl.engines.parallel.gradients import ReplicatedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
 from flowrl.engines.parallel.sharding import EngineError
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from tests.benchmarks.gpu.engines import one_rank_mesh
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.device_memory import reserved_bytes
-from tests.engines.strategies import norm_of_a_sum, policy_loss
+from tests.engines.losses import LOGPROBS
+from tests.engines.strategies import POLICY, norm_of_a_sum, policy_loss
 from tests.engines.tables import table
 from tests.engines.tiny import qwen2
 
 TINY_STEP = OptimizerConfig(lr=1e-6, max_grad_norm=None)
 
 
-def engine(mesh: RankMesh = SINGLE_PROCESS, /, **settings: object) -> TrainEngine:
+def engine(mesh: RankMesh = SINGLE_PROCESS, /, **settings: object) -> FsdpEngine:
     model = PolicyModel(qwen2(initializer_range=0.1))
     config = EngineConfig.model_validate({"max_tokens_per_microbatch": 40} | settings)
-    return TrainEngine(model, TINY_STEP, config, mesh=mesh)
+    return FsdpEngine(model, policy_outputs, TINY_STEP, config, mesh=mesh)
 
 
-def weights(trained: TrainEngine) -> list[torch.Tensor]:
+def weights(trained: FsdpEngine) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in trained.model.parameters()]
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("bfloat16", 0.02), ("float16", 0.005)])
 def test_half_precision_is_close_to_float32(dtype: str, rtol: float):
     values = [
-        engine_under_test.evaluate(table(9), lambda m, micro: policy_logprobs(m, micro, temperature=1.0))
+        engine_under_test.forward(table(9), LOGPROBS)["logprobs"]
         for engine_under_test in (engine(), engine(compute_dtype=dtype))
     ]
     assert_norm_close(values[1], values[0], rtol)
@@ -49,7 +51,7 @@ def test_steps_too_small_for_half_precision_accumulate_in_the_master_weights(dty
     trained = engine(compute_dtype=dtype)
     before = weights(trained)
     for seed in range(10):
-        trained.update(table(9, seed), policy_loss)
+        trained.update(table(9, seed), policy_loss, POLICY)
     for old, new in zip(before, weights(trained), strict=True):
         assert new.dtype == torch.float32
         assert 0 < (new - old).abs().max() <= 1.1e-5
@@ -58,10 +60,10 @@ def test_steps_too_small_for_half_precision_accumulate_in_the_master_weights(dty
 def test_loss_scaling_does_not_change_the_step():
     plain, scaled = engine(compute_dtype="bfloat16"), engine(compute_dtype="float16")
     for trained in (plain, scaled):
-        trained.update(table(9), policy_loss)
-    assert scaled.loss_scale is not None and scaled.loss_scale.good_steps == 1
+        trained.update(table(9), policy_loss, POLICY)
+    assert scaled.steps.loss_scale is not None and scaled.steps.loss_scale.good_steps == 1
     norms = [
-        engine_under_test.update(table(9, 1), policy_loss)["grad_norm"].result()
+        engine_under_test.update(table(9, 1), policy_loss, POLICY)["grad_norm"].result()
         for engine_under_test in (plain, scaled)
     ]
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
@@ -71,16 +73,16 @@ def test_a_float16_step_that_overflows_is_skipped_and_the_next_one_is_not():
     trained = engine(compute_dtype="float16")
     before = weights(trained)
 
-    def huge(model, micro, counts):
-        share, report = policy_loss(model, micro, counts)
+    def huge(values, micro, counts):
+        share, report = policy_loss(values, micro, counts)
         return share * 1e6, report
 
-    report = trained.update(table(9), huge)
+    report = trained.update(table(9), huge, POLICY)
     assert report["skipped_update"].result() == 1.0 and report["loss_scale"].result() == 2.0**16
-    assert all(map(torch.equal, before, weights(trained))) and trained.num_steps == 0
-    report = trained.update(table(9), policy_loss)
+    assert all(map(torch.equal, before, weights(trained))) and trained.steps.num_steps == 0
+    report = trained.update(table(9), policy_loss, POLICY)
     assert report["skipped_update"].result() == 0.0 and report["loss_scale"].result() == 2.0**15
-    assert trained.num_steps == 1
+    assert trained.steps.num_steps == 1
 
 
 def test_activation_checkpointing_recomputes_layers_in_the_backward_pass():
@@ -90,7 +92,7 @@ def test_activation_checkpointing_recomputes_layers_in_the_backward_pass():
         layer = trained.model.get_submodule("language_model.model.layers.0.input_layernorm")
         runs = []
         layer.register_forward_hook(lambda *_, runs=runs: runs.append(1))
-        report = trained.update(table(9), policy_loss)
+        report = trained.update(table(9), policy_loss, POLICY)
         counts[len(settings)] = (len(runs), report["grad_norm"].result())
         assert not trained.model.training
     assert (counts[0][0], counts[1][0]) == (1, 2)
@@ -107,18 +109,19 @@ def test_compiled_layers_train_the_same_weights(strategy: str):
         for compile_layers in (False, True):
             trained = engine(mesh, strategy=strategy, compile=compile_layers)
             assert trained.is_sharded == (strategy == "fsdp")
-            norms.append([trained.update(table(9, seed), policy_loss)["grad_norm"].result() for seed in range(2)])
+            steps = [trained.update(table(9, seed), policy_loss, POLICY) for seed in range(2)]
+            norms.append([step["grad_norm"].result() for step in steps])
     assert norms[1] == pytest.approx(norms[0], rel=FLOAT32_RTOL)
 
 
 def test_float32_is_rejected_for_half_precision_weights():
     with pytest.raises(EngineError, match=r"engine\.compute_dtype .*float32"):
-        TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig(compute_dtype="float32"))
+        FsdpEngine(PolicyModel(qwen2(torch.bfloat16)), policy_outputs, TINY_STEP, EngineConfig(compute_dtype="float32"))
 
 
 def test_compute_dtype_is_rejected_for_float64_weights():
     with pytest.raises(EngineError, match=r"engine\.compute_dtype"):
-        TrainEngine(PolicyModel(qwen2(torch.float64)), TINY_STEP, EngineConfig(compute_dtype="bfloat16"))
+        FsdpEngine(PolicyModel(qwen2(torch.float64)), policy_outputs, TINY_STEP, EngineConfig(compute_dtype="bfloat16"))
 
 
 def test_gradients_of_bfloat16_weights_are_summed_in_float32_over_micro_batches():
@@ -127,8 +130,8 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32_over_micro_batches(
 
 
 def test_the_optimizer_step_keeps_the_dtype_of_the_weights_and_moments():
-    trained = TrainEngine(PolicyModel(qwen2(torch.bfloat16)), TINY_STEP, EngineConfig())
-    trained.update(table(9), policy_loss)
+    trained = FsdpEngine(PolicyModel(qwen2(torch.bfloat16)), policy_outputs, TINY_STEP, EngineConfig())
+    trained.update(table(9), policy_loss, POLICY)
     assert trained.optimizer is not None
     moments = [state["exp_avg"] for state in trained.optimizer.state.values()]
     assert {tensor.dtype for tensor in [*weights(trained), *moments]} == {torch.bfloat16}
@@ -137,9 +140,9 @@ def test_the_optimizer_step_keeps_the_dtype_of_the_weights_and_moments():
 
 def test_deterministic_algorithms_support_a_training_step(default_algorithms: None):
     expected, trained = engine(), engine()
-    expected.update(table(9), policy_loss)
+    expected.update(table(9), policy_loss, POLICY)
     get_device("cpu").make_deterministic()
-    trained.update(table(9), policy_loss)
+    trained.update(table(9), policy_loss, POLICY)
     assert all(map(torch.equal, weights(trained), weights(expected)))
 
 
@@ -148,16 +151,18 @@ import torch
 from flowrl.devices.device import get_device
 get_device("cuda").make_deterministic()
 from flowrl.config import EngineConfig
-from flowrl.engines.train.engine import TrainEngine
-from flowrl.workers.policy_model import PolicyModel
-from tests.engines.strategies import OPTIMIZER, policy_loss
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from tests.engines.strategies import OPTIMIZER, POLICY, policy_loss
 from tests.engines.tables import table
 from tests.engines.tiny import qwen2
 
 torch.manual_seed(0)
-trained = TrainEngine(PolicyModel(qwen2()), OPTIMIZER, EngineConfig(compute_dtype="bfloat16"), device="cuda")
+settings = EngineConfig(compute_dtype="bfloat16")
+trained = FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, settings, device="cuda")
 for seed in range(3):
-    trained.update(table(64, seed), policy_loss)
+    trained.update(table(64, seed), policy_loss, POLICY)
 print(*(weight.double().sum().item() for weight in trained.model.parameters()))
 """
 
@@ -189,12 +194,14 @@ def test_flash_attention_is_rejected_if_it_is_unavailable():
 def test_weights_and_optimizer_are_offloaded_and_onloaded(offload: str):
     """torch keeps none of the memory of a step, which includes a tensor of 64 MiB here."""
     model = PolicyModel(qwen2())
-    trained = TrainEngine(model, TINY_STEP, EngineConfig.model_validate({"offload": offload}), device="cuda:0")
+    trained = FsdpEngine(
+        model, policy_outputs, TINY_STEP, EngineConfig.model_validate({"offload": offload}), device="cuda:0"
+    )
     reserved = []
     for _ in range(2):
-        trained.update(table(9), policy_loss)
+        trained.update(table(9), policy_loss, POLICY)
         torch.empty(2**26, dtype=torch.uint8, device="cuda:0")
-        trained.offload()
+        trained.offload(keep_weights=False)
         reserved.append(reserved_bytes())
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
         trained.onload()
@@ -206,8 +213,8 @@ def test_weights_and_optimizer_are_offloaded_and_onloaded(offload: str):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_owner_of_shared_weights_offloads_only_its_optimizer() -> None:
     model = PolicyModel(qwen2())
-    trained = TrainEngine(model, TINY_STEP, EngineConfig(offload="idle"), device="cuda:0")
-    trained.update(table(9), policy_loss)
+    trained = FsdpEngine(model, policy_outputs, TINY_STEP, EngineConfig(offload="idle"), device="cuda:0")
+    trained.update(table(9), policy_loss, POLICY)
     assert trained.optimizer is not None
     trained.offload(keep_weights=True)
     moments = [x for state in trained.optimizer.state.values() for x in state.values() if x.ndim]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowrl.config import EngineCapabilities, RolloutConfig
-from flowrl.config.rollout.engines import ENGINES, get_capabilities
+from flowrl.config.engines.rollout_engines import ENGINES, get_capabilities
 from flowrl.engines.rollout.base import ENGINE_CLASSES
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings
@@ -17,7 +17,7 @@ from tests.errors import rejects
 
 SCRIPTED = "tests.engines.rollout.scripted_engine:ScriptedEngine"
 BATCH = "tests.engines.rollout.scripted_engine:BatchEngine"
-OWN = "tests.config.rollout.test_engines"
+OWN = "tests.config.engines.test_rollout_engines"
 
 
 class ColdEngine(ScriptedEngine):

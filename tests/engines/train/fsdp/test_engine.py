@@ -2,37 +2,37 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import lengths
-from flowrl.engines.train.engine import Denominators, LossScale, TrainEngine, learning_rate
-from flowrl.engines.train.microbatch import MicroBatch, microbatches
+from flowrl.engines.train.base import Denominators, Outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.microbatch import MicroBatch
 from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close
-from tests.engines.losses import Bigram, bigram_logprobs, bigram_loss, logprobs, policy_logits, weighted_loss
+from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs, logprobs, policy_logits
 from tests.engines.tables import VOCABULARY, table, take_rows
 from tests.engines.tiny import qwen2, to_float64
-from tests.errors import rejects
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=None)
 
 
-def bigram_engine(max_tokens: int = 1000, optimizer: OptimizerConfig | None = OPTIMIZER) -> TrainEngine:
-    return TrainEngine(Bigram(VOCABULARY, 8).double(), optimizer, EngineConfig(max_tokens_per_microbatch=max_tokens))
+def bigram_engine(max_tokens: int = 1000, optimizer: OptimizerConfig | None = OPTIMIZER) -> FsdpEngine:
+    return FsdpEngine(
+        Bigram(VOCABULARY, 8).double(), bigram_outputs, optimizer, EngineConfig(max_tokens_per_microbatch=max_tokens)
+    )
 
 
-def qwen2_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
-    return weighted_loss(logprobs(policy_logits(model, micro.input_ids), micro.input_ids), micro, counts)
+def qwen2_outputs(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
+    return {"logprobs": logprobs(policy_logits(model, micro.input_ids), micro.input_ids)}
 
 
 def gradient(dtype: torch.dtype, max_tokens: int) -> dict[str, torch.Tensor]:
     """Returns the gradient of one step of a Qwen2 over nine rows."""
     model = qwen2(initializer_range=0.05)
     model = to_float64(model) if dtype == torch.float64 else model
-    engine = TrainEngine(model, OPTIMIZER, EngineConfig(max_tokens_per_microbatch=max_tokens))
-    engine._gradients.zero()
-    for micro in microbatches(table(9), max_tokens):
-        qwen2_loss(model, micro, Denominators(40, 9))[0].backward()
+    engine = FsdpEngine(model, qwen2_outputs, OPTIMIZER, EngineConfig(max_tokens_per_microbatch=max_tokens))
+    engine.forward_backward(table(9), bigram_loss, LOGPROBS)
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -46,7 +46,9 @@ def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(dtype: torch.
 @pytest.mark.parametrize("max_tokens", [1, 17])
 def test_training_does_not_depend_on_the_size_of_micro_batches(max_tokens: int):
     single, split = bigram_engine(), bigram_engine(max_tokens)
-    reports = [[engine.update(table(9, seed), bigram_loss) for seed in range(3)] for engine in (single, split)]
+    reports = [
+        [engine.update(table(9, seed), bigram_loss, LOGPROBS) for seed in range(3)] for engine in (single, split)
+    ]
     assert_norm_close(split.model.state_dict(), single.model.state_dict())
     for expected, report in zip(*reports, strict=True):
         values = {name: metric.result() for name, metric in expected.items()}
@@ -58,46 +60,49 @@ def test_denominators_count_trained_tokens_and_rows_that_have_one():
     rows = table(9)
     rows["tokens", "response_mask"][: int(lengths(rows)[0])] = False
     engine = bigram_engine(max_tokens=20)
-    engine.update(rows, lambda model, micro, counts: (seen.append(counts), bigram_loss(model, micro, counts))[1])
+    engine.update(rows, lambda *inputs: (seen.append(inputs[-1]), bigram_loss(*inputs))[1], LOGPROBS)
     mask = rows["tokens", "response_mask"]
     with_tokens = sum(bool(part.any()) for part in mask.split(lengths(rows).tolist()))
     assert with_tokens < 9 and set(seen) == {Denominators(int(mask.sum()), with_tokens)}
 
 
 def test_values_are_returned_in_the_order_of_the_batch():
-    rows = table(12)
-    engine = bigram_engine(max_tokens=15)
-    values = engine.evaluate(rows, lambda model, micro: micro.input_ids.double() + micro.index[:, None] / 100)
+    def outputs(model: nn.Module, micro: MicroBatch, _: Outputs) -> dict[str, Tensor]:
+        values_BL = micro.input_ids.double() + micro.index[:, None] / 100
+        return {"values": values_BL, "scores": micro.rows["prompt_id"]}
+
+    rows, settings = table(12), EngineConfig(max_tokens_per_microbatch=15)
+    engine = FsdpEngine(Bigram(VOCABULARY, 8), outputs, None, settings)
+    found = engine.forward(rows, Outputs(("values", "scores")))
     row_of_token = torch.repeat_interleave(torch.arange(12), lengths(rows))
-    assert_norm_close(values, rows["tokens", "input_ids"] + row_of_token.double() / 100)
-    assert engine.evaluate_rows(rows, lambda model, micro: micro.rows["prompt_id"]).tolist() == list(range(12))
+    assert_norm_close(found["values"], rows["tokens", "input_ids"] + row_of_token.double() / 100)
+    assert found["scores"].tolist() == list(range(12))
 
 
 def test_evaluation_computes_no_gradients_and_keeps_the_weights():
     engine = bigram_engine(optimizer=None)
-    assert not engine.evaluate(table(5), bigram_logprobs).requires_grad
+    assert not engine.forward(table(5), LOGPROBS)["logprobs"].requires_grad
     assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
 def test_an_empty_batch_evaluates_to_empty_columns():
     empty = take_rows(table(3), torch.zeros(0, dtype=torch.int64))
-    assert bigram_engine().evaluate(empty, bigram_logprobs).shape == (0,)
-    assert bigram_engine().evaluate_rows(empty, bigram_logprobs).shape == (0,)
+    assert bigram_engine().forward(empty, LOGPROBS)["logprobs"].shape == (0,)
 
 
 def test_a_step_without_trained_tokens_is_skipped_and_reported():
     engine, rows = bigram_engine(), table(4)
     rows["tokens", "response_mask"].zero_()
     before = [parameter.clone() for parameter in engine.model.parameters()]
-    report = engine.update(rows, bigram_loss)
+    report = engine.update(rows, bigram_loss, LOGPROBS)
     assert {name: metric.result() for name, metric in report.items()} == {"skipped_update": 1.0}
-    assert engine.num_steps == 0
+    assert engine.steps.num_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
 
 
 def test_clipping_scales_the_gradient_and_reports_the_norm_before_clipping():
     free, clipped = bigram_engine(), bigram_engine(optimizer=OptimizerConfig(lr=1e-2, eps=1e3, max_grad_norm=1e-3))
-    norms = [engine.update(table(5), bigram_loss)["grad_norm"] for engine in (free, clipped)]
+    norms = [engine.update(table(5), bigram_loss, LOGPROBS)["grad_norm"] for engine in (free, clipped)]
     assert norms[0] == norms[1] and norms[0].result() > 1e-3
     start = nn.utils.parameters_to_vector(Bigram(VOCABULARY, 8).double().parameters())
     moved = nn.utils.parameters_to_vector(clipped.model.parameters()) - start
@@ -109,14 +114,14 @@ def test_a_non_finite_gradient_is_rejected_before_the_step():
     engine = bigram_engine()
     before = [parameter.clone() for parameter in engine.model.parameters()]
     with pytest.raises(FloatingPointError, match=r"\bnan\b.* step 0\b"):
-        engine.update(table(4), lambda model, micro, counts: (bigram_logprobs(model, micro).sum() * math.nan, {}))
+        engine.update(table(4), lambda values, *_: (values["logprobs"].sum() * math.nan, {}), LOGPROBS)
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
 
 
 def test_weight_decay_applies_only_to_matrices():
     engine = bigram_engine(optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5))
     start = Bigram(VOCABULARY, 8).double()
-    engine.update(table(4), bigram_loss)
+    engine.update(table(4), bigram_loss, LOGPROBS)
     model = engine.model
     assert isinstance(model, Bigram)
     assert_norm_close(model.unused.weight, start.unused.weight * (1 - 0.1 * 0.5))
@@ -125,7 +130,7 @@ def test_weight_decay_applies_only_to_matrices():
 
 def test_gradients_are_freed_after_a_step():
     engine = bigram_engine()
-    engine.update(table(4), bigram_loss)
+    engine.update(table(4), bigram_loss, LOGPROBS)
     assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
@@ -133,45 +138,12 @@ def test_the_model_is_trained_in_place():
     model = Bigram(VOCABULARY, 8)
     weight = model.output.weight
     before = weight.clone()
-    TrainEngine(model, OPTIMIZER, EngineConfig()).update(table(4), lambda m, b, c: (bigram_logprobs(m, b).sum(), {}))
+    FsdpEngine(model, bigram_outputs, OPTIMIZER, EngineConfig()).update(
+        table(4), lambda values, *_: (values["logprobs"].sum(), {}), LOGPROBS
+    )
     assert model.output.weight is weight and not torch.equal(weight, before)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])],
-)
-def test_the_learning_rate_rises_over_the_warmup_and_then_follows_the_schedule(schedule, rates: list[float]):
-    config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule=schedule, total_steps=6)
-    assert [learning_rate(config, step) for step in range(7)] == pytest.approx(rates)
-
-
-def test_a_cosine_schedule_is_at_half_in_the_middle_and_stays_at_zero():
-    config = OptimizerConfig(lr=1.0, schedule="cosine", total_steps=4)
-    assert [learning_rate(config, step) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
-
-
-def test_a_schedule_without_an_end_is_rejected():
-    with rejects("linear", "optimizer.total_steps", error=ValueError):
-        learning_rate(OptimizerConfig(lr=1.0, schedule="linear"), 0)
 
 
 def test_the_learning_rate_of_each_step_is_reported():
     engine = bigram_engine(optimizer=OptimizerConfig(lr=1.0, schedule="linear", total_steps=4))
-    assert [engine.update(table(3), bigram_loss)["lr"].result() for _ in range(3)] == [1.0, 0.75, 0.5]
-
-
-def test_an_overflow_halves_the_factor_and_resets_the_count():
-    assert LossScale(1024.0, good_steps=7).after(overflowed=True) == LossScale(512.0, good_steps=0)
-
-
-def test_the_factor_never_falls_below_one():
-    assert LossScale(1.0).after(overflowed=True).factor == 1.0
-
-
-def test_two_thousand_finite_steps_double_the_factor():
-    scale = LossScale(8.0)
-    for _ in range(1999):
-        scale = scale.after(overflowed=False)
-    assert scale == LossScale(8.0, good_steps=1999)
-    assert scale.after(overflowed=False) == LossScale(16.0, good_steps=0)
+    assert [engine.update(table(3), bigram_loss, LOGPROBS)["lr"].result() for _ in range(3)] == [1.0, 0.75, 0.5]

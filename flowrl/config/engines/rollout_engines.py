@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from flowrl.config.base import ImportNameError, check_import_name, import_attribute, unknown_name
-from flowrl.config.rollout.capabilities import EngineCapabilities, Package, Quantization
+from flowrl.config.engines.rollout_capabilities import EngineCapabilities, Package, Quantization
 
 CUSTOM_ENGINE = "module:Class"
 """Form of the name of a user's engine."""

@@ -1,6 +1,7 @@
 """The two halves of an optimizer step: forward_backward and optim_step."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from flowrl.data.metric import Mean
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.parallel.gradients import ReplicatedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
-from flowrl.engines.train.engine import Denominators, TrainEngine
+from flowrl.engines.train.base import Denominators, Outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import Groups, MicroBatch
-from flowrl.workers.policy_model import PolicyModel
 from tests.engines.closeness import assert_norm_close
-from tests.engines.losses import Bigram, bigram_logprobs, bigram_loss
-from tests.engines.strategies import policy_loss
+from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs
+from tests.engines.strategies import POLICY, policy_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import qwen2
 from tests.errors import rejects
@@ -25,31 +28,31 @@ from tests.errors import rejects
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=None)
 
 
-def bigram_engine(max_tokens: int = 20, **settings: object) -> TrainEngine:
+def bigram_engine(max_tokens: int = 20, **settings: object) -> FsdpEngine:
     config = EngineConfig.model_validate({"max_tokens_per_microbatch": max_tokens} | settings)
-    return TrainEngine(Bigram(VOCABULARY, 8).double(), OPTIMIZER, config)
+    return FsdpEngine(Bigram(VOCABULARY, 8).double(), bigram_outputs, OPTIMIZER, config)
 
 
-def weights(engine: TrainEngine) -> list[Tensor]:
+def weights(engine: FsdpEngine) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in engine.model.parameters()]
 
 
-def gradients(engine: TrainEngine) -> dict[str, Tensor]:
+def gradients(engine: FsdpEngine) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
 
 
-def failing_loss(model: nn.Module, micro: MicroBatch, counts: Denominators):
+def failing_loss(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators):
     """Fails in the second micro-batch, after the first has added its gradient."""
     if micro.input_ids.shape[1] > 4:
         raise RuntimeError("out of memory")
-    return bigram_loss(model, micro, counts)
+    return bigram_loss(values, micro, counts)
 
 
 def test_an_update_is_bitwise_its_two_halves():
     both, halves = bigram_engine(), bigram_engine()
     for seed in range(3):
-        expected = both.update(table(9, seed), bigram_loss)
-        metrics = halves.forward_backward(table(9, seed), bigram_loss)
+        expected = both.update(table(9, seed), bigram_loss, LOGPROBS)
+        metrics = halves.forward_backward(table(9, seed), bigram_loss, LOGPROBS)
         assert set(metrics) == {"loss"}
         assert metrics | halves.optim_step() == expected
     assert all(map(torch.equal, weights(both), weights(halves)))
@@ -57,11 +60,15 @@ def test_an_update_is_bitwise_its_two_halves():
 
 def test_the_gradients_of_two_batches_are_summed_with_their_weights():
     """A model of one weight w with loss w x: the gradients are the means of x over the tokens of each batch."""
-    engine = TrainEngine(nn.Linear(1, 1, bias=False), OPTIMIZER, EngineConfig(max_tokens_per_microbatch=2))
 
-    def product(model: nn.Module, micro: MicroBatch, counts: Denominators):
-        x_BL = micro.tokens["weight"].float() * micro.tokens["response_mask"]
-        return model(x_BL.sum().view(1, 1)).squeeze() / counts.tokens, {"loss": Mean(float(x_BL.sum()), 1)}
+    def products(model: nn.Module, micro: MicroBatch, _: Outputs) -> dict[str, Tensor]:
+        return {"values": model(micro.tokens["weight"].float()[..., None]).squeeze(-1)}
+
+    def mean(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators):
+        return values["values"].sum() / counts.tokens, {"loss": Mean(values["values"].sum().item(), 1)}
+
+    outputs, settings = Outputs(("values",), "response_mask"), EngineConfig(max_tokens_per_microbatch=2)
+    engine = FsdpEngine(nn.Linear(1, 1, bias=False), products, OPTIMIZER, settings)
 
     first, second = table(3, 0), table(2, 1)
     for batch, numbers in ((first, [1.0, 2.0, 3.0]), (second, [10.0])):
@@ -70,8 +77,8 @@ def test_the_gradients_of_two_batches_are_summed_with_their_weights():
         batch["tokens", "response_mask"] = mask
         batch["tokens", "weight"] = torch.zeros(len(mask), dtype=torch.float64)
         batch["tokens", "weight"][: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    engine.forward_backward(first, product, weight=0.5)  # 0.5 * (1 + 2 + 3) / 3 = 1
-    engine.forward_backward(second, product, weight=-0.25)  # -0.25 * 10 / 1 = -2.5
+    engine.forward_backward(first, mean, outputs, weight=0.5)  # 0.5 * (1 + 2 + 3) / 3 = 1
+    engine.forward_backward(second, mean, outputs, weight=-0.25)  # -0.25 * 10 / 1 = -2.5
     assert gradients(engine)["weight"].item() == pytest.approx(1 - 2.5, rel=1e-6)
     assert engine.optim_step()["grad_norm"].result() == pytest.approx(1.5, rel=1e-6)
 
@@ -79,13 +86,13 @@ def test_the_gradients_of_two_batches_are_summed_with_their_weights():
 def test_each_loss_has_its_own_denominators():
     seen: list[Denominators] = []
 
-    def spy(model: nn.Module, micro: MicroBatch, counts: Denominators):
+    def spy(values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators):
         seen.append(counts)
-        return bigram_loss(model, micro, counts)
+        return bigram_loss(values, micro, counts)
 
     engine = bigram_engine(max_tokens=1000)
-    engine.forward_backward(table(9), spy)
-    engine.forward_backward(table(2, 5), spy)
+    engine.forward_backward(table(9), spy, LOGPROBS)
+    engine.forward_backward(table(2, 5), spy, LOGPROBS)
     expected = [int(table(*size)["tokens", "response_mask"].sum()) for size in ((9,), (2, 5))]
     assert [counts.tokens for counts in seen] == expected and expected[0] != expected[1]
 
@@ -94,7 +101,7 @@ def test_each_loss_has_its_own_denominators():
 def test_a_step_without_a_gradient_is_an_error(has_stepped: bool):
     engine = bigram_engine()
     if has_stepped:
-        engine.update(table(4), bigram_loss)
+        engine.update(table(4), bigram_loss, LOGPROBS)
     with rejects("optim_step", "forward_backward"):
         engine.optim_step()
 
@@ -103,11 +110,11 @@ def test_a_batch_without_trained_tokens_adds_nothing():
     combined, single = bigram_engine(), bigram_engine()
     empty = table(4, 7)
     empty["tokens", "response_mask"].zero_()
-    assert combined.forward_backward(empty, bigram_loss) == {}
-    combined.forward_backward(table(9), bigram_loss)
-    assert combined.forward_backward(empty, bigram_loss) == {}
+    assert combined.forward_backward(empty, bigram_loss, LOGPROBS) == {}
+    combined.forward_backward(table(9), bigram_loss, LOGPROBS)
+    assert combined.forward_backward(empty, bigram_loss, LOGPROBS) == {}
     assert combined.optim_step()["skipped_update"].result() == 0.0
-    single.update(table(9), bigram_loss)
+    single.update(table(9), bigram_loss, LOGPROBS)
     assert all(map(torch.equal, weights(combined), weights(single)))
 
 
@@ -115,22 +122,22 @@ def test_a_step_of_batches_without_trained_tokens_is_skipped():
     engine, empty = bigram_engine(), table(4)
     empty["tokens", "response_mask"].zero_()
     for _ in range(2):
-        engine.forward_backward(empty, bigram_loss)
+        engine.forward_backward(empty, bigram_loss, LOGPROBS)
     assert {name: metric.result() for name, metric in engine.optim_step().items()} == {"skipped_update": 1.0}
-    assert engine.num_steps == 0
+    assert engine.steps.num_steps == 0
 
 
 def test_a_failure_drops_all_gradients_of_the_step():
     engine, single = bigram_engine(), bigram_engine()
-    engine.forward_backward(table(9, 1), bigram_loss)
+    engine.forward_backward(table(9, 1), bigram_loss, LOGPROBS)
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.forward_backward(table(9), failing_loss)
+        engine.forward_backward(table(9), failing_loss, LOGPROBS)
     assert gradients(engine) == {}
     with rejects("optim_step", "forward_backward"):
         engine.optim_step()
-    engine.forward_backward(table(9), bigram_loss)
+    engine.forward_backward(table(9), bigram_loss, LOGPROBS)
     engine.optim_step()
-    single.update(table(9), bigram_loss)
+    single.update(table(9), bigram_loss, LOGPROBS)
     assert all(map(torch.equal, weights(engine), weights(single)))
     assert not engine.model.training
 
@@ -138,13 +145,13 @@ def test_a_failure_drops_all_gradients_of_the_step():
 def test_a_non_finite_gradient_leaves_weights_and_the_next_step_unchanged():
     engine, single = bigram_engine(), bigram_engine()
     before = weights(engine)
-    engine.forward_backward(table(4), bigram_loss)
-    engine.forward_backward(table(4), lambda m, micro, counts: (bigram_logprobs(m, micro).sum() * math.inf, {}))
+    engine.forward_backward(table(4), bigram_loss, LOGPROBS)
+    engine.forward_backward(table(4), lambda values, *_: (values["logprobs"].sum() * math.inf, {}), LOGPROBS)
     with pytest.raises(FloatingPointError):
         engine.optim_step()
     assert all(map(torch.equal, before, weights(engine))) and gradients(engine) == {}
     for trained in (engine, single):
-        trained.update(table(9), bigram_loss)
+        trained.update(table(9), bigram_loss, LOGPROBS)
     assert all(map(torch.equal, weights(engine), weights(single)))
 
 
@@ -152,37 +159,37 @@ def test_two_losses_in_float16_are_scaled_once():
     norms = []
     for dtype in ("bfloat16", "float16"):
         model = qwen2(initializer_range=0.1)
-        from_policy = TrainEngine(PolicyModel(model), OPTIMIZER, EngineConfig(compute_dtype=dtype))
-        from_policy.forward_backward(table(9), policy_loss, weight=0.25)
-        from_policy.forward_backward(table(5, 1), policy_loss, weight=0.5)
+        from_policy = FsdpEngine(PolicyModel(model), policy_outputs, OPTIMIZER, EngineConfig(compute_dtype=dtype))
+        from_policy.forward_backward(table(9), policy_loss, POLICY, weight=0.25)
+        from_policy.forward_backward(table(5, 1), policy_loss, POLICY, weight=0.5)
         norms.append(from_policy.optim_step()["grad_norm"].result())
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
 def test_an_overflow_of_one_of_two_losses_skips_the_step():
-    engine = TrainEngine(PolicyModel(qwen2()), OPTIMIZER, EngineConfig(compute_dtype="float16"))
+    engine = FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, EngineConfig(compute_dtype="float16"))
     before = weights(engine)
-    engine.forward_backward(table(9), policy_loss)
-    engine.forward_backward(table(9), policy_loss, weight=1e6)
+    engine.forward_backward(table(9), policy_loss, POLICY)
+    engine.forward_backward(table(9), policy_loss, POLICY, weight=1e6)
     assert engine.optim_step()["skipped_update"].result() == 1.0
     assert all(map(torch.equal, before, weights(engine)))
-    assert engine.loss_scale is not None and engine.loss_scale.factor == 2.0**15
+    assert engine.steps.loss_scale is not None and engine.steps.loss_scale.factor == 2.0**15
 
 
 def test_activation_checkpointing_gives_the_gradient_of_two_losses():
     found = []
     for is_checkpointed in (False, True):
         settings = EngineConfig(gradient_checkpointing=is_checkpointed, max_tokens_per_microbatch=20)
-        engine = TrainEngine(PolicyModel(qwen2(initializer_range=0.1)), OPTIMIZER, settings)
-        engine.forward_backward(table(9), policy_loss, weight=0.5)
-        engine.forward_backward(table(5, 1), policy_loss)
+        engine = FsdpEngine(PolicyModel(qwen2(initializer_range=0.1)), policy_outputs, OPTIMIZER, settings)
+        engine.forward_backward(table(9), policy_loss, POLICY, weight=0.5)
+        engine.forward_backward(table(5, 1), policy_loss, POLICY)
         found.append(gradients(engine))
     assert_norm_close(found[1], found[0])
 
 
 def test_a_checkpoint_between_the_halves_is_refused(tmp_path: Path):
     engine = bigram_engine()
-    engine.forward_backward(table(4), bigram_loss)
+    engine.forward_backward(table(4), bigram_loss, LOGPROBS)
     checkpoints = EngineCheckpoints(engine)
     with rejects("forward_backward", "optim_step"):
         checkpoints.save(tmp_path)
@@ -196,21 +203,21 @@ def test_loading_a_checkpoint_drops_the_gradient(tmp_path: Path):
     checkpoints = EngineCheckpoints(engine)
     checkpoints.save(tmp_path)
     checkpoints.result()
-    engine.forward_backward(table(4), bigram_loss)
+    engine.forward_backward(table(4), bigram_loss, LOGPROBS)
     load(engine, tmp_path)
     with pytest.raises(UserError, match="forward_backward"):
         engine.optim_step()
     for trained in (engine, single):
-        trained.update(table(9), bigram_loss)
+        trained.update(table(9), bigram_loss, LOGPROBS)
     assert all(map(torch.equal, weights(engine), weights(single)))
 
 
 def test_an_evaluation_between_the_halves_changes_nothing():
     engine, single = bigram_engine(), bigram_engine()
-    engine.forward_backward(table(9), bigram_loss)
-    engine.evaluate(table(5, 3), bigram_logprobs)
+    engine.forward_backward(table(9), bigram_loss, LOGPROBS)
+    engine.forward(table(5, 3), LOGPROBS)["logprobs"]
     engine.optim_step()
-    single.update(table(9), bigram_loss)
+    single.update(table(9), bigram_loss, LOGPROBS)
     assert all(map(torch.equal, weights(engine), weights(single)))
 
 
@@ -218,7 +225,7 @@ def test_split_groups_are_rejected_and_drop_the_gradient():
     engine, batch = bigram_engine(), table(4)
     batch["rows", "pair"] = torch.tensor([0, 0, 1, 2])
     with rejects("1", "2", "pair", "batch.minibatches"):
-        engine.forward_backward(batch, bigram_loss, groups=Groups("pair", 2))
+        engine.forward_backward(batch, bigram_loss, LOGPROBS, groups=Groups("pair", 2))
     with rejects("optim_step", "forward_backward"):
         engine.optim_step()
 
@@ -244,13 +251,13 @@ def test_an_offload_between_the_halves_changes_nothing():
     found = []
     for is_offloaded in (False, True):
         config = EngineConfig(offload="idle")
-        engine = TrainEngine(PolicyModel(qwen2()), OPTIMIZER, config, device="cuda:0")
-        engine.forward_backward(table(9), policy_loss)
+        engine = FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, config, device="cuda:0")
+        engine.forward_backward(table(9), policy_loss, POLICY)
         if is_offloaded:
-            engine.offload()
+            engine.offload(keep_weights=False)
             assert {p.grad.device.type for p in engine.model.parameters() if p.grad is not None} == {"cpu"}
             engine.onload()
-        engine.forward_backward(table(9, 1), policy_loss)
+        engine.forward_backward(table(9, 1), policy_loss, POLICY)
         engine.optim_step()
         found.append(weights(engine))
     assert_norm_close(found[1], found[0])

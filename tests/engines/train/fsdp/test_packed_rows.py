@@ -12,13 +12,15 @@ from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.engines.models.attention import ROWS, Pack, pack_rows
 from flowrl.engines.models.loading import CriticModel, RewardModel, hidden_width
 from flowrl.engines.parallel.sharding import EngineError
-from flowrl.engines.train.engine import TrainEngine
+from flowrl.engines.train.base import Outputs
+from flowrl.engines.train.fsdp.engine import FsdpEngine
+from flowrl.engines.train.fsdp.outputs import policy_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.workers.policy_model import PolicyModel, policy_logprobs
 from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL, assert_norm_close
 from tests.engines.families import FAMILIES, build
-from tests.engines.losses import Bigram
-from tests.engines.strategies import policy_loss
+from tests.engines.losses import LOGPROBS, Bigram, bigram_outputs
+from tests.engines.strategies import POLICY, policy_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import convolving, qwen2, to_float64
 
@@ -102,9 +104,11 @@ def trained(dtype: torch.dtype, **settings: object) -> dict[str, Tensor]:
     vocabulary = settings.pop("vocabulary", VOCABULARY)
     model = qwen2(vocab_size=vocabulary, initializer_range=0.1)
     model = PolicyModel(to_float64(model) if dtype == torch.float64 else model)
-    engine = TrainEngine(model, OptimizerConfig(lr=1e-2, eps=1e-3), EngineConfig.model_validate(settings))
+    engine = FsdpEngine(
+        model, policy_outputs, OptimizerConfig(lr=1e-2, eps=1e-3), EngineConfig.model_validate(settings)
+    )
     for seed in range(2):
-        engine.update(table(9, seed), policy_loss)
+        engine.update(table(9, seed), policy_loss, POLICY)
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
@@ -126,19 +130,20 @@ def test_packed_rows_train_the_same_weights_as_padded_rows(settings: dict, dtype
 
 
 def test_a_model_without_packing_support_is_padded():
-    packs, engine = [], TrainEngine(PolicyModel(convolving()), None, EngineConfig())
+    packs = []
 
-    def forward(model: torch.nn.Module, micro: MicroBatch) -> Tensor:
+    def outputs(model: torch.nn.Module, micro: MicroBatch, requested: Outputs) -> dict[str, Tensor]:
         packs.append(micro.pack)
-        return policy_logprobs(model, micro, temperature=1.0)
+        return policy_outputs(model, micro, requested)
 
-    engine.evaluate(table(9), forward)
+    engine = FsdpEngine(PolicyModel(convolving()), outputs, None, EngineConfig())
+    engine.forward(table(9), LOGPROBS)
     assert packs and all(pack is None for pack in packs)
 
 
 def test_requested_packing_that_is_unsupported_is_rejected():
     always = EngineConfig(packing="always")
     with pytest.raises(EngineError, match=r"engine\.packing .*always.*Lfm2ForCausalLM.*conv"):
-        TrainEngine(PolicyModel(convolving()), None, always)
+        FsdpEngine(PolicyModel(convolving()), policy_outputs, None, always)
     with pytest.raises(EngineError, match=r"engine\.packing .*always.*Bigram"):
-        TrainEngine(Bigram(VOCABULARY, 8), None, always)
+        FsdpEngine(Bigram(VOCABULARY, 8), bigram_outputs, None, always)

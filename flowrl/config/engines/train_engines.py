@@ -1,0 +1,78 @@
+"""Capabilities of training engines: facts from which a run is checked and planned without importing an engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from flowrl.config.base import ImportNameError, check_import_name, import_attribute
+
+Dimension = Literal["dp", "sp", "tp", "pp"]
+"""A parallel dimension of a role: data, sequence, tensor or pipeline."""
+
+DEFAULT_TRAIN_ENGINE = "fsdp"
+
+
+@dataclass(frozen=True)
+class TrainCapabilities:
+    """Facts about a training engine. The defaults describe an engine that trains policies on one or more replicas."""
+
+    outputs: tuple[str, ...] = ("logprobs", "entropy")
+    """Outputs that the engine computes (`flowrl.engines.train.base`). Policies need `logprobs` and `entropy`, critics
+    `values`, and reward models `scores`."""
+    dimensions: tuple[Dimension, ...] = ("dp",)
+    """Parallel dimensions of the placement that may be larger than 1."""
+    settings: tuple[str, ...] = ("max_tokens_per_microbatch",)
+    """Settings of `EngineConfig` that the engine reads. All others must have their defaults."""
+    options: tuple[str, ...] = ()
+    """Names that the engine accepts in `engine.options`."""
+    adapters: bool = False
+    """The engine trains LoRA adapters."""
+    shares_weights: bool = False
+    """The engine has the methods of `SharedModel`: a rollout or a reference in its process can use its model."""
+    estimates_memory: bool = False
+    """`flowrl plan` estimates the engine's memory. It can do so only for the included engine."""
+
+
+TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
+    DEFAULT_TRAIN_ENGINE: TrainCapabilities(
+        outputs=("logprobs", "entropy", "topk_logprobs", "topk_ids", "hidden", "values", "scores"),
+        dimensions=("dp", "sp", "tp"),
+        settings=(
+            "strategy",
+            "shard_ranks",
+            "reshard_after_forward",
+            "offload",
+            "compute_dtype",
+            "gradient_checkpointing",
+            "sequence_parallel_norms",
+            "attention",
+            "compile",
+            "packing",
+            "max_tokens_per_microbatch",
+        ),
+        adapters=True,
+        shares_weights=True,
+        estimates_memory=True,
+    )
+}
+"""Name -> capabilities of the included engines. `flowrl.engines.train.base` has their classes."""
+
+
+@cache
+def get_train_capabilities(name: str) -> TrainCapabilities:
+    """Returns the capabilities of a training engine. Imports only a user's engine.
+
+    Raises ImportNameError, a ValueError, if `name` is not included and not `module:Class`, or if the class has no
+    `capabilities`.
+    """
+    if name in TRAIN_ENGINES:
+        return TRAIN_ENGINES[name]
+    engine = import_attribute(check_import_name(name))
+    capabilities = getattr(engine, "capabilities", None)
+    if not isinstance(engine, type) or not isinstance(capabilities, TrainCapabilities):
+        raise ImportNameError(
+            f"{name} is not a training engine: it must be a class whose attribute `capabilities` is a "
+            f"TrainCapabilities (docs/extend.md)"
+        )
+    return capabilities

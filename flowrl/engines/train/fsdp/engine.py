@@ -1,0 +1,411 @@
+"""The training engine for transformers models, for any sharding of the model.
+
+Every rank takes part in the same collectives, even if it has no rows. In a sharded model, ranks with fewer
+micro-batches therefore run dummy micro-batches.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flowrl.config import (
+    TRAIN_ENGINES,
+    CriticConfig,
+    EngineConfig,
+    OptimizerConfig,
+    RewardModelConfig,
+    ScoringModelConfig,
+    TrainedConfig,
+    shards_model,
+)
+from flowrl.data.batch.tensordicts import lengths
+from flowrl.data.dtypes import torch_dtype
+from flowrl.data.metric import Metric, merge_metrics
+from flowrl.engines.models.attention import has_grouped_kernel, packing_obstacle
+from flowrl.engines.models.loading import (
+    CriticModel,
+    RewardModel,
+    TrainedModel,
+    describe_model,
+    load_critic,
+    load_policy,
+    load_reward_model,
+)
+from flowrl.engines.models.lora import adapter_disabled, add_adapter
+from flowrl.engines.models.parameters import move_model, move_optimizer
+from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
+from flowrl.engines.models.sharded_loading import load_shards, move_loaded
+from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
+from flowrl.engines.models.weights import WeightShape, full_weights, weight_shapes
+from flowrl.engines.parallel.gradients import Gradients, ReplicatedGradients, ShardedGradients
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
+from flowrl.engines.parallel.sharding import (
+    can_pack_rows,
+    check_weight_dtype,
+    choose_attention,
+    language_models,
+    layers,
+    make_sequence_sharding,
+    reshard_weights,
+    shard_model,
+)
+from flowrl.engines.train.base import (
+    Denominators,
+    LossTerm,
+    Outputs,
+    TrainContext,
+    collect_outputs,
+    count_targets,
+    mask_outputs,
+)
+from flowrl.engines.train.fsdp.outputs import Compute, policy_outputs, score_outputs, value_outputs
+from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
+from flowrl.engines.train.model_flops import model_flops
+from flowrl.engines.train.module_engine import ModuleEngine
+from flowrl.engines.train.steps import OptimizerSteps
+
+
+class FsdpEngine(ModuleEngine):
+    """Runs forward passes of a transformers model over batches. With an optimizer, also trains the model.
+
+    Implements `TrainEngine` and `SharedModel`. The model stays in evaluation mode. Dropout would make the trained
+    policy differ from the sampling policy.
+    """
+
+    capabilities = TRAIN_ENGINES["fsdp"]
+
+    @classmethod
+    def start(cls, context: TrainContext) -> "FsdpEngine":
+        """Loads the model of a role, adds its adapter, and returns the engine."""
+        config = context.config
+        mesh = rank_mesh(
+            context.group, device=context.device, tp=context.tp, sp=context.sp, shard_ranks=context.shard_ranks
+        )
+        model, compute = _load_model(context, on_meta=is_sharded(config.engine, mesh))
+        optimizer = config.optimizer if isinstance(config, TrainedConfig) else None
+        return cls(model, compute, optimizer, config.engine, mesh=mesh, device=context.device)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: Compute,
+        optimizer: OptimizerConfig | None,
+        engine: EngineConfig,
+        *,
+        mesh: RankMesh = SINGLE_PROCESS,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Moves the model to the device and shards it as `engine.strategy` requires.
+
+        Args:
+            model: model with the same weights on every rank. It is trained in place. If the engine shards the model,
+                its weights may be on the meta device (`load_policy(..., on_meta=True)`).
+            compute: returns the outputs of the model for a micro-batch.
+            optimizer: settings of the optimizer. None for a model that is not trained.
+            engine: strategy, precision and token budget.
+            mesh: process groups of the role.
+            device: `cpu` or `cuda:N`.
+        Raises ValueError if the strategy does not support the mesh, and EngineError if the model does not support the
+        engine settings.
+        """
+        self.device = torch.device(device)
+        self.mesh, self.group = mesh, mesh.all_ranks
+        self.is_sharded = is_sharded(engine, mesh)
+        self._home = torch.device("cpu") if self.is_sharded and engine.offload == "parameters" else self.device
+        """Device of the weights between forward passes and during optimizer steps."""
+        self._compute, self._engine = compute, engine
+        self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
+        self._compute_dtype = None if engine.compute_dtype is None else torch_dtype(engine.compute_dtype)
+        check_weight_dtype(model, self._compute_dtype)
+        self.model = move_loaded(model, self.device).eval()
+        weight_dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+        dtype = self._compute_dtype or weight_dtype
+        self._is_packing = can_pack_rows(model, engine, self.device.type, dtype)
+        for language_model in language_models(model):
+            if engine.gradient_checkpointing:
+                language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            # With sequence-parallel norms, transformers would create attention masks of the length of a sequence shard.
+            # In float32 on a GPU, its attention would save the attention weights of all pairs of tokens.
+            needs_own = engine.sequence_parallel_norms or not has_grouped_kernel(self.device.type, dtype)
+            without_masks = self._is_packing or (needs_own and packing_obstacle(language_model) is None)
+            choose_attention(language_model, engine, self.device, dtype, without_masks=without_masks)
+            if mesh.sequence is not None:
+                enable_ulysses_attention(language_model, mesh.sequence)
+        sequence_sharding = make_sequence_sharding(engine, mesh)
+        if sequence_sharding is not None:
+            assert isinstance(model, SequenceShardable), "sequence parallelism needs a SequenceShardable"
+            model.sequence_sharding = sequence_sharding
+        for layer in layers(model) if engine.compile else ():
+            layer.compile(dynamic=True)  # shapes differ between micro-batches
+        self._flops = model_flops(model)
+        self._num_peers = mesh.tp * (1 if mesh.sequence is None else mesh.sequence.size())
+        """Number of ranks that share the work for the rows of this rank."""
+        self._used = {"flops": 0.0, "tokens": 0.0}
+        if self.is_sharded:
+            shard_model(model, mesh, engine, self._compute_dtype)
+            load_shards(model, self._home)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._gradients: Gradients = (ShardedGradients if self.is_sharded else ReplicatedGradients)(parameters, mesh)
+        if optimizer is not None:
+            is_float16 = engine.compute_dtype == "float16"
+            self._steps = OptimizerSteps(
+                parameters, self._gradients, optimizer, is_float16=is_float16, with_state=self._with_optimizer_state
+            )
+
+    def pop_usage(self) -> dict[str, float]:
+        """Returns the model FLOPs and the tokens of the passes since the last call, as this rank's share. Without
+        passes, it is empty, and without a formula for the model, `flops` is missing.
+        """
+        used, self._used = self._used, {"flops": 0.0, "tokens": 0.0}
+        return {name: value / self._num_peers for name, value in used.items() if value}
+
+    def _add_usage(self, batch: TensorDictBase, outputs: Outputs, *, is_training: bool) -> None:
+        lengths_B = lengths(batch)
+        mask_T = None if outputs.mask is None else batch["tokens", outputs.mask]
+        num_tokens = int(lengths_B.sum())
+        self._used["tokens"] += num_tokens
+        if self._flops is not None:
+            num_targets = num_tokens if mask_T is None else int(mask_T.sum())
+            self._used["flops"] += self._flops.count(lengths_B.tolist(), num_targets, is_training=is_training)
+
+    def forward(self, batch: TensorDictBase, outputs: Outputs) -> dict[str, Tensor]:
+        """Returns outputs of a batch, without gradients. See `TrainEngine`."""
+        self._add_usage(batch, outputs, is_training=False)
+        with adapter_disabled(self.model) if outputs.without_adapter else nullcontext(), torch.no_grad():
+            collected = collect_outputs(batch, outputs, self._passes(batch, outputs))
+        if self.is_sharded:
+            reshard_weights(self.model)
+        return collected
+
+    def _passes(self, batch: TensorDictBase, outputs: Outputs) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
+        micros = microbatches(batch, self._max_tokens, packed=self._is_packing)
+        num_passes = int(self.mesh.gather(self._counts(len(micros))).max()) if self.is_sharded else len(micros)
+        for i, micro in enumerate(self._with_dummies(micros, batch, num_passes)):
+            values = {name: value.cpu() for name, value in self._outputs(micro.to(self.device), outputs).items()}
+            if i < len(micros):
+                yield micro, values
+
+    def _outputs(self, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
+        with self._autocast():
+            return mask_outputs(self._compute(self.model, micro, outputs), micro, outputs)
+
+    def forward_backward(
+        self,
+        batch: TensorDictBase,
+        loss: LossTerm,
+        outputs: Outputs,
+        *,
+        groups: Groups | None = None,
+        weight: float = 1.0,
+    ) -> dict[str, Metric]:
+        """Adds the gradient of `weight` times a loss to the gradient of the next optimizer step. See `TrainEngine`."""
+        steps, metrics = self.steps, []
+        with steps.dropping_on_failure():
+            micros, num_own, denominators = self._split(batch, outputs, groups)
+            if not steps.begin_loss(denominators):
+                return {}
+            self._add_usage(batch, outputs, is_training=True)
+            factor = steps.loss_factor * weight
+            with self._training():
+                for i, on_host in enumerate(micros):
+                    micro = on_host.to(self.device)
+                    values = self._outputs(micro, outputs)
+                    with self._autocast():
+                        micro_loss, micro_metrics = loss(values, micro, denominators)
+                    del values  # an output that the loss does not use would keep its graph
+                    (micro_loss * factor).backward()
+                    if i < num_own:
+                        metrics.append(micro_metrics)
+        return merge_metrics(metrics)
+
+    def measure(
+        self, batch: TensorDictBase, loss: LossTerm, outputs: Outputs, *, groups: Groups | None = None
+    ) -> dict[str, Metric]:
+        """Returns the metrics of a loss, as `forward_backward` does, without computing a gradient."""
+        micros, num_own, denominators = self._split(batch, outputs, groups)
+        self._add_usage(batch, outputs, is_training=False)
+        metrics: list[Mapping[str, Metric]] = []
+        with torch.no_grad():
+            for i, on_host in enumerate(micros if denominators.tokens else ()):
+                micro = on_host.to(self.device)
+                values = self._outputs(micro, outputs)
+                with self._autocast():
+                    _, micro_metrics = loss(values, micro, denominators)
+                if i < num_own:
+                    metrics.append(micro_metrics)
+        if self.is_sharded:
+            reshard_weights(self.model)
+        return merge_metrics(metrics)
+
+    def update(self, batch: TensorDictBase, loss: LossTerm, outputs: Outputs) -> dict[str, Metric]:
+        """Takes one optimizer step on one loss: `forward_backward` and then `optim_step`. Returns their metrics."""
+        metrics = self.forward_backward(batch, loss, outputs)
+        return merge_metrics([metrics, self.optim_step()])
+
+    # Weights.
+
+    @property
+    def language_model(self) -> PreTrainedModel:
+        """The causal language model of a policy, without the wrapper that computes its outputs."""
+        assert isinstance(self.model, PolicyModel), "only a policy has a causal language model"
+        return self.model.language_model
+
+    @property
+    def has_collective_forward(self) -> bool:
+        return self.is_sharded or self.mesh.sequence is not None
+
+    @property
+    def num_embeddings(self) -> int:
+        embeddings = next(language_models(self.model)).get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        return embeddings.weight.shape[0]
+
+    @property
+    def _saved(self) -> TrainedModel:
+        """The model as `save_pretrained` names its weights: a policy without its wrapper."""
+        if isinstance(self.model, PolicyModel):
+            return self.model.language_model
+        assert isinstance(self.model, CriticModel | RewardModel), "the model of a role"
+        return self.model
+
+    def weight_shapes(self, dtype: torch.dtype | None = None) -> list[WeightShape]:
+        return weight_shapes(self._saved, dtype=dtype)
+
+    def export_weights(
+        self, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return full_weights(self._saved, names, dtype)
+
+    def weight_samples(
+        self, version: int, *, subset: int = 0, num_subsets: int | None = None, dtype: torch.dtype | None = None
+    ) -> WeightSamples:
+        is_receiver = self.group is None or self.group.rank() == 0
+        return weight_samples(
+            self.language_model,
+            version,
+            subset=subset,
+            num_subsets=num_subsets,
+            dtype=dtype,
+            is_receiver=is_receiver,
+        )
+
+    def describe_model(self) -> dict[str, bytes]:
+        return describe_model(self._saved)
+
+    # Memory.
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Moves optimizer state to the CPU until the next optimizer step, and weights until `onload`. `keep_weights`
+        leaves the weights on the device.
+        """
+        if self.optimizer is not None:
+            move_optimizer(self.optimizer, torch.device("cpu"))
+        if not keep_weights:
+            self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self._home)
+
+    def _move(self, device: torch.device) -> None:
+        """Moves weights and accumulated gradients to a device."""
+        with self._gradients.moved_to(device):
+            move_model(self.model, device)
+
+    def _split(
+        self, batch: TensorDictBase, outputs: Outputs, groups: Groups | None
+    ) -> tuple[Iterator[MicroBatch], int, Denominators]:
+        """Returns the micro-batches, the number of them before the dummy micro-batches, and the denominators."""
+        groups_B = None if groups is None else index_groups(batch, groups)
+        micros = microbatches(batch, self._max_tokens, packed=self._is_packing, groups_B=groups_B)
+        denominators, num_passes = self._count_globally(batch, outputs, groups_B, len(micros))
+        return self._with_dummies(micros, batch, num_passes, groups), len(micros), denominators
+
+    def _count_globally(
+        self, batch: TensorDictBase, outputs: Outputs, groups_B: Tensor | None, num_micros: int
+    ) -> tuple[Denominators, int]:
+        """Returns the denominators over all ranks, and the largest number of micro-batches of any rank."""
+        assert outputs.mask is not None, "a loss has a mask of trained tokens"
+        own, weight = count_targets(batch, outputs.mask, groups_B), int(self.mesh.is_row_leader)
+        counts = (own.tokens * weight, own.rows * weight, own.groups * weight, num_micros)
+        counts = self.mesh.gather(self._counts(*counts))
+        return Denominators(*counts[:, :3].sum(0).tolist()), int(counts[:, 3].max())
+
+    def _counts(self, *values: int) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+    def _with_dummies(
+        self, micros: list[MicroBatch], batch: TensorDictBase, num_passes: int, groups: Groups | None = None
+    ) -> Iterator[MicroBatch]:
+        """Yields the micro-batches, and then dummy micro-batches for a sharded model, so that all ranks run
+        `num_passes` passes.
+        """
+        yield from micros
+        if self.is_sharded:
+            yield from [empty_microbatch(batch, packed=self._is_packing, groups=groups)] * (num_passes - len(micros))
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Enables training mode if gradient checkpointing is on. transformers ignores gradient checkpointing in
+        evaluation mode.
+        """
+        if self._engine.gradient_checkpointing:
+            self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    def _autocast(self) -> torch.autocast:
+        """Returns an autocast context. It is disabled for a sharded model, because FSDP2 casts the weights."""
+        enabled = self._compute_dtype not in (None, torch.float32) and not self.is_sharded
+        return torch.autocast(self.device.type, self._compute_dtype, enabled=enabled)
+
+    @contextmanager
+    def _with_optimizer_state(self) -> Iterator[None]:
+        """Moves offloaded optimizer state to the device of the weights for an optimizer step."""
+        if self._engine.offload in ("optimizer", "idle"):
+            move_optimizer(self.steps.optimizer, self._home)
+        yield
+        if self._engine.offload == "optimizer":
+            move_optimizer(self.steps.optimizer, torch.device("cpu"))
+
+
+def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
+    """Returns whether the model is sharded over ranks. Raises ValueError if the strategy does not support the mesh."""
+    if mesh.all_ranks is None:
+        return False
+    num_ranks = mesh.all_ranks.size()
+    if config.strategy == "single" and num_ranks > 1:
+        raise ValueError(
+            f"strategy is single, but the role has {num_ranks} ranks; use auto, ddp or fsdp, or one device"
+        )
+    if config.strategy == "ddp" and mesh.tp > 1:
+        raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
+    return shards_model(config, mesh.tp)
+
+
+def _load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Compute]:
+    """Returns the model of a role with its adapter, and the function that computes its outputs."""
+    config, lora = context.config, context.config.lora if isinstance(context.config, TrainedConfig) else None
+    if context.kind == "policy":
+        language_model = load_policy(context.model, on_meta=on_meta)
+        if lora is not None:
+            add_adapter(language_model, lora)
+        return PolicyModel(language_model), policy_outputs
+    if context.kind == "critic":
+        assert isinstance(config, CriticConfig)
+        critic = load_critic(context.model, head=config.head, seed=config.head_seed, on_meta=on_meta)
+        model, body, head, compute = critic, critic.backbone, critic.value_head, value_outputs
+    else:
+        assert isinstance(config, RewardModelConfig | ScoringModelConfig)
+        scorer = load_reward_model(context.model, head=config.head, seed=config.head_seed, on_meta=on_meta)
+        model, body, head, compute = scorer, scorer.language_model, scorer.head, score_outputs
+    if lora is not None:
+        add_adapter(body, lora)
+        head.to(torch.promote_types(head.weight.dtype, torch.float32))
+    return model, compute

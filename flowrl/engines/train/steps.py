@@ -1,0 +1,135 @@
+"""The optimizer steps of an engine: the accumulated gradient, its clipping, the learning rate and the loss scale."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import nn
+
+from flowrl.config import OptimizerConfig, UserError
+from flowrl.data.metric import Max, Metric
+from flowrl.engines.parallel.gradients import Gradients
+from flowrl.engines.train.base import Denominators
+from flowrl.engines.train.optimizers import LossScale, build_optimizer, learning_rate
+
+
+class OptimizerSteps:
+    """Optimizer steps, each on the sum of the gradients of one or more losses."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Gradients,
+        config: OptimizerConfig,
+        *,
+        is_float16: bool = False,
+        with_state: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Builds the optimizer.
+
+        Args:
+            parameters: trained weights of this rank.
+            gradients: their gradients.
+            config: settings of the optimizer.
+            is_float16: whether gradients are computed in float16, which needs a loss scale.
+            with_state: returns a context in which the state of the optimizer is on the device of the weights.
+        """
+        self.optimizer = build_optimizer(parameters, config)
+        self.loss_scale = LossScale() if is_float16 else None
+        self.num_steps = 0
+        self._gradients, self._config, self._with_state = gradients, config, with_state
+        self._num_losses: int | None = None
+        """Number of losses with trained tokens in the accumulated gradient. None before the first loss of a step."""
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor of the losses before the backward pass."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.factor
+
+    def begin_loss(self, counts: Denominators) -> bool:
+        """Begins the backward passes of a loss. Returns whether it has trained tokens; without, it has no gradient."""
+        self._num_losses = self._num_losses or 0
+        if counts.tokens == 0:
+            return False
+        if self._num_losses == 0:
+            self._gradients.zero()
+        self._num_losses += 1
+        return True
+
+    @contextmanager
+    def dropping_on_failure(self) -> Iterator[None]:
+        """Drops the gradients of all losses of the step if the `with` block fails."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Drops the accumulated gradient."""
+        self._num_losses = None
+        self._gradients.free()
+
+    def take(self) -> dict[str, Metric]:
+        """Takes an optimizer step on the accumulated gradient.
+
+        Returns: `grad_norm` (before clipping), `lr`, `skipped_update` and, in float16, `loss_scale`. If no rank had a
+            trained token, or if float16 overflowed, `skipped_update` is 1, and `grad_norm` and `lr` are absent.
+        Raises UserError without a loss since the last step, and FloatingPointError if the gradient is not finite. The
+        weights are then unchanged, and the gradient is dropped.
+        """
+        if self._num_losses is None:
+            raise UserError(
+                "optim_step has no gradient, because no forward_backward has succeeded since the last optimizer step: "
+                "call forward_backward first"
+            )
+        has_gradient, self._num_losses = self._num_losses > 0, None
+        if not has_gradient:
+            return {"skipped_update": Max(1.0)}
+        self._gradients.sum()
+        factor = self.loss_factor
+        norm = self._gradients.norm() / factor
+        metrics: dict[str, Metric] = {} if self.loss_scale is None else {"loss_scale": Max(factor)}
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(overflowed=not math.isfinite(norm))
+        if not math.isfinite(norm):
+            self._gradients.free()
+            if self.loss_scale is not None and factor > 1:
+                return metrics | {"skipped_update": Max(1.0)}
+            raise FloatingPointError(
+                f"the gradient norm is {norm} in optimizer step {self.num_steps}: lower the learning rate, or inspect "
+                f"the advantages and log-probabilities of this step and the results of custom functions"
+            )
+        limit = self._config.max_grad_norm
+        scale = (limit / norm if limit is not None and norm > limit else 1.0) / factor
+        if scale != 1:
+            self._gradients.scale(scale)
+        self._gradients.cast()
+        lr = learning_rate(self._config, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self._with_state():
+            self.optimizer.step()
+        self.num_steps += 1
+        self._gradients.free()
+        return metrics | {"grad_norm": Max(norm), "lr": Max(lr), "skipped_update": Max(0.0)}
+
+    def counters(self) -> dict[str, float]:
+        """Returns the number of steps and the loss scale. Raises UserError if a gradient is accumulated."""
+        if self._num_losses is not None:
+            raise UserError(
+                "a checkpoint cannot be saved between forward_backward and optim_step, because it would lack the "
+                "accumulated gradient: call optim_step first"
+            )
+        counters = {"num_steps": float(self.num_steps)}
+        if self.loss_scale is not None:
+            scale = self.loss_scale
+            counters |= {"scale_factor": scale.factor, "scale_good_steps": float(scale.good_steps)}
+        return counters
+
+    def restore(self, counters: Mapping[str, float]) -> None:
+        """Restores `counters`, and drops the accumulated gradient."""
+        self.drop()
+        self.num_steps = int(counters["num_steps"])
+        if self.loss_scale is not None and "scale_factor" in counters:
+            self.loss_scale = LossScale(counters["scale_factor"], int(counters["scale_good_steps"]))
