@@ -9,6 +9,7 @@ from typing import Any
 from flowrl.cli.imports import add_working_folder
 from flowrl.config import ConfigError, RunConfig, import_recipe, training_module
 from flowrl.config.base import unknown_name
+from flowrl.config.user_errors import convert_errors, error_text
 
 _PACKAGE = "recipes"
 """Package of the included recipes. A recipe is a sub-package with the modules `config` and `train`."""
@@ -43,12 +44,12 @@ def training_function(schema: type[RunConfig]) -> Callable[..., Any] | None:
     name = training_module(schema.__module__)
     if importlib.util.find_spec(name) is None:
         return None
-    try:
+
+    def describe(error: BaseException) -> ConfigError:
+        return ConfigError(f"recipe: cannot import {name} ({error_text(error)}): correct the module or what it imports")
+
+    with convert_errors(describe):
         module = importlib.import_module(name)
-    except Exception as error:
-        raise ConfigError(
-            f"recipe: cannot import {name} ({type(error).__name__}: {error}): correct the module or what it imports"
-        ) from error
     return vars(module).get("train")
 
 

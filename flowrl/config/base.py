@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from flowrl.config.user_errors import UserError
+from flowrl.config.user_errors import UserError, convert_errors, error_text
 
 
 class ConfigError(UserError):
@@ -65,14 +65,15 @@ def import_attribute(name: str) -> Any:  # Any: the named object has any type
     Raises: ImportNameError if the import fails for any reason. Its `__cause__` is the original exception.
     """
     module, _, attribute = check_import_name(name).partition(":")
-    try:
-        return getattr(_import_file(module) if module.endswith(".py") else importlib.import_module(module), attribute)
-    except FileNotFoundError as error:
-        raise ImportNameError(f"cannot import {name} ({error.filename} does not exist): correct the path") from error
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
+
+    def describe(error: BaseException) -> ImportNameError:
+        if isinstance(error, FileNotFoundError):
+            return ImportNameError(f"cannot import {name} ({error.filename} does not exist): correct the path")
         fix = f"correct {module}" if module.endswith(".py") else "correct the name or PYTHONPATH"
-        raise ImportNameError(f"cannot import {name} ({cause}): {fix}") from error
+        return ImportNameError(f"cannot import {name} ({error_text(error)}): {fix}")
+
+    with convert_errors(describe):
+        return getattr(_import_file(module) if module.endswith(".py") else importlib.import_module(module), attribute)
 
 
 def imported_module_name(name: str) -> str:

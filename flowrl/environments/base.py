@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from flowrl.config import ImportNameError, UserError, import_function
+from flowrl.config.user_errors import convert_errors, error_text
 
 ChatMessage = Mapping[str, Any]  # Any: values of JSON
 """A message of a conversation: `role`, `content`, and optional fields of the chat template, such as `name`."""
@@ -83,15 +84,18 @@ def create_environment(name: str, options: Mapping[str, Any]) -> Any:  # Any: a 
 
     Raises EnvironmentLoadError if the class cannot be imported, rejects the options, or lacks a method.
     """
+
+    def describe(error: BaseException) -> EnvironmentLoadError:
+        return EnvironmentLoadError(
+            f"{name} cannot be created with the options {dict(options)} ({error_text(error)}): correct the options or "
+            f"the class"
+        )
+
     try:
-        environment = import_function(name)(**options)
+        with convert_errors(describe, keep=ImportNameError):
+            environment = import_function(name)(**options)
     except ImportNameError as error:
         raise EnvironmentLoadError(str(error)) from error
-    except Exception as error:
-        raise EnvironmentLoadError(
-            f"{name} cannot be created with the options {dict(options)} ({type(error).__name__}: {error}): correct "
-            f"the options or the class"
-        ) from error
     missing = [method for method in ("reset", "step", "close") if not callable(getattr(environment, method, None))]
     if missing:
         raise EnvironmentLoadError(

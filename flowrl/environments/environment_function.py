@@ -2,11 +2,11 @@
 
 import inspect
 import operator
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowrl.config import ImportNameError, UserError, import_function
+from flowrl.config.user_errors import convert_errors, describe_exception
 from flowrl.rewards.reward_function import SHORT_REPR, accepted_columns
 
 EnvironmentFunction = Callable[..., Any]  # Any: the result is checked at every call
@@ -61,14 +61,13 @@ def call_environment(
     """
     shown = [column for column in ("prompt", "answer", "texts") if column in columns]
     location = " for " + ", ".join(f"{column} {SHORT_REPR.repr(columns[column])}" for column in shown)
-    try:
+
+    def describe(error: BaseException) -> EnvironmentFunctionError:
+        raised = describe_exception(error, f"environment function {name}")
+        return EnvironmentFunctionError(f"{raised}{location}; {_ALLOWED}")
+
+    with convert_errors(describe):
         value = function(**{column: columns[column] for column in accepted_columns(function, columns)})
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        line = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        raise EnvironmentFunctionError(
-            f"environment function {name} raised {type(error).__name__}: {error}{line}{location}; {_ALLOWED}"
-        ) from error
     if value is None or isinstance(value, str):
         return value
     token_ids = _token_ids(value)

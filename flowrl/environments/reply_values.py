@@ -7,7 +7,7 @@ from typing import Any
 from flowrl.environments.base import Observation
 from flowrl.environments.requests import as_ids
 from flowrl.rewards.processes.frames import encode_json
-from flowrl.rewards.reward_function import MAX_SCORE, SHORT_REPR
+from flowrl.rewards.reward_function import MAX_SCORE, show_value
 
 MAX_REPLY_BYTES = 1 << 20
 """Size of the JSON of a reply."""
@@ -20,12 +20,12 @@ class InvalidValueError(ValueError):
 def check_messages(messages: Any, owner: str) -> list[dict[str, Any]]:  # Any: a value of the user
     """Returns messages as a list. Raises InvalidValueError if they are not messages."""
     if not isinstance(messages, list | tuple):
-        raise InvalidValueError(f"{owner} returned {_show(messages)}, but must return a list of messages")
+        raise InvalidValueError(f"{owner} returned {show_value(messages)}, but must return a list of messages")
     for message in messages:
         is_valid = isinstance(message, Mapping) and isinstance(message.get("role"), str) and message["role"]
         if not is_valid or not isinstance(message.get("content"), str):
             raise InvalidValueError(
-                f"{owner} returned the message {_show(message)}, but a message has the texts role and content"
+                f"{owner} returned the message {show_value(message)}, but a message has the texts role and content"
             )
     return [dict(message) for message in messages]
 
@@ -41,7 +41,7 @@ def check_start(value: Any, tools: Any) -> dict[str, Any]:  # Any: values of the
         if not body["messages"]:
             raise InvalidValueError("reset returned no messages: return at least one message, or tokens")
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidValueError(f"the attribute tools is {_show(tools)}, but must be a list of JSON schemas")
+        raise InvalidValueError(f"the attribute tools is {show_value(tools)}, but must be a list of JSON schemas")
     if tools:
         body["tools"] = list(tools)
     return body
@@ -50,14 +50,14 @@ def check_start(value: Any, tools: Any) -> dict[str, Any]:  # Any: values of the
 def check_observation(value: Any) -> dict[str, Any]:  # Any: a value of the user
     """Returns the JSON of an observation. Raises InvalidValueError if it is invalid."""
     if not isinstance(value, Observation):
-        raise InvalidValueError(f"step returned {_show(value)}, but must return an Observation")
+        raise InvalidValueError(f"step returned {show_value(value)}, but must return an Observation")
     messages = check_messages(value.messages, "step")
     if not isinstance(value.done, bool | int) or value.done not in (0, 1):
-        raise InvalidValueError(f"step returned done={_show(value.done)}, but it must be a bool")
+        raise InvalidValueError(f"step returned done={show_value(value.done)}, but it must be a bool")
     if not value.done and not messages:
         raise InvalidValueError("step returned no messages, but the episode continues: return messages or done=True")
     if not isinstance(value.info, Mapping):
-        raise InvalidValueError(f"step returned info={_show(value.info)}, but it must be a mapping")
+        raise InvalidValueError(f"step returned info={show_value(value.info)}, but it must be a mapping")
     return {
         "messages": messages,
         "reward": None if value.reward is None else _check_reward(value.reward),
@@ -72,7 +72,7 @@ def _check_reward(value: Any) -> float:  # Any: a value of the user, such as a s
     except (TypeError, ValueError, OverflowError):
         reward = math.nan
     if not abs(reward) <= MAX_SCORE:
-        raise InvalidValueError(f"step returned the reward {_show(value)}: return a finite number or None")
+        raise InvalidValueError(f"step returned the reward {show_value(value)}: return a finite number or None")
     return reward
 
 
@@ -118,10 +118,3 @@ def parse_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:  # Any: 
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("invalid tools")
     return tuple(tools)
-
-
-def _show(value: object) -> str:
-    try:
-        return SHORT_REPR.repr(value)
-    except Exception as error:  # noqa: BLE001 - an object of the user
-        return f"<{type(value).__name__}, whose __repr__ raised {type(error).__name__}>"

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from flowrl.config import UserError, import_function
+from flowrl.config.user_errors import convert_errors
 from flowrl.environments.base import ModelResponse
 from flowrl.environments.reply_values import InvalidValueError, check_observation, check_start, encode_body
 from flowrl.environments.user_calls import (
@@ -99,13 +100,15 @@ class EnvironmentServer:
                 os._exit(0)
             message = next(self._reader.feed(data), None)
         self._name, self._options = message["name"], message["options"]
+
+        def describe(error: BaseException) -> UserError:
+            return UserError(f"the environment {self._name} cannot be imported: {describe_error(error, 'the import')}")
+
         try:
-            self._factory = import_function(self._name)
+            with convert_errors(describe, kinds=BaseException, keep=UserError):
+                self._factory = import_function(self._name)
         except UserError as error:
             self._send({"kind": "not_loaded", "message": str(error)[:_MAX_MESSAGE]})
-        except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit during the import
-            text = f"the environment {self._name} cannot be imported: {describe_error(error, 'the import')}"
-            self._send({"kind": "not_loaded", "message": text[:_MAX_MESSAGE]})
         else:
             self._send({"kind": "loaded"})
 

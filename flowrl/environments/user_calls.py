@@ -5,12 +5,12 @@ import contextvars
 import inspect
 import io
 import os
-import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from flowrl.rewards.reward_function import describe_safely, is_async
+from flowrl.config.user_errors import describe_exception
+from flowrl.rewards.reward_function import is_async
 
 MAX_PRINTED = 1 << 20
 """Characters that one call may print."""
@@ -100,11 +100,9 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     process = os.getpid()
     try:
         return function(*args, **kwargs)
-    except Exception as error:
-        if isinstance(error, StopIteration):  # a future cannot have it
-            raise UserExit("StopIteration") from error
-        raise
     except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):  # a future cannot have StopIteration
+            raise
         raise UserExit(type(error).__name__) from error
     finally:
         if os.getpid() != process:  # a child that the function forked returned instead of exiting
@@ -131,7 +129,4 @@ def describe_error(error: BaseException, owner: str) -> str:
     """Returns a description of an exception, with its location, for a failure of `owner`."""
     if isinstance(error, UserExit) and error.__cause__ is not None:
         error = error.__cause__
-    text = describe_safely(lambda: str(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{owner} raised {type(error).__name__}: {text}{location}"
+    return describe_exception(error, owner)

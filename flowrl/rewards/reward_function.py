@@ -5,12 +5,12 @@ import functools
 import inspect
 import math
 import reprlib
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, Literal, SupportsFloat
 
 from flowrl.config import ImportNameError, UserError, import_function
+from flowrl.config.user_errors import convert_errors, describe_exception, describe_safely
 
 RewardFunction = Callable[..., Any]  # Any: a number, an awaitable of a number, or a list of numbers
 """A function of columns that returns a number. An async function is awaited. A batched function receives a list per
@@ -133,21 +133,17 @@ def score_row(function: RewardFunction, name: str, row: Mapping[str, Any]) -> fl
     Awaits the result of an async function in a new event loop. Raises RewardError if the function raises an exception
     or does not return a finite number.
     """
-    try:
+    with _as_reward_error(name, row):
         value = function(**row)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-    except Exception as error:
-        raise describe_exception(error, name, row) from error
     return check_score(value, name, row)
 
 
 async def score_row_async(function: RewardFunction, name: str, row: Mapping[str, Any]) -> float:
     """Returns the score of one row by an async function, like `score_row`, in the running event loop."""
-    try:
+    with _as_reward_error(name, row):
         value = await function(**row)
-    except Exception as error:
-        raise describe_exception(error, name, row) from error
     return check_score(value, name, row)
 
 
@@ -158,15 +154,13 @@ def score_batch(function: RewardFunction, name: str, rows: Sequence[Mapping[str,
     RewardError if the function raises an exception or does not return one value per row.
     """
     columns = {column: [row.get(column) for row in rows] for row in rows for column in row}
-    try:
+    with _as_reward_error(name, rows[0] if len(rows) == 1 else {}):
         values = function(**columns)
         if inspect.iscoroutine(values):
             values = asyncio.run(values)
-    except Exception as error:
-        raise describe_exception(error, name, rows[0] if len(rows) == 1 else {}) from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple) or len(values) != len(rows):
-        shown = f"{len(values)} values" if isinstance(values, list | tuple) else _repr(values)
+        shown = f"{len(values)} values" if isinstance(values, list | tuple) else show_value(values)
         raise _error("invalid", f"reward function {name} returned {shown}: return a list of {len(rows)} numbers")
     scores: list[float | RewardError] = []
     for value, row in zip(values, rows, strict=True):
@@ -177,37 +171,30 @@ def score_batch(function: RewardFunction, name: str, rows: Sequence[Mapping[str,
     return scores
 
 
-def describe_exception(
+def describe_failure(
     error: BaseException, name: str, row: Mapping[str, Any], kind: FunctionKind = "reward function"
 ) -> RewardError:
     """Returns a RewardError that names the function, the exception, its location and the row."""
-    text = describe_safely(lambda: str(error))
-    frames = traceback.extract_tb(_below_this_module(error.__traceback__))
-    location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return _error(
-        "memory" if isinstance(error, MemoryError) else "raised",
-        f"{kind} {name} raised {type(error).__name__}: {text}{location}{_shown_inputs(row)}",
-    )
+    failure: Failure = "memory" if isinstance(error, MemoryError) else "raised"
+    return _error(failure, describe_exception(error, f"{kind} {name}") + _shown_inputs(row))
 
 
-def _below_this_module(frames: TracebackType | None) -> TracebackType | None:
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return frames
+def _as_reward_error(
+    name: str, row: Mapping[str, Any], kind: FunctionKind = "reward function"
+) -> AbstractContextManager[None]:
+    """Converts exceptions of the block, which calls a function of the user, by `describe_failure`."""
+    return convert_errors(lambda error: describe_failure(error, name, row, kind))
 
 
 def check_score(value: object, name: str, row: Mapping[str, Any]) -> float:
     """Returns the value as a float. Raises RewardError if it is not a finite number of at most `MAX_SCORE`."""
-    try:
+    shown = f"reward function {name} returned a value whose __float__"
+    with convert_errors(lambda error: _error("invalid", f"{shown} raised {type(error).__name__}")):
         score = _finite_number(value)
-    except Exception as error:
-        raise _error(
-            "invalid", f"reward function {name} returned a value whose __float__ raised {type(error).__name__}"
-        ) from error
     if score is None:
         raise _error(
             "invalid",
-            f"reward function {name} returned {_repr(value)}{_shown_inputs(row)}; return a finite number",
+            f"reward function {name} returned {show_value(value)}{_shown_inputs(row)}; return a finite number",
         )
     if abs(score) > MAX_SCORE:
         raise _error(
@@ -223,16 +210,9 @@ def _shown_inputs(row: Mapping[str, Any]) -> str:
     return " for " * bool(shown) + ", ".join(f"{column} {SHORT_REPR.repr(row[column])}" for column in shown)
 
 
-def _repr(value: object) -> str:
+def show_value(value: object) -> str:
+    """Returns a short text of a value of the user."""
     return describe_safely(lambda: SHORT_REPR.repr(value))
-
-
-def describe_safely(describe: Callable[[], str]) -> str:
-    """Returns a text about an object of the user, whose methods may raise an exception."""
-    try:
-        return describe()
-    except Exception as error:  # noqa: BLE001 - any exception only replaces the text
-        return f"<no text: {type(error).__name__}>"
 
 
 SHORT_REPR = reprlib.Repr()
@@ -292,14 +272,12 @@ def extract_answer(function: Callable[[str], object], name: str, response: str) 
 
     Raises RewardError if the function raises an exception or returns a value that is neither text nor None.
     """
-    try:
+    with _as_reward_error(name, {"response": response}, "answer function"):
         answer = function(response)
-    except Exception as error:
-        raise describe_exception(error, name, {"response": response}, "answer function") from error
     if answer is not None and not isinstance(answer, str):
         raise _error(
             "invalid",
-            f"answer function {name} returned {_repr(answer)} for response {SHORT_REPR.repr(response)}: return text, "
-            f"or None",
+            f"answer function {name} returned {show_value(answer)} for response {SHORT_REPR.repr(response)}: return "
+            f"text, or None",
         )
     return (answer or "").strip() or None

@@ -188,6 +188,9 @@ def test_a_file_that_fails_is_imported_again(tmp_path: Path) -> None:
     file.write_text("1 / 0")
     with rejects(file, "ZeroDivisionError", error=ImportNameError):
         import_attribute(f"{file}:value")
+    file.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        import_attribute(f"{file}:value")
     file.write_text("value = 1  # corrected")
     assert import_attribute(f"{file}:value") == 1
 

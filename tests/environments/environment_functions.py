@@ -62,6 +62,19 @@ def failing(texts: Sequence[str], prompt: str = "") -> str:
     raise KeyError("no tool")
 
 
+def unprintable(texts: Sequence[str]) -> str:
+    raise Unprintable
+
+
+def interrupted(texts: Sequence[str]) -> str:
+    raise KeyboardInterrupt
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise OSError
+
+
 def without_parameters(answer: str) -> str:
     return answer
 

@@ -20,6 +20,10 @@ class WithoutClose:
         raise NotImplementedError
 
 
+def create(error: str) -> None:
+    raise {"division": ZeroDivisionError, "interrupt": KeyboardInterrupt}[error]
+
+
 class OneRole(WithoutClose):
     observation_roles = "tool"
 
@@ -40,6 +44,7 @@ def test_options_are_arguments_of_the_class() -> None:
         ("tests.environments.test_base:NoClass", {}, ("NoClass",)),
         (TOOLS, {"tools": [], "num_turns": 3}, ("ToolEnvironment", "num_turns")),
         (TOOLS, {"tools": [], "max_turns": 0}, ("ToolEnvironment", "max_turns")),
+        ("tests.environments.test_base:create", {"error": "division"}, ("division", "ZeroDivisionError")),
         ("tests.environments.test_base:WithoutClose", {}, ("close",)),
         ("tests.environments.test_base:OneRole", {}, ("tool", "roles")),
     ],
@@ -49,3 +54,8 @@ def test_an_environment_that_cannot_be_created_is_named(
 ) -> None:
     with rejects(*facts, error=EnvironmentLoadError):
         create_environment(name, options)
+
+
+def test_an_interrupt_is_no_error_of_the_class() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        create_environment("tests.environments.test_base:create", {"error": "interrupt"})

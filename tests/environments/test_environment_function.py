@@ -50,6 +50,16 @@ def test_an_exception_names_its_line_and_prompt() -> None:
     assert isinstance(error.value.__cause__, KeyError)
 
 
+def test_an_exception_without_a_text_is_reported() -> None:
+    with rejects("unprintable", "Unprintable", error=EnvironmentFunctionError):
+        call("unprintable")
+
+
+def test_an_interrupt_is_no_error_of_the_function() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        call("interrupted")
+
+
 def test_a_function_with_keywords_receives_all_columns_except_those_that_it_must_name() -> None:
     with rejects("answer", "prompt", "segments", "level", error=EnvironmentFunctionError) as error:
         call("all_columns", answer="7", prompt="1+6", level=3, conversation=[], data_source="sums")

@@ -293,7 +293,12 @@ def test_a_class_that_cannot_be_created_fails_the_episode(name: str, failure: st
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(
-    ("code", "failure"), [("import os; os._exit(1)", "not_loaded"), ("import time; time.sleep(600)", "timeout")]
+    ("code", "failure"),
+    [
+        ("raise SystemExit", "not_loaded"),
+        ("import os; os._exit(1)", "not_loaded"),
+        ("import time; time.sleep(600)", "timeout"),
+    ],
 )
 def test_an_import_that_ends_or_hangs_fails_the_episodes(code: str, failure: str, tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(f"{code}\ndef make(): pass")

@@ -1,7 +1,8 @@
 """Reward functions are imported, and signatures that cannot be called with a row are rejected."""
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -14,10 +15,13 @@ import torch
 from flowrl.rewards.reward_function import (
     RewardError,
     accepted_columns,
+    check_score,
+    extract_answer,
     is_async,
     load_reward_function,
     score_batch,
     score_row,
+    score_row_async,
 )
 from tests.errors import rejects
 
@@ -215,6 +219,45 @@ def test_a_row_is_scored() -> None:
     assert score_row(of_columns, "own:of_columns", {"response": "r", "answer": "r", "difficulty": 3}) == 3.0
     with rejects("own", "ZeroDivisionError", error=RewardError):
         score_row(lambda **columns: 1 / 0, "own:f", row)
+
+
+class Raising:
+    """A reward function, and a score, that raises an exception."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, response: object) -> float:
+        raise self.error
+
+    def __float__(self) -> float:
+        raise self.error
+
+    async def call(self, response: object) -> float:
+        raise self.error
+
+
+CALLS: dict[str, Callable[[Raising], object]] = {
+    "row": lambda function: score_row(function, "own:f", {"response": "1"}),
+    "async": lambda function: asyncio.run(score_row_async(function.call, "own:f", {"response": "1"})),
+    "batch": lambda function: score_batch(function, "own:f", [{"response": "1"}]),
+    "answer": lambda function: extract_answer(function, "own:f", "1"),
+    "score": lambda score: check_score(score, "own:f", {"response": "1"}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("error", [ZeroDivisionError(), MemoryError()])
+def test_an_exception_of_any_class_is_reported(call: Callable[[Raising], object], error: Exception) -> None:
+    with rejects("own", type(error).__name__, error=RewardError) as reported:
+        call(Raising(error))
+    assert reported.value.__cause__ is error
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_interrupt_is_no_failure_of_a_function(call: Callable[[Raising], object]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        call(Raising(KeyboardInterrupt()))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowrl.config.base import Device
+from flowrl.config.user_errors import convert_errors
 from flowrl.controller.backends.base import Clock
 from flowrl.controller.errors import WorkerError, describe_unpicklable
 from flowrl.controller.host.host import Host
@@ -117,9 +118,9 @@ def _snapshot(value: Any, request: Request) -> Any:  # Any: a payload or a metho
     """Returns a deep copy of the result. Raises `WorkerError` if the result cannot be copied."""
     if isinstance(value, Payload):
         return value.copy()
-    try:
+
+    def describe(error: BaseException) -> WorkerError:
+        return WorkerError(request.role, request.rank, request.node, request.method, describe_unpicklable(error))
+
+    with convert_errors(describe):  # the result has any class
         return copy.deepcopy(value)
-    except Exception as error:
-        raise WorkerError(
-            request.role, request.rank, request.node, request.method, describe_unpicklable(error)
-        ) from error

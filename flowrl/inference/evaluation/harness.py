@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flowrl.config import UserError
+from flowrl.config.user_errors import convert_errors
 from flowrl.inference.evaluation.model_scores import TaskScores
 from flowrl.inference.evaluation.planned_tasks import HARNESS, EvaluationArguments
 from flowrl.inference.model_source import ModelSource
@@ -72,10 +73,12 @@ def evaluate_harness(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager, seed = _task_manager(tasks), arguments.seed or 0
-    try:
+
+    def describe(error: BaseException) -> UserError:
+        return UserError(f"the tasks {', '.join(tasks)} of lm-eval cannot be loaded: {error}")
+
+    with convert_errors(describe):  # loading runs code of tasks and of `datasets`
         loaded = manager.load(list(tasks))
-    except Exception as error:  # loading runs code of tasks and of `datasets`
-        raise UserError(f"the tasks {', '.join(tasks)} of lm-eval cannot be loaded: {error}") from error
     results = simple_evaluate(
         model=HarnessModel(source, engine=arguments.engine or "hf", seed=seed),
         tasks=list(loaded["tasks"].values()),

@@ -9,6 +9,7 @@ from typing import Any, Self
 from flowrl.config import ConfigError, ReportConfig
 from flowrl.config.base import ImportNameError, import_attribute
 from flowrl.config.monitoring.tracker_settings import AnyTracker, CustomTracker
+from flowrl.config.user_errors import convert_errors, error_text
 from flowrl.report.rollout_log import Kind, Row
 from flowrl.report.run_observer import RunObserver
 from flowrl.report.trackers.tracker import OptionalTracker, TrackedRun, Tracker
@@ -38,13 +39,15 @@ def check_trackers(config: ReportConfig) -> None:
         if isinstance(tracker, CustomTracker):
             _check_class(where, tracker, tracker_class)
         if hasattr(tracker_class, "check"):
-            try:
-                tracker_class.check(**tracker.arguments())
-            except ConfigError:
-                raise
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"{where} its method `check` failed ({cause}): correct it") from error
+            _call_check(where, tracker, tracker_class)
+
+
+def _call_check(where: str, tracker: AnyTracker, tracker_class: Any) -> None:  # Any: what a user's name refers to
+    def describe(error: BaseException) -> ConfigError:
+        return ConfigError(f"{where} its method `check` failed ({error_text(error)}): correct it")
+
+    with convert_errors(describe, keep=ConfigError):
+        tracker_class.check(**tracker.arguments())
 
 
 def _check_class(where: str, tracker: CustomTracker, tracker_class: Any) -> None:  # Any: what a user's name refers to

@@ -5,5 +5,5 @@ process as a `ScoringProcess` (process.py), and receives its events from `Proces
 launcher (launcher.py) forks and guards processes, which `isolate` (isolation.py) restricts. `extract_answers`
 (answers.py) calls the function `evaluation.extract_answer` in a pool. Environments run in the same kind of processes.
 
-May import only `flowrl.data.folders` and `flowrl.rewards`.
+May import only `flowrl.config`, `flowrl.data.folders` and `flowrl.rewards`.
 """

@@ -9,15 +9,17 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
+from flowrl.config.user_errors import convert_errors
 from flowrl.rewards.processes.frames import FrameReader, encode_frame
 from flowrl.rewards.reward_function import (
     FunctionKind,
     RewardError,
     RewardFunction,
     accepted_names,
-    describe_exception,
+    describe_failure,
     extract_answer,
     is_async,
     load_answer_function,
@@ -115,13 +117,17 @@ class Scorer:
         name, function, is_batched = message["name"], message["function"], message["is_batched"]
         kind = self._kinds[name] = message["function_kind"]
         is_answer = kind == "answer function"
+
+        def describe(error: BaseException) -> RewardError:
+            return RewardError(f"cannot import {function} ({type(error).__name__})")
+
         try:
-            loaded = load_answer_function(function) if is_answer else load_reward_function(function, message["options"])
+            with convert_errors(describe, kinds=BaseException, keep=RewardError):
+                loaded = (
+                    load_answer_function(function) if is_answer else load_reward_function(function, message["options"])
+                )
         except RewardError as error:
             self._send({"kind": "not_loaded", "name": name, "message": str(error)[:_MAX_MESSAGE]})
-        except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit during the import
-            text = f"cannot import {function} ({type(error).__name__})"
-            self._send({"kind": "not_loaded", "name": name, "message": text})
         else:
             self._functions[name], self._import_names[name] = loaded, function
             if is_batched:
@@ -161,15 +167,23 @@ class Scorer:
         with contextlib.suppress(OSError):  # a function has closed the descriptor
             os.write(self._output, CALL_START)
         try:
-            return {"outcomes": self._compute(function, name, rows)}
-        except BaseException as error:  # noqa: BLE001 - user code, such as SystemExit
-            return _failure(error, self._import_names[name], rows, self._kinds[name])
+            with self._as_reward_error(name, rows[0]):
+                return {"outcomes": self._compute(function, name, rows)}
+        except RewardError as error:
+            return _outcome(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.setrecursionlimit(self._recursion_limit)
             os.umask(self._umask)
             with contextlib.suppress(OSError):  # the folder was removed
                 os.chdir(self._folder)
+
+    def _as_reward_error(self, name: str, row: Row) -> AbstractContextManager[None]:
+        """Converts all exceptions of user code, also SystemExit, which would end the process."""
+        shown, kind = self._import_names[name], self._kinds[name]
+        return convert_errors(
+            lambda error: describe_failure(error, shown, row, kind), kinds=BaseException, keep=RewardError
+        )
 
     def _compute(self, function: RewardFunction, name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
         shown = self._import_names[name]
@@ -223,9 +237,10 @@ class Scorer:
 
         async def call() -> dict[str, Any]:
             try:
-                return {"outcomes": [_outcome(await score_row_async(self._functions[name], shown, row))]}
-            except BaseException as error:  # noqa: BLE001 - asyncio ends the loop at SystemExit
-                return _failure(error, shown, [row])
+                with self._as_reward_error(name, row):  # asyncio would end the loop at SystemExit
+                    return {"outcomes": [_outcome(await score_row_async(self._functions[name], shown, row))]}
+            except RewardError as error:
+                return _outcome(error)
 
         loop = asyncio.get_running_loop()
         start_s = loop.time()
@@ -256,13 +271,6 @@ def _outcome(score: float | RewardError) -> dict[str, Any]:
     if isinstance(score, RewardError):
         return {"failure": score.kind, "message": str(score)[:_MAX_MESSAGE]}
     return {"score": score}
-
-
-def _failure(
-    error: BaseException, name: str, rows: Sequence[Row], kind: FunctionKind = "reward function"
-) -> dict[str, Any]:
-    described = error if isinstance(error, RewardError) else describe_exception(error, name, rows[0], kind)
-    return _outcome(described)
 
 
 def _location(task: "asyncio.Task[Any]") -> str:

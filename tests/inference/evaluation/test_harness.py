@@ -176,6 +176,13 @@ def test_two_models_are_compared_on_a_task(source: ModelSource, tasks: dict[str,
     assert accuracy[1].difference.value == pytest.approx(accuracy[1].score.value - accuracy[0].score.value)
 
 
+def test_a_task_whose_data_cannot_be_loaded_is_named(source: ModelSource, tmp_path: Path) -> None:
+    task = tmp_path / "sums_without_data.yaml"
+    task.write_text(CHOICE + _DATASET.format(data=tmp_path / "missing.jsonl"))
+    with rejects(task, tmp_path / "missing.jsonl"):
+        evaluate_harness([str(task)], source, EvaluationArguments())
+
+
 def test_unknown_tasks_and_sampling_options_are_rejected(tasks: dict[str, str], tmp_path: Path) -> None:
     with rejects("nowhere.yaml"):
         check_harness(["nowhere.yaml"], EvaluationArguments())

@@ -109,6 +109,10 @@ class Lines:
     def check(name: str) -> None:
         if "/" in name:
             raise ConfigError(f"{name} is no name of a file")
+        if name == "interrupted":
+            raise KeyboardInterrupt
+        if not name:
+            raise ZeroDivisionError
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._write(f"{step} {values['reward']}")
@@ -141,12 +145,19 @@ def test_a_users_class_receives_the_run_and_its_options(tmp_path: Path) -> None:
         ({"kind": f"{__name__}:ROWS"}, ("report.trackers.0", "class", "write_metrics")),
         ({"kind": f"{__name__}:TrackedRun"}, ("report.trackers.0", "write_metrics")),
         ({"kind": f"{__name__}:Lines", "options": {"name": "a/b"}}, ("a/b",)),
+        ({"kind": f"{__name__}:Lines", "options": {"name": ""}}, ("report.trackers.0", "check", "ZeroDivisionError")),
     ],
 )
 def test_a_users_class_that_cannot_be_a_tracker_is_rejected(settings: Mapping[str, Any], facts: Sequence[str]) -> None:
     with pytest.raises(ConfigError) as error:
         check_trackers(ReportConfig.model_validate({"trackers": [settings]}))
     assert not missing_facts(str(error.value), *facts)
+
+
+def test_an_interrupt_of_a_check_is_no_error_of_the_tracker() -> None:
+    settings = {"kind": f"{__name__}:Lines", "options": {"name": "interrupted"}}
+    with pytest.raises(KeyboardInterrupt):
+        check_trackers(ReportConfig.model_validate({"trackers": [settings]}))
 
 
 def test_a_new_run_removes_the_folder_of_an_attempt_without_checkpoint(tmp_path: Path) -> None:
