@@ -15,7 +15,7 @@ Commands = Any  # argparse's type of sub-commands is private
 
 def add_replay(commands: Commands) -> None:
     """Adds `replay` to the parser of the `flowrl` command."""
-    parser = commands.add_parser("replay", help="run a recorded step again in this process, and compare its results")
+    parser = commands.add_parser("replay", help="run a recorded step again, and compare its results")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run with `record`")
     parser.add_argument("--step", type=natural, metavar="K", help="the recorded step; default: the only one")
     parser.add_argument(
@@ -32,9 +32,9 @@ def add_replay(commands: Commands) -> None:
     parser.add_argument(
         "--backend",
         choices=("inline", "ray"),
-        default="inline",
-        help="inline: one rank per role in this process; ray: the processes of the placement, for bitwise identical "
-        "results of roles with several ranks",
+        help="inline: one rank per role in this process, without sharding; ray: the processes of the placement, for "
+        "bitwise identical results of roles with several ranks or a sharded model; default: ray if a model was sharded "
+        "and there is no debugger",
     )
     parser.add_argument("--output", type=Path, metavar="F", help="new folder for the results of the replay")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings to override")
@@ -53,6 +53,9 @@ def _replay(arguments: argparse.Namespace) -> None:
     from flowrl.run.replay.step_replay import replay_step  # noqa: PLC0415
 
     recording = read_recording(arguments.run_folder.absolute(), arguments.step)
+    has_debugger = bool(arguments.pdb or arguments.functions)
+    # Without sharding, 16-bit models compute in other dtypes, which differ by more than the rounding of sums.
+    default_backend = "ray" if recording.sharded_roles and not has_debugger else "inline"
     add_working_folder()
     path = recording.path / CONFIG
     schema = recipe_class(path)
@@ -64,14 +67,13 @@ def _replay(arguments: argparse.Namespace) -> None:
             "write `def train(config, start=Run)`, and `with start(config) as run` (docs/write_a_recipe.md)"
         )
     with loading(path, arguments.overrides, schema) as config:
-        has_debugger = arguments.pdb or arguments.functions
         debugger = StepDebugger(arguments.functions, stops_at_start=arguments.pdb) if has_debugger else None
         replay_step(
             recording,
             config,
             train,
             overrides=arguments.overrides,
-            backend=arguments.backend,
+            backend=arguments.backend or default_backend,
             output=arguments.output,
             debugger=debugger,
         )

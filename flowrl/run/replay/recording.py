@@ -29,7 +29,7 @@ FOLDER = "recorded"
 CONFIG, BATCH, STEP = "config.yaml", "batch.safetensors", "step.json"
 """Names of files in the folder of a recording."""
 
-FORMAT = 1
+FORMAT = 2
 """Version of the format of recordings."""
 
 
@@ -55,13 +55,19 @@ class Recording:
         threads = [role["threads"] for role in self.values["roles"].values()]
         return max(threads, default=None)
 
+    @property
+    def sharded_roles(self) -> list[str]:
+        """Roles whose model FSDP2 sharded, possibly on one rank. The inline backend does not shard."""
+        return [name for name, role in self.values["roles"].items() if role["is_sharded"]]
+
     def describe_inexactness(self) -> str:
-        """Returns why a replay with one rank per role differs by rounding, such as `actor had 2 ranks`.
+        """Returns why an inline replay differs by rounding, such as `actor had 2 ranks and critic was sharded`.
 
         Returns an empty string if the replay is bitwise identical.
         """
-        reasons = [f"{name} had {role['world_size']} ranks" for name, role in self.values["roles"].items() if
-                   role["world_size"] > 1]  # fmt: skip
+        sizes = {name: role["world_size"] for name, role in self.values["roles"].items()}
+        reasons = [f"{name} had {size} ranks" for name, size in sizes.items() if size > 1]
+        reasons += [f"{name} was sharded" for name in self.sharded_roles if sizes[name] == 1]
         return " and ".join(reasons)
 
 

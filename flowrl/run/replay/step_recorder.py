@@ -9,16 +9,19 @@ from typing import Any, Self
 
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.saver import Saver, package_versions
-from flowrl.config import CheckpointConfig, RunConfig
+from flowrl.config import CheckpointConfig, RunConfig, models_of, shards_model
+from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.controller.cluster import TASKS, Cluster
 from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
+from flowrl.controller.placement.plan import Plan
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import FileChecksum, write_json_with_checksum
 from flowrl.data.metric import Logged
 from flowrl.engines.checkpoint.state_checksums import state_checksums
 from flowrl.health.findings import Finding
+from flowrl.memory.device_settings import resolve_settings
 from flowrl.report.run_observer import RunObserver
 from flowrl.run.monitoring.health_log import HealthLog
 from flowrl.run.replay.call_log import CallLog, Described, describe
@@ -41,6 +44,20 @@ def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Describe
     """
     states = {role: group.run(_checksum_worker) for role, group in groups.items()}
     return {role: own for role, own in states.items() if None not in own}
+
+
+def find_sharded_roles(config: RunConfig, planned: Plan) -> set[str]:
+    """Returns the roles whose model FSDP2 shards, possibly on one rank."""
+    if config.backend == "inline":
+        return set()
+    engines = {role: value.engine for role, value in models_of(resolve_settings(config, planned)).items()}
+    return {
+        role
+        for role, engine in engines.items()
+        if role in planned.roles
+        and engine.kind == DEFAULT_TRAIN_ENGINE
+        and shards_model(engine, planned.roles[role].mesh.tp)
+    }
 
 
 def _checksum_worker(worker: Worker) -> Described:
@@ -182,9 +199,10 @@ class StepRecorder(RunObserver):
     def _finish(self, step: int) -> None:
         self._step = None
         called = {call.role: call.world_size for call in self._log.entries if call.role != TASKS}
-        threads = self._cluster.count_threads()
+        threads, sharded = self._cluster.count_threads(), find_sharded_roles(self._config, self._cluster.plan)
         self._values["roles"] = {
-            role: {"world_size": world_size, "threads": threads[role]} for role, world_size in called.items()
+            role: {"world_size": world_size, "threads": threads[role], "is_sharded": role in sharded}
+            for role, world_size in called.items()
         }
         self._saver.add_files({STEP: write_json_with_checksum(self._path / STEP, self._values)})
         self._saver.advance([{"step": step}], wait=True)

@@ -27,7 +27,7 @@ from flowrl.run.replay.step_debugger import StepDebugger, is_quit
 from flowrl.run.replay.table_files import read_columns
 
 ROUNDING = Tolerance(relative=1e-3, floor=1e-3)
-"""Accepted differences of values that are computed with another number of ranks."""
+"""Accepted differences of values that are computed with another number of ranks, or without sharding."""
 
 RESULT = "replay.json"
 """File in the folder of `--output` with the result of the comparison."""
@@ -155,8 +155,8 @@ def _report(
         console.print(f"not replayed: {', '.join(not_replayed)}", markup=False, highlight=False)
     if inexactness:
         console.print(
-            f"relative differences up to {ROUNDING.relative:g} are accepted, because {inexactness}, and the replay "
-            "with one rank adds sums in a different order: --backend ray replays all ranks",
+            f"relative differences up to {ROUNDING.relative:g} are accepted, because {inexactness}, and the inline "
+            "backend runs one rank without sharding: --backend ray computes as the run did",
             markup=False,
             highlight=False,
         )

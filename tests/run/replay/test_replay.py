@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowrl import Batch
+from flowrl.cli import main
 from flowrl.config import CheckFailed, Placement, RunConfig, UserError
 from flowrl.run.loop import Run
 from flowrl.run.replay.recording import read_recording
@@ -107,6 +108,21 @@ def test_a_step_of_two_ranks_is_equal_up_to_rounding_on_one_and_bitwise_on_two(
     result = replay(PPO, config, 2, tmp_path / "inline")
     assert not result["is_identical"] and not any(part["differences"] for part in result["compared"])
     assert_identical(replay(PPO, config, 2, tmp_path / "ray", backend="ray"))
+
+
+@pytest.mark.slow
+def test_a_step_of_a_sharded_16_bit_model_is_replayed_bitwise_by_default(
+    ray_session: None, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The inline backend computes the norms of this model in float32."""
+    config = PPO.build(task, tmp_path / "run", record=(2,), backend="ray")
+    settings = config.model_dump()
+    settings["actor"]["engine"] |= {"strategy": "fsdp", "compute_dtype": "bfloat16"}
+    PPO.train(type(config).model_validate(settings))
+    assert main(["replay", str(config.output), "--step", "2"]) == 0
+    assert "bitwise identical" in capsys.readouterr().out
+    main(["replay", str(config.output), "--step", "2", "--backend", "inline"])
+    assert "actor was sharded" in capsys.readouterr().out
 
 
 # What differs is named.

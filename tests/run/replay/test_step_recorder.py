@@ -8,17 +8,22 @@ import pytest
 
 from flowrl import Batch
 from flowrl.checkpoints.checkpoints import Checkpoints
-from flowrl.config import UserError
+from flowrl.config import UserError, load
 from flowrl.data.metric import Mean
 from flowrl.health import read_findings
 from flowrl.run.loop import Run
 from flowrl.run.replay.recording import BATCH, read_recording, recordings
+from flowrl.run.replay.step_recorder import find_sharded_roles
 from flowrl.run.replay.table_files import read_table
+from recipes.ppo.config import PPOConfig
+from tests.configs import plan_run
 from tests.errors import rejects
 from tests.run.conftest import config, task
 from tests.run.echo_run import QUIET, Counting, Echo, EchoConfig
 
 __all__ = ["config", "task"]  # fixtures
+
+ROOT = Path(__file__).parents[3]
 
 
 def train(settings: EchoConfig, *, until: int | None = None, requests: tuple[int, ...] = ()) -> None:
@@ -138,3 +143,19 @@ def test_a_column_that_cannot_be_stored_skips_the_recording(config: Callable[...
             run.log(actor.update(batch))
         assert run.finish()["steps"] == 1
     assert recordings(settings.output).steps() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("placement.device=cuda",), {"actor", "critic", "reference"}),  # FSDP2 is the default of one GPU
+        (("placement.device=cuda", "critic.engine.strategy=single"), {"actor", "reference"}),
+        (("placement.device=cuda", "backend=inline"), set()),
+        (("placement.device=cpu",), set()),
+        (("placement.device=cpu", "critic.engine.strategy=fsdp"), {"critic"}),
+    ],
+)
+def test_the_recording_of_a_step_names_its_sharded_roles(settings: tuple[str, ...], expected: set[str]) -> None:
+    values = ["placement=single", "placement.memory_gb=80", "backend=ray", *settings]
+    config = load(ROOT / "recipes/ppo/qwen1.5b.yaml", values, PPOConfig)
+    assert find_sharded_roles(config, plan_run(config, [1])) == expected

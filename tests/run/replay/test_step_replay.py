@@ -4,7 +4,9 @@ from pathlib import Path
 
 import torch
 
+from flowrl.config import RunConfig
 from flowrl.data.batch.tensordicts import make_tensordict
+from flowrl.run.replay.recording import Recording, read_recording
 from flowrl.run.replay.step_replay import ROUNDING, compare_tables
 from flowrl.run.replay.table_files import write_table
 
@@ -26,3 +28,16 @@ def test_missing_and_new_columns_are_named(tmp_path: Path) -> None:
     write_table(make_tensordict({"x": torch.ones(1), "z": torch.ones(1)}), tmp_path / "two")
     assert "z is new" in compare_tables(tmp_path / "one", tmp_path / "two", None)
     assert "z is missing" in compare_tables(tmp_path / "two", tmp_path / "one", None)
+
+
+def test_ranks_and_sharding_make_an_inline_replay_inexact(recorded: RunConfig) -> None:
+    checkpoint = read_recording(recorded.output, 2).checkpoint
+    roles = {
+        "actor": {"world_size": 1, "threads": 1, "is_sharded": True},
+        "critic": {"world_size": 2, "threads": 1, "is_sharded": True},
+        "reference": {"world_size": 1, "threads": 1, "is_sharded": False},
+    }
+    recording = Recording(checkpoint, {"roles": roles})
+    assert recording.sharded_roles == ["actor", "critic"]
+    assert recording.describe_inexactness() == "critic had 2 ranks and actor was sharded"
+    assert Recording(checkpoint, {"roles": {"reference": roles["reference"]}}).describe_inexactness() == ""
