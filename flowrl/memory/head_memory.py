@@ -1,4 +1,4 @@
-"""Computes the memory of the head in flowrl/workers/policy_model.py from its number of tokens and its vocabulary.
+"""Computes the memory of the head in flowrl/engines/train/fsdp/outputs.py from its number of tokens and its vocabulary.
 
 flowrl/engines/train/layer_trace.py measures the other activations. Tracing the head would take seconds, because large
 vocabularies have thousands of tiles.
@@ -17,7 +17,7 @@ weights are float32, and matrix products have 16 bits."""
 Entropy = Literal["none", "value", "gradient"]
 
 TILED_FROM = 8192
-"""Vocabulary size from which logits are computed in tiles (flowrl/workers/policy_model.py)."""
+"""Vocabulary size from which logits are computed in tiles (flowrl/engines/train/fsdp/outputs.py)."""
 
 CHUNK_ELEMENTS = 2**24
 """Number of logits that are computed together if the vocabulary is smaller (flowrl/algorithms/logprobs.py)."""

@@ -32,8 +32,7 @@ from flowrl.config import ActorConfig, EngineConfig, ModelConfig, OptimizerConfi
 from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.engines.train.base import Outputs, mask_outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import Compute, policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers import Actor
 from flowrl.workers.losses.configured_losses import policy_loss

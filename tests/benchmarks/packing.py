@@ -28,8 +28,7 @@ from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.data.metric import Mean
 from flowrl.engines.train.base import Denominators, mask_outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import MicroBatch, microbatches
 from tests.benchmarks.measure import Figure, alone, machine, paired, read_arguments, table
 from tests.engines.losses import LOGPROBS

@@ -34,8 +34,7 @@ from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine, is_sharded
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from tests.benchmarks.measure import MIB, machine, peak_growth, read_arguments, received_bytes
 from tests.benchmarks.packing import imitation, rows_of
 from tests.engines.losses import LOGPROBS

@@ -16,8 +16,7 @@ from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.models.parameters import to_full_tensor
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.workers import PTX, Actor, Loss
 from flowrl.workers.losses.loss import BoundLoss
 from flowrl.workers.losses.preference_losses import preference_loss

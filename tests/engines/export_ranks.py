@@ -14,8 +14,7 @@ from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.base import Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine, is_sharded
-from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs, value_outputs
 from tests.engines.strategies import POLICY, VALUES, critic_loss, policy_loss
 from tests.engines.tables import table
 

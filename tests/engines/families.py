@@ -30,8 +30,7 @@ from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.weights import export_weights
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from tests.engines.losses import LOGPROBS, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import END, SIZES

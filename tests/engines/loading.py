@@ -11,8 +11,7 @@ from flowrl.engines.models.lora import adapter_state, add_adapter
 from flowrl.engines.models.weights import export_weights
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "fsdp on 2": (2, {}),

@@ -15,8 +15,7 @@ from flowrl.engines.models.sequence_sharding import SequenceSharding, head_weigh
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.base import Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs, value_outputs
 from flowrl.engines.train.microbatch import MicroBatch
 from tests.engines.strategies import VALUES, critic_loss
 from tests.engines.tiny import convolving, llama

@@ -29,8 +29,7 @@ from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs, value_outputs
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.memory.head_memory import Entropy
 from flowrl.memory.model_size import ModelSize, model_size_from_config

@@ -10,7 +10,7 @@ from flowrl.algorithms import hidden_logprobs, logprobs
 from flowrl.config.source import read_json
 from flowrl.engines.rollout import sampling
 from flowrl.engines.rollout.hf import decoder, kv_cache
-from flowrl.engines.train.fsdp import policy_model
+from flowrl.engines.train.fsdp import outputs
 from flowrl.memory.head_memory import CHUNK_ELEMENTS, TILE_SIDES, TILED_FROM
 from flowrl.memory.model_size import PUBLISHED, ModelSize, model_size_from_config
 from flowrl.memory.rollout_memory import MIN_ROWS, PREFILL_TOKENS, SAMPLED_ELEMENTS, SLOT_MULTIPLE
@@ -37,7 +37,7 @@ def test_unknown_family_has_no_size() -> None:
 
 
 def test_head_constants_equal_the_implementation() -> None:
-    assert policy_model._TILED_FROM == TILED_FROM
+    assert outputs._TILED_FROM == TILED_FROM
     assert logprobs._CHUNK_ELEMENTS == CHUNK_ELEMENTS
     assert hidden_logprobs._TILE_SIDES["cpu"] == TILE_SIDES["cpu"]
     assert TILE_SIDES["cuda"] == hidden_logprobs._OTHER_TILE_SIDES

@@ -14,8 +14,7 @@ from flowrl.config import ActorConfig, EngineConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import lengths, make_tensordict
 from flowrl.engines.train.base import Denominators
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import microbatches
 from flowrl.workers import Actor, Critic
 from flowrl.workers.losses.configured_losses import policy_loss, value_loss

@@ -1,8 +1,6 @@
-"""Optimizers, their learning rate schedules, and the loss scale of float16."""
+"""Optimizers: the included ones, and functions of the user."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -10,8 +8,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from flowrl.config import OptimizerConfig, UserError, import_function
-
-_GROWTH, _GROWTH_STEPS, _BACKOFF = 2.0, 2000, 0.5
 
 ParameterGroup = dict[str, Any]
 """Weights (`params`) and their `weight_decay`, as torch's optimizers receive them."""
@@ -50,42 +46,3 @@ def _build_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> A
 
 BUILDERS: Mapping[str, OptimizerBuilder] = {"adamw": _build_adamw}
 """Name -> function that builds an included optimizer. `flowrl.config.model.OPTIMIZERS` has the names."""
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Returns the learning rate of optimizer step `step`, counted from 0.
-
-    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
-    `total_steps`, linearly or along a half cosine. Raises ValueError if the schedule has no end.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    if config.total_steps is None:
-        raise ValueError(f"optimizer.schedule {config.schedule} needs an end: set optimizer.total_steps")
-    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    return config.lr * (1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """Dynamic loss scale of float16, which keeps small gradients from underflowing to 0.
-
-    As in torch and Apex, the scale doubles after 2,000 steps without an overflow. After an overflow, the step is
-    skipped and the scale halves. Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
-    """
-
-    factor: float = 2.0**16
-    """Loss scale. The loss is multiplied by it before the backward pass, and the gradients are divided by it
-    afterwards.
-    """
-    good_steps: int = 0
-    """Number of steps without an overflow since the last change of the scale."""
-
-    def after(self, *, overflowed: bool) -> "LossScale":
-        if overflowed:
-            return LossScale(max(self.factor * _BACKOFF, 1.0))
-        if self.good_steps + 1 == _GROWTH_STEPS:
-            return LossScale(self.factor * _GROWTH)
-        return replace(self, good_steps=self.good_steps + 1)

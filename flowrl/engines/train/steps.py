@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -10,7 +11,48 @@ from flowrl.config import OptimizerConfig, UserError
 from flowrl.data.metric import Max, Metric
 from flowrl.engines.parallel.gradients import Gradients
 from flowrl.engines.train.base import Denominators
-from flowrl.engines.train.optimizers import LossScale, build_optimizer, learning_rate
+from flowrl.engines.train.optimizers import build_optimizer
+
+_GROWTH, _GROWTH_STEPS, _BACKOFF = 2.0, 2000, 0.5
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scale of float16, which keeps small gradients from underflowing to 0.
+
+    As in torch and Apex, the scale doubles after 2,000 steps without an overflow. After an overflow, the step is
+    skipped and the scale halves. Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
+    """
+
+    factor: float = 2.0**16
+    """Loss scale. The loss is multiplied by it before the backward pass, and the gradients are divided by it
+    afterwards.
+    """
+    good_steps: int = 0
+    """Number of steps without an overflow since the last change of the scale."""
+
+    def after(self, *, overflowed: bool) -> "LossScale":
+        if overflowed:
+            return LossScale(max(self.factor * _BACKOFF, 1.0))
+        if self.good_steps + 1 == _GROWTH_STEPS:
+            return LossScale(self.factor * _GROWTH)
+        return replace(self, good_steps=self.good_steps + 1)
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Returns the learning rate of optimizer step `step`, counted from 0.
+
+    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
+    `total_steps`, linearly or along a half cosine. Raises ValueError if the schedule has no end.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    if config.total_steps is None:
+        raise ValueError(f"optimizer.schedule {config.schedule} needs an end: set optimizer.total_steps")
+    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    return config.lr * (1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
 
 
 class OptimizerSteps:

@@ -18,8 +18,7 @@ from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mes
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.memory.device_settings import resolve_settings
 from flowrl.memory.memory_estimate import estimate_memory, read_sizes
 from recipes.grpo.config import GRPOConfig

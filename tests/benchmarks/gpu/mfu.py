@@ -10,8 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from tests.benchmarks.gpu.cells import Cell, CellSkipped, print_line
 from tests.benchmarks.gpu.flops import peak_tflops, training_flops
 from tests.benchmarks.gpu.models import (

@@ -18,8 +18,7 @@ from flowrl.controller.worker import Dispatch, get_contract, register
 from flowrl.engines.models.weights import full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.workers.model_worker import ModelWorker
 from tests.benchmarks.gpu.cells import Cell
 from tests.benchmarks.gpu.models import LOGPROBS, build_model, free_memory, make_rows, model_config, token_loss

@@ -10,9 +10,8 @@ from flowrl.data.checksums import CheckpointError, checksum_of
 from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
-from flowrl.engines.train.optimizers import LossScale
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
+from flowrl.engines.train.steps import LossScale
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines.checkpoint_ranks import STRATEGIES, copied, full_parameters, main, save, sharded
 from tests.engines.closeness import assert_norm_close

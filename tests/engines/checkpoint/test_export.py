@@ -17,8 +17,7 @@ from flowrl.engines.models.loading import ModelError, describe_model, describe_t
 from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs, value_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs, value_outputs
 from tests.engines.closeness import assert_norm_close
 from tests.engines.export_ranks import CASES, START, critic_engine, main, values
 from tests.engines.tiny import llama, qwen2, save

@@ -18,7 +18,7 @@ from flowrl.engines.models.loading import (
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.rollout.hf.engine import HfRollout, RolloutError
 from flowrl.engines.rollout.response_tensors import Responses, make_requests, stack_responses
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel
 from tests.engines.closeness import assert_norm_close
 from tests.engines.families import FAMILIES, LONGEST, SHARED, adapted, build, main, markdown, train
 from tests.engines.losses import logprobs, policy_logits

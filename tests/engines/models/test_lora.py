@@ -22,8 +22,7 @@ from flowrl.engines.models.lora import (
 )
 from flowrl.engines.models.weights import WeightsError, export_weights, gathered_weights, load_weights, meta_copy
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import policy_logits
 from tests.engines.strategies import POLICY, policy_loss

@@ -5,7 +5,7 @@ import torch
 
 from flowrl.config import EngineConfig
 from flowrl.engines.parallel.sharding import can_pack_rows
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel
 from tests.engines.tiny import qwen2
 
 

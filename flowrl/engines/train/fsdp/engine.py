@@ -62,8 +62,7 @@ from flowrl.engines.train.base import (
     count_targets,
     mask_outputs,
 )
-from flowrl.engines.train.fsdp.outputs import Compute, policy_outputs, score_outputs, value_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outputs, score_outputs, value_outputs
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
 from flowrl.engines.train.model_flops import model_flops
 from flowrl.engines.train.module_engine import ModuleEngine

@@ -14,8 +14,7 @@ from flowrl.engines.models.loading import CriticModel, RewardModel, hidden_width
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.base import Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import MicroBatch
 from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL, assert_norm_close
 from tests.engines.families import FAMILIES, build

@@ -12,8 +12,7 @@ from flowrl.engines.parallel.gradients import ReplicatedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from tests.benchmarks.gpu.engines import one_rank_mesh
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.device_memory import reserved_bytes
@@ -153,7 +152,7 @@ get_device("cuda").make_deterministic()
 from flowrl.config import EngineConfig
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel
 from tests.engines.strategies import OPTIMIZER, POLICY, policy_loss
 from tests.engines.tables import table
 from tests.engines.tiny import qwen2

@@ -15,8 +15,7 @@ from flowrl.engines.parallel.gradients import ReplicatedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import policy_outputs
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import Groups, MicroBatch
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from flowrl.engines.models.attention import ROWS, pack_rows
-from flowrl.engines.train.fsdp.policy_model import PolicyModel
+from flowrl.engines.train.fsdp.outputs import PolicyModel
 from tests.engines.closeness import FLOAT32_RTOL, FLOAT64_RTOL, assert_norm_close
 from tests.engines.tiny import SIZES, qwen2
 
