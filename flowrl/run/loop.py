@@ -210,7 +210,7 @@ class Run:
                 for evaluate_due in self._evaluations:
                     evaluate_due()
                 self._complete_step = self.step
-                # `finish` saves the last step, so that a recipe can log results after its loop.
+                # The last step is saved after the loop, so that a recipe can log results there.
                 if self.due(self.config.checkpoint.every) and not self._is_last:
                     self._wait_for_save()
                     self._save(asynchronous=self.config.checkpoint.asynchronous)
@@ -298,6 +298,12 @@ class Run:
             if not asynchronous:
                 self._wait_for_save()
 
+    def _save_last_step(self) -> None:
+        """Saves a checkpoint after the loop over steps, and blocks. Does nothing if checkpoints are disabled."""
+        if self.config.checkpoint.every:
+            self._wait_for_save()
+            self._save(asynchronous=False)
+
     def _wait_for_save(self) -> None:
         if self._saver.pending_step is not None:
             self._observers.settle(self._saver.pending_step)
@@ -326,14 +332,20 @@ class Run:
             self._observers.rollouts.save_training(batch, self._policy and self._policy.role)
 
     def save_model(self, group: WorkerGroup) -> None:
-        """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""
+        """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks.
+
+        After the loop over steps, saves a checkpoint of the last step first, if checkpoints are enabled. A run that
+        fails later then resumes from this step.
+        """
         self._end_step()
+        if self._policy is not None and not self._is_in_loop:
+            self._save_last_step()
         save_weights(group, self._started)
 
     def finish(self) -> Summary:
         """Writes all results, prints the tables, and returns the summary.
 
-        Saves a checkpoint of the last step if checkpoints are enabled.
+        Saves a checkpoint of the last step if checkpoints are enabled and `save_model` has not saved it.
         """
         self._end_step()
         self._started.defer_signals("writing the results", f"after step {self.step}")
@@ -341,9 +353,7 @@ class Run:
         self._observers.settle(self.step)
         if self._source is not None:
             self._source.finish()
-        if self.config.checkpoint.every:
-            self._wait_for_save()
-            self._save(asynchronous=False)
+        self._save_last_step()
         self._started.progress.close()
         self.cluster.wait_for_calls()
         signal = self._started.interruption.signal

@@ -235,6 +235,49 @@ def test_a_step_that_is_not_the_last_is_saved_at_its_end(config: Callable[..., E
     assert saved == [0, 0, 2, 2, 4, 4] and Checkpoints(settings.output).steps() == [2, 4, 5]
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_run_that_fails_after_it_has_saved_its_model_resumes_from_its_last_step(
+    is_interrupted: bool, config: Callable[..., EchoConfig]
+) -> None:
+    settings = config(steps=2, report=QUIET, checkpoint={"every": 5}, resume="auto")
+
+    def attempt(*, fails: bool) -> dict[str, Any]:
+        rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(4)])
+        with Run(settings) as run:
+            actor: Any = run.group("actor", Counting)
+            run.add_checkpointable(actor)
+            for _ in run.batches(rows.minibatches(2), policy=actor):
+                run.log({"loss": run.step})
+                if is_interrupted and fails:
+                    signal.raise_signal(signal.SIGINT)
+            run.save_model(actor)
+            if fails:
+                raise RuntimeError("killed")
+            return run.finish()
+
+    with pytest.raises(RuntimeError):
+        attempt(fails=True)
+    assert settings.output.joinpath("model").exists()
+    assert Checkpoints(settings.output).steps() == [1 if is_interrupted else 2]
+    assert attempt(fails=False)["steps"] == 2
+    assert [line["loss"] for line in lines(settings)] == [1, 2]
+
+
+def test_saving_the_model_before_or_in_the_loop_saves_no_checkpoint(config: Callable[..., EchoConfig]) -> None:
+    settings = config(steps=2, report=QUIET, checkpoint={"every": 2}, resume="auto")
+    with Run(settings) as run:
+        actor: Any = run.group("actor", Counting)
+        run.add_checkpointable(actor)
+        run.save_model(actor)
+        rows = Batch.from_rows([{"version": i, "sample": 0} for i in range(4)])
+        for _ in run.batches(rows.minibatches(2), policy=actor):
+            run.save_model(actor)
+            assert Checkpoints(settings.output).steps() == []
+            run.log({"loss": 1.0})
+        run.finish()
+    assert Checkpoints(settings.output).steps() == [2]
+
+
 def test_a_checkpoint_has_the_evaluations_of_its_step(config: Callable[..., EchoConfig]) -> None:
     settings = config(steps=3, report=QUIET, checkpoint={"every": 2, "keep_last": None}, evaluate_every=2)
     with Run(settings) as run:

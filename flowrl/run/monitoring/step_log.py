@@ -116,7 +116,7 @@ class StepLog:
         else:
             raise UserError(
                 f"run.log was called after the metrics of step {self._current} were written: log them in the loop over "
-                "steps, before run.finish"
+                "steps, before run.save_model and run.finish"
             )
 
     @property
