@@ -28,7 +28,7 @@ def find_recipe(name: str) -> type[RunConfig]:
     if ":" not in name:
         recipes = included_recipes()
         if name not in recipes:
-            available = unknown_name("recipe", name, recipes, allows_custom=False)
+            available = unknown_name("recipe", name, recipes, custom=None)
             raise ConfigError(f"{available}, or the config class of your own recipe as module:Class")
         return recipes[name]
     add_working_folder()

@@ -331,15 +331,15 @@ def check_name(name: str, *, what: str, names: Sequence[str], custom: str = CUST
     if ":" in name:
         return check_import_name(name)
     if name not in names:
-        raise ValueError(unknown_name(what, name, [*names, custom], allows_custom=False))
+        raise ValueError(unknown_name(what, name, names, custom=custom))
     return name
 
 
-def unknown_name(what: str, name: object, names: Iterable[str], *, allows_custom: bool = True) -> str:
-    """Returns the error message for a name that is not one of `names`. `allows_custom` also lists user functions."""
+def unknown_name(what: str, name: object, names: Iterable[str], *, custom: str | None = CUSTOM) -> str:
+    """Returns the error message for a name that is not one of `names`. `custom` is the form of a user's name."""
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    available = [*(known for known in names if known != CUSTOM), *([CUSTOM] if allows_custom else [])]
+    available = [*(known for known in names if known != CUSTOM), *([] if custom is None else [custom])]
     return f"unknown {what} {name!r}{hint}; available: {', '.join(available)}"
 
 

@@ -254,7 +254,7 @@ def unknown_choice(setting: str, choice: object, members: Sequence[type[Member]]
                 f"{members[0].NOUN}; available: {', '.join(names_of(members))}"
             )
     names = names_of(members)
-    return unknown_name(setting, choice, names, allows_custom=CUSTOM in names)
+    return unknown_name(setting, choice, names, custom=CUSTOM if CUSTOM in names else None)
 
 
 def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:

@@ -64,7 +64,7 @@ def get_capabilities(name: str) -> EngineCapabilities:
     if name in ENGINES:
         return ENGINES[name]
     if ":" not in name:
-        raise ImportNameError(unknown_name("rollout engine", name, [*ENGINES, CUSTOM_ENGINE], allows_custom=False))
+        raise ImportNameError(unknown_name("rollout engine", name, ENGINES, custom=CUSTOM_ENGINE))
     engine = import_attribute(check_import_name(name))
     capabilities = getattr(engine, "capabilities", None)
     if not isinstance(engine, type) or not isinstance(capabilities, EngineCapabilities):

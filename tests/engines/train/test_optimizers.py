@@ -55,7 +55,10 @@ def test_a_function_that_builds_no_optimizer_is_rejected() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "facts"),
-    [({"kind": "adam"}, ("adam", "adamw")), ({"options": {"momentum": 0.5}}, ("momentum", "adamw", "kind"))],
+    [
+        ({"kind": "adam"}, ("adam", "adamw")),
+        ({"options": {"momentum": 0.5}}, ("momentum", "adamw", "kind")),
+    ],
 )
 def test_an_unknown_optimizer_or_option_is_rejected(settings: dict, facts: tuple[str, ...]) -> None:
     with rejects(*facts, error=ValueError):
