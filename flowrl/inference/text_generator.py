@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from flowrl.config import RolloutConfig, UserError, VllmConfig
+from flowrl.config import ModelConfig, RolloutConfig, UserError, VllmConfig
 from flowrl.config.base import DeviceKind
 from flowrl.config.engines.rollout_engines import get_capabilities, name_alternatives
 from flowrl.controller.placement.cpu_threads import default_threads, use_threads
@@ -128,23 +128,11 @@ class TextGenerator:
         stored = source.model_config("float32" if kind == "cpu" else stored_dtype(source.path))
         dtype = settings.dtype or default_dtype(settings.engine, stored, kind)
         check_engine(settings, source.path, self._device, dtype, sampling)
-        limit = sampling.max_tokens
-        if uses_full_context:
-            limit = self.chat.max_positions() or limit
-        vllm = VllmConfig(dtype=None if dtype == "float64" else dtype, kv_cache_gb=settings.kv_cache_gb)
-        config = RolloutConfig(
-            engine=settings.engine,
-            quantization=settings.quantization,
-            max_response_tokens=limit,
-            temperature=sampling.temperature or 1.0,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            stop_ids=self.chat.stop_ids,
-            max_num_seqs=settings.max_num_seqs,
-            vllm=vllm if settings.engine == "vllm" else None,
-        )
         model = source.model_config(dtype)
-        config = fit_engine(config, model, kind, "--kv-cache-gb")
+        config = engine_config(model, sampling, settings, kind, self.chat.stop_ids)
+        if uses_full_context:
+            limit = self.chat.max_positions() or sampling.max_tokens
+            config = config.model_copy(update={"max_response_tokens": limit})
         self._num_seqs = config.num_seqs
         context = EngineContext(config, model, self.chat.tokenizer, self._device)
         engine = load_engine_class(settings.engine).start(context)
@@ -274,6 +262,29 @@ class TextGenerator:
 def open_chat(source: ModelSource, template: ConversationTemplate | None = None) -> ChatTokenizer:
     """Returns the tokenizer of a model. `template` replaces the conversation template of the model."""
     return ChatTokenizer(source.tokenizer_path, template, model=source.path)
+
+
+def engine_config(
+    model: ModelConfig,
+    sampling: SamplingSettings,
+    settings: EngineSettings,
+    device: DeviceKind,
+    stop_ids: tuple[tuple[int, ...], ...] = (),
+) -> RolloutConfig:
+    """Returns the settings of the engine on a device. A null KV cache holds at least one response."""
+    vllm = VllmConfig(dtype=None if model.dtype == "float64" else model.dtype, kv_cache_gb=settings.kv_cache_gb)
+    config = RolloutConfig(
+        engine=settings.engine,
+        quantization=settings.quantization,
+        max_response_tokens=sampling.max_tokens,
+        temperature=sampling.temperature or 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        stop_ids=stop_ids,
+        max_num_seqs=settings.max_num_seqs,
+        vllm=vllm if settings.engine == "vllm" else None,
+    )
+    return fit_engine(config, model, device, "--kv-cache-gb")
 
 
 def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str, sampling: SamplingSettings) -> None:

@@ -4,6 +4,7 @@ Entry points: `resolve_settings` (values that follow from the plan), `fit_memory
 the devices, and the memory check), `fit_engine` (values of an engine outside of a run) and `render_settings`.
 """
 
+import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,10 @@ from flowrl.data.dtypes import ITEMSIZE
 from flowrl.memory.device_constants import FRAGMENTATION
 from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, read_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget
-from flowrl.memory.model_size import read_model_size
+from flowrl.memory.model_size import find_size_problem, read_model_size
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, vllm_memory
+
+_logger = logging.getLogger(__name__)
 
 Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
 """Settings of a role that generates text."""
@@ -152,7 +155,7 @@ def fit_engine(config: RolloutConfig, model: ModelConfig, device: DeviceKind, se
 
     Args:
         config: settings of the engine.
-        model: the engine's model.
+        model: the engine's model. If its size is unknown, the KV cache has `DEFAULT_CACHE_GB`, with a warning.
         device: kind of the device. On a CPU, no setting changes.
         setting: name of the setting of the KV cache, for messages.
     """
@@ -161,8 +164,18 @@ def fit_engine(config: RolloutConfig, model: ModelConfig, device: DeviceKind, se
     config = _with_dtype(config, default_dtype(config.engine, model, device))
     if config.max_num_seqs is None:
         config = config.model_copy(update={"max_num_seqs": default_num_seqs(local_memory(device), _gpu_name())})
-    settings, size = config.vllm or VllmConfig(), read_model_size(model.path)
-    if settings.kv_cache_gb is not None or size is None:
+    settings = config.vllm or VllmConfig()
+    if settings.kv_cache_gb is not None:
+        return config
+    size = read_model_size(model.path)
+    if size is None:
+        _logger.warning(
+            "%s is %g, because the memory of the model is unknown: the model is %s, %s",
+            setting,
+            DEFAULT_CACHE_GB,
+            model.path,
+            find_size_problem(model.path),
+        )
         return config
     # The length of prompts is unknown, so a cache for one response is enough.
     batch = RolloutBatch(config.num_seqs, config.num_seqs, max_prompt_tokens=0)

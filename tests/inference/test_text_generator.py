@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from flowrl import Batch, Cluster, Placement
-from flowrl.config import RolloutConfig, UserError
+from flowrl.config import ModelConfig, RolloutConfig, UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
+from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.engines.models.loading import load_policy
 from flowrl.inference.model_source import ModelSource, resolve_model
 from flowrl.inference.text_generator import (
@@ -22,6 +23,7 @@ from flowrl.inference.text_generator import (
     TextGenerator,
     TextRequest,
     check_engine,
+    engine_config,
 )
 from flowrl.workers import Rollout
 from tests.errors import rejects
@@ -51,6 +53,23 @@ def test_responses_depend_neither_on_their_order_nor_on_the_batch(source: ModelS
     assert len({tokens for tokens, _, _ in expected.values()}) > 6
     other = TextGenerator(source, SamplingSettings(max_tokens=12, temperature=0.9, seed=1))
     assert by_request(list(other.generate(requests(generator)))) != expected
+
+
+def test_the_kv_cache_of_a_gpu_needs_no_more_than_one_response() -> None:
+    """28 layers with keys and values of 2 heads of 128 in 2 bytes: 12 tokens need 344 kB, and 32,768 tokens 0.9 GB."""
+    model = ModelConfig(path=Path("Qwen/Qwen2.5-1.5B"), dtype="bfloat16")
+    config = engine_config(model, SAMPLING, EngineSettings(engine="vllm", max_num_seqs=256), "cuda")
+    assert isinstance(config.vllm, PlannedVllmConfig)
+    assert config.vllm.least == 12 * 28 * 2 * 2 * 128 * 2
+    gb = 10**9
+    assert 0 < config.vllm.measured_cache(8 * gb, 8 * gb - config.vllm.present) < 0.9 * gb
+
+
+def test_a_chat_has_responses_of_the_full_context_and_a_cache_of_one_response(source: ModelSource) -> None:
+    generator = TextGenerator(source, SAMPLING, uses_full_context=True)
+    request = TextRequest(0, 0, generator.chat.encode("1+1="), max_tokens=SAMPLING.max_tokens + 1)
+    (text,) = generator.generate([request])
+    assert 0 < len(text.token_ids) <= SAMPLING.max_tokens + 1
 
 
 def test_the_engine_has_the_threads_of_the_environment(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from flowrl.run.role_groups import group_arguments
 from flowrl.weight_sync.verification import gap_limit
 from recipes.grpo.config import GRPOConfig
 from tests.configs import plan_run
-from tests.errors import rejects
+from tests.errors import missing_facts, rejects
 
 ROOT = Path(__file__).parents[2]
 QWEN = "Qwen/Qwen2.5-1.5B"
@@ -273,9 +273,11 @@ def test_a_sequence_of_full_length_occupies_its_keys_and_values() -> None:
     assert rollout_of(fit(config)).least == 2 * 28 * 2 * 128 * 2 * num_tokens
 
 
-def engine_alone(device: DeviceKind = "cuda", engine: str = "vllm", **settings: Any) -> RolloutConfig:
+def engine_alone(
+    device: DeviceKind = "cuda", engine: str = "vllm", model: str = QWEN, **settings: Any
+) -> RolloutConfig:
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 100, "vllm": settings or None})
-    return fit_engine(config, ModelConfig(path=Path(QWEN)), device, "--kv-cache-gb")
+    return fit_engine(config, ModelConfig(path=Path(model)), device, "--kv-cache-gb")
 
 
 def test_an_engine_outside_of_a_run_has_the_defaults_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +297,21 @@ def test_an_engine_outside_of_a_run_has_the_defaults_of_a_run(monkeypatch: pytes
 def test_stated_settings_of_an_engine_outside_of_a_run_are_kept() -> None:
     vllm = engine_alone(kv_cache_gb=3, dtype="float32").vllm
     assert vllm == VllmConfig(kv_cache_gb=3, dtype="float32")
+
+
+def test_the_cache_of_an_engine_with_a_model_of_unknown_size_is_1_gb_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    vllm = engine_alone(model=str(tmp_path)).vllm
+    assert vllm is not None and vllm.cache_bytes == 10**9
+    (record,) = caplog.records
+    assert not missing_facts(record.getMessage(), "--kv-cache-gb", 1, str(tmp_path), "mamba")
+
+
+def test_a_stated_cache_of_a_model_of_unknown_size_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert engine_alone(model="missing", kv_cache_gb=3).vllm == VllmConfig(kv_cache_gb=3, dtype="bfloat16")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("device", "engine"), [("cpu", "vllm"), ("cuda", "hf")])
