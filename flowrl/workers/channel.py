@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from flowrl.config import UserError
+from flowrl.config.user_errors import convert_errors, error_text
 from flowrl.controller.worker import Dispatch, GroupType, Worker, register
 
 RECONNECT_S = 600.0
@@ -183,15 +184,15 @@ class _Session:
     def _submit(self, message: bytes) -> bool:
         """Submits the requests of a message. Returns False if the message cannot be read."""
         try:
-            requests = pickle.loads(message)
-        except Exception as error:  # noqa: BLE001 - raised by a class of the message
+            requests = _decode(message, "the server cannot read a request")
+        except RequestError as error:
             # The keys are unknown, so the client as a whole fails. Repeating the message would not help.
-            self._results.put((None, None, f"the server cannot read a request ({type(error).__name__}: {error})"))
+            self._results.put((None, None, str(error)))
             return False
         for key, value in requests:
             try:
                 future = self._handle(value, self._connection)
-            except Exception as error:  # noqa: BLE001 - fails only this request
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: fails only this request
                 self._results.put((key, None, _describe(error)))
             else:
                 future.add_done_callback(lambda future, key=key: self._add_result(key, future))
@@ -216,6 +217,12 @@ class _Session:
 
 def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+def _decode(message: bytes, problem: str) -> Any:  # Any: the values of the sender
+    """Returns the requests or results of a message. Raises RequestError, which begins with `problem`."""
+    with convert_errors(lambda error: RequestError(f"{problem} ({error_text(error)})")):  # classes may raise anything
+        return pickle.loads(message)
 
 
 def _encode(results: Sequence[tuple[Hashable, Any, str | None]]) -> bytes:
@@ -283,7 +290,7 @@ class RequestClient:
         try:
             for server in servers:
                 self._links.append(_Link(server, key, self._results, reconnect_s, lost_result))
-        except BaseException:
+        except BaseException:  # nobody has the client yet, so nobody else closes its connections
             self.close()
             raise
 
@@ -384,7 +391,7 @@ class _Link:
             with _time_limit(connection, timeout_s):  # a stopped server accepts connections, but does not respond
                 answer_challenge(connection, self._key)
                 deliver_challenge(connection, self._key)
-        except BaseException:
+        except BaseException:  # nobody has the connection yet
             connection.close()
             raise
         return connection
@@ -403,21 +410,24 @@ class _Link:
     def _receive(self) -> None:
         while True:
             try:
-                for key, result, error in self._connection.recv():
-                    with self._lock:
-                        if key is None:  # the server cannot read a request, so nothing is repeated
-                            self._in_flight.clear()
-                        is_new = key is None or self._in_flight.pop(key, self) is not self
-                    if is_new:
-                        self._results.put((key, result, error))
-            except Exception as error:  # noqa: BLE001 - a class of a result may raise any error
-                if not isinstance(error, OSError | EOFError):
-                    self._results.put((None, None, f"a result cannot be read ({type(error).__name__}: {error})"))
+                self._add(_decode(self._connection.recv_bytes(), "a result cannot be read"))
+            except (OSError, EOFError, RequestError) as error:
+                if isinstance(error, RequestError):
+                    self._results.put((None, None, str(error)))
                     self._is_closed = True
                 with self._lock:
                     self._connection.close()
                 if self._is_closed or not self._reconnect():
                     return
+
+    def _add(self, results: Sequence[tuple[Hashable, Any, str | None]]) -> None:
+        for key, result, error in results:
+            with self._lock:
+                if key is None:  # the server cannot read a request, so nothing is repeated
+                    self._in_flight.clear()
+                is_new = key is None or self._in_flight.pop(key, self) is not self
+            if is_new:
+                self._results.put((key, result, error))
 
     def _reconnect(self) -> bool:
         """Connects again and repeats the requests in flight, or sets their result. Returns False if the server cannot

@@ -126,6 +126,13 @@ class Unreadable:
         return int, ("not a number",)
 
 
+class UnreadableFile:
+    """Its pickle raises the class of errors that a lost connection raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("/no/such/file",)
+
+
 def test_the_server_is_told_about_the_end_of_a_connection(executor: ThreadPoolExecutor) -> None:
     used: list[Any] = []
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -151,6 +158,17 @@ def test_a_request_that_the_server_cannot_read_is_an_error(open_server: OpenServ
     client.send([("a", Unreadable())])
     with pytest.raises(RequestError, match=r"cannot read a request.*not a number"):
         client.receive(60)
+    client.close()
+
+
+@pytest.mark.parametrize(("result", "cause"), [(Unreadable(), "not a number"), (UnreadableFile(), "/no/such/file")])
+def test_a_result_that_cannot_be_read_is_an_error(
+    result: object, cause: str, open_server: OpenServer, executor: ThreadPoolExecutor
+) -> None:
+    client = RequestClient([open_server(lambda value, connection: executor.submit(lambda: result)).address], KEY)
+    client.send([("a", 1)])
+    with pytest.raises(RequestError, match=f"cannot be read.*{cause}"):
+        client.receive(3)
     client.close()
 
 
