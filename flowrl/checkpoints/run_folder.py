@@ -167,9 +167,8 @@ def replacing(path: Path) -> Iterator[Path]:
         if temporary.is_dir() and path.is_dir():
             shutil.rmtree(path)
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         _remove(temporary)
-        raise
 
 
 def is_disk_full(error: OSError) -> bool:

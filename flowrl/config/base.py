@@ -95,7 +95,7 @@ def _import_file(file: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up there
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # otherwise, the next import would find an incomplete module
         del sys.modules[name]
         raise
     return module

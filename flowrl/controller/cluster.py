@@ -138,7 +138,7 @@ class Cluster:
             self._threads_by_node = self._divide_threads()
             use_threads(self._threads_by_node[0])
             self._tasks = self._make_tasks()
-        except BaseException:
+        except BaseException:  # nobody has the cluster yet, so nobody else ends its processes
             self.close()
             raise
 

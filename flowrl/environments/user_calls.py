@@ -100,7 +100,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     process = os.getpid()
     try:
         return function(*args, **kwargs)
-    except BaseException as error:
+    except BaseException as error:  # in a future, SystemExit would end the event loop
         if isinstance(error, Exception) and not isinstance(error, StopIteration):  # a future cannot have StopIteration
             raise
         raise UserExit(type(error).__name__) from error

@@ -93,7 +93,7 @@ class ResumableFile:
             raise self._write_error(error) from error
         try:
             self._open(settings)
-        except BaseException:
+        except BaseException:  # otherwise, the lock of the file would remain
             self._file.close()
             raise
         self.done = frozenset(self._offsets)

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl.config import ConfigError, ImportNameError, import_function
 from flowrl.config.rewards.judge_settings import PLACEHOLDER, ChoiceVerdict, CustomVerdict, RatingVerdict
+from flowrl.config.user_errors import error_text
 
 _logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def _call_parser(function: Callable[..., Any], text: str, config: CustomVerdict)
     except (TypeError, ValueError):  # None, or a text without a number
         return None
     except Exception as error:  # noqa: BLE001 (a failure costs only its row)
-        _logger.warning("verdict function %s raised %s: %s", config.kind, type(error).__name__, error)
+        _logger.warning("verdict function %s raised %s", config.kind, error_text(error))
         return None
     return score if math.isfinite(score) else None
 

@@ -57,7 +57,7 @@ def raise_on_ending_signals() -> Iterator[None]:
         signal.signal(number, end)
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # see above: any class may replace the exception of the handler
         if interrupted is None or isinstance(error, Interrupted):
             raise
         raise interrupted from error

@@ -299,8 +299,8 @@ class EpisodeConnections:
             self._shared = self.open(is_scored=True)
         try:
             yield self._shared
-        except BaseException:
-            self.close()  # requests may be in flight
+        except BaseException:  # requests may be in flight
+            self.close()
             raise
 
     def close(self) -> None:

@@ -96,6 +96,8 @@ def test_a_users_parser_returns_a_score_or_fails() -> None:
     parse = load_verdict(CustomVerdict(kind="tests.workers.judges:count_letters", options={"letter": "o"}))
     assert [parse(text) for text in ("wood", "tree")] == [2.0, None]
     assert load_verdict(CustomVerdict(kind="tests.workers.judges:fail"))("text") is None
+    with pytest.raises(KeyboardInterrupt):
+        load_verdict(CustomVerdict(kind="tests.workers.judges:interrupt"))("text")
     with pytest.raises(ConfigError, match="verdict"):
         load_verdict(CustomVerdict(kind="tests.workers.judges:missing"))
 

@@ -72,21 +72,23 @@ class LocalRay:
         folder = private_folder()
         self._session, self._token = folder / "r", folder / "token"
         self._variables = {name: os.environ[name] for name in _AUTH_VARIABLES if name in os.environ}
-        try:
-            self._start(num_cpus, options)
-        except ValueError:  # an invalid option
-            raise
-        except Exception as first:  # noqa: BLE001 (Ray raises Exception itself)
-            # Ray waits 30 s for each of its processes. On a machine that is busy for a moment, they may need longer.
-            _logger.warning("Ray has not started (%s); one more attempt", str(first).rstrip("."))
+        # Ray waits 30 s for each of its processes. On a machine that is busy for a moment, they may need longer.
+        for is_last in (False, True):
             try:
                 self._start(num_cpus, options)
-            except Exception as error:
+                break
+            except ValueError:  # an invalid option
+                raise
+            except Exception as error:  # Ray raises Exception itself
                 cause = str(error).rstrip(".")
-                advice = "correct the cause"
-                if "timed out" in cause:
-                    advice = "Ray waits 30 s for each of its processes, so end other programs, or free cores and memory"
-                raise BackendError(f"Ray has not started in two attempts ({cause}): {advice}") from error
+                if is_last:
+                    advice = "correct the cause"
+                    if "timed out" in cause:
+                        advice = (
+                            "Ray waits 30 s for each of its processes, so end other programs, or free cores and memory"
+                        )
+                    raise BackendError(f"Ray has not started in two attempts ({cause}): {advice}") from error
+                _logger.warning("Ray has not started (%s); one more attempt", cause)
         node: Any = worker._global_node  # None before ray.init
         self._watched = {name: node.all_processes[name][0].process for name in _NEEDED}
         _running = self
@@ -109,7 +111,7 @@ class LocalRay:
                     _temp_dir=str(self._session),
                     **options,
                 )
-        except BaseException:
+        except BaseException:  # otherwise, an interrupt would leave processes of Ray
             self.stop()
             raise
 

@@ -141,7 +141,7 @@ class RayNodes:
         self._groups[pool.name], self._bundles[pool.name] = group, list(bundles)
         try:
             self._wait(group, demand)
-        except BaseException:
+        except BaseException:  # otherwise, an interrupt would leave devices reserved
             self.release(pool.name)
             raise
 

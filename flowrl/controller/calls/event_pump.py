@@ -163,6 +163,6 @@ class EventPump:
         """
         try:
             self.run()
-        except Exception as error:
+        except Exception as error:  # a callback may raise anything
             self._error = error
             raise

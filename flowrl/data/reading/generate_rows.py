@@ -6,6 +6,8 @@ It imports nothing of flowrl, so that it starts fast. The settings are a JSON ob
 import json
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -28,22 +30,27 @@ def main() -> None:
         sys.exit(f"unknown task {unknown[0]!r} of reasoning_gym {version('reasoning-gym')}; available: {names}")
     datasets = {}
     for name, task in tasks.items():
-        try:
-            config = {**task["options"], "seed": settings["seed"], "size": settings["rows"]}
+        config = {**task["options"], "seed": settings["seed"], "size": settings["rows"]}
+        with _exit_on_error(f"reasoning_gym.{name} has invalid options {task['options']}", ": correct them"):
             datasets[name] = reasoning_gym.create_dataset(name, **config)
-        except Exception as error:  # noqa: BLE001 (raised by the package for invalid options)
-            sys.exit(f"reasoning_gym.{name} has invalid options {task['options']} ({error}): correct them")
     system = SYSTEM_PROMPTS.get(settings["system"], settings["system"])
     counts = dict.fromkeys(tasks, 0)
     for index in range(settings["rows"]):
         # The task that is furthest behind its share, so that every prefix of the rows has the shares of the weights.
         name = max(tasks, key=lambda task: tasks[task]["weight"] * (index + 1) - counts[task])
-        try:
+        with _exit_on_error(f"reasoning_gym.{name} cannot generate row {counts[name]} with {tasks[name]['options']}"):
             entry = datasets[name][counts[name]]
-        except Exception as error:  # noqa: BLE001 (raised by the package for options that it cannot fulfill)
-            sys.exit(f"reasoning_gym.{name} cannot generate row {counts[name]} with {tasks[name]['options']} ({error})")
         counts[name] += 1
         output.write(json.dumps(_row(name, tasks[name]["options"], entry, system), default=str) + "\n")
+
+
+@contextmanager
+def _exit_on_error(problem: str, fix: str = "") -> Iterator[None]:
+    """Exits with a message if the package raises an exception, of any class, for options that it cannot fulfill."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (each of its tasks has checks of its own)
+        sys.exit(f"{problem} ({error}){fix}")
 
 
 def _row(name: str, options: dict[str, Any], entry: dict[str, Any], system: str | None) -> dict[str, Any]:

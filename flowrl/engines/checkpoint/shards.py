@@ -182,6 +182,6 @@ def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessG
                 process_group=group,
                 no_dist=group is None,
             )
-        except CheckpointException as error:  # a BaseException, which `except Exception` would not catch
+        except CheckpointException as error:  # a BaseException, but no Exception
             cause = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{folder} cannot be loaded: {cause}") from error

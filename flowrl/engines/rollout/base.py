@@ -261,7 +261,7 @@ class ServingState:
         """Sets the state to BROKEN if the `with` block raises an exception."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # also an interrupt leaves incomplete weights
             self._state_awake = EngineState.BROKEN
             raise
 

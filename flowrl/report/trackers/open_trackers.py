@@ -103,8 +103,8 @@ def open_trackers(config: ReportConfig, run: TrackedRun, notify: Callable[[str],
             trackers.append(OptionalTracker(tracker.kind, opened, notify))
         except Exception as error:  # noqa: BLE001 (code of another project, whose results the run does not need)
             notify(
-                f"{tracker.kind} receives no metrics, because it cannot open the run "
-                f"({type(error).__name__}: {error}); metrics.jsonl is complete"
+                f"{tracker.kind} receives no metrics, because it cannot open the run ({error_text(error)}); "
+                "metrics.jsonl is complete"
             )
     return trackers
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from flowrl.config.user_errors import error_text
 from flowrl.report.rollout_log import Kind, Row
 
 TABLE_COLUMNS = ("prompt", "response", "answer", "score", "advantage", "finish_reason", "response_length", "version")
@@ -77,8 +78,8 @@ class OptionalTracker:
         except Exception as error:  # noqa: BLE001 (code of another project, whose results the run does not need)
             self._has_failed = True
             self._notify(
-                f"{self._name} receives no further metrics, because it failed ({type(error).__name__}: {error}); "
-                "metrics.jsonl is complete"
+                f"{self._name} receives no further metrics, because it failed ({error_text(error)}); metrics.jsonl is "
+                "complete"
             )
 
 

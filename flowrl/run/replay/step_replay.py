@@ -83,7 +83,7 @@ def replay_step(
             replay.before_step = debugger.start
         try:
             train(config, start=lambda config: ReplayedRun(config, replay))
-        except Exception as error:
+        except Exception as error:  # the step may fail as in the run, or the debugger inspects the exception
             if is_quit(error):
                 raise CheckFailed("the debugger has ended the replay, so nothing is compared") from None
             if debugger is not None:

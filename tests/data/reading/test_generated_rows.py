@@ -147,6 +147,10 @@ def test_rows_of_an_epoch_are_counted_without_generating_them() -> None:
         slow({"composite": 1}, ["composite"]),
         slow({"leg_counting": {"options": {"min_animal": 2}}}, ["reasoning_gym.leg_counting", "min_animal"]),
         slow({"leg_counting": {"options": {"min_animals": 5, "max_animals": 2}}}, ["reasoning_gym.leg_counting", 5, 2]),
+        slow(
+            {"leg_counting": {"options": {"min_animals": 500, "max_animals": 500}}},
+            ["reasoning_gym.leg_counting", 0, 500],
+        ),
     ],
 )
 def test_invalid_tasks_are_rejected(tasks: dict[str, Any], facts: list[object]) -> None:

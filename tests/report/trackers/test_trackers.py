@@ -58,13 +58,14 @@ def test_a_table_has_the_scores_of_each_row() -> None:
 class Broken:
     """Fails in the second call."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
         self.num_calls = 0
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.num_calls += 1
         if self.num_calls == 2:
-            raise ConnectionError("the network is down")
+            raise self.error
 
     def write_rows(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
         self.num_calls += 1
@@ -76,13 +77,26 @@ class Broken:
         self.num_calls += 1
 
 
-def test_a_tracker_that_fails_is_reported_once_and_the_run_continues() -> None:
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise OSError
+
+
+@pytest.mark.parametrize(
+    ("error", "fact"), [(ConnectionError("the network is down"), "the network is down"), (Unprintable(), "Unprintable")]
+)
+def test_a_tracker_that_fails_is_reported_once_and_the_run_continues(error: Exception, fact: str) -> None:
     messages: list[str] = []
-    broken = Broken()
+    broken = Broken(error)
     tracker = OptionalTracker("wandb", broken, messages.append)
     track([tracker], [1, 2, 3], {})
     assert broken.num_calls == 2
-    assert len(messages) == 1 and "wandb" in messages[0] and "the network is down" in messages[0]
+    assert len(messages) == 1 and "wandb" in messages[0] and fact in messages[0]
+
+
+def test_an_interrupt_is_no_error_of_a_tracker() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        track([OptionalTracker("wandb", Broken(KeyboardInterrupt()), print)], [1, 2])
 
 
 def test_a_tracker_that_cannot_be_opened_is_reported_and_the_run_continues(tmp_path: Path) -> None:

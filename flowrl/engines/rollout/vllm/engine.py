@@ -345,7 +345,7 @@ class VllmRollout:
         try:
             with self._serving.mark_failed_on_error():
                 yield
-        except BaseException:
+        except BaseException:  # also after an interrupt, another update can begin
             call_workers(self._engine, "end_update")
             raise
 

@@ -50,7 +50,7 @@ def start_engine(args: EngineArgs) -> LLMEngine:
     with _redirect_output(output.fileno()), _threads_for(args.tensor_parallel_size), _temporary_sockets():
         try:
             engine = LLMEngine.from_engine_args(args)
-        except Exception as error:
+        except Exception as error:  # vLLM raises Exception itself
             if _WORKER_FAILED not in str(error):
                 raise
             raise RolloutError(
