@@ -25,7 +25,7 @@ from flowrl.controller.backends.local_ray import RAY_SETTINGS, LocalRay, find_lo
 from flowrl.controller.errors import BackendError
 from flowrl.controller.host.process_end import ProcessEnds
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
-from flowrl.controller.placement.inventory import cluster_inventory, local_inventory
+from flowrl.controller.placement.inventory import check_one_node, cluster_inventory, local_inventory
 from flowrl.controller.placement.plan import Inventory, PlacementError, PoolPlan, Slot
 
 _logger = logging.getLogger("flowrl")
@@ -106,11 +106,7 @@ class RayNodes:
             names = [node.name for node in self._nodes]
             cpus, gpus = ([node.devices[resource] for node in self._nodes] for resource in ("CPU", "GPU"))
             return cluster_inventory(device, devices, names=names, cpus=cpus, gpus=gpus)
-        if devices is not None and len(devices) > 1:
-            raise PlacementError(
-                f"devices is {list(devices)}, with counts for {len(devices)} nodes, but a run without address uses "
-                f"only this machine: set one count, or set address"
-            )
+        check_one_node(devices)
         return local_inventory(device, devices)
 
     def connect(self, num_slots: int) -> None:

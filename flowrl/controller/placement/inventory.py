@@ -30,6 +30,15 @@ def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inv
     return Inventory((count_usable_cpus(),), kind, bounded=False)
 
 
+def check_one_node(devices: Sequence[int] | None) -> None:
+    """Raises `PlacementError` if `devices` has counts for several nodes, which need a cluster."""
+    if devices is not None and len(devices) > 1:
+        raise PlacementError(
+            f"devices is {list(devices)}, with counts for {len(devices)} nodes, but a run without address uses only "
+            f"this machine: set one count, or set address"
+        )
+
+
 def cluster_inventory(
     device: Device, devices: Sequence[int] | None, *, names: Sequence[str], cpus: Sequence[int], gpus: Sequence[int]
 ) -> Inventory:

@@ -91,7 +91,7 @@ def list_checks(level: Level) -> tuple[Check, ...]:
 
 def find_missing(run: CheckedRun) -> Need:
     """Returns the needs that a run on its devices does not meet."""
-    return (Need.NONE if run.has_plan else Need.PLAN) | (Need.NONE if run.is_local else Need.MACHINE)
+    return (Need.NONE if run.missing_devices is None else Need.PLAN) | (Need.NONE if run.is_local else Need.MACHINE)
 
 
 def run_checks(run: CheckedRun, *, missing: Need = Need.NONE, row: str | None = None) -> CheckedRun:
@@ -115,9 +115,7 @@ def run_checks(run: CheckedRun, *, missing: Need = Need.NONE, row: str | None = 
 
 def check_start(config: RunConfig) -> CheckedRun:
     """Runs all checks of a start before it imports torch and reads data. Raises like `run_checks`."""
-    # Only the nodes of a cluster know whether `auto` selects their GPUs.
-    is_unknown = config.address is not None and config.placement.device == "auto"
-    return run_checks(CheckedRun(config), missing=Need.PLAN if is_unknown else Need.NONE)
+    return run_checks(CheckedRun(config))
 
 
 def check_placement(run: CheckedRun) -> Plan:
@@ -177,6 +175,7 @@ _CHECKS = (
     Check("models", Level.FILES, file_checks.check_reward_heads),
     Check("models", Level.FILES, file_checks.warn_about_experts, Need.TRAINING),
     Check("tokenizer", Level.FILES, file_checks.check_vocabularies),
+    Check("placement", Level.CONFIG, placement_checks.check_nodes, Need.START),
     *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.describe_devices),
     *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.check_quantization),
     *_of_plan(

@@ -91,7 +91,7 @@ def _run_row(checks: Sequence[Check], run: LoadedRun, problems: list[str]) -> tu
     try:
         for check in checks:
             if check.needs & missing & Need.PLAN:
-                return "skipped", f"the devices of the cluster at {run.config.address} are unknown: set devices"
+                return "skipped", str(run.missing_devices)
             if not check.needs & missing and (text := check.run(run)) is not None:
                 texts.append(text)
     except (CheckSkipped, RunComplete) as ended:

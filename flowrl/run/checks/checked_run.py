@@ -27,9 +27,22 @@ class CheckedRun:
             self.plan = planned
 
     @property
-    def has_plan(self) -> bool:
-        """Whether the devices are known, so that there is a placement plan."""
-        return "plan" in self.__dict__ or self.config.address is None or bool(self._stated_devices)
+    def missing_devices(self) -> str | None:
+        """Why there is no placement plan, and which setting it needs. None if the devices are known."""
+        config = self.config
+        if "plan" in self.__dict__ or config.address is None:
+            return None
+        if not self._stated_devices:
+            return (
+                f"the devices of the cluster at {config.address} are unknown: set devices to their number per node, "
+                f"such as [8, 8] (flowrl plan: --devices 8,8)"
+            )
+        if config.placement.device == "auto":
+            return (
+                f"placement.device is auto, but only the nodes of the cluster at {config.address} know whether they "
+                f"have GPUs: set it to cuda or cpu"
+            )
+        return None
 
     @property
     def _stated_devices(self) -> Sequence[int] | None:
@@ -38,11 +51,8 @@ class CheckedRun:
     @cached_property
     def plan(self) -> Plan:
         config = self.config
-        if not self.has_plan:
-            raise ConfigError(
-                f"the devices of the cluster at {config.address} are unknown here: state them per node, with "
-                f"--devices 8,8 or devices: [8, 8]"
-            )
+        if (missing := self.missing_devices) is not None:
+            raise ConfigError(missing)
         inventory = local_inventory(config.placement.device, self._stated_devices)
         return plan(config.placement, inventory, config.roles, config.dedicated_roles())
 

@@ -20,6 +20,7 @@ from flowrl.config import (
 from flowrl.config.engines.rollout_engines import name_alternatives
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.roles import quantized_device_problem
+from flowrl.controller.placement.inventory import check_one_node
 from flowrl.controller.placement.plan import Plan, RolePlan
 from flowrl.memory.model_fit import check_model_fit, find_head_size_problem
 
@@ -27,6 +28,12 @@ _logger = logging.getLogger(__name__)
 
 _BFLOAT16_CAPABILITY = (8, 0)
 """CUDA compute capability from which GPUs have matrix products in bfloat16."""
+
+
+def check_nodes(config: RunConfig) -> None:
+    """Raises PlacementError if the processes need several nodes, and the run joins no cluster."""
+    if config.backend == "ray" and config.address is None:
+        check_one_node(config.devices)
 
 
 def describe_devices(config: RunConfig, planned: Plan) -> str:

@@ -13,7 +13,15 @@ from rich.console import Console
 
 from flowrl.config import ConfigError, RolePlacement, UserError, models_of
 from flowrl.controller.placement.plan import PlacementError, Plan
-from flowrl.run.checks.check_list import Level, Need, check_start, find_missing, list_checks, run_checks
+from flowrl.run.checks.check_list import (
+    Level,
+    Need,
+    check_placement,
+    check_start,
+    find_missing,
+    list_checks,
+    run_checks,
+)
 from flowrl.run.checks.check_report import check_config
 from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.run.loop import Run
@@ -94,10 +102,22 @@ def test_a_start_plans_the_stated_devices_of_a_cluster() -> None:
         check_start(joined(devices=(1,)))
 
 
-def test_a_start_does_not_guess_whether_a_cluster_has_gpus() -> None:
-    placement = on(2).model_copy(update={"device": "auto"})
+def test_devices_of_several_nodes_need_a_cluster() -> None:
+    config = joined(address=None, devices=(2, 2))
+    for checks in (check_start, lambda config: check_placement(CheckedRun(config))):
+        with rejects("devices", 2, "address", error=PlacementError):
+            checks(config)
+    planned = run_checks(CheckedRun(config), missing=Need.START | Need.FILES | Need.OUTPUT).plan
+    assert planned.num_devices == 4
+
+
+def test_the_checks_do_not_guess_whether_a_cluster_has_gpus() -> None:
+    run = CheckedRun(joined(devices=(1,), placement=on(2).model_copy(update={"device": "auto"})))
+    assert find_missing(run) == Need.PLAN | Need.MACHINE
     with rejects("actor.model.path", error=ConfigError):  # the next check
-        check_start(joined(devices=(1,), placement=placement))
+        run_checks(run)
+    with rejects("cluster:6379", "placement.device", "auto", error=ConfigError):
+        _ = run.plan
 
 
 def test_the_checks_of_unknown_devices_are_skipped() -> None:
