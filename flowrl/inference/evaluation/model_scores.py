@@ -6,6 +6,8 @@ from typing import Any
 
 from flowrl.config import ConfigError, EvaluationConfig, EvaluationRunConfig, Placement
 from flowrl.controller.cluster import Cluster
+from flowrl.controller.placement.inventory import local_inventory
+from flowrl.controller.placement.plan import plan
 from flowrl.data.batch.batch import Batch
 from flowrl.run.checks.check_list import Need, run_checks
 from flowrl.run.checks.checked_run import CheckedRun
@@ -46,8 +48,8 @@ def evaluate_model(
         UserError: a setting, the data or the reward is invalid.
         WorkerError: a worker failed.
     """
-    held_out = check_evaluation(config, num_devices)
-    with _start_cluster(config, num_devices, notify) as cluster:
+    checked, held_out = check_evaluation(config, num_devices)
+    with _start_cluster(checked, notify) as cluster:
         protections = Protections(notify)
 
         def start(*args: Any, **kwargs: Any) -> Any:  # Any: the arguments of `Run.group`
@@ -55,7 +57,7 @@ def evaluate_model(
             protections.follow(group)
             return group
 
-        applied = CheckedRun(_on_backend(config, num_devices), planned=cluster.plan).applied.config
+        applied = checked.applied.config
         assert isinstance(applied, EvaluationRunConfig), "the settings keep their class"
         scoring = start_scoring(applied, start)
         rollout = start("rollout", Rollout, applied.rollout, applied.actor.model, seed=config.seed)
@@ -68,13 +70,19 @@ def evaluate_model(
         }
 
 
-def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> dict[str, Batch]:
-    """Checks the settings, and returns the held-out prompts by the name of their set. Raises UserError."""
+def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> tuple[CheckedRun, dict[str, Batch]]:
+    """Checks the settings and the memory. Returns the plan of the evaluation, and the held-out prompts by the name of
+    their set. Raises UserError.
+    """
     config = _on_backend(config, num_devices)
-    run_checks(CheckedRun(config), missing=Need.OUTPUT | Need.TRAINING | Need.FILES)
+    roles = tuple(role for role in config.roles if role != "actor")  # the rollout loads the weights itself
+    inventory = local_inventory(config.placement.device)
+    planned = plan(config.placement, inventory, roles, config.dedicated_roles())
+    checked = CheckedRun(config, planned=planned)
+    run_checks(checked, missing=Need.OUTPUT | Need.TRAINING | Need.FILES)
     if problems := [problem for problem in find_path_problems(config) if not problem.startswith("data.train ")]:
         raise ConfigError(problems[0])
-    return read_held_out(config)
+    return checked, read_held_out(config)
 
 
 def _collect(name: str, result: Evaluation, config: EvaluationConfig) -> TaskScores:
@@ -99,12 +107,13 @@ def _on_backend(config: EvaluationRunConfig, num_devices: int) -> EvaluationRunC
     return config.model_copy(update={"placement": placement, "backend": backend, "address": None, "devices": None})
 
 
-def _start_cluster(config: EvaluationRunConfig, num_devices: int, notify: Callable[[str], None]) -> Cluster:
-    config = _on_backend(config, num_devices)
+def _start_cluster(checked: CheckedRun, notify: Callable[[str], None]) -> Cluster:
+    config = checked.config
     return Cluster(
         config.placement,
         backend=config.backend,
-        roles=tuple(role for role in config.roles if role != "actor"),
+        planned=checked.plan,
+        roles=tuple(checked.plan.roles),
         dedicated=config.dedicated_roles(),
         num_threads=config.threads,
         prepare=("flowrl.workers",),

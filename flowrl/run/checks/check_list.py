@@ -188,7 +188,7 @@ _CHECKS = (
     *_of_plan("memory", Level.CONFIG, Need.TRAINING, placement_checks.warn_about_offload),
     Check("memory", Level.CONFIG, placement_checks.check_bfloat16, Need.PLAN | Need.MACHINE, _with_capability),
     Check("memory", Level.CONFIG, check_cuda_ipc, Need.PLAN | Need.MACHINE | Need.TRAINING, _with_ipc_problem),
-    Check("memory", Level.FILES, _check_memory, Need.PLAN | Need.TRAINING, lambda run: (run,)),
+    Check("memory", Level.FILES, _check_memory, Need.PLAN, lambda run: (run,)),
 )
 """All checks of the levels CONFIG and FILES."""
 
