@@ -139,7 +139,7 @@ class EngineConfig(Config):
     """Training engine: `fsdp`, or a user's class (docs/extend.md). `fsdp` also runs unsharded models."""
 
     options: OptionValues = Field(default_factory=dict)
-    """Settings of a user's engine."""
+    """Settings of a user's engine, which it reads from `context.config.engine.options`."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer

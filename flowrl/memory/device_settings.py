@@ -308,7 +308,7 @@ def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: Mod
         return [role, engine.kind, "", model.dtype, *[""] * 6]
     return [
         role,
-        "torch",
+        engine.kind,
         _marked(strategy, stated.engine.strategy == "auto"),
         model.dtype,
         _marked(compute, stated.engine.compute_dtype is None),

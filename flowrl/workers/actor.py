@@ -39,7 +39,7 @@ def policy_columns(
 
     Args:
         engine: engine of a policy.
-        batch: rows. Of a batch with the column `response_mask`, only its tokens are computed, and others are 0.
+        batch: rows. If the batch has the column `response_mask`, the results are 0 outside of it.
         temperature: divisor of the logits.
         entropy: whether to compute entropies.
         without_adapter: whether to use the base model of an adapter.
@@ -62,8 +62,8 @@ class Actor(TrainedWorker["ActorGroup"]):
     Methods with `bucket_mb` and `dtype` split the weights into buckets of at most `bucket_mb` MB (10^6 bytes). They
     cast floating-point weights to `dtype`; None keeps the dtype.
 
-    The loss of the settings is the policy loss of an `ActorConfig`, the preference loss of a `PreferenceActorConfig`,
-    the distillation loss of a `StudentConfig`, and otherwise the cross-entropy of the response tokens.
+    The settings select the loss: the policy loss of an `ActorConfig`, the preference loss of a `PreferenceActorConfig`,
+    or the distillation loss of a `StudentConfig`. With other settings, it is the cross-entropy of the response tokens.
     """
 
     KIND = "policy"

@@ -56,7 +56,7 @@ def start_engine(worker: "ModelWorker", kind: ModelKind, config: ModelRoleConfig
 def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
     """Returns whether the ranks must run a forward pass together, because they share weights or rows.
 
-    True for sharded weights on one rank, because FSDP2 needs a process group, and for all ranks of a user's engine.
+    True for sharded weights on one rank, because FSDP2 needs a process group, and for a user's engine on several ranks.
     """
     if engine.kind != DEFAULT_TRAIN_ENGINE:
         return mesh.size > 1

@@ -86,7 +86,8 @@ FIELDS: dict[str, Field] = {
     "entropies": Field(
         "token, f32",
         "actor",
-        "entropy of the distribution of each token, in nats; only with `actor.logprobs(batch, entropy=True)`",
+        "entropy of the distribution of each token, in nats; 0 outside `response_mask`; only with "
+        "`actor.logprobs(batch, entropy=True)`",
     ),
     "response_logprobs": Field(
         "row, f32", "actor", "log-probability of the response, summed over the tokens of `response_mask`"

@@ -172,10 +172,11 @@ class SavedEngine(Protocol):
 class TrainEngine(SavedEngine, Protocol):
     """Computes outputs of a model over batches, and trains it if its role has an optimizer.
 
-    All ranks of a role call each method together, except `weight_shapes`, `describe_model` and `pop_usage`. A rank may
-    have no rows. The controller reads outputs and metrics of the leaders: the ranks of the last pipeline stage whose
-    tensor- and sequence-parallel index is 0. Other ranks return tensors of the same shapes, and any metrics. An error
-    of one rank ends the processes of the role.
+    All ranks of a role call each method together, except `weight_shapes`, `describe_model`, `pop_usage`, `offload` and
+    `onload`. A rank may have no rows. The controller reads outputs and metrics of the leaders: the ranks of the last
+    pipeline stage whose tensor- and sequence-parallel index is 0. Other ranks return tensors of the same shapes, and
+    any metrics. `optim_step` returns the same metrics on all ranks. An error of one rank ends the processes of the
+    role.
     """
 
     capabilities: TrainCapabilities
@@ -231,8 +232,8 @@ class TrainEngine(SavedEngine, Protocol):
     def optim_step(self) -> dict[str, Metric]:
         """Takes an optimizer step on the gradient that `forward_backward` has accumulated.
 
-        Returns: `grad_norm` (before clipping), `lr` and `skipped_update`. If no rank had a trained token,
-            `skipped_update` is 1, and `grad_norm` and `lr` are absent.
+        Returns: `grad_norm` (before clipping), `lr` and `skipped_update`. If no rank had a trained token, or if float16
+            overflowed, `skipped_update` is 1, and `grad_norm` and `lr` are absent.
         Raises UserError without a `forward_backward` since the last step, and FloatingPointError if the gradient is not
         finite. The weights are then unchanged, and the gradient is dropped.
         """

@@ -37,7 +37,8 @@ def module_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Ten
 def load_module_state(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
     """Copies the tensors of `module_state` into a module and its optimizer. Optimizer tensors may be missing.
 
-    Required also for tensors that were overwritten in place, because `module_state` returns copies of some of them.
+    The call is also required for tensors that were overwritten in place, because `module_state` returns copies of some
+    of them.
     """
     weights: dict[str, Any] = {  # Any: torch's type also covers other state
         name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)

@@ -89,7 +89,7 @@ class OptimizerSteps:
         return 1.0 if self.loss_scale is None else self.loss_scale.factor
 
     def begin_loss(self, counts: Denominators) -> bool:
-        """Begins the backward passes of a loss. Returns whether it has trained tokens; without, it has no gradient."""
+        """Begins the backward passes of a loss. Returns whether the loss has trained tokens and thus a gradient."""
         self._num_losses = self._num_losses or 0
         if counts.tokens == 0:
             return False

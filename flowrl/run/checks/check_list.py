@@ -114,7 +114,7 @@ def run_checks(run: CheckedRun, *, missing: Need = Need.NONE, row: str | None = 
 
 
 def check_start(config: RunConfig) -> CheckedRun:
-    """Runs all checks of a start before it imports torch and reads data. Raises like `run_checks`."""
+    """Runs all checks of a start before it reads data and loads models. Raises like `run_checks`."""
     return run_checks(CheckedRun(config))
 
 

@@ -29,7 +29,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 """Row -> rows without which its checks cannot run."""
 
 _FAILED = ("failed", "not run")
-"""States of a row without which other rows cannot run."""
+"""States of a row that prevent the checks of the rows that require it."""
 
 
 class ChecksFailed(UserError):

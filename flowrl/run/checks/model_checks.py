@@ -289,7 +289,7 @@ def _to_json(row: Any) -> bytes:  # Any: a row of a table or of a JSON array, or
 
 
 def _local_engine(engine: EngineConfig) -> EngineConfig:
-    """Returns the settings that also apply to one process on a CPU."""
+    """Returns the settings that also apply to one process on a CPU, for the included engine."""
     return EngineConfig(
         compute_dtype=engine.compute_dtype,
         gradient_checkpointing=engine.gradient_checkpointing,

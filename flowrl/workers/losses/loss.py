@@ -60,8 +60,8 @@ class Loss:
     aggregation_scale: float | None = None
     """Divisor of `seq_mean_token_sum_norm`."""
     mask: str | tuple[str, ...] = "response_mask"
-    """Token column of dtype bool that marks the trained tokens. Of several names, the first that the batch has is
-    used."""
+    """Token column of dtype bool that marks the trained tokens. If there are several names, the first that the
+    batch has is used."""
     group: str | None = None
     """Row column of integers. Rows with the same value are in the same micro-batch, for losses of pairs or groups."""
     group_size: int | str | None = None
@@ -77,7 +77,7 @@ class Loss:
     """Number of most likely tokens of the trained model in the inputs `topk_ids` and `topk_logprobs`. 0: `topk_ids` is
     a column, for example of a teacher's most likely tokens."""
     temperature: float | None = None
-    """Divisor of the logits. None is the temperature of the rollout."""
+    """Divisor of the logits. None: the temperature of the role, which is 1 for roles that do not train on rollouts."""
     label: str = ""
     """Part of the names of the metrics, `role/label/metric`, if a step has several losses."""
     name: str = ""

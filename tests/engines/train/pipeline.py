@@ -1,7 +1,7 @@
 """A second training engine: the layers of a model are split over processes that send activations to each other.
 
 Stage s has the s-th part of the layers. The first stage also has the embeddings. The last stage has the head and
-computes the losses. docs/extend.md shows the engine.
+computes the losses. docs/extend.md describes the engine.
 """
 
 import math
@@ -29,7 +29,7 @@ from flowrl.engines.train.steps import OptimizerSteps
 
 
 class StageGradients(ReplicatedGradients):
-    """The gradients of a stage, whose norm counts those of all stages."""
+    """Gradients of a stage. Their norm includes the gradients of all stages."""
 
     group: ProcessGroup | None = None
 

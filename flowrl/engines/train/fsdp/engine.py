@@ -157,8 +157,8 @@ class FsdpEngine(ModuleEngine):
             )
 
     def pop_usage(self) -> dict[str, float]:
-        """Returns the model FLOPs and the tokens of the passes since the last call, as this rank's share. Without
-        passes, it is empty, and without a formula for the model, `flops` is missing.
+        """Returns the model FLOPs and the tokens of the passes since the last call, as this rank's share. It is
+        empty if no pass has run, and lacks `flops` if the model has no formula.
         """
         used, self._used = self._used, {"flops": 0.0, "tokens": 0.0}
         return {name: value / self._num_peers for name, value in used.items() if value}

@@ -39,7 +39,7 @@ _TILED_FROM = 8192
 
 
 class PolicyOutput(NamedTuple):
-    """Results of a forward pass, in at least float32. Values at position 0 are 0, except hidden states."""
+    """Results of a forward pass. All except hidden states have at least float32, and are 0 at position 0."""
 
     logprobs: Tensor
     """Log-probability of each token given the previous tokens, [B, L]."""
