@@ -78,7 +78,7 @@ class DeviceMemory:
 
     def during(self, role: str, call: CallMemory) -> int:
         """Returns the bytes of the device while a call runs."""
-        state = sum(self.resident(other, role) for other in self.roles)
+        state = sum(self.resident(other, role, call) for other in self.roles)
         return self.process + state + call.total + self.reserved(call) + self.cached(role)
 
     def cached(self, caller: str) -> int:
@@ -103,12 +103,14 @@ class DeviceMemory:
         """Returns the bytes that torch reserves in addition to the tensors of a call."""
         return int(self.fragmentation * call.total)
 
-    def resident(self, role: str, caller: str) -> int:
-        """Returns the resident bytes of `role` while a method of `caller` (possibly the same role) runs."""
+    def resident(self, role: str, caller: str, call: CallMemory) -> int:
+        """Returns the resident bytes of `role` while a call of `caller` (possibly the same role) runs."""
         memory, caller_memory = self.roles[role], self.roles[caller]
         if memory is None:
             return 0
-        if not memory.offloads or role == caller:
+        if role == caller:
+            return memory.resident_during(call)
+        if not memory.offloads:
             return memory.resident
         is_shared = role == "actor" and caller_memory is not None and caller_memory.shares_actor_weights
         return memory.weights if is_shared else 0
@@ -117,7 +119,11 @@ class DeviceMemory:
         """Returns the peak bytes of everything but the KV cache of `role`, while the cache is allocated."""
         memory = self.roles[role]
         assert memory is not None, "the memory of the role is known"
-        others = [self.during(*call) for call in self._calls if not memory.offloads or call[0] == role]
+        others = [
+            self.during(caller, call)
+            for caller, call in self._calls
+            if not memory.offloads or (caller == role and not call.without_cache)
+        ]
         return max(others, default=self.process) - memory.kv_cache
 
     def num_caches(self, roles: Collection[str]) -> int:
@@ -320,6 +326,7 @@ class _Estimator:
         can_offload = rollout.can_sleep(on_gpus=True) and self._planned.kind == "cuda"
         has_environment = config.environment is not None or rollout.environment is not None
         num_prompts = -(-rows // config.samples_per_prompt)
+        offloads = can_offload and self._shares_device(slot, self._planned.roles)
         load = RolloutLoad(
             size=size,
             param_bytes=ITEMSIZE[rollout.sent_dtype or model.dtype],
@@ -328,7 +335,8 @@ class _Estimator:
             device_type=self._planned.kind,
             weight_owner=actor if actor is not None and self._shares_actor_weights(actor, role_plan, slot) else None,
             num_devices=role_plan.num_tp_devices,
-            offloads=can_offload and self._shares_device(slot),
+            offloads=offloads,
+            is_evicted_by_actor=offloads and self._shares_device(slot, {"actor"} & self._planned.roles.keys()),
             transport=self._transports.get("rollout"),
             sender=actor if self._transports.get("rollout") == "cuda_ipc" else None,
         )
@@ -354,13 +362,13 @@ class _Estimator:
             batch=RolloutBatch(rows, rows, prompt),
             device_type=self._planned.kind,
             num_devices=role_plan.num_tp_devices,
-            offloads=can_offload and self._shares_device(slot),
+            offloads=can_offload and self._shares_device(slot, self._planned.roles),
         )
         return import_attribute(judge.capabilities.memory)(load)
 
-    def _shares_device(self, slot: Slot) -> bool:
-        """Returns whether another process uses a device of this slot."""
-        others = {other for role in self._planned.roles.values() for other in role.slots if other != slot}
+    def _shares_device(self, slot: Slot, roles: Collection[str]) -> bool:
+        """Returns whether another process of these roles uses a device of this slot."""
+        others = {other for role in roles for other in self._planned.roles[role].slots if other != slot}
         return any(location in other.node_devices for other in others for location in slot.node_devices)
 
     def _shares_actor_weights(self, actor: RoleModel, rollout_plan: RolePlan, slot: Slot) -> bool:

@@ -64,7 +64,7 @@ def check_memory(config: RunConfig, planned: Plan, devices: Sequence[DeviceMemor
 def _error_message(config: RunConfig, planned: Plan, device: DeviceMemory, available: float) -> str:
     needed, caller, call = device.peak
     role, use = _largest_use(device, caller, call)
-    share = device.resident(role, caller) + (call.total + device.reserved(call) if role == caller else 0)
+    share = device.resident(role, caller, call) + (call.total + device.reserved(call) if role == caller else 0)
     largest = f" ({role}: {share / GB:.1f} GB)" if len(device.roles) > 1 else ""
     advice = _advice(config, planned, role, use, available - device.needed_beside_cache(role))
     advice += _sleep_advice(config, device) if device.cached(caller) else ""
@@ -89,15 +89,15 @@ def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[s
     uses: list[tuple[float, str, str]] = []
     for role in device.roles:
         memory = device.roles[role]
-        state = device.resident(role, caller) + (call.gradients + call.optimizer if role == caller else 0)
-        state -= 0 if memory is None else memory.kv_cache
-        uses.append((state, role, "state"))
+        resident = device.resident(role, caller, call)
+        cache = 0 if memory is None else min(memory.kv_cache, resident)
+        uses.append((resident - cache + (call.gradients + call.optimizer if role == caller else 0), role, "state"))
+        uses.append((cache, role, "allocated_cache"))
     uses += [
         (device.process, caller, "process"),
         (call.activations + call.buffers, caller, "activations"),
         (call.kv_cache, caller, "kv_cache"),
         (call.gathered, caller, "gathered"),
-        *((memory.kv_cache, role, "allocated_cache") for role, memory in device.roles.items() if memory is not None),
     ]
     _, role, use = max(uses)
     return role, use
@@ -192,11 +192,11 @@ def _sources(devices: Sequence[DeviceMemory]) -> list[str]:
 def _cells(memory: RoleMemory | None) -> list[str]:
     if memory is None:
         return ["unknown", *[""] * 9]
-    call = max(memory.calls, key=lambda call: call.total, default=CallMemory(""))
+    call = max(memory.calls, key=lambda call: memory.resident_during(call) + call.total, default=CallMemory(""))
     state = [memory.weights, memory.optimizer, memory.resident]
-    kv_cache = memory.kv_cache + call.kv_cache
+    kv_cache = call.kv_cache + (0 if call.without_cache else memory.kv_cache)
     transient = [call.gradients, call.activations, call.gathered, kv_cache, call.buffers]
-    return [*map(_gb, state), call.name, *map(_gb, transient), _gb(memory.resident + call.total)]
+    return [*map(_gb, state), call.name, *map(_gb, transient), _gb(memory.resident_during(call) + call.total)]
 
 
 def _total_cells(device: DeviceMemory, budget: MemoryBudget) -> list[str]:
@@ -206,7 +206,7 @@ def _total_cells(device: DeviceMemory, budget: MemoryBudget) -> list[str]:
         limit = f" (node: {budget.per_node / GB:.1f})"
     if not device.is_known:
         return ["all", "unknown", *[""] * 9]
-    resident = sum(device.resident(other, role) for other in device.roles) + device.process
+    resident = sum(device.resident(other, role, call) for other in device.roles) + device.process
     return [f"all{limit}", "", "", _gb(resident), f"{role}.{call.name}", *[""] * 5, _gb(needed)]
 
 

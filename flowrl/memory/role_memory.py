@@ -33,6 +33,8 @@ class CallMemory:
     """Bytes of offloaded optimizer state that is loaded for the optimizer step."""
     buffers: int = 0
     """Bytes of buckets of transferred weights, and of the logits and probabilities of a sampler."""
+    without_cache: bool = False
+    """Whether the role's KV cache is not allocated during the call, because a sleeping vLLM wakes only its weights."""
 
     @property
     def total(self) -> int:
@@ -67,6 +69,10 @@ class RoleMemory:
     @property
     def resident(self) -> int:
         return self.weights + self.optimizer + self.checkpoint_copy + self.kv_cache
+
+    def resident_during(self, call: CallMemory) -> int:
+        """Returns the bytes that stay allocated during one of the role's own calls."""
+        return self.resident - (self.kv_cache if call.without_cache else 0)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class RolloutLoad:
     """Number of tensor-parallel devices of the engine."""
     offloads: bool = False
     """Whether the engine sleeps while other roles use the device."""
+    is_evicted_by_actor: bool = False
+    """Whether the engine sleeps while the actor trains, so that it wakes only its weights for a weight sync."""
     transport: Transport | None = None
     """Transport of weights from the actor; None for an engine whose weights never change."""
     sender: RoleModel | None = None
@@ -176,7 +178,7 @@ def _load_weights(load: RolloutLoad) -> CallMemory:
     if load.transport in _GPU_LOADS:
         buckets = int(TRANSFER_BUCKETS.value) * bucket_bytes(load.size, load.param_bytes, load.config.transfer)
     name = _GPU_LOADS.get(load.transport or "", "load_weights")
-    return CallMemory(name, gathered=module + exported, buffers=buckets)
+    return CallMemory(name, gathered=module + exported, buffers=buckets, without_cache=load.is_evicted_by_actor)
 
 
 def bucket_bytes(size: ModelSize, param_bytes: int, transfer: TransferConfig) -> int:
