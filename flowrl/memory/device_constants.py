@@ -69,7 +69,7 @@ ALL_REDUCE = Constant(
 )
 PINNED_ROUNDING = Constant(
     2,
-    "times its weights at most, also while awake",
+    "times its weights at most, kept while it is awake",
     "vLLM 0.32: cumem.py:268; torch pins powers of two",
 )
 SAMPLER_COPIES = Constant(

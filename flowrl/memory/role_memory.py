@@ -169,13 +169,16 @@ class RoleModel:
     def exported(self, element_bytes: int) -> int:
         """Returns the bytes of the largest weight that a weight sync gathers, casts or merges with its adapter.
 
-        A merge holds the weight, the float32 product of the adapter's matrices, and the float32 and final sums.
+        A merge holds the weight, the float32 product of the adapter's matrices, and their float32 sum. Before, it also
+        holds the float32 copy of a 16-bit weight; afterwards, the cast sum.
         """
         is_copied = self.is_sharded or element_bytes != self.param_bytes
         adapted = max((inputs * outputs for _, inputs, outputs in self._adapted), default=0)
+        copy = 4 if self.param_bytes == 2 else 0
+        cast = element_bytes if element_bytes != 4 else 0
         return max(
             self.size.largest_weight * element_bytes if is_copied else 0,
-            adapted * (self.param_bytes + 4 + 4 + element_bytes),
+            adapted * (self.param_bytes + 4 + 4 + max(copy, cast)),
         )
 
     @property
@@ -255,8 +258,10 @@ def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
 
 
 def _host_memory(model: RoleModel, moments: int, checkpoint_copy: int) -> dict[str, int]:
-    """Returns the bytes of a rank on a GPU in host memory, by term. Offloaded weights with their gradients are those of
-    `offload: parameters`; the gradients of an idle role have been freed.
+    """Returns the bytes of a rank on a GPU in host memory, by term.
+
+    `offload: optimizer` offloads Adam's moments. `offload: idle` offloads weights and moments, because gradients are
+    freed before. `offload: parameters` offloads weights, moments and gradients.
     """
     if model.device_type == "cpu":
         return {}
