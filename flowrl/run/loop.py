@@ -101,10 +101,10 @@ class Run:
         settings in `config.actor` are replaced by their values on these devices. Returns None if the field of the
         role is None, because the run then does not have the role.
         """
-        if dict(self.config).get(role, role) is None:
+        applied = group_arguments(self.config, self._started.applied, role, args, kwargs)
+        if applied is None:
             return None
-        applied_args, applied_kwargs = group_arguments(self.config, self._started.applied, role, args, kwargs)
-        group = self.cluster.group(role, cls, *applied_args, **applied_kwargs)
+        group = self.cluster.group(role, cls, *applied[0], **applied[1])
         self._observers.protections.follow(group)
         return group
 

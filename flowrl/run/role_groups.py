@@ -18,15 +18,22 @@ from flowrl.workers.reward import Reward
 
 def group_arguments(
     stated: RunConfig, applied: RunConfig, role: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: arguments of a worker's constructor
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # Any: arguments of a worker's constructor
     """Returns the arguments of a worker's constructor with the settings of roles from `applied`.
 
     Those of `stated`, which the recipe passes, lack the values that depend on the devices. Settings are compared by
-    value. If another role has equal settings, those of `role` are used. Raises UserError if the config has no such
-    role, or if settings are those of no role.
+    value. If another role has equal settings, those of `role` are used. Returns None if the field of the role is null.
+    Raises UserError if the config has no such role, or if settings are those of no role.
     """
+    if not isinstance(role, str):
+        raise UserError(
+            f"run.group got {getattr(role, '__name__', role)} as its first argument, which must be the name of a role: "
+            'call run.group("actor", Actor, config.actor)'
+        )
     known = stated.role_settings
     if role not in known:
+        if role in stated.possible_roles() and dict(stated)[role] is None:
+            return None
         name = type(stated).__name__
         raise UserError(
             f"run.group({role!r}, ...) names no role of {name} (its roles: {', '.join(known)}): add a field {role} to "

@@ -318,6 +318,20 @@ def test_a_role_that_the_run_does_not_have_has_no_group(config: Callable[..., Ec
         assert settings.reference is None and run.group("reference", Reference, settings.reference) is None
 
 
+def test_a_null_setting_that_is_no_role_is_rejected(config: Callable[..., EchoConfig]) -> None:
+    settings = config(report=QUIET)
+    with rejects("run.group", "address", "EchoConfig", "actor", error=UserError), Run(settings) as run:
+        assert settings.address is None
+        run.group("address", Echo)
+
+
+def test_a_class_in_place_of_a_role_is_rejected(config: Callable[..., EchoConfig]) -> None:
+    settings = config(report=QUIET)
+    group: Any = Run.group
+    with rejects("run.group", "Echo", "actor", "config.actor", error=UserError), Run(settings) as run:
+        group(run, Echo, settings.actor)
+
+
 def test_settings_that_no_role_has_are_rejected(config: Callable[..., EchoConfig]) -> None:
     settings = config(report=QUIET)
     changed = settings.actor.model_copy(update={"entropy_coef": 0.1})

@@ -104,9 +104,10 @@ class ReplayedRun:
         )
 
     def group(self, role: str, cls: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as in Run
-        if dict(self.config).get(role, role) is None:
+        applied = group_arguments(self.config, self._applied, role, args, kwargs)
+        if applied is None:
             return None
-        args, kwargs = group_arguments(self.config, self._applied, role, args, kwargs)
+        args, kwargs = applied
         if not cls.stateless:
             return self.cluster.group(role, cls, *args, **kwargs)
         generates = isinstance(self.config.role_settings[role], RolloutConfig)
