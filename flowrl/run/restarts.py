@@ -136,7 +136,7 @@ def with_restarts(train: Callable[[AnyConfig], object], config: AnyConfig, check
     lost process or a missed deadline. With a checkpoint, processes of stateless roles (rollout, reference, reward) are
     kept unless they failed. Processes with training state restart and load the checkpoint. There is no restart after
     invalid input, failed checks, or an error that a method raises twice from the same checkpoint. The exception of the
-    last attempt is raised. `checked`: result of `check_start`, so that the run is not planned again.
+    last attempt is raised. The first attempt uses the plan of `checked`, the result of `check_start`.
     """
     policy = RestartPolicy(config.restarts, checked)
     token = _current.set(policy)

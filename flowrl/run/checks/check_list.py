@@ -73,19 +73,19 @@ class Check:
     """Returns the arguments of `function`."""
 
     def run(self, run: CheckedRun) -> str | None:
-        """Runs the check. Returns a description of what it found, or None."""
-        found = self.function(*self.arguments(run))
-        return found if isinstance(found, str) else None
+        """Runs the check. Returns a description of its result, or None."""
+        description = self.function(*self.arguments(run))
+        return description if isinstance(description, str) else None
 
 
 def list_checks(level: Level) -> tuple[Check, ...]:
     """Returns all checks up to a level, in the order of the rows of `flowrl check`."""
-    if level < Level.MODELS:
-        return tuple(check for check in _CHECKS if check.level <= level)
+    checks = _CHECKS
+    if level >= Level.MODELS:
+        from flowrl.run.checks.model_checks import MODEL_CHECKS  # noqa: PLC0415 (torch)
 
-    from flowrl.run.checks.model_checks import MODEL_CHECKS  # noqa: PLC0415 (torch)
-
-    checks = sorted((*_CHECKS, *MODEL_CHECKS), key=lambda check: (ROWS.index(check.row), check.level))
+        checks = (*checks, *MODEL_CHECKS)
+    checks = sorted(checks, key=lambda check: (ROWS.index(check.row), check.level))
     return tuple(check for check in checks if check.level <= level)
 
 

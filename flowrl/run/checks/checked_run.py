@@ -72,10 +72,11 @@ class CheckedRun:
         return FittedRun(self.resolved, (), MemoryBudget()) if self.plan.kind == "cpu" else self.fitted
 
     def replace(self, config: RunConfig, planned: Plan | None = None) -> "CheckedRun":
-        """Returns the same run with another config or plan. Keeps all results that are still valid.
+        """Returns a run with another config or plan, or this run if both are equal.
 
-        A recipe changes its config if the number of steps depends on the data, and a cluster that is joined has a plan
-        of its own.
+        The other run has the same plan if all settings that determine it are equal, and computes its other results
+        again. A recipe changes its config if the number of steps depends on the data, and a cluster that is joined has
+        a plan of its own.
         """
         if planned is None and _devices_of(config) == _devices_of(self.config):
             planned = self.__dict__.get("plan")

@@ -58,9 +58,9 @@ class PtxText:
         return self._examples.batch(self._order.rows(epoch)[index * self._num_rows : (index + 1) * self._num_rows])
 
     def add_gradient(self, actor: "ActorGroup", loss: "Loss") -> Logged:
-        """Adds the gradient of a loss on the next batch to that of the actor's next update, with the weight `weight`.
+        """Adds the gradient of a loss on the next batch, times `weight`, to the gradient of the actor's next update.
 
-        Returns the metrics of the loss for `run.log`. Does not block.
+        Returns the metrics of the loss for `run.log`, or an empty dictionary without text. Does not block.
         """
         return actor.forward_backward.submit(next(self), loss, weight=self.weight) if len(self) else {}
 

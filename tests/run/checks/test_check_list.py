@@ -14,6 +14,7 @@ from rich.console import Console
 from flowrl.config import ConfigError, RolePlacement, UserError, models_of
 from flowrl.controller.placement.plan import PlacementError, Plan
 from flowrl.run.checks.check_list import (
+    ROWS,
     Level,
     Need,
     check_placement,
@@ -71,6 +72,12 @@ def called(program: Callable[[], object]) -> set[CodeType]:
 
 def codes_up_to(level: Level) -> set[CodeType]:
     return {check.function.__code__ for check in list_checks(level)}
+
+
+@pytest.mark.parametrize("level", Level)
+def test_checks_are_listed_in_the_order_of_their_rows(level: Level) -> None:
+    rows = [ROWS.index(check.row) for check in list_checks(level)]
+    assert rows == sorted(rows)
 
 
 def test_a_start_runs_every_check_of_its_levels(valid: Callable[..., EchoConfig]) -> None:
