@@ -55,6 +55,8 @@ class DeviceMemory:
     """Bytes that torch reserves in addition to the tensors of a call, relative to these tensors."""
     processes: tuple[frozenset[str], ...] = ()
     """Roles of each process that caches freed memory. Empty on a CPU, which gets freed memory back."""
+    object_store: int = 0
+    """Bytes of weights in the object store of the node, which all devices of the node share."""
 
     @property
     def is_known(self) -> bool:
@@ -176,7 +178,8 @@ def estimate_memory(config: RunConfig, planned: Plan, sizes: Mapping[Path, Model
         fixed = _fixed_memory(planned, local_slots, roles)
         processes = (frozenset(name for name in roles if slot in planned.roles[name].slots) for slot in local_slots)
         caching = tuple(processes) if planned.kind == "cuda" else ()
-        devices.append(DeviceMemory(node, device, roles, fixed, fragmentation, caching))
+        stored = estimator.object_store(node)
+        devices.append(DeviceMemory(node, device, roles, fixed, fragmentation, caching, stored))
     return devices
 
 
@@ -195,13 +198,15 @@ def _fixed_memory(planned: Plan, slots: Sequence[Slot], roles: Mapping[str, Role
 
 
 def host_memory(devices: Sequence[DeviceMemory]) -> dict[int, Counter[str]]:
-    """Returns the bytes that all roles on the GPUs of a node need in its host memory, by node and term."""
+    """Returns the bytes that a run on GPUs needs in the host memory of a node, by node and term."""
     nodes: dict[int, Counter[str]] = {}
     for device in devices:
+        terms = nodes.setdefault(device.node, Counter())
         for memory in device.roles.values():
-            if memory is not None and memory.host:
-                nodes.setdefault(device.node, Counter()).update(memory.host)
-    return nodes
+            terms.update({} if memory is None else memory.host)
+        if device.object_store:
+            terms["object store"] = device.object_store
+    return {node: terms for node, terms in nodes.items() if terms}
 
 
 def explain_unknown_sizes(config: RunConfig) -> list[str]:
@@ -293,6 +298,19 @@ class _Estimator:
         call = CallMemory("broadcast_weights", gathered=model.exported(element), buffers=buckets)
         fixed = {**memory.fixed, "NCCL": memory.fixed.get("NCCL", 0) + nccl_bytes(1)}
         return replace(memory, calls=(*memory.calls, call), fixed=fixed)
+
+    def object_store(self, node: int) -> int:
+        """Returns the bytes of the last weights sent through the object store, which has a copy on the node of the
+        actor's first rank and on each node of the rollout. Returns 0 on CPUs.
+        """
+        config, roles = self._config, self._planned.roles
+        is_used = self._transports.get("rollout") == "object_store" and self._planned.kind == "cuda"
+        if not is_used or not isinstance(config, RolloutRunConfig) or (actor := self._role_model("actor")) is None:
+            return 0
+        slots = (roles["actor"].slots[0], *roles["rollout"].slots)
+        dtype = config.rollout.sent_dtype
+        element = actor.param_bytes if dtype is None else ITEMSIZE[dtype]
+        return actor.size.parameters * element if node in {slot.node for slot in slots} else 0
 
     def _make_role_model(self, role: str) -> RoleModel | None:
         value = self._role_configs.get(role)

@@ -216,7 +216,10 @@ NUM_WEIGHTS = 1_543_714_304
         ((), {"sleeping vLLM": 2 * 2 * NUM_WEIGHTS}),  # bfloat16, in pinned blocks of up to twice the size
         (("rollout.vllm.sleep=false",), {}),
         (("rollout.vllm.sleep=false", "actor.engine.offload=optimizer"), {"offloaded": 8 * NUM_WEIGHTS}),
-        (("rollout.vllm.sleep=false", "actor.engine.offload=idle"), {"offloaded": 12 * NUM_WEIGHTS}),
+        (
+            ("rollout.vllm.sleep=false", "actor.engine.offload=idle"),  # weights are sent in bfloat16
+            {"offloaded": 12 * NUM_WEIGHTS, "object store": 2 * NUM_WEIGHTS},
+        ),
         (
             ("rollout.vllm.sleep=false", "actor.engine.strategy=fsdp", "actor.engine.offload=parameters"),
             {"offloaded": 16 * NUM_WEIGHTS},
@@ -236,6 +239,25 @@ def test_the_host_memory_of_a_node_is_that_of_all_its_devices() -> None:
     config = grpo("Qwen/Qwen2.5-1.5B", "actor.kl_loss_coef=0", "placement.pools.main=[2]")
     devices = estimate_memory(config, plan_run(config, [2]), read_sizes(config))
     assert host_memory(devices) == {0: {"sleeping vLLM": 2 * 2 * 2 * NUM_WEIGHTS}}
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [
+        ("object_store", {0: {"object store": 2 * NUM_WEIGHTS}, 1: {"object store": 2 * NUM_WEIGHTS}}),
+        ("auto", {}),  # NCCL
+    ],
+)
+def test_each_node_of_a_rollout_has_one_copy_of_weights_in_the_object_store(
+    transport: str, expected: dict[int, dict[str, int]]
+) -> None:
+    """Node 0 has the actor, node 1 two replicas, and node 2 the reference."""
+    roles = {"actor": "train", "reward": "train", "rollout": "make", "reference": "rest"}
+    pools = {"train": [2, 0, 0], "make": [0, 2, 0], "rest": [0, 0, 2]}
+    placement = Placement.model_validate({"device": "cuda", "pools": pools, "roles": roles, "memory_gb": 80})
+    config = grpo("Qwen/Qwen2.5-1.5B", f"rollout.transfer.via={transport}").model_copy(update={"placement": placement})
+    devices = estimate_memory(config, plan_run(config, [2, 2, 2]), read_sizes(config))
+    assert len(devices) == 6 and host_memory(devices) == expected
 
 
 def test_a_cache_larger_than_the_device_names_the_largest_that_fits() -> None:
