@@ -23,6 +23,14 @@ def parity_of_short_responses(prompt: str, response: str) -> float:
     return parity(prompt, response)
 
 
+def raises(prompt: str, response: str, answer: str, **columns: object) -> float:
+    return 1 / 0
+
+
+def of_a_missing_column(response: str, difficulty: int) -> float:
+    return 0.0
+
+
 def constant(response: str) -> float:
     return 1.0
 

@@ -157,23 +157,15 @@ def test_unknown_reward_function_is_rejected(rejection: Callable[..., str], tmp_
     assert not (tmp_path / "run").exists()
 
 
-def raises(prompt: str, response: str, answer: str, **columns: object) -> float:
-    return 1 / 0
-
-
-def of_a_missing_column(response: str, difficulty: int) -> float:
-    return 0.0
-
-
 @pytest.mark.parametrize(
     ("function", "facts"), [("raises", ("ZeroDivisionError",)), ("of_a_missing_column", ("difficulty", "answer"))]
 )
 def test_faulty_reward_function_is_named(
     function: str, facts: tuple, rejection: Callable[..., str], tmp_path: Path
 ) -> None:
-    error = rejection(f"reward.function={__name__}:{function}")
+    error = rejection(f"reward.function=tests.recipes.scored:{function}")
     assert not missing_facts(error, *facts)
-    assert function != "raises" or re.search(r"test_bad_input\.py\D{1,8}\d+", error)
+    assert function != "raises" or re.search(r"scored\.py\D{1,8}\d+", error)
     assert not (tmp_path / "run").exists()
 
 
