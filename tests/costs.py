@@ -39,6 +39,9 @@ MARGIN = 2.0
 
 LISTED: dict[str, str] = {
     "tests/controller/backends/test_address.py::local_run": "a Ray whose token differs from that of its user",
+    "tests/controller/test_cluster_restart.py::test_recoverable_processes_are_retained_and_others_restart": (
+        "the only restart of a cluster: some of its processes start twice"
+    ),
     "tests/engines/rollout/vllm/test_engine.py::test_the_engine_implements_the_protocols_of_its_capabilities": (
         "the first call of the session's vLLM, which compiles its kernels"
     ),
