@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -34,7 +34,7 @@ class ConfigError(UserError):
     """Raised for an invalid config file or `key=value` override. The message names the file, the line and the fix."""
 
 
-# Names of functions.
+# Names of functions and classes.
 
 
 class ImportNameError(UserError):
@@ -107,6 +107,48 @@ def import_function(name: str) -> Any:  # Any: the signature is the caller's
     if not callable(function):
         raise ImportNameError(f"{name} is a {type(function).__name__}, but must be a function")
     return function
+
+
+Capabilities = TypeVar("Capabilities")
+
+
+def import_capabilities(name: str, what: str, kind: type[Capabilities]) -> Capabilities:
+    """Imports a user's engine and returns its attribute `capabilities`.
+
+    Raises ImportNameError, which says that `name` is not `what`, unless `name` is a class with capabilities of type
+    `kind`.
+    """
+    engine = import_attribute(name)
+    capabilities = getattr(engine, "capabilities", None)
+    if isinstance(engine, type) and isinstance(capabilities, kind):
+        return capabilities
+    raise ImportNameError(
+        f"{name} is not {what}: it must be a class whose attribute `capabilities` has the type {kind.__name__} "
+        f"(docs/extend.md)"
+    )
+
+
+def missing_members(cls: type, protocols: Iterable[type], *, with_properties: bool = True) -> list[str]:
+    """Returns the methods of protocols that a class lacks, and also the properties unless `with_properties` is
+    false.
+    """
+
+    def has(name: str, member: object) -> bool:
+        if isinstance(member, property):
+            return not with_properties or hasattr(cls, name)
+        return callable(getattr(cls, name, None))
+
+    members = {name: member for protocol in protocols for name, member in vars(protocol).items() if name[0] != "_"}
+    return [name for name, member in members.items() if not has(name, member)]
+
+
+def check_members(what: str, missing: Sequence[str]) -> None:
+    """Raises ConfigError if a user's class lacks members that its capabilities require. `what` names the class."""
+    if missing:
+        raise ConfigError(
+            f"{what} has no {', '.join(missing)}, which its capabilities require: add "
+            f"{'it' if len(missing) == 1 else 'them'} (docs/extend.md)"
+        )
 
 
 # Settings and field types.
@@ -247,7 +289,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 # Discriminated unions: one class per loss, estimator, correction or schedule, selected by a name.
 
-CUSTOM = "module:function"
+CUSTOM, CUSTOM_CLASS = "module:function", "module:Class"
 """Tag of the union member for user functions. Settings name such a function as `module:function`."""
 
 OptionValues = Mapping[str, bool | int | float | str | None]
@@ -323,14 +365,25 @@ def parse(union: Any, settings: object) -> Any:  # Any: a union type, and an ins
     return TypeAdapter(union).validate_python(settings)
 
 
-def check_name(name: str, *, what: str, names: Sequence[str], custom: str = CUSTOM) -> str:
+def check_name(
+    name: str,
+    *,
+    what: str,
+    names: Sequence[str],
+    custom: str = CUSTOM,
+    load: Callable[[str], object] = check_import_name,
+) -> str:
     """Returns `name` if it is in `names` or names an attribute of a module. Otherwise raises ValueError.
 
-    `custom` is the form of the name of a user's function or class, for messages and docs.
+    Args:
+        what: what `name` names, for messages.
+        names: included functions or classes.
+        custom: form of the name of a user's function or class, for messages and docs.
+        load: checks the name of a user's function or class. Raises ValueError. By default it checks only the form.
     """
     if ":" in name:
-        return check_import_name(name)
-    if name not in names:
+        load(name)
+    elif name not in names:
         raise ValueError(unknown_name(what, name, names, custom=custom))
     return name
 

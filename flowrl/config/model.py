@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 from flowrl.config.base import Config, DeviceKind, FilePath, OptionValues, check_name
 from flowrl.config.engines.train_engines import (
     DEFAULT_TRAIN_ENGINE,
-    TRAIN_ENGINES,
     TrainCapabilities,
+    TrainEngineName,
     get_train_capabilities,
 )
 
@@ -129,13 +129,10 @@ class OptimizerConfig(Config):
         return self.model_copy(update={"total_steps": max(num_updates, self.warmup_steps + 1)})
 
 
-_check_engine_name = partial(check_name, what="training engine", names=tuple(TRAIN_ENGINES), custom="module:Class")
-
-
 class EngineConfig(Config):
     """Execution of a model: parallelism, memory and kernels. These settings change results only by rounding."""
 
-    kind: Annotated[str, AfterValidator(_check_engine_name)] = DEFAULT_TRAIN_ENGINE
+    kind: TrainEngineName = DEFAULT_TRAIN_ENGINE
     """Training engine: `fsdp`, or a user's class (docs/extend.md). `fsdp` also runs unsharded models."""
 
     options: OptionValues = Field(default_factory=dict)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,7 +29,7 @@ from flowrl.config.engines.rollout_capabilities import EngineCapabilities
 from flowrl.config.engines.rollout_engines import (
     DEFAULT_ENGINE,
     ENGINES,
-    check_engine,
+    EngineName,
     get_capabilities,
     name_alternatives,
 )
@@ -301,7 +300,7 @@ DEFAULT_NUM_SEQS = 256
 class RolloutConfig(RoleConfig):
     """Generation of responses with the actor's weights."""
 
-    engine: Annotated[str, AfterValidator(check_engine)] = DEFAULT_ENGINE
+    engine: EngineName = DEFAULT_ENGINE
     """`hf`: transformers; runs in the actor's processes if colocated. `vllm`: runs in dedicated processes and requires
     the extra `vllm`. `module:Class`: a user's engine (docs/extend.md).
     """

@@ -16,7 +16,6 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from flowrl.config.base import CUSTOM, Config, check_import_name, check_name
-from flowrl.config.engines.rollout_engines import CUSTOM_ENGINE, ENGINES, check_engine
 from flowrl.config.placement import Placement
 from flowrl.config.setting_tree import (
     accepted_fields,
@@ -62,8 +61,6 @@ def _names_in(entry: object) -> list[str]:
     """Returns the names that a validator in the metadata of a type allows."""
     if isinstance(entry, AfterValidator) and entry.func is check_import_name:
         return ["`module:name`"]
-    if isinstance(entry, AfterValidator) and entry.func is check_engine:
-        return [f"`{name}`" for name in (*ENGINES, CUSTOM_ENGINE)]
     if isinstance(entry, AfterValidator) and isinstance(entry.func, partial) and entry.func.func is check_name:
         settings = entry.func.keywords
         return [f"`{name}`" for name in (*settings["names"], settings.get("custom", CUSTOM))]

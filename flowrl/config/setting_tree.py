@@ -12,7 +12,6 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from flowrl.config.base import Config, Member, check_import_name, check_name
-from flowrl.config.engines.rollout_engines import check_engine
 from flowrl.config.source import Key
 
 
@@ -89,7 +88,7 @@ def _may_name_code(annotation: Any, metadata: Sequence[object]) -> bool:  # Any:
     return any(_may_name_code(part, further) for part in parts)
 
 
-_NAME_CHECKS = (check_import_name, check_name, check_engine)
+_NAME_CHECKS = (check_import_name, check_name)
 """Validators of settings that accept `module:name`."""
 
 

@@ -125,7 +125,8 @@ def test_an_engine_refuses_settings_and_roles_that_it_does_not_support(task: Pat
         ({"engine": {"kind": PIPELINE, "options": {"schedule": "1f1b"}}}, ("actor.engine", "schedule", "none")),
         ({"engine": {"kind": PIPELINE}, "lora": {"rank": 4}}, ("actor", "lora", "fsdp")),
         ({"engine": {"kind": "fdsp"}}, ("actor.engine.kind", "fdsp", "fsdp")),
-        ({"engine": {"kind": "tests.engines.train.pipeline:StageGradients"}}, ("actor.engine", "TrainCapabilities")),
+        ({"engine": {"kind": f"{__name__}:TRAIN"}}, ("actor.engine.kind", "TrainCapabilities")),
+        ({"engine": {"kind": "tests/nowhere.py:Engine"}}, ("actor.engine.kind", "tests/nowhere.py", "not", "exist")),
     ):
         with rejects(*facts, error=ValueError):
             PPOConfig.model_validate(config | {"actor": config["actor"] | changes})

@@ -1,13 +1,13 @@
 """The included rollout engines and their capabilities, and those of a user's engine."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
+from typing import Annotated
 
-from flowrl.config.base import ImportNameError, check_import_name, import_attribute, unknown_name
+from pydantic import AfterValidator
+
+from flowrl.config.base import CUSTOM_CLASS, check_name, import_capabilities
 from flowrl.config.engines.rollout_capabilities import EngineCapabilities, Package, Quantization
-
-CUSTOM_ENGINE = "module:Class"
-"""Form of the name of a user's engine."""
 
 DEFAULT_ENGINE = "hf"
 """Engine that runs in the process of the actor, on any device."""
@@ -49,30 +49,23 @@ ENGINES: Mapping[str, EngineCapabilities] = {
 """Name -> capabilities of the included engines. `flowrl.engines.rollout.base` has their classes."""
 
 
-def check_engine(name: str) -> str:
-    """Returns the name of an engine. Raises ValueError unless it is in `ENGINES`, or a class with capabilities."""
-    get_capabilities(name)
-    return name
-
-
 @cache
 def get_capabilities(name: str) -> EngineCapabilities:
     """Returns the capabilities of an engine. Imports only a user's engine.
 
-    Raises ImportNameError, a ValueError, if the name is unknown or the class has no `capabilities`.
+    Raises ImportNameError, a ValueError, if `name` is not included and not `module:Class`, or if the class has no
+    `capabilities`.
     """
     if name in ENGINES:
         return ENGINES[name]
-    if ":" not in name:
-        raise ImportNameError(unknown_name("rollout engine", name, ENGINES, custom=CUSTOM_ENGINE))
-    engine = import_attribute(check_import_name(name))
-    capabilities = getattr(engine, "capabilities", None)
-    if not isinstance(engine, type) or not isinstance(capabilities, EngineCapabilities):
-        raise ImportNameError(
-            f"{name} is not a rollout engine: it must be a class whose attribute `capabilities` is an "
-            f"EngineCapabilities (docs/extend.md)"
-        )
-    return capabilities
+    return import_capabilities(name, "a rollout engine", EngineCapabilities)
+
+
+_check_name = partial(
+    check_name, what="rollout engine", names=tuple(ENGINES), custom=CUSTOM_CLASS, load=get_capabilities
+)
+EngineName = Annotated[str, AfterValidator(_check_name)]
+"""Name of a rollout engine. A user's engine is imported."""
 
 
 def name_alternatives(has: Callable[[EngineCapabilities], bool]) -> str:

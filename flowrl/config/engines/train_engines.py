@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from functools import cache, partial
+from typing import Annotated, Literal
 
-from flowrl.config.base import ImportNameError, check_import_name, import_attribute
+from pydantic import AfterValidator
+
+from flowrl.config.base import CUSTOM_CLASS, check_name, import_capabilities
 
 Dimension = Literal["dp", "sp", "tp", "pp"]
 """A parallel dimension of a role: data, sequence, tensor or pipeline."""
@@ -68,11 +70,11 @@ def get_train_capabilities(name: str) -> TrainCapabilities:
     """
     if name in TRAIN_ENGINES:
         return TRAIN_ENGINES[name]
-    engine = import_attribute(check_import_name(name))
-    capabilities = getattr(engine, "capabilities", None)
-    if not isinstance(engine, type) or not isinstance(capabilities, TrainCapabilities):
-        raise ImportNameError(
-            f"{name} is not a training engine: it must be a class whose attribute `capabilities` is a "
-            f"TrainCapabilities (docs/extend.md)"
-        )
-    return capabilities
+    return import_capabilities(name, "a training engine", TrainCapabilities)
+
+
+_check_name = partial(
+    check_name, what="training engine", names=tuple(TRAIN_ENGINES), custom=CUSTOM_CLASS, load=get_train_capabilities
+)
+TrainEngineName = Annotated[str, AfterValidator(_check_name)]
+"""Name of a training engine. A user's engine is imported."""

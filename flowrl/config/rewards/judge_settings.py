@@ -15,7 +15,7 @@ from pydantic import (
 
 from flowrl.config.base import Dependency, FilePath, ImportName, Member, OneOf, Options
 from flowrl.config.engines.rollout_capabilities import EngineCapabilities
-from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, check_engine, get_capabilities
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, EngineName, get_capabilities
 from flowrl.config.engines.vllm_settings import VllmConfig
 from flowrl.config.model import ModelConfig
 from flowrl.config.roles import RoleConfig, RolloutConfig
@@ -127,7 +127,7 @@ class JudgeConfig(RoleConfig):
     model: ModelConfig
     """Model of the judge. Its own tokenizer and chat template render the prompt."""
 
-    engine: Annotated[str, AfterValidator(check_engine)] = DEFAULT_ENGINE
+    engine: EngineName = DEFAULT_ENGINE
     """Engine that generates the verdicts: `hf`, `vllm`, or a user's engine, as in `rollout.engine`."""
 
     vllm: VllmConfig | None = None

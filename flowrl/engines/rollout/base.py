@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from flowrl.config import ConfigError, EngineCapabilities, ModelConfig, RolloutConfig, UserError, import_attribute
+from flowrl.config import EngineCapabilities, ModelConfig, RolloutConfig, UserError, import_attribute
+from flowrl.config.base import check_members, missing_members
 
 if TYPE_CHECKING:
     import numpy as np
@@ -498,11 +499,8 @@ def load_engine_class(name: str) -> type[RolloutEngine]:
 
 def check_engine_class(name: str) -> None:
     """Raises ConfigError if a user's engine lacks a method that its capabilities require."""
-    if name not in ENGINE_CLASSES and (missing := find_missing_methods(load_engine_class(name))):
-        raise ConfigError(
-            f"rollout engine {name} has no {', '.join(missing)}, which its capabilities require: add "
-            f"{'it' if len(missing) == 1 else 'them'} (docs/extend.md)"
-        )
+    if name not in ENGINE_CLASSES:
+        check_members(f"rollout engine {name}", find_missing_methods(load_engine_class(name)))
 
 
 def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
@@ -515,9 +513,4 @@ def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
         SleepingEngine: capabilities.sleep,
         BroadcastEngine: "nccl" in capabilities.gpu_transports,
     }
-    return [
-        name
-        for protocol, is_required in required.items()
-        for name in vars(protocol)
-        if is_required and not name.startswith("_") and not hasattr(engine, name)
-    ]
+    return missing_members(engine, [protocol for protocol, is_required in required.items() if is_required])

@@ -19,14 +19,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flowrl.config import (
-    ConfigError,
-    ModelConfig,
-    ModelRoleConfig,
-    TrainCapabilities,
-    UserError,
-    import_attribute,
-)
+from flowrl.config import ModelConfig, ModelRoleConfig, TrainCapabilities, UserError, import_attribute
+from flowrl.config.base import check_members, missing_members
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.metric import Metric
 from flowrl.engines.train.microbatch import Groups, MicroBatch
@@ -324,14 +318,8 @@ def check_train_engine(name: str) -> None:
     Does not check properties, because the constructor may set them as attributes.
     """
     engine = load_train_engine_class(name)
-    protocols: list[type] = [SavedEngine, TrainEngine, *([SharedModel] if engine.capabilities.shares_weights else [])]
-    members = {name: member for protocol in protocols for name, member in vars(protocol).items() if name[0] != "_"}
-    methods = [name for name, member in members.items() if not isinstance(member, property)]
-    if missing := [method for method in methods if not callable(getattr(engine, method, None))]:
-        raise ConfigError(
-            f"training engine {name} has no method {', '.join(missing)}, which a training engine needs: add "
-            f"{'it' if len(missing) == 1 else 'them'} (docs/extend.md)"
-        )
+    protocols = [SavedEngine, TrainEngine, *([SharedModel] if engine.capabilities.shares_weights else [])]
+    check_members(f"training engine {name}", missing_members(engine, protocols, with_properties=False))
 
 
 # Functions for engines.
