@@ -117,6 +117,13 @@ def hidden_width(backbone: PreTrainedModel) -> int:
     return settings.get("word_embed_proj_dim") or backbone.config.get_text_config().hidden_size
 
 
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Returns the number of rows of the input embeddings. Token ids must be smaller."""
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    return embeddings.weight.shape[0]
+
+
 def _draw_head(head: nn.Linear, seed: int) -> None:
     """Draws head weights with variance 1 / (width + 1), identical on every rank (arXiv 2009.01325, appendix B.1)."""
     generator = torch.Generator().manual_seed(seed)

@@ -352,14 +352,14 @@ def collect_outputs(
     Args:
         batch: the rows of which `passes` has the micro-batches.
         outputs: the requested outputs.
-        passes: each micro-batch, on the CPU, with its outputs.
+        passes: each micro-batch and its outputs, both on the CPU.
     Returns: [T, ...] for outputs of tokens and [B] for outputs of rows. Without rows, T and B are 0.
     """
     lengths_B = lengths(batch)
     starts_B = torch.cumsum(lengths_B, 0) - lengths_B
     collected: dict[str, Tensor] = {}
     for micro, values in passes:
-        for name, value in ((name, value.cpu()) for name, value in values.items()):
+        for name, value in values.items():
             is_of_rows = name in ROW_OUTPUTS
             if name not in collected:
                 size = len(lengths_B) if is_of_rows else int(lengths_B.sum())

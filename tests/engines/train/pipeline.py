@@ -111,7 +111,8 @@ class PipelineEngine(ModuleEngine):
 
     @torch.no_grad()
     def forward(self, batch: TensorDictBase, outputs: Outputs) -> dict[str, Tensor]:
-        passes = ((micro, self._run(micro.to(self._device), outputs)[2]) for micro in self._split(batch))
+        values = ((micro, self._run(micro.to(self._device), outputs)[2]) for micro in self._split(batch))
+        passes = ((micro, {name: value.cpu() for name, value in of_micro.items()}) for micro, of_micro in values)
         return collect_outputs(batch, outputs, passes)
 
     def _split(self, batch: TensorDictBase, groups_B: Tensor | None = None) -> list[MicroBatch]:

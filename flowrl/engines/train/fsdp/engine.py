@@ -34,6 +34,7 @@ from flowrl.engines.models.loading import (
     load_critic,
     load_policy,
     load_reward_model,
+    num_embeddings,
 )
 from flowrl.engines.models.lora import adapter_disabled, add_adapter
 from flowrl.engines.models.parameters import move_model, move_optimizer
@@ -211,13 +212,9 @@ class FsdpEngine(ModuleEngine):
             self._add_usage(batch, outputs, is_training=True)
             factor = steps.loss_factor * weight
             with self._training():
-                for i, on_host in enumerate(micros):
-                    micro = on_host.to(self.device)
-                    values = self._outputs(micro, outputs)
-                    with self._autocast():
-                        micro_loss, micro_metrics = loss(values, micro, denominators)
-                    del values  # an output that the loss does not use would keep its graph
-                    (micro_loss * factor).backward()
+                for i, micro in enumerate(micros):
+                    term, micro_metrics = self._loss_term(micro, loss, outputs, denominators)
+                    (term * factor).backward()
                     if i < num_own:
                         metrics.append(micro_metrics)
         return merge_metrics(metrics)
@@ -230,16 +227,24 @@ class FsdpEngine(ModuleEngine):
         self._add_usage(batch, outputs, is_training=False)
         metrics: list[Mapping[str, Metric]] = []
         with torch.no_grad():
-            for i, on_host in enumerate(micros if denominators.tokens else ()):
-                micro = on_host.to(self.device)
-                values = self._outputs(micro, outputs)
-                with self._autocast():
-                    _, micro_metrics = loss(values, micro, denominators)
+            for i, micro in enumerate(micros if denominators.tokens else ()):
+                _, micro_metrics = self._loss_term(micro, loss, outputs, denominators)
                 if i < num_own:
                     metrics.append(micro_metrics)
         if self.is_sharded:
             reshard_weights(self.model)
         return merge_metrics(metrics)
+
+    def _loss_term(
+        self, micro: MicroBatch, loss: LossTerm, outputs: Outputs, denominators: Denominators
+    ) -> tuple[Tensor, Mapping[str, Metric]]:
+        """Returns a micro-batch's term of a loss, and metrics. Outputs that the loss does not use are freed, with their
+        graphs, before the backward pass.
+        """
+        micro = micro.to(self.device)
+        values = self._outputs(micro, outputs)
+        with self._autocast():
+            return loss(values, micro, denominators)
 
     def update(self, batch: TensorDictBase, loss: LossTerm, outputs: Outputs) -> dict[str, Metric]:
         """Takes one optimizer step on one loss: `forward_backward` and then `optim_step`. Returns their metrics."""
@@ -260,9 +265,7 @@ class FsdpEngine(ModuleEngine):
 
     @property
     def num_embeddings(self) -> int:
-        embeddings = next(language_models(self.model)).get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
-        return embeddings.weight.shape[0]
+        return num_embeddings(next(language_models(self.model)))
 
     @property
     def _saved(self) -> TrainedModel:

@@ -22,7 +22,7 @@ from flowrl.algorithms import (
 )
 from flowrl.config import UserError
 from flowrl.engines.models.attention import Pack
-from flowrl.engines.models.loading import LanguageModel
+from flowrl.engines.models.loading import LanguageModel, num_embeddings
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
     gather_sequence,
@@ -76,13 +76,6 @@ class PolicyModel(SequenceShardable):
         super().__init__()
         self.language_model = language_model
 
-    @property
-    def num_embeddings(self) -> int:
-        """Number of rows of the input embeddings. Token ids must be smaller."""
-        embeddings = self.language_model.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
-        return embeddings.weight.shape[0]
-
     def forward(
         self,
         input_ids_BL: Tensor,
@@ -109,7 +102,8 @@ class PolicyModel(SequenceShardable):
             has_hidden: whether to return hidden states.
         """
         ids_BLK, num_top = (topk, 0) if isinstance(topk, Tensor) else (None, topk)
-        num_tokens = min(num_tokens or self.num_embeddings, self.num_embeddings)
+        num_ids = num_embeddings(self.language_model)
+        num_tokens = min(num_tokens or num_ids, num_ids)
         request = _Request(temperature, entropy, num_top, num_tokens, has_hidden)
         if pack is None:
             return self._run_rows(input_ids_BL, mask_BL, ids_BLK, request, None)
