@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.algorithms import clipped_value_loss, kl_estimate, kl_loss
 from flowrl.algorithms.registry import distillation_losses, kl_kinds, loss_and_metrics, per_token, policy_losses
 from flowrl.config import ActorConfig, CriticConfig, StudentConfig
-from flowrl.workers.losses.loss import Loss
+from flowrl.workers.losses.loss import ConfiguredFunction, Loss
 
 
 def policy_loss(config: ActorConfig) -> Loss:
@@ -61,23 +61,20 @@ def distillation_loss(config: StudentConfig) -> Loss:
     return Loss(function, config.loss.arguments(), columns=columns, name=f"actor.loss {config.loss.kind}")
 
 
-class _PolicyObjective:
-    """The policy loss, entropy bonus and KL loss of an actor. Imports the functions of the settings once."""
+class _PolicyObjective(ConfiguredFunction[ActorConfig]):
+    """The policy loss, entropy bonus and KL loss of an actor."""
 
     def __init__(self, config: ActorConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._function = policy_losses.load(config.loss.kind)
         self.inputs = policy_losses.inputs(self._function)
         self._arguments = config.loss.arguments()
         self._kl_kind = kl_kinds.load(config.kl_loss_kind) if config.kl_loss_coef else None
 
-    def __reduce__(self) -> tuple[type, tuple[ActorConfig]]:
-        return type(self), (self._config,)  # a user's function may be in a file, which no other process has imported
-
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, mask: Tensor, **columns: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        config, current = self._config, logprobs.detach()
+        config, current = self._settings, logprobs.detach()
         inputs = {"logprobs": logprobs, "old_logprobs": current, "mask": mask} | columns
         result = self._function(**{name: inputs[name] for name in self.inputs}, **self._arguments)
         loss_BL, details = loss_and_metrics(result, mask, f"actor.loss {config.loss.kind}")

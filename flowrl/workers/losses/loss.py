@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from flowrl.algorithms import aggregate, masked_range
 from flowrl.algorithms.registry import aggregation_modes, described, scalar
 from flowrl.config import UserError
-from flowrl.config.base import AGGREGATIONS
+from flowrl.config.base import AGGREGATIONS, Config
 from flowrl.data.metric import Max, Mean, Metric, Min
 from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.microbatch import Groups, MicroBatch
@@ -35,6 +35,21 @@ class MaskedMetric(NamedTuple):
 
 LossFunction = Callable[..., Any]
 """A function of inputs, by name. Returns the loss, or a tuple (loss, dictionary of metrics)."""
+
+
+Settings = TypeVar("Settings", bound=Config)
+
+
+class ConfiguredFunction(Generic[Settings]):
+    """Base class of loss functions that settings select. Only the settings are pickled: a user's function may be in a
+    file that other processes have not imported. Each process therefore imports it again.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __reduce__(self) -> tuple[type, tuple[Settings]]:
+        return type(self), (self._settings,)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.algorithms import sequence_logprobs
 from flowrl.algorithms.registry import described, preference_losses, reward_model_losses
 from flowrl.config import PreferenceActorConfig, PreferenceConfig, RewardModelConfig, RewardModelLossConfig, UserError
-from flowrl.workers.losses.loss import Loss, MaskedMetric
+from flowrl.workers.losses.loss import ConfiguredFunction, Loss, MaskedMetric
 
 PAIR, REFERENCE = "pair", "ref_response_logprobs"
 """Names of the row columns with the id of a pair, and with the log-probability under the reference."""
@@ -51,20 +51,17 @@ def reward_model_loss(config: RewardModelConfig) -> Loss:
     )
 
 
-class _PairObjective:
-    """A loss of pairs. Imports its function once per process."""
+class _PairObjective(ConfiguredFunction[PreferenceConfig]):
+    """A loss of pairs."""
 
     def __init__(self, loss: PreferenceConfig) -> None:
-        self._loss, self._arguments = loss, loss.arguments()
-        self._function = preference_losses.load(loss.kind)
+        super().__init__(loss)
+        self._arguments, self._function = loss.arguments(), preference_losses.load(loss.kind)
         self._inputs = preference_losses.inputs(self._function)
-
-    def __reduce__(self) -> tuple[type, tuple[PreferenceConfig]]:
-        return type(self), (self._loss,)  # a user's function may be in a file, which no other process has imported
 
     def __call__(self, logprobs: Tensor, mask: Tensor, **columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         sums_B, lengths_B = sequence_logprobs(logprobs, mask, mode="sum"), mask.sum(-1)
-        responses = {"logprobs": sums_B / lengths_B.clamp(min=1) if self._loss.IS_MEAN_PER_TOKEN else sums_B}
+        responses = {"logprobs": sums_B / lengths_B.clamp(min=1) if self._settings.IS_MEAN_PER_TOKEN else sums_B}
         responses["lengths"] = lengths_B
         if REFERENCE in columns:
             responses["ref_logprobs"] = columns[REFERENCE].to(sums_B.dtype)
@@ -73,20 +70,17 @@ class _PairObjective:
             prefix, kind = ("ref_", "logprobs") if name == "ref_logprobs" else ("", name)
             values[f"{prefix}chosen_{kind}"], values[f"{prefix}rejected_{kind}"] = _split_pairs(value_B)
         result = self._function(**{name: values[name] for name in self._inputs}, **self._arguments)
-        loss_P, metrics = _check(result, f"actor.loss {self._loss.kind}")
+        loss_P, metrics = _check(result, f"actor.loss {self._settings.kind}")
         chosen_P, rejected_P = _split_pairs(sums_B)
         return loss_P, metrics | {"chosen_logprobs": chosen_P, "rejected_logprobs": rejected_P}
 
 
-class _LabeledObjective:
-    """A loss of single responses with a label. Imports its function once per process."""
+class _LabeledObjective(ConfiguredFunction[PreferenceConfig]):
+    """A loss of single responses with a label."""
 
     def __init__(self, loss: PreferenceConfig) -> None:
-        self._loss, self._arguments = loss, loss.arguments()
-        self._function = preference_losses.load(loss.kind)
-
-    def __reduce__(self) -> tuple[type, tuple[PreferenceConfig]]:
-        return type(self), (self._loss,)  # as above
+        super().__init__(loss)
+        self._arguments, self._function = loss.arguments(), preference_losses.load(loss.kind)
 
     def __call__(
         self, logprobs: Tensor, mask: Tensor, **columns: Tensor
@@ -109,15 +103,12 @@ class _LabeledObjective:
         return loss_B, shown
 
 
-class _RewardObjective:
-    """A loss of the scores of pairs. Imports its function once per process."""
+class _RewardObjective(ConfiguredFunction[RewardModelLossConfig]):
+    """A loss of the scores of pairs."""
 
     def __init__(self, loss: RewardModelLossConfig) -> None:
-        self._loss, self._arguments = loss, loss.arguments()
-        self._function = reward_model_losses.load(loss.kind)
-
-    def __reduce__(self) -> tuple[type, tuple[RewardModelLossConfig]]:
-        return type(self), (self._loss,)  # as above
+        super().__init__(loss)
+        self._arguments, self._function = loss.arguments(), reward_model_losses.load(loss.kind)
 
     def __call__(self, scores: Tensor, margin: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         chosen_P, rejected_P = _split_pairs(scores)
@@ -125,7 +116,7 @@ class _RewardObjective:
         if margin is not None:
             settings["margin"] = _split_pairs(margin)[0].to(chosen_P.dtype)
         result = self._function(chosen_scores=chosen_P, rejected_scores=rejected_P, **settings)
-        return _check(result, f"reward.loss {self._loss.kind}")
+        return _check(result, f"reward.loss {self._settings.kind}")
 
 
 def _split_pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:
