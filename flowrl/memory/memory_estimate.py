@@ -292,8 +292,7 @@ class _Estimator:
         if self._transports.get("rollout") != "nccl" or model is not self._role_model("actor"):
             return memory
         assert isinstance(config, RolloutRunConfig), "the run has a rollout"
-        dtype = config.rollout.sent_dtype
-        element = model.param_bytes if dtype is None else ITEMSIZE[dtype]
+        element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
         buckets = int(TRANSFER_BUCKETS.value) * bucket_bytes(model.size, element, config.rollout.transfer)
         call = CallMemory("broadcast_weights", gathered=model.exported(element), buffers=buckets)
         fixed = {**memory.fixed, "NCCL": memory.fixed.get("NCCL", 0) + nccl_bytes(1)}
@@ -308,8 +307,7 @@ class _Estimator:
         if not is_used or not isinstance(config, RolloutRunConfig) or (actor := self._role_model("actor")) is None:
             return 0
         slots = (roles["actor"].slots[0], *roles["rollout"].slots)
-        dtype = config.rollout.sent_dtype
-        element = actor.param_bytes if dtype is None else ITEMSIZE[dtype]
+        element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
         return actor.size.parameters * element if node in {slot.node for slot in slots} else 0
 
     def _make_role_model(self, role: str) -> RoleModel | None:

@@ -75,7 +75,7 @@ def _transport_between(
     actor: RolePlan, rollout: RolePlan, kind: str, config: RolloutConfig, shares_model: bool
 ) -> Transport:
     via = config.transfer.via
-    is_possible = config.capabilities.gpu_transports
+    gpu_transports = config.capabilities.gpu_transports
     if not config.capabilities.own_process and set(rollout.slots) == set(actor.slots):
         return _transport_in_process(actor, rollout, config, shares_model)
     if via == "object_store" or (via == "auto" and kind != "cuda"):
@@ -92,7 +92,7 @@ def _transport_between(
                 f"{setting}, but {rollout.role} uses the same GPUs as {actor.role}, and NCCL allows one process per "
                 f"GPU: set {rollout.role}.transfer.via: auto"
             )
-        return "cuda_ipc" if "cuda_ipc" in is_possible else "object_store"
+        return "cuda_ipc" if "cuda_ipc" in gpu_transports else "object_store"
     if via == "cuda_ipc":
         raise PlacementError(
             f"{setting}, but {rollout.role} and {actor.role} use different GPUs, and CUDA IPC works only within one "
@@ -105,7 +105,7 @@ def _transport_between(
                 f"GPU: set {rollout.role}.transfer.via: object_store"
             )
         return "object_store"
-    return "nccl" if "nccl" in is_possible else "object_store"
+    return "nccl" if "nccl" in gpu_transports else "object_store"
 
 
 def _transport_in_process(actor: RolePlan, rollout: RolePlan, config: RolloutConfig, shares_model: bool) -> Transport:
