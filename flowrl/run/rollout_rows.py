@@ -353,7 +353,7 @@ def split_text(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> li
 
 
 def round_values(values: Iterable[float], is_present: Iterable[bool]) -> list[float | None]:
-    """Rounds values to a few significant digits. Absent and infinite values and NaN become None."""
+    """Returns the values, rounded to a few significant digits. A value that is absent or not finite becomes None."""
     return [
         float(f"{value:.{_NUM_DIGITS}g}") if present and math.isfinite(value) else None
         for value, present in zip(values, is_present, strict=True)

@@ -35,7 +35,7 @@ def add_entropies(contract: Contract, cls: type[Worker], arguments: Arguments, s
 def policy_columns(
     engine: TrainEngine, batch: TensorDict, temperature: float, *, entropy: bool = False, without_adapter: bool = False
 ) -> TensorDict:
-    """Returns the column `logprobs`, and with `entropy` the column `entropies`.
+    """Returns a batch with the column `logprobs`. With `entropy`, it also has the column `entropies`.
 
     Args:
         engine: engine of a policy.

@@ -231,7 +231,9 @@ def _plan_save(state: dict[str, Any], group: ProcessGroup | None) -> tuple[Defau
 
 
 def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path, group: ProcessGroup | None) -> None:
-    """Raises CheckpointError on all ranks unless the ranks together have the tensors of the checkpoint."""
+    """Compares the tensors of all ranks with those of the checkpoint. If one is missing, or has another shape or dtype,
+    raises CheckpointError on every rank.
+    """
     own = {name: (list(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in state.items()}
     known = {name: layout for part in _all_gather(own, group) for name, layout in part.items()}
     problem = f"the checkpoint in {folder} is of a different model"

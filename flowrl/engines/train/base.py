@@ -39,7 +39,7 @@ ROW_OUTPUTS = ("scores",)
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a model that a loss or a call needs, and how they are computed.
+    """A request for outputs of a model, with the settings of their computation.
 
         logprobs        log-probability of each token given the previous tokens, [B, L]
         entropy         entropy of the distribution of each token, [B, L], in nats
@@ -76,14 +76,13 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Denominators of one loss of an optimizer step, counted over all ranks and micro-batches."""
+    """The numbers of tokens, rows and groups that contribute to a loss. A loss receives those of all ranks."""
 
     tokens: int
-    """Number of tokens that contribute to the loss."""
     rows: int
-    """Number of rows with at least one token that contributes to the loss."""
+    """Number of rows with at least one such token."""
     groups: int = 0
-    """Number of groups with at least one token that contributes to the loss. 0 for a loss without groups."""
+    """Number of groups with at least one such token. 0 for a loss without groups."""
 
 
 LossTerm = Callable[[Mapping[str, Tensor], MicroBatch, Denominators], tuple[Tensor, Mapping[str, Metric]]]
@@ -108,7 +107,8 @@ class TrainContext:
     device: torch.device
     """Device of this process: `cpu` or `cuda:N`."""
     group: ProcessGroup | None
-    """All ranks of the role, in the order pp, dp, sp, tp, of which tp varies fastest. None for a single process."""
+    """All ranks of the role, or None for a single process. They are sorted by pipeline stage, and then by their
+    data-, sequence- and tensor-parallel index. Tensor-parallel peers are therefore adjacent."""
     pp: int = 1
     sp: int = 1
     tp: int = 1
@@ -189,8 +189,10 @@ class TrainEngine(SavedEngine, Protocol):
     # Outputs and training.
 
     def forward(self, batch: TensorDictBase, outputs: Outputs) -> dict[str, Tensor]:
-        """Returns outputs by name, without gradients, on the CPU: [T, ...] in the order of the batch's tokens, and [B]
-        for outputs of rows.
+        """Returns the outputs of a batch by name. The tensors are on the CPU and have no gradient.
+
+        Outputs of tokens have the shape [T, ...], in the order of the tokens of the batch. Outputs of rows have the
+        shape [B].
         """
         ...
 
@@ -239,7 +241,8 @@ class TrainEngine(SavedEngine, Protocol):
         """
         ...
 
-    # Weights. Names are those of `save_pretrained`; the heads of critics and reward models have names of their own.
+    # Weights. The names are those that `save_pretrained` writes, with the prefix `model.` for a reward model, and with
+    # `backbone.` or `value_head.` for a critic.
 
     def weight_shapes(self, dtype: torch.dtype | None = None) -> Sequence["WeightShape"]:
         """Returns name, dtype and shape of each weight of the model, in the order of `export_weights`. A tied weight

@@ -23,16 +23,16 @@ def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig)
     UserError if a user's function does not return an optimizer.
     """
     # A fused update requires parameters of one device mesh.
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    parts: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
-    decayed = [
+        parts.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    groups = [
         {"params": params, "weight_decay": config.weight_decay if is_matrix else 0.0}
-        for (is_matrix, _), params in groups.items()
+        for (is_matrix, _), params in parts.items()
     ]
     build = BUILDERS.get(config.kind) or import_function(config.kind)
-    optimizer = build(decayed, config)
+    optimizer = build(groups, config)
     if not isinstance(optimizer, Optimizer):
         raise UserError(
             f"the optimizer {config.kind} returned a {type(optimizer).__name__}: it must return a torch.optim.Optimizer"

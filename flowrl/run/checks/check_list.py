@@ -1,5 +1,6 @@
-"""The list of all checks of a run, and the functions that run them. Imports torch only for the levels MODELS and STEP,
-for the memory, and for user-defined functions.
+"""The list of all checks of a run, and the functions that run them.
+
+The levels CONFIG and FILES import torch only to estimate memory and to import functions of the user.
 """
 
 from collections.abc import Callable, Iterator

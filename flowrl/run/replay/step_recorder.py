@@ -47,7 +47,7 @@ def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Describe
 
 
 def find_sharded_roles(config: RunConfig, planned: Plan) -> set[str]:
-    """Returns the roles whose model FSDP2 shards, possibly on one rank."""
+    """Returns the roles whose model is an FSDP2 module, which `strategy: auto` also creates for a single GPU."""
     if config.backend == "inline":
         return set()
     engines = {role: value.engine for role, value in models_of(resolve_settings(config, planned)).items()}
