@@ -232,7 +232,7 @@ def evaluate(
     limits = _DEFAULT_LIMITS if isinstance(reward, WorkerGroup) else reward.limits
 
     def measure(name: str, batch: Batch, own: EvaluationConfig) -> dict[str, float]:
-        scores[name] = _collect_scores(batch, own, limits)
+        scores[name] = collect_scores(batch, own, limits)
         metrics = measure_scores(scores[name], own)
         return metrics | (batch.reduce(measure_episodes, (EPISODE,)).get() if EPISODE in batch else {})
 
@@ -318,7 +318,7 @@ def _without_failed_scores(batch: Batch) -> Batch:
     return batch.drop("scores").union(known)
 
 
-def _collect_scores(batch: Batch, config: EvaluationConfig, limits: PoolLimits) -> PromptScores:
+def collect_scores(batch: Batch, config: EvaluationConfig, limits: PoolLimits) -> PromptScores:
     """Returns the scores of a generated batch, whose rows of a prompt follow each other.
 
     `limits` are those of the function that extracts answers.

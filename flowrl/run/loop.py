@@ -110,7 +110,7 @@ class Run:
 
     def rewards(self) -> Scoring:
         """Starts the workers that score responses: those of `config.reward`, or of `config.environment`."""
-        return start_scoring(self.config, self.group)
+        return start_scoring(self.config, self.group, self._observers.measure_rewards)
 
     # Steps.
 

@@ -8,6 +8,7 @@ from flowrl.config import JudgeConfig, RewardConfig, RoleConfig, RolloutRunConfi
 from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import get_registered_methods
+from flowrl.data.batch.batch import Batch
 from flowrl.report.run_observer import RunObserver
 from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.schedules.rewards import EnvironmentScoring, Rewards, Scoring
@@ -54,10 +55,13 @@ def group_arguments(
     return tuple(map(apply, args)), {name: apply(value) for name, value in kwargs.items()}
 
 
-def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
+def start_scoring(
+    config: RunConfig, start: Callable[..., Any], follow: Callable[[Batch], None] = lambda scored: None
+) -> Scoring:
     """Starts the workers of the roles that score responses with `start`, which is `Run.group`.
 
-    Raises UserError if the run has neither a reward nor an environment.
+    `follow` is called with each batch that the recipe scores in training. Raises UserError if the run has neither a
+    reward nor an environment.
     """
     environment = config.environment if isinstance(config, RolloutRunConfig) else None
     if isinstance(config, RolloutRunConfig) and environment is not None:
@@ -73,7 +77,7 @@ def start_scoring(config: RunConfig, start: Callable[..., Any]) -> Scoring:
         name: start(name, Judge, own, seed=config.seed) if isinstance(own, JudgeConfig) else start(name, Reward, own)
         for name, own in reward.roles(role).items()
     }
-    return Rewards(reward, groups, role)
+    return Rewards(reward, groups, role, follow)
 
 
 class Protections(RunObserver):

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import EnvironmentConfig, RewardComponent, RewardConfig
+from flowrl.config import EnvironmentConfig, RewardComponent, RewardConfig, UserError
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.dispatch import Future
 from flowrl.controller.group import WorkerGroup
@@ -104,6 +104,13 @@ class Scoring(Protocol):
         """Returns a generated batch with its final columns. Does not block."""
         ...
 
+    def score(self, batch: Batch, evaluation: bool = False) -> Batch:
+        """Returns the columns of all rewards for responses that were not scored during generation. Does not block.
+
+        `evaluation` selects the rewards of evaluations. Raises UserError if an environment gives the rewards.
+        """
+        ...
+
     def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch | HeldOutResponses:
         """Returns held-out prompts with responses and the scores of evaluations, if possible alongside training. Does
         not wait for the responses.
@@ -144,6 +151,12 @@ class EnvironmentScoring:
     def add_model_scores(self, batch: Batch) -> Batch:
         return batch
 
+    def score(self, batch: Batch, evaluation: bool = False) -> Batch:
+        raise UserError(
+            "reward.score was called in a run with an environment, which gives the rewards during generation: pass "
+            "reward=run.rewards() to run.rollouts in the recipe, or replace environment by reward"
+        )
+
     def generate_scored(
         self, rollout: Any, batch: Batch, temperature: float
     ) -> Batch | HeldOutResponses:  # Any: a group of rollouts
@@ -178,15 +191,22 @@ class Rewards:
 
     alongside: GenerateAlongside | None = None
 
-    def __init__(self, config: RewardConfig, groups: Mapping[str, WorkerGroup], role: str) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        groups: Mapping[str, WorkerGroup],
+        role: str,
+        follow: Callable[[Batch], None] = lambda scored: None,
+    ) -> None:
         """Stores the settings and the worker groups of a reward.
 
         Args:
             config: settings of the reward.
             groups: worker group of each role of the reward (`config.roles(role)`), by name.
             role: name of the reward's field in the config of the run, usually `reward`.
+            follow: called with each batch that the recipe has scored in training, to measure the rewards.
         """
-        self._config = config
+        self._config, self._follow = config, follow
         self._functions = groups.get(role)
         """Group that calls the functions of training or of evaluations, if there are any."""
         name_role = (lambda part: role) if config.components is None else (lambda part: f"{role}_{part.name}")
@@ -231,16 +251,16 @@ class Rewards:
         return finish(batch.union(rollout.generate.submit(batch, temperature=temperature)))
 
     def score(self, batch: Batch, evaluation: bool = False) -> Batch:
-        """Returns the columns of all rewards for responses that were not scored during generation. Does not block.
-
-        `evaluation` selects the rewards of evaluations.
-        """
         has_own_rewards = evaluation and self._config.evaluation is not None
         if self._functions is not None and (has_own_rewards or not self._models):
-            return self._functions.score(batch, evaluation=evaluation)
-        if self._functions is not None and self.sent_columns:
-            batch = batch.union(self._functions.score(batch))
-        return self.add_model_scores(batch)
+            scored = self._functions.score(batch, evaluation=evaluation)
+        else:
+            if self._functions is not None and self.sent_columns:
+                batch = batch.union(self._functions.score(batch))
+            scored = self.add_model_scores(batch)
+        if not evaluation:
+            self._follow(scored)
+        return scored
 
     def add_model_scores(self, batch: Batch) -> Batch:
         """Returns a batch with the scores of models and the sum of all scores, given those of functions.

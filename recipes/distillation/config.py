@@ -1,8 +1,10 @@
 """Settings of distillation."""
 
+from collections.abc import Mapping
+
 from pydantic import model_validator
 
-from flowrl.config import ReferenceConfig, RolloutRunConfig, StudentConfig
+from flowrl.config import ReferenceConfig, RewardConfig, RolloutRunConfig, StudentConfig
 
 
 class DistillationConfig(RolloutRunConfig):
@@ -14,10 +16,33 @@ class DistillationConfig(RolloutRunConfig):
     teacher: ReferenceConfig
     """The teacher. Its tokenizer must have the same tokens as that of the student."""
 
+    reward: RewardConfig | None = None
+    """The reward that measures the student's responses. The student is not trained on it. Null: only its agreement with
+    the teacher is measured.
+    """
+
     @property
     def compared_by(self) -> tuple[str, ...]:
         """Metric that ranks checkpoints."""
         return ("agreement",) if self.evaluate_every else ("actor/loss",)
+
+    @property
+    def measures_success(self) -> bool:
+        """False, because the recipe trains on all prompts and responses, whatever their scores."""
+        return False
+
+    @classmethod
+    def unsupported_settings(cls) -> Mapping[str, str]:
+        reason = "the student is trained on all responses, whatever their scores: remove it"
+        return {**super().unsupported_settings(), "dynamic_sampling": reason}
+
+    @model_validator(mode="after")
+    def _check_failures(self) -> "DistillationConfig":
+        if self.on_failure == "drop":
+            raise ValueError(
+                "reward.on_failure is drop, but the student is trained on all responses: set zero, or stop"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sampling(self) -> "DistillationConfig":

@@ -25,24 +25,29 @@ def train(config: DistillationConfig, start: StartRun = Run) -> Summary:
     with start(config) as run:
         actor = run.group("actor", Actor, config.actor)
         teacher = run.group("teacher", Reference, config.teacher)
+        reward = run.rewards() if config.reward else None
         rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
         run.add_checkpointable(actor)
         run.add_evaluation(
-            held_out, lambda sets: evaluate_agreement(actor, teacher, rollout, sets, config.evaluation_by_set)
+            held_out, lambda sets: evaluate_agreement(actor, teacher, rollout, reward, sets, config.evaluation_by_set)
         )
 
         for batch in run.rollouts(rollout, prompts, policy=actor):
+            # 1. Score the responses, which only measures the student. The recipes that train on scores pass `reward` to
+            #    run.rollouts instead, so that functions score a response while others are generated.
+            if reward:
+                batch = batch.union(reward.score(batch))
             run.log(measure_batch(batch))
             run.save_rollouts(batch)
 
-            # 1. Compute the teacher's log-probabilities of the student's tokens, or of its own most likely tokens.
+            # 2. Compute the teacher's log-probabilities of the student's tokens, or of its own most likely tokens.
             batch = teacher_columns(batch, teacher, config.actor.loss)
 
-            # 2. Reduce the KL between student and teacher.
+            # 3. Reduce the KL between student and teacher.
             for minibatch in batch.minibatches(config.minibatch_size):
                 run.log(actor.update(minibatch))
 
-            # 3. Send the new weights to the rollout. Then the run evaluates and saves a checkpoint, if they are due.
+            # 4. Send the new weights to the rollout. Then the run evaluates and saves a checkpoint, if they are due.
             run.sync_weights(actor, rollout)
         run.save_model(actor)
         return run.finish()

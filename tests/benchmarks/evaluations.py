@@ -49,12 +49,15 @@ class ConstantScores:
     def add_model_scores(self, batch: Batch) -> Batch:
         return batch
 
-    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch | HeldOutResponses:
-        def score(generated: Batch) -> Batch:
-            return generated.union(Batch.from_rows([{"scores": 1.0} for _ in range(len(generated))]))
+    def score(self, batch: Batch, evaluation: bool = False) -> Batch:
+        return Batch.from_rows([{"scores": 1.0} for _ in range(len(batch))])
 
-        pending = None if self.alongside is None else self.alongside(batch, temperature, (), score)
-        return pending or score(batch.union(rollout.generate.submit(batch, temperature=temperature)))
+    def generate_scored(self, rollout: Any, batch: Batch, temperature: float) -> Batch | HeldOutResponses:
+        def finish(generated: Batch) -> Batch:
+            return generated.union(self.score(generated))
+
+        pending = None if self.alongside is None else self.alongside(batch, temperature, (), finish)
+        return pending or finish(batch.union(rollout.generate.submit(batch, temperature=temperature)))
 
 
 def measure(case: Case, mode: bool | None, task: Path, output: Path) -> float:

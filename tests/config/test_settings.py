@@ -24,7 +24,9 @@ from flowrl.config import (
     RewardModelConfig,
     RolloutConfig,
     RolloutLogConfig,
+    RolloutRunConfig,
     RunConfig,
+    TrainedConfig,
 )
 from flowrl.config.algorithm.advantage import GaeAdvantage
 from flowrl.config.setting_tree import find_disabled_settings, meaning_of, setting_paths
@@ -148,6 +150,15 @@ DISTILLATION = {
     "output": "out", "steps": 1, "batch_size": 8, "minibatch_size": 4, "data": DATA, "actor": TRAINED,
     "rollout": {"max_response_tokens": 8}, "teacher": {"model": MODEL},
 }  # fmt: skip
+
+
+class UnscoredConfig(RolloutRunConfig):
+    """A recipe of a user that needs no reward."""
+
+    actor: TrainedConfig
+
+
+UNSCORED = {name: value for name, value in DISTILLATION.items() if name != "teacher"}
 SERVICE = {"service": {"url": "http://127.0.0.1:8000/score"}}
 
 
@@ -172,7 +183,9 @@ SERVICE = {"service": {"url": "http://127.0.0.1:8000/score"}}
         (CheckpointConfig, {"keep_best": 1}, ("keep_best", 1, "every")),
         (RewardConfig, {"function": "m:f", "evaluation": [PART]}, ("evaluation.0.model", "components")),
         (DistillationConfig, DISTILLATION | {"environment": {"name": "m:E"}}, ("environment", "recipe")),
-        (DistillationConfig, DISTILLATION | {"dynamic_sampling": {"max_rounds": 2}}, ("dynamic_sampling", "reward")),
+        (DistillationConfig, DISTILLATION | {"dynamic_sampling": {"max_rounds": 2}}, ("dynamic_sampling", "student")),
+        (DistillationConfig, DISTILLATION | {"data": DATA | {"order": "curriculum"}}, ("data.order", "shuffle")),
+        (UnscoredConfig, UNSCORED | {"dynamic_sampling": {}, "samples_per_prompt": 2}, ("dynamic_sampling", "reward")),
     ],
 )
 def test_a_setting_that_can_never_act_is_rejected(

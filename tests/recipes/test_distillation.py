@@ -13,11 +13,13 @@ from transformers import Qwen2Tokenizer
 
 from flowrl.algorithms.losses.distillation import MIN_REST
 from flowrl.cli import run_recipe
-from flowrl.config import to_yaml
+from flowrl.config import UserError, to_yaml
 from recipes.distillation.config import DistillationConfig
 from recipes.distillation.train import train
 from recipes.quickstart.prepare import CHARACTERS, CHAT_TEMPLATE, SPECIAL
+from recipes.quickstart.task import exact, score
 from tests.configs import with_float64_models
+from tests.engines.closeness import FLOAT32_RTOL
 from tests.errors import missing_facts, rejects
 from tests.recipes.rollout_configs import (
     SCHEDULES,
@@ -70,6 +72,38 @@ def test_metrics_are_those_of_both_models(task_folder: Path, tmp_path: Path, tea
     greedy = first_responses(config, held_out=True)
     top_tokens = [response_logits(model, greedy).argmax(-1) for model in (task_folder / "model", teacher)]
     assert initial["agreement"] == pytest.approx(float((top_tokens[0] == top_tokens[1]).float().mean()))
+
+
+REWARD = {"function": "recipes.quickstart.task:score", "evaluation": "recipes.quickstart.task:exact"}
+
+
+def test_scores_measure_the_student_and_change_no_weight(task_folder: Path, tmp_path: Path, teacher: Path) -> None:
+    config = distillation_config(task_folder, tmp_path / "scored", teacher, reward=REWARD, steps=2)
+    unscored = distillation_config(task_folder, tmp_path / "unscored", teacher, steps=2)
+    summary = train(config)
+    train(unscored)
+    initial, step, _ = records(config)
+
+    batches = {score: first_responses(config, held_out=score is exact) for score in (score, exact)}
+    means = {}
+    for function, batch in batches.items():
+        columns = (batch.get(name) for name in ("prompt", "response", "answer"))
+        values = [function(prompt, response, answer) for prompt, response, answer in zip(*columns, strict=True)]
+        means[function] = pytest.approx(sum(values) / len(values), rel=FLOAT32_RTOL)
+    assert step["reward"] == step["rewards/reward"] == means[score] and step["reward_failed_fraction"] == 0
+    assert initial["accuracy"] == summary["accuracy_before"] == means[exact]
+    assert "accuracy" not in records(unscored)[0] and "reward" not in records(unscored)[1]
+    assert all(torch.equal(weights(unscored)[name], weight) for name, weight in weights(config).items())
+    assert initial["agreement"] == records(unscored)[0]["agreement"]
+
+
+def test_too_many_failed_rewards_end_the_run(task_folder: Path, tmp_path: Path, teacher: Path) -> None:
+    reward = {"function": "tests.recipes.scored:raises", "on_failure": "zero", "max_failure_rate": 0.5}
+    changes: dict[str, Any] = {"reward": reward, "evaluate_every": 0}
+    config = distillation_config(task_folder, tmp_path / "run", teacher, **changes)
+    with rejects("reward.max_failure_rate", 0.5, "ZeroDivisionError", error=UserError):
+        train(config)
+    assert records(config)[-1]["reward_failed_fraction"] == 1
 
 
 @pytest.mark.slow
@@ -199,6 +233,8 @@ def test_a_teacher_with_another_vocabulary_is_rejected_before_the_run_starts(
         ({"actor": {"loss": "reverse_kl"}}, ("sampled_reverse_kl", "topk_forward_kl")),
         ({"minibatch_size": 17}, ("minibatch_size", 17, 16)),
         ({"environment": {"name": "games:Game"}}, ("environment",)),
+        ({"reward": REWARD, "dynamic_sampling": {}}, ("dynamic_sampling",)),
+        ({"reward": {**REWARD, "on_failure": "drop"}}, ("reward.on_failure", "drop", "zero", "stop")),
     ],
 )
 def test_invalid_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], facts: tuple[str | float, ...]) -> None:

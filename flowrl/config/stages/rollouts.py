@@ -100,10 +100,7 @@ class RolloutRunConfig(DatasetConfig):
     def unsupported_settings(cls) -> Mapping[str, str]:
         if "environment" in cls.ALTERNATIVES:
             return {}
-        reasons = {"environment": "this recipe does not use environments: remove it"}
-        if "reward" not in cls.model_fields:
-            reasons["dynamic_sampling"] = "this recipe has no reward: remove it"
-        return reasons
+        return {"environment": "this recipe does not use environments: remove it"}
 
     @property
     def calls_functions(self) -> bool:

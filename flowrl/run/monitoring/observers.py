@@ -19,6 +19,7 @@ from flowrl.run.results import ResultFiles
 from flowrl.run.role_groups import Protections
 from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.start import StartedRun
+from flowrl.schedules.rewards import reward_metrics
 from flowrl.schedules.rollout_source import RolloutSource
 from flowrl.weight_sync.verification import ComparedWeights
 
@@ -129,6 +130,15 @@ class RunObservers:
         self._log.end()
         self.recorder.end_calls()
         return True
+
+    def measure_rewards(self, scored: Batch) -> None:
+        """Adds the metrics of rewards that the recipe has computed to the current step, and checks them for failures.
+
+        Does not block. Scores that the recipe computes before the first step are not measured.
+        """
+        with self.recorder.paused():
+            for metrics in reward_metrics([scored]) if self._log.has_begun else ():
+                self._log.add(self._checks.failures.follow(metrics))
 
     def check_responses(self, step: int) -> None:
         """Waits for the scores of a step, and checks how many have failed."""
