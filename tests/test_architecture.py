@@ -57,7 +57,6 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "cuda_ipc": set(),
         "base": {"weight_check"},
         "response_tensors": {"sampling", "base"},
-        "request_batch": {"base"},
         "hf": {"sampling", "base", "weight_check"},
         "vllm": {"sampling", "base", "weight_check", "cuda_ipc"},
     },

@@ -20,8 +20,8 @@ from flowrl.engines.rollout.base import (
     Response,
     RolloutEngine,
     Segment,
+    open_batch,
 )
-from flowrl.engines.rollout.request_batch import open_batch
 from flowrl.engines.rollout.response_tensors import Responses, stack_responses
 from flowrl.environments.environment_function import (
     ENVIRONMENT_COLUMNS,

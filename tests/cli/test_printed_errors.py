@@ -11,7 +11,7 @@ from flowrl.cli import exit_code, main, run_recipe
 from flowrl.config import CheckFailed, UserError
 from flowrl.controller.errors import WorkerError
 from flowrl.data.console import make_console, write_printable
-from flowrl.report.trackers.event_file import EventFile
+from flowrl.report.trackers.tensorboard_tracker import EventFile
 from recipes.ppo.config import PPOConfig
 from tests.errors import missing_facts
 

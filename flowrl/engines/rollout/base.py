@@ -514,3 +514,32 @@ def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
         BroadcastEngine: "nccl" in capabilities.gpu_transports,
     }
     return missing_members(engine, [protocol for protocol, is_required in required.items() if is_required])
+
+
+def open_batch(engine: RolloutEngine) -> RequestBatch:
+    """Returns an empty batch of requests. Its `poll` returns only the responses to its own requests."""
+    return engine.open_batch() if isinstance(engine, BatchingEngine) else GeneratedTogether(engine)
+
+
+class GeneratedTogether:
+    """Requests to an engine without `open_batch`. `poll` generates the responses to all requests at once."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._requests: dict[str, Request] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self._requests |= {request.request_id: request for request in requests}
+
+    def poll(self, timeout_s: float | None = None) -> list[Response]:
+        """Returns the responses to all requests. Ignores the timeout."""
+        requests, self._requests = list(self._requests.values()), {}
+        return self._engine.generate(requests) if requests else []
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)

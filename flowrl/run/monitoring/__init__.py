@@ -1,7 +1,7 @@
 """Records the steps of a run, and passes its events to the observers.
 
 Entry points: `RunObservers` (observers: the list of observers, and the events that they receive), `StepLog` (step_log:
-calls and metrics of a step), `StepChecks` (step_checks), `HealthLog` (health_log: findings of health checks).
+calls and metrics of a step), `HealthLog` (health_log: findings of health checks).
 May import `flowrl.checkpoints.run_folder`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.health`,
 `flowrl.report`, `flowrl.run`, `flowrl.schedules` and `flowrl.weight_sync`.
 """

@@ -1,27 +1,54 @@
-"""The observers of a run, and the records of its steps, which they receive in order."""
+"""The observers of a run, and the records of its steps, which they receive in order. `StepChecks` is one of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from flowrl.config import RunConfig
 from flowrl.data.batch.batch import Batch
 from flowrl.data.metric import Logged
 from flowrl.report.progress import MetricsLog
+from flowrl.report.rollout_log import Row
 from flowrl.report.run_observer import RunObserver
 from flowrl.report.trackers.open_trackers import Trackers, open_trackers
 from flowrl.report.trackers.tracker import TrackedRun
 from flowrl.run.evaluation import Evaluation, EvaluationHistory, PendingEvaluation
 from flowrl.run.monitoring.health_log import HealthLog
-from flowrl.run.monitoring.step_checks import StepChecks
 from flowrl.run.monitoring.step_log import PeakMemory, RecordQueue, StepLog, check_logged
 from flowrl.run.replay.step_recorder import StepRecorder
 from flowrl.run.results import ResultFiles
 from flowrl.run.role_groups import Protections
 from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.start import StartedRun
+from flowrl.run.updates import ZeroRateWatch, describe_updates
+from flowrl.schedules.failure_watch import FailureWatch
 from flowrl.schedules.rewards import reward_metrics
 from flowrl.schedules.rollout_source import RolloutSource
-from flowrl.weight_sync.verification import ComparedWeights
+from flowrl.weight_sync.verification import ComparedWeights, RolloutWatch
+
+
+class StepChecks(RunObserver):
+    """Checks the metrics of each step, except for its health. Also reports the updates that the settings plan."""
+
+    def __init__(self, config: RunConfig, notify: Callable[[str], None]) -> None:
+        self.failures = FailureWatch(config, notify)
+        self.rollout = RolloutWatch(config, notify)
+        self._rates = ZeroRateWatch(config, notify)
+        for message in describe_updates(config):
+            notify(message)
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self.failures.error
+
+    def evaluated(self, step: int, values: Mapping[str, float], rows: Sequence[Row], num_examples: int) -> None:
+        self.failures.check_evaluation(f"of step {step}" if step else "of the initial model", values, rows)
+
+    def calls_done(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises CheckFailed if the rollout gap is too large and `rollout.check` is strict."""
+        self._rates.check_step(step, values)
+        self.failures.check_step(step, values)
+        self.rollout.check_step(step, values)
 
 
 class RunObservers:

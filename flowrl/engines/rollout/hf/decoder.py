@@ -11,7 +11,7 @@ same code samples every token. Rows with the same prompt share a prefill: it run
 and a row that joins later copies the keys and values of a row that still decodes. A new row reuses the slot of a
 finished row, because removing a slot would copy the complete cache.
 
-The keys and values of a finished row whose episode may continue are copied out of its slot (turn_cache.py). The row of
+The keys and values of a finished row whose episode may continue are copied out of its slot (`TurnCaches`). The row of
 the next turn copies them into its own slot, and an extension processes only the tokens that have followed.
 """
 
@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from flowrl.config import RolloutConfig
 from flowrl.engines.rollout.base import Request, Response
 from flowrl.engines.rollout.hf.decode_step import ShortStep, has_short_step
-from flowrl.engines.rollout.hf.kv_cache import SLOT_MULTIPLE, SlotCache, round_up
-from flowrl.engines.rollout.hf.turn_cache import LayerStates, TurnCache, TurnCaches
+from flowrl.engines.rollout.hf.kv_cache import SLOT_MULTIPLE, LayerStates, SlotCache, TurnCache, TurnCaches, round_up
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 
 _MIN_ROWS = 16

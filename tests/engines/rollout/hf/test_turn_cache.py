@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from flowrl.config import RolloutConfig
 from flowrl.engines.rollout.base import Request, Response, Segment
 from flowrl.engines.rollout.hf.engine import HfRollout
-from flowrl.engines.rollout.hf.turn_cache import TurnCache, TurnCaches
+from flowrl.engines.rollout.hf.kv_cache import TurnCache, TurnCaches
 from flowrl.engines.rollout.response_tensors import make_requests
 from tests.engines.rollout.hf.test_engine import count_prefilled, prompts, rollout
 from tests.engines.rollout.hf.test_stream import check_logprobs, update

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowrl.report.trackers.event_file import EventFile
+from flowrl.report.trackers.tensorboard_tracker import EventFile
 from tests.full_disk import file_size_limit
 
 
