@@ -115,8 +115,8 @@ Capabilities = TypeVar("Capabilities")
 def import_capabilities(name: str, what: str, kind: type[Capabilities]) -> Capabilities:
     """Imports a user's engine and returns its attribute `capabilities`.
 
-    Raises ImportNameError, which says that `name` is not `what`, unless `name` is a class with capabilities of type
-    `kind`.
+    Raises ImportNameError if the import fails, or if the class has no attribute `capabilities` of type `kind`. `what`
+    names the kind of engine in the message.
     """
     engine = import_attribute(name)
     capabilities = getattr(engine, "capabilities", None)
@@ -146,7 +146,7 @@ def check_members(what: str, missing: Sequence[str]) -> None:
     """Raises ConfigError if a user's class lacks members that its capabilities require. `what` names the class."""
     if missing:
         raise ConfigError(
-            f"{what} has no {', '.join(missing)}, which its capabilities require: add "
+            f"{what} has no {', '.join(missing)}, which the protocol of its capabilities requires: add "
             f"{'it' if len(missing) == 1 else 'them'} (docs/extend.md)"
         )
 
@@ -289,8 +289,11 @@ DeviceKind = Literal["cpu", "cuda"]
 
 # Discriminated unions: one class per loss, estimator, correction or schedule, selected by a name.
 
-CUSTOM, CUSTOM_CLASS = "module:function", "module:Class"
+CUSTOM = "module:function"
 """Tag of the union member for user functions. Settings name such a function as `module:function`."""
+
+CUSTOM_CLASS = "module:Class"
+"""Form of the name of a user's engine."""
 
 OptionValues = Mapping[str, bool | int | float | str | None]
 

@@ -195,13 +195,17 @@ class EngineConfig(Config):
         """Capabilities of the engine."""
         return get_train_capabilities(self.kind)
 
-    def check_role(self, outputs: Sequence[str], *, has_adapter: bool = False) -> None:
-        """Raises ValueError if the engine lacks an output that a role needs, or does not train its adapter."""
-        known, fix = self.capabilities, f"set engine.kind: {DEFAULT_TRAIN_ENGINE}"
-        if missing := [name for name in outputs if name not in known.outputs]:
+    def check_role(self, outputs: Sequence[str], *, has_adapter: bool = False, name: str = "") -> None:
+        """Raises ValueError if the engine lacks an output that a role needs, or does not train its adapter.
+
+        `name` is the name of the role, if the error has no location.
+        """
+        key = f"{name}.engine.kind" if name else "engine.kind"
+        known, fix = self.capabilities, f"set {key}: {DEFAULT_TRAIN_ENGINE}"
+        if missing := list(dict.fromkeys(output for output in outputs if output not in known.outputs)):
             raise ValueError(
-                f"engine.kind {self.kind} does not compute {' and '.join(missing)}, which this role needs (it computes "
-                f"{', '.join(known.outputs)}): {fix}"
+                f"{key} {self.kind} does not compute {' and '.join(missing)}, which {name or 'this role'} needs (it "
+                f"computes {', '.join(known.outputs)}): {fix}"
             )
         if has_adapter and not known.adapters:
             raise ValueError(f"lora is set, but engine.kind {self.kind} trains no adapters: remove lora, or {fix}")

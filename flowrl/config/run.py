@@ -379,8 +379,8 @@ class DatasetConfig(RunConfig):
         if self.data.needs_success and not self.measures_success:
             setting = "order is curriculum" if self.data.order == "curriculum" else "difficulty has min or max"
             raise ValueError(
-                f"data.{setting}, but a run of {type(self).__name__} does not select prompts by their rewards (PPO, "
-                "GRPO and rejection sampling do): set data.order: shuffle, and remove data.difficulty"
+                f"data.{setting}, but only a run that trains on rewards measures the success of prompts, and "
+                f"{type(self).__name__} does not: set data.order: shuffle, and remove data.difficulty"
             )
         return self
 

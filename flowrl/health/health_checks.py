@@ -1,11 +1,13 @@
 """The health checks: pure functions that measure a window of steps, with the meaning and the remedy of each."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from statistics import median
 
-from flowrl.health.measurement import Check, EvaluationPoint, Measurement, RunFacts, StepWindow, spread
+from flowrl.health.measurement import Check, Measurement, RunFacts
+from flowrl.health.step_window import EvaluationPoint, StepWindow, spread
 
 # Held-out evaluations.
 
@@ -39,7 +41,16 @@ def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | 
     if not window.is_evaluated:
         return None
     falls = [fall for name in window.evaluations for fall in _falls(window, name)]
-    return max(falls, key=lambda fall: fall.value, default=None)
+    largest = max(falls, key=lambda fall: fall.value, default=None)
+    if largest is None or facts.trains_on_scores:
+        return largest
+    return replace(
+        largest,
+        meaning="the policy overfits, or what it is trained on makes it worse at the task",
+        remedy="compare saved responses of the best and the last evaluation, lower the learning rate, or end the run "
+        "earlier",
+        settings=("actor.optimizer.lr", "steps"),
+    )
 
 
 def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
@@ -314,8 +325,11 @@ def measure_no_signal(window: StepWindow, facts: RunFacts) -> Measurement | None
     """Returns the median share of groups with equal scores among the trained and the dropped groups.
 
     Without groups of several responses, returns the share of steps in which all scores are equal. Returns 0 if the task
-    is solved, because most groups then have only correct responses.
+    is solved, because most groups then have only correct responses. Returns None if the policy is not trained on the
+    scores.
     """
+    if not facts.trains_on_scores:
+        return None
     records = list(window.records)[-window.steps :]
     shares = [share for record in records if (share := _share_without_signal(record, facts)) is not None]
     if len(shares) < window.steps:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from flowrl.config import HealthConfig
 from flowrl.health.findings import Finding
 from flowrl.health.health_checks import CHECKS, HELD_OUT
-from flowrl.health.measurement import Check, Measurement, RunFacts, StepWindow
+from flowrl.health.measurement import Check, Measurement, RunFacts
+from flowrl.health.step_window import StepWindow
 
 
 @dataclass

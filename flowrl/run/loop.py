@@ -109,7 +109,10 @@ class Run:
         return group
 
     def rewards(self) -> Scoring:
-        """Starts the workers that score responses: those of `config.reward`, or of `config.environment`."""
+        """Starts the workers that score responses: those of `config.reward`, or of `config.environment`.
+
+        Pass the result to `rollouts`, or call its `score` in the loop over steps.
+        """
         return start_scoring(self.config, self.group, self._observers.measure_rewards)
 
     # Steps.

@@ -56,12 +56,12 @@ def group_arguments(
 
 
 def start_scoring(
-    config: RunConfig, start: Callable[..., Any], follow: Callable[[Batch], None] = lambda scored: None
+    config: RunConfig, start: Callable[..., Any], on_scored: Callable[[Batch], None] = lambda scored: None
 ) -> Scoring:
     """Starts the workers of the roles that score responses with `start`, which is `Run.group`.
 
-    `follow` is called with each batch that the recipe scores in training. Raises UserError if the run has neither a
-    reward nor an environment.
+    `on_scored` is called with each batch that the recipe scores with the rewards of training. Raises UserError if the
+    run has neither a reward nor an environment.
     """
     environment = config.environment if isinstance(config, RolloutRunConfig) else None
     if isinstance(config, RolloutRunConfig) and environment is not None:
@@ -77,7 +77,7 @@ def start_scoring(
         name: start(name, Judge, own, seed=config.seed) if isinstance(own, JudgeConfig) else start(name, Reward, own)
         for name, own in reward.roles(role).items()
     }
-    return Rewards(reward, groups, role, follow)
+    return Rewards(reward, groups, role, on_scored)
 
 
 class Protections(RunObserver):

@@ -141,12 +141,27 @@ def _start_cluster(checked: CheckedRun, progress: LiveProgress) -> Cluster:
     )
 
 
+def _check_selection(config: RolloutRunConfig) -> None:
+    """Raises UserError if rows or prompts are selected by scores that `run.rollouts` does not compute."""
+    order = "data.order: curriculum" if config.data.order == "curriculum" else "data.difficulty"
+    settings = {
+        "dynamic_sampling": config.dynamic_sampling is not None,
+        order: config.data.needs_success,
+        "on_failure: drop": config.on_failure == "drop",
+    }
+    if wrong := [name for name, is_set in settings.items() if is_set]:
+        raise UserError(
+            f"{wrong[0]} is set, but the recipe calls run.rollouts without a reward, so that it selects nothing by "
+            f"scores: pass reward=run.rewards() in the recipe, or remove {wrong[0]}"
+        )
+
+
 def make_source(
     started: StartedRun, rollout: WorkerGroup, prompts: PromptStream, reward: Scoring | None
 ) -> RolloutSource:
     """Returns the source of the batches of `Run.rollouts`.
 
-    Raises UserError if the config has no rollout, or dynamic sampling without a reward.
+    Raises UserError if the config has no rollout, or if it selects rows or prompts by scores and `reward` is None.
     """
     config = started.applied
     if not isinstance(config, RolloutRunConfig):
@@ -154,11 +169,8 @@ def make_source(
             f"run.rollouts needs the settings of RolloutRunConfig, but {type(config).__name__} is no subclass: derive "
             "it from RolloutRunConfig, or iterate over run.batches and call rollout.generate"
         )
-    if reward is None and config.dynamic_sampling is not None:
-        raise UserError(
-            "dynamic_sampling is set, but the recipe calls run.rollouts without a reward, so there are no scores to "
-            "compare: pass reward=run.rewards() in the recipe, or remove dynamic_sampling"
-        )
+    if reward is None:
+        _check_selection(config)
     queue = PromptQueue(prompts, config.samples_per_prompt)
     routes = trainer_routes(config, started.cluster.plan)
     calls, notify = started.cluster.calls, started.progress.notify

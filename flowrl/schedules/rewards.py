@@ -107,7 +107,9 @@ class Scoring(Protocol):
     def score(self, batch: Batch, evaluation: bool = False) -> Batch:
         """Returns the columns of all rewards for responses that were not scored during generation. Does not block.
 
-        `evaluation` selects the rewards of evaluations. Raises UserError if an environment gives the rewards.
+        In the loop over steps, until `Run.due`, the metrics of the rewards are added to the step, and failures count
+        for `max_failure_rate`. `evaluation` selects the rewards of evaluations, which are not measured here. Raises
+        UserError if an environment gives the rewards.
         """
         ...
 
@@ -196,7 +198,7 @@ class Rewards:
         config: RewardConfig,
         groups: Mapping[str, WorkerGroup],
         role: str,
-        follow: Callable[[Batch], None] = lambda scored: None,
+        on_scored: Callable[[Batch], None] = lambda scored: None,
     ) -> None:
         """Stores the settings and the worker groups of a reward.
 
@@ -204,9 +206,9 @@ class Rewards:
             config: settings of the reward.
             groups: worker group of each role of the reward (`config.roles(role)`), by name.
             role: name of the reward's field in the config of the run, usually `reward`.
-            follow: called with each batch that the recipe has scored in training, to measure the rewards.
+            on_scored: called with each batch that the recipe has scored with the rewards of training.
         """
-        self._config, self._follow = config, follow
+        self._config, self._on_scored = config, on_scored
         self._functions = groups.get(role)
         """Group that calls the functions of training or of evaluations, if there are any."""
         name_role = (lambda part: role) if config.components is None else (lambda part: f"{role}_{part.name}")
@@ -259,7 +261,7 @@ class Rewards:
                 batch = batch.union(self._functions.score(batch))
             scored = self.add_model_scores(batch)
         if not evaluation:
-            self._follow(scored)
+            self._on_scored(scored)
         return scored
 
     def add_model_scores(self, batch: Batch) -> Batch:

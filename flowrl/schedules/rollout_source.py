@@ -1,7 +1,4 @@
-"""Defines RolloutSource, which produces each step's batch, and BatchRollouts, which runs `sync` and `one_step_off`.
-
-The metrics of all schedules are at the end: dropped rows, staleness, groups per state, and times of waiting replicas.
-"""
+"""Defines RolloutSource, which produces each step's batch, and BatchRollouts, which runs `sync` and `one_step_off`."""
 
 import math
 import time
@@ -28,7 +25,7 @@ from flowrl.data.metric import Logged, Max, Mean, Metric, Min, Sum, merge_metric
 from flowrl.data.prompts import PromptStream
 from flowrl.schedules.group_filter import DROP_REASONS, GroupFilter, SelectedGroup, no_groups_message
 from flowrl.schedules.rewards import FailedFraction, Scoring, reward_metrics
-from flowrl.schedules.scheduler import GroupCounts, TrainerRoutes
+from flowrl.schedules.scheduler import TrainerRoutes
 from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights
 
@@ -450,39 +447,3 @@ def measure_weight_wait_s(events: Iterable[CallEvent], role: str, start_ns: int,
                 wait_ns += max(0, min(event.started_ns, end_ns) - max(idle_since_ns, start_ns))
             idle_since_ns = max(idle_since_ns, event.ended_ns)
     return wait_ns / 1e9 / max(1, len(calls_of))
-
-
-class StepFunction:
-    """A number that changes at known times, such as that of waiting replicas, and its integral over time."""
-
-    def __init__(self) -> None:
-        self._changes: deque[tuple[int, float]] = deque()
-
-    def set(self, now_ns: int, value: float) -> None:
-        """Sets the value from `now_ns` on."""
-        if not self._changes or self._changes[-1][1] != value:
-            self._changes.append((now_ns, value))
-
-    def integral_s(self, start_ns: int, end_ns: int) -> float:
-        """Returns the integral over [start_ns, end_ns] in seconds. Discards changes before `start_ns`."""
-        while len(self._changes) > 1 and self._changes[1][0] <= start_ns:
-            self._changes.popleft()
-        times = [at_ns for at_ns, _ in self._changes]
-        pieces = zip(self._changes, [*times[1:], end_ns], strict=False)
-        return sum(value * max(0, min(to_ns, end_ns) - max(at_ns, start_ns)) for (at_ns, value), to_ns in pieces) / 1e9
-
-
-def group_metrics(counts: GroupCounts, previous: GroupCounts | None = None) -> dict[str, float]:
-    """Returns the number of groups per state, and of groups admitted, trained and dropped since the previous step."""
-    before = previous.dropped if previous else {}
-    dropped = {reason: count - before.get(reason, 0) for reason, count in counts.dropped.items()}
-    metrics = {
-        "buffer_depth": counts.complete,
-        "running_groups": counts.running,
-        "waiting_groups": counts.waiting,
-        "admitted_groups": counts.admitted - (previous.admitted if previous else 0),
-        "trained_groups": counts.trained - (previous.trained if previous else 0),
-        "dropped_groups": sum(dropped.values()),
-    }
-    metrics |= {f"dropped_{reason}": count for reason, count in dropped.items()}
-    return {name: float(value) for name, value in metrics.items()}

@@ -24,8 +24,6 @@ from flowrl.schedules.rollout_source import (
     BatchRollouts,
     RolloutContext,
     RolloutSource,
-    StepFunction,
-    group_metrics,
     staleness_metrics,
 )
 from flowrl.schedules.scheduler import (
@@ -37,6 +35,7 @@ from flowrl.schedules.scheduler import (
     StepBatch,
     UpdateWeights,
 )
+from flowrl.schedules.streaming_metrics import StepFunction, group_metrics
 from flowrl.weight_sync.transfer import WeightSnapshot
 from flowrl.weight_sync.verification import ComparedWeights
 

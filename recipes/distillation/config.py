@@ -17,8 +17,8 @@ class DistillationConfig(RolloutRunConfig):
     """The teacher. Its tokenizer must have the same tokens as that of the student."""
 
     reward: RewardConfig | None = None
-    """The reward that measures the student's responses. The student is not trained on it. Null: only its agreement with
-    the teacher is measured.
+    """The reward that measures the student's responses. The student is not trained on it. Null measures only the
+    student's agreement with the teacher.
     """
 
     @property
@@ -27,8 +27,7 @@ class DistillationConfig(RolloutRunConfig):
         return ("agreement",) if self.evaluate_every else ("actor/loss",)
 
     @property
-    def measures_success(self) -> bool:
-        """False, because the recipe trains on all prompts and responses, whatever their scores."""
+    def trains_on_scores(self) -> bool:
         return False
 
     @classmethod
@@ -42,6 +41,15 @@ class DistillationConfig(RolloutRunConfig):
             raise ValueError(
                 "reward.on_failure is drop, but the student is trained on all responses: set zero, or stop"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_outputs(self) -> "DistillationConfig":
+        candidates = ("topk_ids", "topk_logprobs") if self.actor.loss.num_candidates else ()
+        is_evaluated = any(self.evaluation_interval(name) != 0 for name in self.data.evaluation_sets)
+        compared = ("topk_ids",) if is_evaluated else ()  # `agreement` compares the most likely tokens
+        self.actor.engine.check_role((*candidates[1:], *compared), name="actor")
+        self.teacher.engine.check_role((*candidates, *compared), name="teacher")
         return self
 
     @model_validator(mode="after")

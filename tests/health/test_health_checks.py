@@ -167,6 +167,20 @@ def test_values_that_are_not_finite_count_as_missing(case: Case) -> None:
     assert measure(case.check, nan, case.facts) is None
 
 
+NOT_TRAINED_ON_SCORES = RunFacts(prompts_per_step=10, trains_on_scores=False)
+
+
+def test_equal_scores_are_no_problem_of_a_policy_that_is_not_trained_on_them() -> None:
+    assert measure("no_signal", repeated(equal_scores_fraction=1.0), NOT_TRAINED_ON_SCORES) is None
+
+
+def test_a_fall_of_the_accuracy_has_another_cause_in_a_policy_that_is_not_trained_on_scores() -> None:
+    check = CASES["held_out_fall"]
+    first, second = (measure("held_out_fall", check.rows, facts) for facts in (ROLLOUT, NOT_TRAINED_ON_SCORES))
+    assert first is not None and second is not None and first.value == second.value
+    assert "actor.optimizer.lr" in second.settings and second.remedy and not first.remedy
+
+
 SINGLE_STEPS = {"logprob_gap", "gradient_spike", "held_out_fall"}
 """Checks that compare a single step or evaluation."""
 

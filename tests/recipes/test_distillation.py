@@ -14,6 +14,10 @@ from transformers import Qwen2Tokenizer
 from flowrl.algorithms.losses.distillation import MIN_REST
 from flowrl.cli import run_recipe
 from flowrl.config import UserError, to_yaml
+from flowrl.run.advantages import measure_batch
+from flowrl.run.datasets import read_prompts
+from flowrl.run.loop import Run
+from flowrl.workers import Actor, Rollout
 from recipes.distillation.config import DistillationConfig
 from recipes.distillation.train import train
 from recipes.quickstart.prepare import CHARACTERS, CHAT_TEMPLATE, SPECIAL
@@ -74,6 +78,9 @@ def test_metrics_are_those_of_both_models(task_folder: Path, tmp_path: Path, tea
     assert initial["agreement"] == pytest.approx(float((top_tokens[0] == top_tokens[1]).float().mean()))
 
 
+PIPELINE = "tests.engines.train.pipeline:PipelineEngine"
+"""An engine that computes log-probabilities and entropies only."""
+
 REWARD = {"function": "recipes.quickstart.task:score", "evaluation": "recipes.quickstart.task:exact"}
 
 
@@ -104,6 +111,50 @@ def test_too_many_failed_rewards_end_the_run(task_folder: Path, tmp_path: Path, 
     with rejects("reward.max_failure_rate", 0.5, "ZeroDivisionError", error=UserError):
         train(config)
     assert records(config)[-1]["reward_failed_fraction"] == 1
+
+
+def test_a_failed_reward_ends_the_run_at_once_by_default(task_folder: Path, tmp_path: Path, teacher: Path) -> None:
+    reward = {"function": "tests.recipes.scored:raises"}
+    config = distillation_config(task_folder, tmp_path / "run", teacher, reward=reward, evaluate_every=0)
+    with rejects("reward", "ZeroDivisionError", "tests.recipes.scored", error=UserError):
+        train(config)
+
+
+def test_scores_after_the_training_calls_of_a_step_are_not_measured(
+    task_folder: Path, tmp_path: Path, teacher: Path
+) -> None:
+    config = distillation_config(task_folder, tmp_path / "run", teacher, reward=REWARD, steps=1)
+    prompts, _ = read_prompts(config)
+    with Run(config) as run:
+        actor = run.group("actor", Actor, config.actor)
+        reward = run.rewards()
+        rollout = run.group("rollout", Rollout, config.rollout, config.actor.model, seed=config.seed)
+        for batch in run.rollouts(rollout, prompts, policy=actor):
+            batch = batch.union(reward.score(batch))
+            run.log(measure_batch(batch))
+            assert not run.due(0)  # ends the part of the step that is measured
+            best = batch.rows(batch.get("scores").argmax()[None].numpy()).drop(
+                "scores", "reward_failed", "reward_calls"
+            )
+            highest = reward.score(best).get("scores").item()
+            run.sync_weights(actor, rollout)
+        run.finish()
+        assert reward.score(best).get("scores").item() == highest
+    (step,) = records(config)
+    assert step["rewards/reward"] == step["reward"] < highest
+
+
+def test_several_sets_and_failed_rewards_are_evaluated(task_folder: Path, tmp_path: Path, teacher: Path) -> None:
+    reward = {"function": "tests.recipes.scored:fails_for_some_responses", "on_failure": "zero", "max_failure_rate": 1}
+    file = task_folder / "test.jsonl"
+    data = {"train": task_folder / "train.jsonl", "max_prompt_tokens": 16, "tests": {"a": {"files": file}}}
+    changes: dict[str, Any] = {"reward": reward, "data": data, "evaluation": {"samples": 2, "temperature": 1.0}}
+    config = distillation_config(task_folder, tmp_path / "run", teacher, steps=1, **changes)
+    train(config)
+    initial = records(config)[0]
+    assert 0 < initial["evaluation/failed_fraction/a"] < 1
+    assert initial["evaluation/failed_as_worst/a"] < initial["accuracy/a"] < initial["accuracy_best@2/a"]
+    assert 0 < initial["agreement/a"] < 1
 
 
 @pytest.mark.slow
@@ -173,11 +224,13 @@ def test_teacher_and_student_may_have_different_unused_embeddings(
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sync"])
 def test_every_schedule_weights_stale_tokens(task_folder: Path, tmp_path: Path, teacher: Path, schedule: str) -> None:
-    changes: dict[str, Any] = {"schedule": SCHEDULES[schedule], "placement": detached("teacher"), "minibatch_size": 8}
+    placement = detached("teacher", "reward")
+    changes: dict[str, Any] = {"schedule": SCHEDULES[schedule], "placement": placement, "minibatch_size": 8}
+    changes["reward"] = REWARD
     config = distillation_config(task_folder, tmp_path / "run", teacher, **changes)
     train(config)
     steps = records(config)[1:]
-    assert all(math.isfinite(step["actor/loss"]) for step in steps)
+    assert all(math.isfinite(step["actor/loss"]) and "rewards/reward" in step for step in steps)
     assert abs(steps[-1]["actor/weight"] - 1) > 1e-5
 
 
@@ -195,14 +248,15 @@ def test_metrics_do_not_depend_on_micro_batches(task_folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly(task_folder: Path, tmp_path: Path, teacher: Path) -> None:
-    changes: dict[str, Any] = {"checkpoint": {"every": 1}, "minibatch_size": 6}
+    changes: dict[str, Any] = {"checkpoint": {"every": 1}, "minibatch_size": 6, "reward": REWARD}
     full = distillation_config(task_folder, tmp_path / "full", teacher, **changes)
     part = distillation_config(task_folder, tmp_path / "part", teacher, **changes | {"steps": 1})
     train(full)
     train(part)
     train(part.model_copy(update={"steps": 3, "resume": "auto"}))
     assert all(torch.equal(weights(part)[name], weight) for name, weight in weights(full).items())
-    first, second = ([step["actor/loss"] for step in records(config)[1:]] for config in (full, part))
+    names = ("actor/loss", "reward", "rewards/reward", "reward_failed_fraction")
+    first, second = ([[step[name] for name in names] for step in records(config)[1:]] for config in (full, part))
     assert first == second
 
 
@@ -235,6 +289,11 @@ def test_a_teacher_with_another_vocabulary_is_rejected_before_the_run_starts(
         ({"environment": {"name": "games:Game"}}, ("environment",)),
         ({"reward": REWARD, "dynamic_sampling": {}}, ("dynamic_sampling",)),
         ({"reward": {**REWARD, "on_failure": "drop"}}, ("reward.on_failure", "drop", "zero", "stop")),
+        ({"actor": {"engine": {"kind": PIPELINE}}}, ("actor.engine.kind", "topk_ids", "fsdp")),
+        (
+            {"actor": {"engine": {"kind": PIPELINE}, "loss": LOSSES["topk_forward_kl"]}, "evaluate_every": 0},
+            ("actor.engine.kind", "topk_logprobs", "fsdp"),
+        ),
     ],
 )
 def test_invalid_settings_are_rejected(tmp_path: Path, changes: dict[str, Any], facts: tuple[str | float, ...]) -> None:

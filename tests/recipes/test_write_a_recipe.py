@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -90,11 +91,22 @@ def test_scores_that_the_loop_computes_are_those_of_run_rollouts(
     assert histories[0] == histories[1] and {"reward", "reward_failed_fraction"} <= histories[0][-1].keys()
 
 
-def test_scores_that_the_loop_computes_cannot_be_sampled_dynamically(
-    scoring_recipe: ModuleType, grpo_config: Callable[..., GRPOConfig]
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"dynamic_sampling": {"max_rounds": 2}}, "dynamic_sampling"),
+        ({"reward": {"function": "recipes.quickstart.task:score", "on_failure": "drop"}}, "on_failure"),
+        ({"order": "curriculum"}, "data.order"),
+        ({"difficulty": {"min": 0.1}}, "data.difficulty"),
+    ],
+)
+def test_scores_that_the_loop_computes_select_no_rows_and_no_prompts(
+    scoring_recipe: ModuleType, grpo_config: Callable[..., GRPOConfig], change: dict[str, Any], setting: str
 ) -> None:
-    with rejects("dynamic_sampling", "run.rollouts", "run.rewards", error=UserError):
-        scoring_recipe.train(grpo_config(dynamic_sampling={"max_rounds": 2}))
+    data = {name: value for name, value in change.items() if name in ("order", "difficulty")}
+    own = grpo_config().data.model_dump(exclude_defaults=True)
+    with rejects(setting, "run.rollouts", error=UserError):
+        scoring_recipe.train(grpo_config(**({"data": own | data} if data else change)))
 
 
 def test_the_documented_program_resumes_with_its_kl_coefficient(

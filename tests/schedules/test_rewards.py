@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from flowrl.config import EnvironmentConfig, RewardConfig
+from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.tensordicts import make_tensordict, objects
 from flowrl.rewards.processes.pool_settings import PoolLimits
 from flowrl.rewards.reward_function import RewardError
 from flowrl.schedules.rewards import EnvironmentScoring, Rewards, combine_scores, measure_rewards
+from tests.errors import rejects
 
 
 def test_the_limits_are_those_of_the_reward() -> None:
@@ -26,6 +28,12 @@ def test_the_limits_are_those_of_the_environment() -> None:
     unused = cast(Any, None)  # a group, which the limits do not need
     limits = EnvironmentScoring(config, unused, max_prompt_tokens=8).limits
     assert limits == PoolLimits(2, 1.5, memory_mb=900.0, allow_network=True)
+
+
+def test_an_environment_does_not_score_responses_after_generation() -> None:
+    config = EnvironmentConfig.model_validate({"name": "flowrl.rewards.gsm8k:score"})
+    with rejects("reward.score", "environment", "run.rollouts"):
+        EnvironmentScoring(config, cast(Any, None), max_prompt_tokens=8).score(Batch.from_columns({"x": [1]}))
 
 
 def test_the_metrics_of_a_reward_are_means_over_the_rows_of_its_data_sources() -> None:

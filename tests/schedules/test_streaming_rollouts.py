@@ -15,9 +15,10 @@ from flowrl.config import OnPolicyConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
-from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext, StepFunction, group_metrics
+from flowrl.schedules.rollout_source import BatchRollouts, PromptQueue, RolloutContext
 from flowrl.schedules.scheduler import DROP_REASONS, GroupCounts
 from flowrl.schedules.simulation import VirtualClock
+from flowrl.schedules.streaming_metrics import StepFunction, group_metrics
 from flowrl.schedules.streaming_rollouts import (
     MAX_REFUSAL_MESSAGES,
     StreamingRollouts,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from flowrl.config.base import CUSTOM_CLASS, check_name, import_capabilities
+from flowrl.config.base import CUSTOM_CLASS, ImportNameError, check_name, import_capabilities, unknown_name
 from flowrl.config.engines.rollout_capabilities import EngineCapabilities, Package, Quantization
 
 DEFAULT_ENGINE = "hf"
@@ -58,6 +58,8 @@ def get_capabilities(name: str) -> EngineCapabilities:
     """
     if name in ENGINES:
         return ENGINES[name]
+    if ":" not in name:
+        raise ImportNameError(unknown_name("rollout engine", name, ENGINES, custom=CUSTOM_CLASS))
     return import_capabilities(name, "a rollout engine", EngineCapabilities)
 
 

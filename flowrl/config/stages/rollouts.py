@@ -186,8 +186,13 @@ class RolloutRunConfig(DatasetConfig):
         return next((value for _, value in self if isinstance(value, RewardConfig)), None)
 
     @property
+    def trains_on_scores(self) -> bool:
+        """Whether scores, if there are any, decide how the policy is trained. Otherwise they only measure it."""
+        return True
+
+    @property
     def measures_success(self) -> bool:
-        return self.reward_settings is not None or self.environment is not None
+        return self.trains_on_scores and (self.reward_settings is not None or self.environment is not None)
 
     @property
     def prompts_per_step(self) -> int:

@@ -1,6 +1,7 @@
 """The protocol of rollout engines: requests, responses, methods and states. Imports neither torch nor an engine.
 
-An engine implements `RolloutEngine` and the protocols of its `capabilities`, such as `StreamingEngine`.
+An engine implements `RolloutEngine` and the protocols of its `capabilities`, such as `StreamingEngine`. `open_batch`
+gives every engine batches of requests that only their caller polls.
 """
 
 import enum

@@ -79,6 +79,7 @@ class Denominators:
     """The numbers of tokens, rows and groups that contribute to a loss. A loss receives those of all ranks."""
 
     tokens: int
+    """Number of tokens that contribute to the loss."""
     rows: int
     """Number of rows with at least one such token."""
     groups: int = 0
@@ -363,6 +364,7 @@ def collect_outputs(
     collected: dict[str, Tensor] = {}
     for micro, values in passes:
         for name, value in values.items():
+            assert value.device.type == "cpu", f"the output {name} is on {value.device}: copy it to the CPU"
             is_of_rows = name in ROW_OUTPUTS
             if name not in collected:
                 size = len(lengths_B) if is_of_rows else int(lengths_B.sum())

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from flowrl.config import OptimizerConfig, UserError, import_function
+from flowrl.config.user_errors import convert_errors, describe_exception
 
 ParameterGroup = dict[str, Any]
 """Weights (`params`) and their `weight_decay`, as torch's optimizers receive them."""
@@ -20,7 +21,7 @@ def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig)
     """Returns the optimizer that `config.kind` selects.
 
     Weight decay applies to matrices only, because it would pull outputs towards 0 on biases and norm scales. Raises
-    UserError if a user's function does not return an optimizer.
+    UserError if a user's function raises an error, or does not return an optimizer of these weights.
     """
     # A fused update requires parameters of one device mesh.
     parts: dict[tuple[bool, object], list[nn.Parameter]] = {}
@@ -31,11 +32,19 @@ def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig)
         {"params": params, "weight_decay": config.weight_decay if is_matrix else 0.0}
         for (is_matrix, _), params in parts.items()
     ]
-    build = BUILDERS.get(config.kind) or import_function(config.kind)
-    optimizer = build(groups, config)
+    if (build := BUILDERS.get(config.kind)) is not None:
+        return build(groups, config)
+    owner = f"optimizer.kind {config.kind}"
+    build = import_function(config.kind)
+    with convert_errors(lambda error: UserError(describe_exception(error, owner))):
+        optimizer = build(groups, config)
     if not isinstance(optimizer, Optimizer):
+        raise UserError(f"{owner} returned a {type(optimizer).__name__}: it must return a torch.optim.Optimizer")
+    given, own = ({id(p) for group in each for p in group["params"]} for each in (groups, optimizer.param_groups))
+    if given != own:
         raise UserError(
-            f"the optimizer {config.kind} returned a {type(optimizer).__name__}: it must return a torch.optim.Optimizer"
+            f"{owner} returned an optimizer of other weights ({len(given - own)} of the {len(given)} weights of the "
+            f"model are missing): build it from the groups that the function receives"
         )
     return optimizer
 

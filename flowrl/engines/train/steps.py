@@ -103,7 +103,7 @@ class OptimizerSteps:
         """Drops the gradients of all losses of the step if the `with` block fails."""
         try:
             yield
-        except BaseException:  # also an interrupt leaves the gradient of only some micro-batches
+        except BaseException:  # an interrupt, too, leaves gradients of only some micro-batches
             self.drop()
             raise
 

@@ -87,6 +87,7 @@ def run_facts(config: RunConfig, plan: Plan) -> RunFacts:
         devices=devices,
         max_response_tokens=rollout.max_response_tokens,
         prompts_per_step=config.prompts_per_step,
+        trains_on_scores=config.trains_on_scores,
         can_mask_truncated=isinstance(config, OnPolicyConfig) and not config.algorithm.mask_truncated,
         gap_limit=gap_limit(rollout, actor) if is_checked else None,
         gap_causes=f"likely causes, most likely first: {gap_causes(rollout)}",

@@ -161,10 +161,12 @@ class RunObservers:
     def measure_rewards(self, scored: Batch) -> None:
         """Adds the metrics of rewards that the recipe has computed to the current step, and checks them for failures.
 
-        Does not block. Scores that the recipe computes before the first step are not measured.
+        Does nothing outside of the part of a step whose calls count for its duration. Does not block.
         """
+        if not self._log.is_timed:
+            return
         with self.recorder.paused():
-            for metrics in reward_metrics([scored]) if self._log.has_begun else ():
+            for metrics in reward_metrics([scored]):
                 self._log.add(self._checks.failures.follow(metrics))
 
     def check_responses(self, step: int) -> None:

@@ -145,8 +145,9 @@ class StepLog:
 
         `seconds` is the time from the end of the previous step to the end of this step's last call.
         """
-        done = self._steps.pop(step)
+        done = self._steps[step]
         merged = merge_metrics([_as_metrics(logged) for logged in done.metrics])
+        del self._steps[step]  # after the metrics, because a step whose call failed has no record and is not saved
         self._calls.wait(done.calls, None)
         with self._calls.lock:  # a schedule may append events on a thread
             events = list(self._events_of(done))

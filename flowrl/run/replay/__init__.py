@@ -3,5 +3,6 @@
 Entry points: `StepRecorder` (step_recorder.py), an observer of runs, and `replay_step` (step_replay.py), which
 implements `flowrl replay`. docs/observability.md, section Replay, describes the use.
 May import `flowrl.checkpoints`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.devices`,
-`flowrl.engines`, `flowrl.health`, `flowrl.memory`, `flowrl.report`, `flowrl.run` and `flowrl.schedules`.
+`flowrl.engines`, `flowrl.health`, `flowrl.memory`, `flowrl.report`, `flowrl.rewards`, `flowrl.run` and
+`flowrl.schedules`.
 """

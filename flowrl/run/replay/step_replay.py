@@ -19,6 +19,7 @@ from flowrl.config import CheckFailed, RunConfig, UserError
 from flowrl.data.console import make_console, round_pair
 from flowrl.data.folders.private_folder import create_folder
 from flowrl.report.value_diff import Tolerance, changed_values, first_difference
+from flowrl.rewards.row_scores import CALLS
 from flowrl.run.checks.file_checks import find_path_problems
 from flowrl.run.replay.call_log import TABLES
 from flowrl.run.replay.recording import Recording, StepResults, changed_sources, describe_machine
@@ -330,10 +331,17 @@ def compare_tables(recorded: Path, replayed: Path, tolerance: Tolerance | None) 
     for name, column in first.items():
         if name not in second:
             return f"column {name} is missing"
-        if difference := _compare_columns(column, second[name], tolerance):
+        if difference := _compare_columns(_without_times(name, column), _without_times(name, second[name]), tolerance):
             return f"column {name} {difference}"
     added = [name for name in second if name not in first]
     return f"column {added[0]} is new" if added else ""
+
+
+def _without_times(name: str, column: torch.Tensor | list) -> torch.Tensor | list:
+    """Returns a column without the seconds of the calls of rewards, which differ from run to run."""
+    if name != CALLS or isinstance(column, torch.Tensor):
+        return column
+    return [{reward: {**call, "seconds": None} for reward, call in row.items()} for row in column]
 
 
 def _compare_columns(first: torch.Tensor | list, second: torch.Tensor | list, tolerance: Tolerance | None) -> str:

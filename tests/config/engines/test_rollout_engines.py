@@ -111,3 +111,8 @@ def test_a_run_in_one_process_keeps_an_engine_that_needs_no_process_of_its_own()
     engines = ("hf", "vllm", SCRIPTED, SCRIPTED.replace("Scripted", "Dedicated"))
     configs = [RolloutConfig(max_response_tokens=1, engine=engine).in_one_process() for engine in engines]
     assert [config.engine for config in configs] == ["hf", "hf", SCRIPTED, "hf"]
+
+
+def test_an_unknown_name_is_rejected_with_the_known_names() -> None:
+    with rejects(*parts("vlm", "hf", "vllm", "module:Class"), error=ValueError):
+        get_capabilities("vlm")

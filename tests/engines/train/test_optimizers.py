@@ -22,6 +22,14 @@ def build_nothing(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> 
     return None
 
 
+def build_for_another_weight(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD([groups[0]["params"][0], nn.Parameter(torch.ones(1))], lr=config.lr)
+
+
+def build_without_settings(groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups)
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))]
 
@@ -48,9 +56,20 @@ def test_a_users_function_builds_the_optimizer() -> None:
     assert all(weight.flatten().tolist() == pytest.approx([0.75] * weight.numel()) for weight in weights)
 
 
-def test_a_function_that_builds_no_optimizer_is_rejected() -> None:
-    with rejects("build_nothing", "NoneType", "torch.optim.Optimizer"):
-        build_optimizer(parameters(), OptimizerConfig(lr=0.1, kind=f"{OWN}:build_nothing"))
+@pytest.mark.parametrize(
+    ("function", "facts"),
+    [
+        ("build_nothing", ("NoneType", "torch.optim.Optimizer")),
+        ("build_without_settings", ("TypeError",)),
+        ("build_sgd", ("KeyError", __file__)),
+        ("build_for_another_weight", (1, 2)),
+    ],
+)
+def test_a_function_that_builds_no_optimizer_of_the_weights_is_rejected(
+    function: str, facts: tuple[object, ...]
+) -> None:
+    with rejects("optimizer.kind", OWN, *facts):
+        build_optimizer(parameters(), OptimizerConfig(lr=0.1, kind=f"{OWN}:{function}"))
 
 
 @pytest.mark.parametrize(

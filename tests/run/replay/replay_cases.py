@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import RunConfig
+from recipes.distillation.train import train as train_distillation
 from recipes.dpo.train import train as train_dpo
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train as train_grpo
@@ -17,7 +18,7 @@ from recipes.sft.train import train as train_sft
 from tests.configs import quickstart_settings
 from tests.recipes.conftest import build_ppo_config
 from tests.recipes.preference_configs import dpo_config
-from tests.recipes.rollout_configs import rejection_config
+from tests.recipes.rollout_configs import distillation_config, rejection_config
 
 RECORDED = (1, 2)
 """Steps that the runs record. A recording of step 1 has no optimizer state, and step 2 trains on its results."""
@@ -84,6 +85,13 @@ def sft_config(task: Path, output: Path, **changes: Any) -> SFTConfig:
     return SFTConfig.model_validate(own | changes)
 
 
+def scored_distillation_config(task: Path, output: Path, **changes: Any) -> RunConfig:
+    """Returns settings of a recipe that computes scores in its loop. The teacher is the initial student."""
+    reward = {"function": "recipes.quickstart.task:score"}
+    recipe = "recipes.distillation.config:DistillationConfig"
+    return distillation_config(task, output, task / "model", reward=reward, recipe=recipe, **{"steps": 2} | changes)
+
+
 PPO = Case(ppo_config, train_ppo)
 
 CASES = {
@@ -93,6 +101,7 @@ CASES = {
     "one_step_off": Case(one_step_off_config, train_grpo),
     "async": Case(async_config, train_grpo),
     "rejection": Case(rejection_config, train_rejection),
+    "distillation": Case(scored_distillation_config, train_distillation),
     "sft": Case(sft_config, train_sft),
     "dpo": Case(dpo_config, train_dpo),
 }
