@@ -39,6 +39,7 @@ def logprobs_from_hidden(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    num_targets: int | None = None,
 ) -> Tensor:
     """Returns the log-probability of each token given the preceding tokens, from hidden states and the LM head.
 
@@ -53,6 +54,8 @@ def logprobs_from_hidden(
         bias: [V] of the same dtype, or None. -inf excludes a token (without a softcap).
         temperature: > 0, sampling temperature of the rollout.
         softcap: > 0, bound of the logits before the temperature (30 for Gemma 2). None disables it.
+        num_targets: number of true values of the mask after column 0, if the caller knows it. None: it is read from the
+            device, so that the host waits for all earlier operations.
     Returns: a tensor of the shape of `tokens`, in at least float32. Where the mask is true, column t is
         `log_softmax(logits[:, t - 1] / temperature)[tokens[:, t]]`. It is NaN for an invalid token id. Column 0 and
         masked columns are 0.
@@ -66,7 +69,7 @@ def logprobs_from_hidden(
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
-    return _apply(hidden, tokens, mask, head, with_entropy=False)[0]
+    return _apply(hidden, tokens, mask, head, num_targets, with_entropy=False)[0]
 
 
 def logprobs_and_entropy_from_hidden(
@@ -78,6 +81,7 @@ def logprobs_and_entropy_from_hidden(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    num_targets: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `logprobs_from_hidden` and the entropy of each token's distribution, from the same logits.
 
@@ -88,7 +92,7 @@ def logprobs_and_entropy_from_hidden(
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
-    return _apply(hidden, tokens, mask, head, with_entropy=True)
+    return _apply(hidden, tokens, mask, head, num_targets, with_entropy=True)
 
 
 @torch.no_grad()
@@ -100,12 +104,13 @@ def top_tokens_from_hidden(
     k: int,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    num_targets: int | None = None,
 ) -> Tensor:
     """Returns the ids of the k most likely tokens of each position, from hidden states and the LM head.
 
     Args:
         k: in [1, V].
-        hidden, weight, mask, bias, softcap: as in `logprobs_from_hidden`.
+        hidden, weight, mask, bias, softcap, num_targets: as in `logprobs_from_hidden`.
     Returns: int64 [B, T, k], in descending order of probability. Column 0 and masked columns are 0.
     Raises: ValueError for mismatched shapes or dtypes, or a k out of range.
     """
@@ -113,8 +118,8 @@ def top_tokens_from_hidden(
     head = _checked_head(hidden, weight, mask, mask, bias, 1.0, softcap)
     if not 1 <= k <= len(weight):
         raise ValueError(f"k is {k}, but must be in [1, {len(weight)}], the size of the vocabulary")
-    is_computed_BT = _computed_positions(mask)
-    hidden_NH = hidden[:, :-1][is_computed_BT[:, 1:]]
+    index_N = _target_index(mask, num_targets)
+    hidden_NH = _states_before(hidden, index_N)
     logits_NK = hidden_NH.new_empty((len(hidden_NH), 0), dtype=torch.promote_types(hidden.dtype, torch.float32))
     ids_NK = torch.empty_like(logits_NK, dtype=torch.int64)
     for columns in _tiles(len(weight), _sides(hidden)[1]):
@@ -128,7 +133,7 @@ def top_tokens_from_hidden(
         candidate_ids_NK = torch.cat([ids_NK, torch.cat([top.indices for top in tops]) + columns.start], dim=-1)
         logits_NK, chosen_NK = candidates_NK.topk(min(k, candidates_NK.shape[1]))
         ids_NK = candidate_ids_NK.gather(-1, chosen_NK)
-    return ids_NK.new_zeros((*mask.shape, k)).masked_scatter(is_computed_BT[..., None], ids_NK)
+    return _at_targets(ids_NK, index_N, mask.shape)
 
 
 @dataclass(frozen=True)
@@ -320,24 +325,42 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
     return _TILE_SIDES.get(tensor.device.type, _OTHER_TILE_SIDES)
 
 
-def _apply(hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+def _apply(
+    hidden: Tensor, tokens: Tensor, mask: Tensor, head: _Head, num_targets: int | None, *, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities, of the shape of `tokens`, and entropies [B, T], computed where the mask is true."""
-    is_computed_BT = _computed_positions(mask)
-    hidden_NH = hidden[:, :-1][is_computed_BT[:, 1:]]
-    tokens_NK = (tokens[..., None] if tokens.dim() == 2 else tokens)[is_computed_BT]
+    index_N = _target_index(mask, num_targets)
+    tokens_BTK = tokens[..., None] if tokens.dim() == 2 else tokens
+    tokens_NK = tokens_BTK.flatten(0, 1).index_select(0, index_N)
     logprobs_NK, entropy_N = _HiddenLogprobs.apply(
-        hidden_NH, head.weight_VH, head.bias_V, tokens_NK, (head.temperature, head.softcap), with_entropy
+        _states_before(hidden, index_N),
+        head.weight_VH,
+        head.bias_V,
+        tokens_NK,
+        (head.temperature, head.softcap),
+        with_entropy,
     )
-    entropy_BT = entropy_N.new_zeros(mask.shape).masked_scatter(is_computed_BT, entropy_N)
-    if tokens.dim() == 2:
-        return logprobs_NK.new_zeros(mask.shape).masked_scatter(is_computed_BT, logprobs_NK), entropy_BT
-    return logprobs_NK.new_zeros(tokens.shape).masked_scatter(is_computed_BT[..., None], logprobs_NK), entropy_BT
+    logprobs = _at_targets(logprobs_NK, index_N, mask.shape).view(tokens.shape)
+    return logprobs, _at_targets(entropy_N, index_N, mask.shape)
 
 
-def _computed_positions(mask: Tensor) -> Tensor:
-    is_computed_BT = mask.clone()
-    is_computed_BT[:, :1] = False  # the first token has no preceding logits
-    return is_computed_BT
+def _target_index(mask: Tensor, num_targets: int | None) -> Tensor:
+    """Returns the index, int64 [N], of each target in the flattened mask [B, T]: true values after column 0."""
+    is_target_BT = mask.clone()
+    is_target_BT[:, :1].zero_()  # the first token has no preceding logits
+    if num_targets is None:
+        return is_target_BT.flatten().nonzero().squeeze(1)
+    return is_target_BT.flatten().nonzero_static(size=num_targets).squeeze(1)
+
+
+def _states_before(hidden: Tensor, index_N: Tensor) -> Tensor:
+    """Returns the hidden state before each target, [N, H]."""
+    return hidden.flatten(0, 1).index_select(0, index_N - 1)
+
+
+def _at_targets(values: Tensor, index_N: Tensor, shape: torch.Size) -> Tensor:
+    """Returns a tensor [B, T, ...] of zeros with the values [N, ...] at the targets. `shape` is [B, T]."""
+    return values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, index_N, values).unflatten(0, shape)
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

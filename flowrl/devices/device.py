@@ -3,7 +3,7 @@
 import gc
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,6 +111,18 @@ class Device(Protocol):
         """
         ...
 
+    def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns copies of host tensors on the device, sent in one copy. Later operations of the current stream see
+        them. For the CPU, returns the tensors. Does not wait.
+        """
+        ...
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts to copy tensors of the device to the host. Returns a function that waits for the copies and returns
+        them. For the CPU, it returns the tensors.
+        """
+        ...
+
     def random_state(self) -> Tensor:
         """Returns the state of torch's random number generator of the device."""
         ...
@@ -154,6 +166,12 @@ class CpuDevice:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: list(tensors)
 
     def random_state(self) -> Tensor:
         return torch.get_rng_state()
@@ -228,6 +246,25 @@ class CudaDevice:
             weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
         return buffer
 
+    def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        # torch's allocator of pinned memory reuses a buffer only when its copies to the device are done.
+        host = torch.empty(packed_size(tensors), dtype=torch.uint8, pin_memory=True)
+        for own, tensor in zip(unpack_bytes(host, tensors), tensors, strict=True):
+            own.copy_(tensor)
+        return unpack_bytes(host.to(f"cuda:{self.index}", non_blocking=True), tensors)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.current_stream(self.index).record_event()
+
+        def wait() -> list[Tensor]:
+            copied.synchronize()
+            return copies
+
+        return wait
+
     def random_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.index)
 
@@ -237,6 +274,24 @@ class CudaDevice:
     def make_deterministic(self) -> None:
         _CPU.make_deterministic()
         os.environ |= _DETERMINISTIC
+
+
+_ALIGNMENT = 16
+"""Alignment in bytes of the tensors in a buffer, which vectorized loads of GPUs need."""
+
+
+def packed_size(tensors: Iterable[Tensor]) -> int:
+    """Returns the size in bytes of a buffer for several tensors."""
+    return sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+
+
+def unpack_bytes(buffer: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns parts of a buffer of bytes as tensors with the dtypes and shapes of `tensors`, one after the other."""
+    parts, start = [], 0
+    for tensor in tensors:
+        parts.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += packed_size([tensor])
+    return parts
 
 
 def get_device(device: torch.device | str) -> Device:

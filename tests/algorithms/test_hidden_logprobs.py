@@ -55,6 +55,10 @@ def full(inputs: Inputs, temperature: float = 1.0, softcap: float | None = None)
     return torch.where(inputs["mask"], pad(chosen, (1, 0)), 0), torch.where(inputs["mask"], pad(entropy, (1, 0)), 0)
 
 
+def sum_of(values: tuple[Tensor, Tensor]) -> Tensor:
+    return values[0].sum() + values[1].sum()
+
+
 def gradients(value: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.autograd.grad(value, [inputs[name] for name in ("hidden", "weight", "bias")])
 
@@ -304,3 +308,17 @@ def test_an_empty_mask_gives_zeros_and_zero_gradients(rows: int, length: int):
 def test_misuse_is_rejected(change: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         logprobs_from_hidden(**random_inputs(12) | change)
+
+
+@pytest.mark.parametrize("num_candidates", [0, 2])
+def test_a_known_number_of_targets_changes_no_result(num_candidates: int) -> None:
+    inputs = random_inputs(3)
+    if num_candidates:
+        inputs["tokens"] = torch.stack([inputs["tokens"]] * num_candidates, dim=-1)
+    num_targets = int(inputs["mask"][:, 1:].sum())
+    expected, actual = (logprobs_and_entropy_from_hidden(**inputs, num_targets=n) for n in (None, num_targets))
+    assert all(map(torch.equal, expected, actual))
+    assert all(map(torch.equal, gradients(sum_of(expected), inputs), gradients(sum_of(actual), inputs)))
+    states, weight, mask = (inputs[name] for name in ("hidden", "weight", "mask"))
+    top = [top_tokens_from_hidden(states, weight, mask, k=2, num_targets=n) for n in (None, num_targets)]
+    assert torch.equal(*top)

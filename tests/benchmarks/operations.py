@@ -3,25 +3,24 @@
 python -m tests.benchmarks.operations [--layers N]
 
 The model has the layers, heads and tiles of the head of Qwen2.5-1.5B, but is narrow: the counts do not depend on the
-width. A step with two micro-batches is compared with a step with one, so that the difference is the cost of a
-micro-batch. Its rows have one length: attention over rows of different lengths is one call on a GPU, but one call per
-length on the CPU, on which this program runs.
+width. Counted are the operations from the first of a micro-batch on the device to the first of the next one. The rows
+have one length: attention over rows of different lengths is one call on a GPU, but one call per length on the CPU, on
+which this program runs.
 
 Synchronizations are operations that make the host wait for a GPU: reading a value (`item`, `tolist`, `float`), and
 operations whose result has as many elements as a mask has true ones. Copies are those of the tensors of a micro-batch,
-and of tensors that are created from Python numbers.
+which are sent together, and of tensors that are created from Python numbers.
 """
 
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,9 +29,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl.algorithms.hidden_logprobs import _OTHER_TILE_SIDES, _TILE_SIDES
 from flowrl.config import ActorConfig, EngineConfig, ModelConfig, OptimizerConfig
 from flowrl.data.batch.tensordicts import make_tensordict
-from flowrl.engines.train.base import Outputs, mask_outputs
+from flowrl.devices.device import packed_size
+from flowrl.engines.train.base import Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outputs
+from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import MicroBatch
 from flowrl.workers import Actor
 from flowrl.workers.losses.configured_losses import policy_loss
@@ -94,12 +94,11 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def add_transfer(self, micro: MicroBatch) -> None:
-        """Adds the copies of a micro-batch to a GPU."""
-        pack = micro.pack
+        """Adds the copy of a micro-batch to a GPU."""
         tensors = [leaf for leaf in tree_leaves(vars(micro)) if isinstance(leaf, Tensor)]
-        tensors += [] if pack is None else [leaf for leaf in vars(pack).values() if isinstance(leaf, Tensor)]
-        self.counts["copies to the device"] += len(tensors)
-        self.counts["bytes to the device"] += sum(tensor.nbytes for tensor in tensors)
+        tensors += [] if micro.pack is None else micro.pack.tensors
+        self.counts["copies to the device"] += 1
+        self.counts["bytes to the device"] += packed_size(tensors)
 
 
 def _has_mask(args: Any) -> bool:  # Any: the arguments of an operation
@@ -118,7 +117,23 @@ def rows(num_micros: int) -> Any:
     return make_tensordict({}, tokens, torch.full((num_rows,), LENGTH), num_rows)
 
 
-def make_engine(num_layers: int, settings: Mapping[str, object], compute: Compute) -> FsdpEngine:
+class CountedEngine(FsdpEngine):
+    """Counts the operations of the first micro-batch of each pass over a batch."""
+
+    operations: Operations
+    num_micros = 0
+
+    def _to_device(self, micro: MicroBatch, outputs: Outputs) -> MicroBatch:
+        self.operations.is_enabled = False  # what follows runs on the host
+        on_device = super()._to_device(micro, outputs)
+        self.num_micros += 1
+        if self.num_micros == 1:
+            self.operations.is_enabled = True
+            self.operations.add_transfer(on_device)
+        return on_device
+
+
+def make_engine(num_layers: int, settings: Mapping[str, object]) -> CountedEngine:
     torch.manual_seed(0)
     # As many tiles as the vocabulary has on a GPU.
     num_tiles = -(-VOCABULARY // _OTHER_TILE_SIDES[1])
@@ -132,55 +147,34 @@ def make_engine(num_layers: int, settings: Mapping[str, object], compute: Comput
         tie_word_embeddings=True,
     )
     engine = EngineConfig.model_validate({"max_tokens_per_microbatch": ROWS * LENGTH, **settings})
-    return FsdpEngine(PolicyModel(Qwen2ForCausalLM(config)), compute, OptimizerConfig(lr=1e-3), engine)
+    counted = CountedEngine(PolicyModel(Qwen2ForCausalLM(config)), policy_outputs, OptimizerConfig(lr=1e-3), engine)
+    counted.operations = Operations()
+    return counted
 
 
-def count_update(num_layers: int, settings: Mapping[str, object], num_micros: int) -> Counter[str]:
-    """Returns the counts of `num_micros` micro-batches of the policy loss with a KL term, from the first pass on."""
-    operations = Operations()
+def count_update(num_layers: int, settings: Mapping[str, object]) -> Counter[str]:
+    """Returns the counts of a micro-batch of the policy loss with a KL term."""
     config = ActorConfig(model=ModelConfig(path=Path("unused")), optimizer=OptimizerConfig(lr=1e-3))
     bound = BoundLoss.of(policy_loss(config), {"response_mask": torch.bool}, Actor.COMPUTED, temperature=1.0)
-
-    def compute(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> Mapping[str, Tensor]:
-        operations.is_enabled = True
-        operations.add_transfer(micro)
-        return policy_outputs(model, micro, outputs)
-
-    engine = make_engine(num_layers, settings, compute)
-    with operations, HostReads(operations):
-        engine.forward_backward(rows(num_micros), bound, bound.outputs)
-        operations.is_enabled = False
-    return operations.counts
+    engine = make_engine(num_layers, settings)
+    with engine.operations, HostReads(engine.operations):
+        engine.forward_backward(rows(2), bound, bound.outputs)
+    return engine.operations.counts
 
 
-def count_logprobs(num_layers: int, settings: Mapping[str, object], num_micros: int) -> Counter[str]:
-    operations = Operations()
-
-    def compute(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> Mapping[str, Tensor]:
-        operations.is_enabled = True
-        operations.add_transfer(micro)
-        values = mask_outputs(policy_outputs(model, micro, outputs), micro, outputs)  # the engine masks them again
-        operations.counts["synchronizations"] += 1  # the engine copies the values to the host
-        operations.is_enabled = False
-        return values
-
-    engine = make_engine(num_layers, settings, compute)
-    with operations:
-        engine.forward(rows(num_micros), Outputs(("logprobs",), "response_mask"))
-    return operations.counts
+def count_logprobs(num_layers: int, settings: Mapping[str, object]) -> Counter[str]:
+    """Returns the counts of a micro-batch of log-probabilities without a gradient."""
+    engine = make_engine(num_layers, settings)
+    with engine.operations, HostReads(engine.operations):
+        engine.forward(rows(2), Outputs(("logprobs",), "response_mask"))
+    return engine.operations.counts
 
 
-def per_micro_batch(count: Callable[[int], Counter[str]]) -> dict[str, int]:
-    """Returns the counts of the second micro-batch."""
-    one, two = count(1), count(2)
-    return {name: two[name] - one[name] for name in two}
-
-
-def measure(num_layers: int = LAYERS) -> Iterator[tuple[str, dict[str, int]]]:
+def measure(num_layers: int = LAYERS) -> Iterator[tuple[str, Counter[str]]]:
     """Yields the counts of each case by its name."""
     for name, settings in CASES.items():
-        yield name, per_micro_batch(partial(count_update, num_layers, settings))
-    yield LOGPROBS, per_micro_batch(partial(count_logprobs, num_layers, {"compute_dtype": "bfloat16"}))
+        yield name, count_update(num_layers, settings)
+    yield LOGPROBS, count_logprobs(num_layers, {"compute_dtype": "bfloat16"})
 
 
 def main() -> None:
@@ -190,7 +184,7 @@ def main() -> None:
     names = ("aten calls", "synchronizations", "copies to the device", "bytes to the device")
     sys.stdout.write(f"| {arguments.layers} layers | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n")
     for case, counts in measure(arguments.layers):
-        sys.stdout.write(f"| {case} | {' | '.join(f'{counts.get(name, 0):,}' for name in names)} |\n")
+        sys.stdout.write(f"| {case} | {' | '.join(f'{counts[name]:,}' for name in names)} |\n")
         sys.stdout.flush()
 
 

@@ -1,6 +1,6 @@
 """A device that records its operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -44,6 +44,12 @@ class RecordedDevice:
     def host_buffer(self, num_bytes: int) -> Tensor:
         self._record("host buffer")
         return self._device.host_buffer(num_bytes)
+
+    def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._device.send(tensors)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return self._device.fetch(tensors)
 
     def random_state(self) -> Tensor:
         return self._device.random_state()

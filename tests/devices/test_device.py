@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flowrl.devices.device import Device, MemoryUsage, get_device, release_unused_memory, use_exact_float32
+from flowrl.devices.device import (
+    Device,
+    MemoryUsage,
+    get_device,
+    packed_size,
+    release_unused_memory,
+    unpack_bytes,
+    use_exact_float32,
+)
 from flowrl.devices.peak_flops import find_peak_flops
 
 MIB = 2**20
@@ -79,6 +87,44 @@ def test_a_host_buffer_receives_the_copy_of_a_tensor(name: str, device: Device) 
 
 def test_a_host_buffer_can_be_empty(device: Device) -> None:
     assert device.host_buffer(0).numel() == 0
+
+
+TENSORS = [
+    torch.arange(3),
+    torch.tensor([True, False, True]),
+    torch.empty(0, 2),
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.arange(12, dtype=torch.int32).view(3, 4).T,  # not contiguous
+    torch.arange(5, dtype=torch.float64),
+]
+"""Tensors whose sizes are no multiples of the alignment."""
+
+
+def test_tensors_share_a_buffer_without_overlapping() -> None:
+    buffer = torch.zeros(packed_size(TENSORS), dtype=torch.uint8)
+    parts = unpack_bytes(buffer, TENSORS)
+    for part, tensor in zip(parts, TENSORS, strict=True):
+        part.copy_(tensor)
+    for part, tensor in zip(parts, TENSORS, strict=True):
+        assert part.dtype == tensor.dtype and part.shape == tensor.shape and torch.equal(part, tensor)
+        assert (part.data_ptr() - buffer.data_ptr()) % 16 == 0 or not part.numel()
+    assert len(buffer) == 2 * 16 + 16 + 0 + 16 + 48 + 48
+
+
+def test_sent_tensors_return_unchanged(name: str, device: Device) -> None:
+    sent = device.send(TENSORS)
+    assert all(str(tensor.device) == name for tensor in sent)
+    for fetched, tensor in zip(device.fetch(sent)(), TENSORS, strict=True):
+        assert fetched.device.type == "cpu" and fetched.dtype == tensor.dtype and torch.equal(fetched, tensor)
+
+
+def test_a_host_buffer_is_not_reused_before_its_copy_is_done(name: str, device: Device) -> None:
+    """Many copies are in flight, after an operation that takes long on a GPU."""
+    busy = torch.rand(2048, 2048, device=name)
+    for _ in range(4 if name == "cpu" else 100):
+        busy = busy @ busy
+    sent = [device.send([torch.full((100_000,), float(i))])[0] for i in range(50)]
+    assert [tensor.mean().item() for tensor in sent] == list(range(50))
 
 
 def test_a_device_without_an_index_is_the_current_one(name: str, device: Device) -> None:

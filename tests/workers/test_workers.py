@@ -39,7 +39,7 @@ from flowrl.rewards.reward_function import RewardError
 from flowrl.rewards.row_scores import RewardCall, RowScores
 from flowrl.workers import LANGUAGE_MODELING, Actor, Critic, Reference, Reward, Rollout
 from flowrl.workers.channel import RequestServer
-from flowrl.workers.losses.loss import mean_metrics
+from flowrl.workers.losses.loss import MeanMetrics
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.errors import rejects
 
@@ -209,11 +209,13 @@ def test_reference_logprobs_of_masked_tokens_do_not_change_the_update(
     assert actual[0] == actual[1] and math.isfinite(actual[0][0]) and all(map(math.isfinite, actual[0][1]))
 
 
-def test_metrics_of_a_micro_batch_synchronize_the_device_once() -> None:
+def test_metrics_of_a_micro_batch_wait_for_the_device_when_they_are_read() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     values = {"loss": torch.tensor([[1.0, math.nan], [2.0, 6.0]]), "ratio": torch.tensor([[0.5, 9.0], [1.5, 1.0]])}
     with Waits() as waits:
-        actual = mean_metrics(values, mask)
+        actual = MeanMetrics(values, mask)
+        assert waits.count == 0
+        assert len(actual) == 4
     assert waits.count == 1
     assert {name: metric.result() for name, metric in actual.items()} == {
         "loss": 3.0,
@@ -224,7 +226,7 @@ def test_metrics_of_a_micro_batch_synchronize_the_device_once() -> None:
 
 
 def test_a_micro_batch_without_tokens_has_no_ratio_range() -> None:
-    actual = mean_metrics({"ratio": torch.ones(2, 3)}, torch.zeros(2, 3, dtype=torch.bool))
+    actual = MeanMetrics({"ratio": torch.ones(2, 3)}, torch.zeros(2, 3, dtype=torch.bool))
     assert actual == {"ratio": Mean(0.0, 0.0)}
 
 

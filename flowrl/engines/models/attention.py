@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from flowrl.data.batch.tensordicts import row_positions
 from flowrl.devices.device import get_device
@@ -60,10 +60,16 @@ class Pack:
         """Returns groups of adjacent rows with equal length, as pairs (number of rows, tokens per row)."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
-    def to(self, device: torch.device | str) -> "Pack":
-        indices = (self.padded_index_T, self.positions_T, self.cu_seqlens)
-        padded_index_T, positions_T, cu_seqlens = (x.to(device) for x in indices)
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.padded_index_T, self.positions_T, self.cu_seqlens
+
+    def with_tensors(self, padded_index_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> "Pack":
+        """Returns the same layout with copies of `tensors` on another device."""
         return replace(self, padded_index_T=padded_index_T, positions_T=positions_T, cu_seqlens=cu_seqlens)
+
+    def to(self, device: torch.device | str) -> "Pack":
+        return self.with_tensors(*(tensor.to(device) for tensor in self.tensors))
 
     def with_filler_row(self, num_tokens: int) -> "Pack":
         """Returns the layout with an additional row of filler tokens at the end. `unpack` drops the additional row."""
@@ -320,10 +326,6 @@ def rows_attention(
     return attended.contiguous(), None
 
 
-def no_mask(**_: Any) -> None:
-    """Returns None, because causal attention needs no mask. transformers requires a function that creates masks."""
-    return
-
-
+# Without a function that creates masks: transformers then creates none. To create one, it would read the positions from
+# the device in each forward pass.
 AttentionInterface.register(ROWS, rows_attention)
-AttentionMaskInterface.register(ROWS, no_mask)

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from flowrl.config import UserError
-from flowrl.engines.models.attention import Pack, attend, no_mask, pack_arguments
+from flowrl.engines.models.attention import Pack, attend, pack_arguments
 
 _ATTENTION = "flowrl_sequence_parallel"
 
@@ -271,4 +271,3 @@ def _ulysses_attention(
 
 
 AttentionInterface.register(_ATTENTION, _ulysses_attention)
-AttentionMaskInterface.register(_ATTENTION, no_mask)

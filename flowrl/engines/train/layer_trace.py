@@ -15,14 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedModel
 
 from flowrl.config import ConfigError, LoraConfig
 from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.attention import (
     ROWS,
     Pack,
-    no_mask,
     pack_rows,
     packing_obstacle,
     repeat_heads,
@@ -208,4 +207,3 @@ def _attend_repeated(
 
 
 AttentionInterface.register(_REPEATED, _attend_repeated)
-AttentionMaskInterface.register(_REPEATED, no_mask)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowrl.config import UserError
 from flowrl.data.batch.tensordicts import lengths, row_positions
+from flowrl.devices.device import get_device
 from flowrl.engines.models.attention import Pack, pack_rows
 
 _PASS_COST = 1 / 16
@@ -59,6 +60,10 @@ class MicroBatch:
     """
     num_groups: int = 0
     """Number of groups."""
+    num_targets: int | None = None
+    """Number of tokens that the requested outputs need, except the first token of each row. None: unknown, so that a
+    model reads it from the device.
+    """
 
     @property
     def lengths(self) -> Tensor:
@@ -66,17 +71,21 @@ class MicroBatch:
         return self.mask.sum(-1)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
+        """Returns the micro-batch on a device, to which it is sent in one copy. Does not wait for the copy."""
         if self.input_ids.device == torch.device(device):
             return self
+        own = [self.input_ids, self.mask, self.index, *([] if self.groups is None else [self.groups])]
+        pack = () if self.pack is None else self.pack.tensors
+        sent = iter(get_device(device).send([*own, *pack, *self.tokens.values(), *self.rows.values()]))
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            mask=self.mask.to(device),
-            tokens={name: column.to(device) for name, column in self.tokens.items()},
-            rows={name: column.to(device) for name, column in self.rows.items()},
-            index=self.index.to(device),
-            pack=None if self.pack is None else self.pack.to(device),
-            groups=None if self.groups is None else self.groups.to(device),
+            input_ids=next(sent),
+            mask=next(sent),
+            index=next(sent),
+            groups=None if self.groups is None else next(sent),
+            pack=None if self.pack is None else self.pack.with_tensors(next(sent), next(sent), next(sent)),
+            tokens={name: next(sent) for name in self.tokens},
+            rows={name: next(sent) for name in self.rows},
         )
 
 

@@ -226,7 +226,7 @@ class BoundLoss:
 
     def __call__(
         self, values: Mapping[str, Tensor], micro: MicroBatch, counts: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    ) -> tuple[Tensor, Mapping[str, Metric]]:
         """Returns a micro-batch's term of the loss, and metrics.
 
         Args:
@@ -238,7 +238,7 @@ class BoundLoss:
         loss, mask_BL = self.loss, self.outputs.mask_of(micro)
         inputs = dict(_select_inputs(loss, values, micro, mask_BL))
         values_U, details, unit_mask = _check_result(loss, loss.function(**inputs, **loss.settings), micro, mask_BL)
-        metrics = mean_metrics({"loss": values_U, **details}, mask_BL, unit_mask)
+        metrics = MeanMetrics({"loss": values_U, **details}, mask_BL, unit_mask)
         return _aggregate(loss, values_U, unit_mask, counts), metrics
 
 
@@ -265,34 +265,56 @@ def _check_result(
     return values, details, unit_mask
 
 
-def mean_metrics(
-    values: Mapping[str, Tensor | MaskedMetric], mask_BL: Tensor, unit_mask: Tensor | None = None
-) -> dict[str, Metric]:
-    """Returns the masked mean of each value, and the minimum and maximum of `ratio`.
+class MeanMetrics(Mapping[str, Metric]):
+    """The masked mean of each value of a micro-batch, and the minimum and maximum of `ratio`.
 
-    Args:
-        values: [B, L] per token, or per row or group with the shape of `unit_mask`. The mask of a `MaskedMetric`
-            applies in addition.
-        mask_BL: mask of the tokens.
-        unit_mask: mask of the rows or groups.
+    The first read waits for the device. An engine reads the metrics of all micro-batches after the last one.
     """
-    masks: dict[str, Tensor] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, value in values.items():
-        tensors[name], mask = value if isinstance(value, MaskedMetric) else (value, None)
-        masks[name] = mask_BL if tensors[name].dim() == 2 or unit_mask is None else unit_mask
-        masks[name] = masks[name] if mask is None else masks[name] & mask
-    sums = [v.detach().masked_fill(~masks[name], 0).sum(dtype=torch.float64) for name, v in tensors.items()]
-    kinds = list({id(mask): mask for mask in masks.values()}.values())
-    extremes = masked_range(tensors["ratio"], mask_BL) if "ratio" in tensors else ()
-    # One device synchronization for all metrics.
-    numbers = torch.stack([*(mask.sum().double() for mask in kinds), *sums, *(x.double() for x in extremes)]).tolist()
-    counts = {id(mask): count for mask, count in zip(kinds, numbers, strict=False)}
-    totals = dict(zip(values, numbers[len(kinds) :], strict=False))
-    metrics: dict[str, Metric] = {name: Mean(total, counts[id(masks[name])]) for name, total in totals.items()}
-    if extremes and counts[id(masks["ratio"])]:
-        metrics |= {"ratio_min": Min(numbers[-2]), "ratio_max": Max(numbers[-1])}
-    return metrics
+
+    def __init__(
+        self, values: Mapping[str, Tensor | MaskedMetric], mask_BL: Tensor, unit_mask: Tensor | None = None
+    ) -> None:
+        """Submits the sums, without a gradient.
+
+        Args:
+            values: [B, L] per token, or per row or group with the shape of `unit_mask`. The mask of a `MaskedMetric`
+                applies in addition.
+            mask_BL: mask of the tokens.
+            unit_mask: mask of the rows or groups.
+        """
+        masks: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, value in values.items():
+            tensors[name], mask = value if isinstance(value, MaskedMetric) else (value.detach(), None)
+            masks[name] = mask_BL if tensors[name].dim() == 2 or unit_mask is None else unit_mask
+            masks[name] = masks[name] if mask is None else masks[name] & mask
+        sums = [v.detach().masked_fill(~masks[name], 0).sum(dtype=torch.float64) for name, v in tensors.items()]
+        kinds = list({id(mask): mask for mask in masks.values()}.values())
+        self._kinds = {name: next(i for i, kind in enumerate(kinds) if kind is mask) for name, mask in masks.items()}
+        """Index of the count of each value's mask."""
+        extremes = masked_range(tensors["ratio"], mask_BL) if "ratio" in tensors else ()
+        counts = [mask.sum().double() for mask in kinds]
+        self._numbers = torch.stack([*counts, *sums, *(x.detach().double() for x in extremes)])
+        """Number of values in each mask, sum of each value, and the extremes."""
+        self._num_counts = len(kinds)
+
+    @cached_property
+    def _metrics(self) -> dict[str, Metric]:
+        numbers = self._numbers.tolist()
+        totals = zip(self._kinds.items(), numbers[self._num_counts :], strict=False)
+        metrics: dict[str, Metric] = {name: Mean(total, numbers[kind]) for (name, kind), total in totals}
+        if "ratio" in self._kinds and numbers[self._kinds["ratio"]]:
+            metrics |= {"ratio_min": Min(numbers[-2]), "ratio_max": Max(numbers[-1])}
+        return metrics
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
 
 
 def _parameters(function: LossFunction) -> list[tuple[str, inspect.Parameter]]:

@@ -49,7 +49,7 @@ def term(loss: Loss, batch: MicroBatch | None = None, counts: Denominators | Non
     computed = {"logprobs": LOGPROBS.clone().requires_grad_()}
     bound = BoundLoss.of(loss, {"response_mask": torch.bool}, COMPUTED, temperature=1.0)
     value, metrics = bound(computed, batch or micro(), counts or Denominators(6, 4, 2))
-    return value.item(), metrics
+    return value.item(), dict(metrics)
 
 
 # Columns.

@@ -4,8 +4,10 @@ Every rank takes part in the same collectives, even if it has no rows. In a shar
 micro-batches therefore run dummy micro-batches.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from tensordict import TensorDictBase
@@ -25,6 +27,7 @@ from flowrl.config import (
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Metric, merge_metrics
+from flowrl.devices.device import get_device
 from flowrl.engines.models.attention import has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import (
     CriticModel,
@@ -185,10 +188,24 @@ class FsdpEngine(ModuleEngine):
     def _passes(self, batch: TensorDictBase, outputs: Outputs) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing)
         num_passes = int(self.mesh.gather(self._counts(len(micros))).max()) if self.is_sharded else len(micros)
+        fetched: deque[tuple[MicroBatch, Sequence[str], Callable[[], list[Tensor]]]] = deque()
+
+        def receive() -> tuple[MicroBatch, dict[str, Tensor]]:
+            micro, names, wait = fetched.popleft()
+            return micro, dict(zip(names, wait(), strict=True))
+
         for i, micro in enumerate(self._with_dummies(micros, batch, num_passes)):
-            values = {name: value.cpu() for name, value in self._outputs(micro.to(self.device), outputs).items()}
+            values = self._outputs(self._to_device(micro, outputs), outputs)
             if i < len(micros):
-                yield micro, values
+                fetched.append((micro, tuple(values), get_device(self.device).fetch(list(values.values()))))
+            if len(fetched) > 1:  # one pass later, so that the device computes while the host waits for the copies
+                yield receive()
+        if fetched:
+            yield receive()
+
+    def _to_device(self, micro: MicroBatch, outputs: Outputs) -> MicroBatch:
+        """Returns a micro-batch on the device, with the number of its targets, which is known only on the host."""
+        return replace(micro, num_targets=int(outputs.mask_of(micro)[:, 1:].sum())).to(self.device)
 
     def _outputs(self, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         with self._autocast():
@@ -241,7 +258,7 @@ class FsdpEngine(ModuleEngine):
         """Returns a micro-batch's term of a loss, and metrics. Outputs that the loss does not use are freed, with their
         graphs, before the backward pass.
         """
-        micro = micro.to(self.device)
+        micro = self._to_device(micro, outputs)
         values = self._outputs(micro, outputs)
         with self._autocast():
             return loss(values, micro, denominators)

@@ -67,6 +67,7 @@ class _Request:
     topk: int
     num_tokens: int
     has_hidden: bool
+    num_targets: int | None
 
 
 class PolicyModel(SequenceShardable):
@@ -87,6 +88,7 @@ class PolicyModel(SequenceShardable):
         topk: Tensor | int = 0,
         num_tokens: int | None = None,
         has_hidden: bool = False,
+        num_targets: int | None = None,
     ) -> PolicyOutput:
         """Returns the log-probability of each token given the previous tokens, and other requested outputs.
 
@@ -100,11 +102,15 @@ class PolicyModel(SequenceShardable):
                 likely tokens of this model. 0 computes none.
             num_tokens: only ids below it are among the most likely tokens. None allows all ids.
             has_hidden: whether to return hidden states.
+            num_targets: number of tokens in the mask, except the first token of each row. None: it is read from the
+                device.
         """
         ids_BLK, num_top = (topk, 0) if isinstance(topk, Tensor) else (None, topk)
         num_ids = num_embeddings(self.language_model)
         num_tokens = min(num_tokens or num_ids, num_ids)
-        request = _Request(temperature, entropy, num_top, num_tokens, has_hidden)
+        if self.sequence_sharding is not None:
+            num_targets = None  # a sequence shard has only some of them
+        request = _Request(temperature, entropy, num_top, num_tokens, has_hidden, num_targets)
         if pack is None:
             return self._run_rows(input_ids_BL, mask_BL, ids_BLK, request, None)
         # In a pack, the token before a row's first token belongs to another row.
@@ -152,11 +158,24 @@ class PolicyModel(SequenceShardable):
         weight, bias = head_weights(head, self.sequence_sharding)
         if request.topk:
             top, top_bias = weight[: request.num_tokens], None if bias is None else bias[: request.num_tokens]
-            ids_BlK = top_tokens_from_hidden(hidden_BlD, top, mask_Bl, k=request.topk, bias=top_bias, softcap=softcap)
+            ids_BlK = top_tokens_from_hidden(
+                hidden_BlD,
+                top,
+                mask_Bl,
+                k=request.topk,
+                bias=top_bias,
+                softcap=softcap,
+                num_targets=request.num_targets,
+            )
         # One pass computes the log-probabilities of the tokens and of all candidates.
         tokens = targets_Bl if ids_BlK is None else torch.cat([targets_Bl[..., None], ids_BlK], dim=-1)
         weights = (weight, tokens, mask_Bl)
-        options = {"bias": bias, "temperature": request.temperature, "softcap": softcap}
+        options = {
+            "bias": bias,
+            "temperature": request.temperature,
+            "softcap": softcap,
+            "num_targets": request.num_targets,
+        }
         if request.entropy == "none":
             logprobs = logprobs_from_hidden(hidden_BlD, *weights, **options)
             entropy_Bl = torch.zeros_like(mask_Bl, dtype=logprobs.dtype)
@@ -205,6 +224,7 @@ def policy_outputs(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> dic
         topk=topk,
         num_tokens=outputs.num_tokens,
         has_hidden="hidden" in names,
+        num_targets=micro.num_targets,
     )
     return {name: getattr(output, name) for name in names}
 
