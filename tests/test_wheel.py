@@ -51,7 +51,8 @@ def test_the_wheel_has_two_packages_with_all_modules_and_data_files(wheel: zipfi
         for path in (ROOT / folder).rglob("*.py*")
         if path.suffix in (".py", ".pyi")
     }
-    data = (*(ROOT / "recipes").rglob("*.yaml"), *(ROOT / "flowrl/report/page/assets").iterdir())
+    assets = (*(ROOT / "flowrl/report/page/assets").iterdir(), *(ROOT / "flowrl").rglob("*.json"))
+    data = (*(ROOT / "recipes").rglob("*.yaml"), *assets)
     expected = {path.relative_to(ROOT).as_posix() for path in (*modules, *data)}
     assert names == expected | {f"flowrl/placements/{path.name}" for path in (ROOT / "placement").glob("*.yaml")}
 

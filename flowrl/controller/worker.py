@@ -269,10 +269,16 @@ class Worker(Generic[GroupType]):
     @classmethod
     def call_settings(cls, *args: Any, **kwargs: Any) -> Any:  # Any: the constructor's; the result is for `resolve`
         """Returns the settings on which contracts of calls depend, for `register(resolve=...)`. The driver calls it
-        once per group. Default: the first argument of the constructor.
+        once per group. Default: the first argument of the constructor, also if the constructor of a subclass passes
+        `*args` and `**kwargs` to that of its base class.
         """
-        bound = inspect.signature(cls.__init__).bind_partial(None, *args, **kwargs)
-        return next(iter([*bound.arguments.values()][1:]), None)
+        if args:
+            return args[0]
+        for base in cls.__mro__:
+            first = [*inspect.signature(base.__init__).parameters.values()][1:2]
+            if first and first[0].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+                return kwargs.get(first[0].name)
+        return None
 
     @classmethod
     def user_functions(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:  # Any: the constructor's

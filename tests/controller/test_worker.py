@@ -88,3 +88,31 @@ def test_collect_requires_unknown_rows(rows: Rows):
 def test_replay_requires_resend():
     with pytest.raises(ValueError, match=r"replay.*resend=False"):
         register(Dispatch.ONE_TO_ALL, replay=True, resend=False)
+
+
+class Configured(Worker):
+    def __init__(self, config: str, size: int = 1) -> None:
+        self.config, self.size = config, size
+
+
+class Extended(Configured):
+    """A subclass that passes its arguments on, as in tests/recipes/witnesses.py."""
+
+    def __init__(self, *args: Any, extra: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "args", "kwargs", "expected"),
+    [
+        (Configured, ("own",), {}, "own"),
+        (Configured, (), {"size": 2, "config": "own"}, "own"),
+        (Extended, ("own",), {"extra": 1}, "own"),
+        (Extended, (), {"extra": 1, "config": "own"}, "own"),
+        (Base, (), {}, None),
+    ],
+)
+def test_the_settings_of_calls_are_the_first_argument_of_the_constructor(
+    cls: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any], expected: str | None
+) -> None:
+    assert cls.call_settings(*args, **kwargs) == expected
