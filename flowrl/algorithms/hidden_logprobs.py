@@ -8,7 +8,9 @@ states, the weight, their gradients, and one tile. Recomputation increases the c
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from flowrl.algorithms.logprobs import Context
 from flowrl.algorithms.masking import masked_tokens
+
+Function = TypeVar("Function", bound=Callable[..., Any])  # Any: of a tile
 
 _TILE_SIDES = {"cpu": (4096, 2048)}
 """Rows and columns of a tile by device type. The CPU tile has 32 MiB in float32. Smaller tiles would fit CPU caches
@@ -40,6 +44,7 @@ def logprobs_from_hidden(
     temperature: float = 1.0,
     softcap: float | None = None,
     num_targets: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Returns the log-probability of each token given the preceding tokens, from hidden states and the LM head.
 
@@ -56,6 +61,8 @@ def logprobs_from_hidden(
         softcap: > 0, bound of the logits before the temperature (30 for Gemma 2). None disables it.
         num_targets: number of true values of the mask after column 0, if the caller knows it. None: it is read from the
             device, so that the host waits for all earlier operations.
+        compiled: whether torch.compile fuses the operations on a tile, which then reads and writes it fewer times. It
+            compiles once for each head, and the results differ from those without it by rounding.
     Returns: a tensor of the shape of `tokens`, in at least float32. Where the mask is true, column t is
         `log_softmax(logits[:, t - 1] / temperature)[tokens[:, t]]`. It is NaN for an invalid token id. Column 0 and
         masked columns are 0.
@@ -69,7 +76,7 @@ def logprobs_from_hidden(
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
-    return _apply(hidden, tokens, mask, head, num_targets, with_entropy=False)[0]
+    return _apply(hidden, tokens, mask, replace(head, compiled=compiled), num_targets, with_entropy=False)[0]
 
 
 def logprobs_and_entropy_from_hidden(
@@ -82,6 +89,7 @@ def logprobs_and_entropy_from_hidden(
     temperature: float = 1.0,
     softcap: float | None = None,
     num_targets: int | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns `logprobs_from_hidden` and the entropy of each token's distribution, from the same logits.
 
@@ -92,7 +100,7 @@ def logprobs_and_entropy_from_hidden(
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
-    return _apply(hidden, tokens, mask, head, num_targets, with_entropy=True)
+    return _apply(hidden, tokens, mask, replace(head, compiled=compiled), num_targets, with_entropy=True)
 
 
 @torch.no_grad()
@@ -124,7 +132,7 @@ def top_tokens_from_hidden(
     ids_NK = torch.empty_like(logits_NK, dtype=torch.int64)
     for columns in _tiles(len(weight), _sides(hidden)[1]):
         tops = [
-            head.logits(hidden_NH[rows], columns).topk(min(k, columns.stop - columns.start))
+            _tile_logits(hidden_NH[rows], head.tile(columns)).topk(min(k, columns.stop - columns.start))
             for rows in _tiles(len(hidden_NH), _sides(hidden)[0])
         ]
         if not tops:
@@ -144,27 +152,31 @@ class _Head:
     bias_V: Tensor | None
     temperature: float
     softcap: float | None
+    compiled: bool = False
+    """Whether the operations on a tile are compiled."""
 
-    def logits(self, hidden_nH: Tensor, columns: slice) -> Tensor:
-        """Returns the logits [n, v] of n hidden states for the v vocabulary entries `columns`.
-
-        The logits include softcap and temperature. The result is a new tensor in at least float32. The matrix product
-        uses the dtype of the model.
-        """
+    def tile(self, columns: slice) -> "_TileHead":
+        """Returns the part of the head for the v vocabulary entries `columns`."""
         bias_v = None if self.bias_V is None else self.bias_V[columns]
-        logits_nv = torch.nn.functional.linear(hidden_nH, self.weight_VH[columns], bias_v)
-        logits_nv = logits_nv.to(torch.promote_types(logits_nv.dtype, torch.float32))
-        if self.softcap is not None:
-            logits_nv = logits_nv.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
+        return self.weight_VH[columns], bias_v, self.temperature, self.softcap
 
-    def softcap_slope(self, logits_nv: Tensor) -> Tensor | None:
-        """Returns the derivative [n, v] of the capped logits with respect to the uncapped logits. Returns None without
-        a softcap.
-        """
-        if self.softcap is None:
-            return None
-        return (logits_nv * (self.temperature / self.softcap)).square_().neg_().add_(1)
+
+_TileHead = tuple[Tensor, Tensor | None, float, float | None]
+"""Weight [v, H] and bias [v] of a tile, temperature, and softcap."""
+
+
+def _tile_logits(hidden_nH: Tensor, head: _TileHead) -> Tensor:
+    """Returns the logits [n, v] of n hidden states.
+
+    The logits include softcap and temperature. The result is a new tensor in at least float32. The matrix product uses
+    the dtype of the model.
+    """
+    weight_vH, bias_v, temperature, softcap = head
+    logits_nv = torch.nn.functional.linear(hidden_nH, weight_vH, bias_v)
+    logits_nv = logits_nv.to(torch.promote_types(logits_nv.dtype, torch.float32))
+    if softcap is not None:
+        logits_nv = logits_nv.div_(softcap).tanh_().mul_(softcap)
+    return logits_nv if temperature == 1 else logits_nv.div_(temperature)
 
 
 _Gradients = tuple[Tensor | None, ...]
@@ -179,10 +191,10 @@ class _HiddenLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         tokens_NK: Tensor,
-        settings: tuple[float, float | None],
+        settings: tuple[float, float | None, bool],
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.softcap = settings
+        ctx.head_settings = settings
         head = _Head(weight_VH, bias_V, *settings)
         logsumexp_N, chosen_NK, entropy_N = _reduce(head, hidden_NH, tokens_NK, with_entropy)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NK, logsumexp_N, entropy_N)
@@ -194,15 +206,17 @@ class _HiddenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, grad_logprobs_NK: Tensor | None, grad_entropy_N: Tensor | None) -> _Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_NH, weight_VH, bias_V, tokens_NK, logsumexp_N, entropy_N = ctx.saved_tensors
-        head = _Head(weight_VH, bias_V, ctx.temperature, ctx.softcap)
+        head = _Head(weight_VH, bias_V, *ctx.head_settings)
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(tokens_NK, dtype=logsumexp_N.dtype)
 
         def tile(rows: slice, columns: slice) -> Tensor:
             entropies = None if grad_entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
-            return _tile_gradient(
-                head, hidden_NH[rows], columns, tokens_NK[rows], logsumexp_N[rows], grad_logprobs_NK[rows], entropies
-            )
+            index_nK, is_inside_nK = _tile_index(tokens_NK[rows], columns)
+            grad_nK = torch.where(is_inside_nK, grad_logprobs_NK[rows], 0)
+            grad_n1 = grad_logprobs_NK[rows].sum(-1, keepdim=True)
+            arguments = (index_nK, grad_nK, grad_n1, logsumexp_N[rows], entropies)
+            return _compiled(_tile_gradient, head.compiled)(hidden_NH[rows], head.tile(columns), *arguments)
 
         # Saved tensors have the dtype of the forward pass; autocast would change the recomputed logits.
         with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -248,55 +262,103 @@ def _reduce(head: _Head, hidden_NH: Tensor, tokens_NK: Tensor, with_entropy: boo
     # Ids outside the vocabulary keep NaN. Checking ids would synchronize with the device.
     chosen_NK, entropy_N = torch.full_like(tokens_NK, torch.nan, dtype=dtype), torch.zeros_like(logsumexp_N)
     for columns in _tiles(len(head.weight_VH), _sides(hidden_NH)[1]):
+        own = head.tile(columns)
         for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
-            logits_nv = head.logits(hidden_NH[rows], columns)
             index_nK, is_inside_nK = _tile_index(tokens_NK[rows], columns)
-            chosen_NK[rows] = torch.where(is_inside_nK, logits_nv.gather(-1, index_nK), chosen_NK[rows])
-            # A tile of excluded tokens has the maximum -inf, for which -inf - (-inf) would be NaN.
-            max_n = logits_nv.amax(-1).clamp_(min=torch.finfo(dtype).min)
-            shifted_nv = logits_nv.sub_(max_n[:, None])
-            weights_nv = shifted_nv.exp() if with_entropy else shifted_nv.exp_()
-            # The largest logit contributes exactly 1, so this changes only tiles of excluded tokens.
-            sum_n = weights_nv.sum(-1).clamp_(min=1)
-            before_n, tile_n = logsumexp_N[rows].clone(), max_n + sum_n.log()
-            logsumexp_N[rows] = torch.logaddexp(before_n, tile_n)
-            if with_entropy:
-                mean_n = weights_nv.mul_(shifted_nv.clamp_(min=_LOWEST_LOGPROB)).sum(-1) / sum_n
-                # Chain rule of entropy: the choice between previous tiles and this one, then within each.
-                share_before_n, share_n = (before_n - logsumexp_N[rows]).exp(), (tile_n - logsumexp_N[rows]).exp()
-                between_n = torch.special.entr(share_before_n) + torch.special.entr(share_n)
-                entropy_N[rows] = between_n + share_before_n * entropy_N[rows] + share_n * (sum_n.log() - mean_n)
+            known = (logsumexp_N[rows], entropy_N[rows])
+            chosen_nK, logsumexp_N[rows], entropy_N[rows] = _compiled(_reduce_tile, head.compiled)(
+                hidden_NH[rows], own, index_nK, *known, with_entropy
+            )
+            chosen_NK[rows] = torch.where(is_inside_nK, chosen_nK, chosen_NK[rows])
     return logsumexp_N, chosen_NK, entropy_N
 
 
-def _tile_gradient(
-    head: _Head,
+def _compiled(function: Function, is_compiled: bool) -> Function:
+    """Returns a function of a tile, compiled at its first call if `is_compiled`.
+
+    All sizes are dynamic, because the last tiles of rows and vocabulary are smaller.
+    """
+    return cast(Function, _compile(function)) if is_compiled else function
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:  # Any: of a tile
+    return torch.compile(function, dynamic=True)
+
+
+def _reduce_tile(
     hidden_nH: Tensor,
-    columns: slice,
-    tokens_nK: Tensor,
-    logsumexp_n: Tensor,
+    head: _TileHead,
+    index_nK: Tensor,
+    before_n: Tensor,
+    entropy_n: Tensor,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the logits of the tokens [n, K], and logsumexp and entropy [n] over this tile and those before it.
+
+    Args:
+        hidden_nH: hidden states.
+        head: the head of this tile.
+        index_nK: column of each token in the tile.
+        before_n: logsumexp over the tiles before.
+        entropy_n: entropy over the tiles before.
+        with_entropy: whether to compute the entropy. Otherwise, it is returned unchanged.
+    """
+    logits_nv = _tile_logits(hidden_nH, head)
+    chosen_nK = logits_nv.gather(-1, index_nK)
+    # A tile of excluded tokens has the maximum -inf, for which -inf - (-inf) would be NaN.
+    max_n = logits_nv.amax(-1).clamp_(min=torch.finfo(logits_nv.dtype).min)
+    shifted_nv = logits_nv.sub_(max_n[:, None])
+    weights_nv = shifted_nv.exp() if with_entropy else shifted_nv.exp_()
+    # The largest logit contributes exactly 1, so this changes only tiles of excluded tokens.
+    sum_n = weights_nv.sum(-1).clamp_(min=1)
+    tile_n = max_n + sum_n.log()
+    logsumexp_n = torch.logaddexp(before_n, tile_n)
+    if not with_entropy:
+        return chosen_nK, logsumexp_n, entropy_n
+    mean_n = weights_nv.mul_(shifted_nv.clamp_(min=_LOWEST_LOGPROB)).sum(-1) / sum_n
+    # Chain rule of entropy: the choice between previous tiles and this one, then within each.
+    share_before_n, share_n = (before_n - logsumexp_n).exp(), (tile_n - logsumexp_n).exp()
+    between_n = torch.special.entr(share_before_n) + torch.special.entr(share_n)
+    return chosen_nK, logsumexp_n, between_n + share_before_n * entropy_n + share_n * (sum_n.log() - mean_n)
+
+
+def _tile_gradient(
+    hidden_nH: Tensor,
+    head: _TileHead,
+    index_nK: Tensor,
     grad_nK: Tensor,
+    grad_n1: Tensor,
+    logsumexp_n: Tensor,
     entropies: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Returns the gradient [n, v] of the raw logits, before softcap and temperature. `entropies` is a pair (H, gradient
-    of H).
+    """Returns the gradient [n, v] of the raw logits, before softcap and temperature.
 
         d log p(v) / d z_u = [u = v] - p_u    d H / d z_u = -p_u (log p_u + H)    log p(v) = z_v - logsumexp(z)
+
+    Args:
+        hidden_nH: hidden states.
+        head: the head of this tile.
+        index_nK: column of each token in the tile.
+        grad_nK: gradient of the log-probability of each token, and 0 for tokens outside of the tile.
+        grad_n1: sum of the gradients of all tokens of a position.
+        logsumexp_n: logsumexp over all tiles.
+        entropies: (H, gradient of H). None without entropy.
     """
-    logits_nv = head.logits(hidden_nH, columns)
-    slope_nv = head.softcap_slope(logits_nv)
-    grad_nK = grad_nK / head.temperature
-    grad_n1 = grad_nK.sum(-1, keepdim=True)
+    _, _, temperature, softcap = head
+    logits_nv = _tile_logits(hidden_nH, head)
+    # Derivative of the capped logits with respect to the uncapped ones.
+    slope_nv = None if softcap is None else (logits_nv * (temperature / softcap)).square_().neg_().add_(1)
+    grad_nK, grad_n1 = grad_nK / temperature, grad_n1 / temperature
     logprobs_nv = logits_nv.sub_(logsumexp_n[:, None])
     if entropies is None:
         grad_nv = logprobs_nv.exp_().mul_(-grad_n1)
     else:
-        entropy_n1, grad_entropy_n1 = entropies[0][:, None], entropies[1][:, None] / head.temperature
+        entropy_n1, grad_entropy_n1 = entropies[0][:, None], entropies[1][:, None] / temperature
         probs_nv = logprobs_nv.exp()
         surprise_nv = logprobs_nv.clamp_(min=_LOWEST_LOGPROB).add_(entropy_n1)
         grad_nv = surprise_nv.mul_(-grad_entropy_n1).sub_(grad_n1).mul_(probs_nv)
-    index_nK, is_inside_nK = _tile_index(tokens_nK, columns)
-    grad_nv.scatter_add_(-1, index_nK, torch.where(is_inside_nK, grad_nK, 0))
+    grad_nv.scatter_add_(-1, index_nK, grad_nK)
     return grad_nv if slope_nv is None else grad_nv.mul_(slope_nv)
 
 
@@ -337,7 +399,7 @@ def _apply(
         head.weight_VH,
         head.bias_V,
         tokens_NK,
-        (head.temperature, head.softcap),
+        (head.temperature, head.softcap, head.compiled),
         with_entropy,
     )
     logprobs = _at_targets(logprobs_NK, index_N, mask.shape).view(tokens.shape)

@@ -24,7 +24,7 @@ class Context(Protocol):
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     temperature: float
-    softcap: float | None
+    head_settings: tuple[float, float | None, bool]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 

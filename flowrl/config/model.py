@@ -170,8 +170,10 @@ class EngineConfig(Config):
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention kernels: torch SDPA, or flash-attn on GPUs in half precision. `auto` uses flash-attn if possible."""
 
-    compile: bool = False
-    """Compile each layer with torch.compile. The first steps are slower."""
+    compile: bool | Literal["auto"] = False
+    """Compile each layer, and the operations of a language model's head, with torch.compile. The first step takes about
+    a minute more. `auto` compiles on GPUs.
+    """
 
     packing: Literal["auto", "always", "never"] = "auto"
     """Sequence packing. `auto` packs if the model supports it, except in float32 on GPUs. Without packing, sequences of

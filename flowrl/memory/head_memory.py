@@ -55,5 +55,6 @@ def policy_head_memory(
     # In 16 bits the matrix product and its gradient are two more tiles of half the bytes each.
     products = 0 if precision == "float32" else tile
     states = num_tokens * size.hidden * (dtype_bytes + 4)
-    forward = states + (2 if entropy == "none" else 3) * tile + products
+    # A forward pass frees the product before it needs the second tile, for the entropy.
+    forward = states + (tile + products // 2 if entropy == "none" else 2 * tile)
     return HeadMemory(forward, states + (3 if entropy == "gradient" else 2) * tile + products)

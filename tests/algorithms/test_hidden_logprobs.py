@@ -1,6 +1,7 @@
 """Log-probabilities and entropies from hidden states against literals, materialized logits, and finite differences."""
 
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -322,3 +323,23 @@ def test_a_known_number_of_targets_changes_no_result(num_candidates: int) -> Non
     states, weight, mask = (inputs[name] for name in ("hidden", "weight", "mask"))
     top = [top_tokens_from_hidden(states, weight, mask, k=2, num_targets=n) for n in (None, num_targets)]
     assert torch.equal(*top)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_compiled_tiles_have_the_same_results(
+    monkeypatch: pytest.MonkeyPatch, head: Inputs, with_entropy: bool
+) -> None:
+    """Rows and vocabulary end with smaller tiles. Compiled and other tiles differ by the order of sums."""
+    monkeypatch.setitem(module._TILE_SIDES, "cpu", (4, 8))
+    function = logprobs_and_entropy_from_hidden if with_entropy else logprobs_from_hidden
+    for seed in range(3):
+        inputs = random_inputs(seed, rows=3 + seed, vocabulary=19 + seed)
+        plain, compiled = (function(**inputs, **head, compiled=is_compiled) for is_compiled in (False, True))
+        plain, compiled = (values if with_entropy else (values,) for values in (plain, compiled))
+        assert_norm_close(compiled, plain, rtol=FLOAT64_RTOL)
+        sums = (sum((values.sum() for values in each), start=torch.tensor(0.0)) for each in (compiled, plain))
+        assert_norm_close(*(gradients(total, inputs) for total in sums), rtol=FLOAT64_RTOL)

@@ -81,7 +81,7 @@ def test_every_row_has_the_columns_of_its_table() -> None:
         (RolloutConfig, "engine", "`hf`, `vllm` or `module:Class`"),
         (RolloutConfig, "check", "`warn`, `strict` or `'off'`"),
         (OptimizerConfig, "betas", "list of 2 numbers"),
-        (EngineConfig, "compile", "`true` or `false`"),
+        (EngineConfig, "compile", "`true`, `false` or `auto`"),
         (ActorConfig, "kl_loss_kind", "`k1`, `k2`, `k3`, `abs` or `module:function`"),
         (Placement, "roles", "mapping of text or groups"),
     ],

@@ -143,8 +143,11 @@ class FsdpEngine(ModuleEngine):
         if sequence_sharding is not None:
             assert isinstance(model, SequenceShardable), "sequence parallelism needs a SequenceShardable"
             model.sequence_sharding = sequence_sharding
-        for layer in layers(model) if engine.compile else ():
-            layer.compile(dynamic=True)  # shapes differ between micro-batches
+        if engine.compile is True or (engine.compile == "auto" and self.device.type == "cuda"):
+            for layer in layers(model):
+                layer.compile(dynamic=True)  # shapes differ between micro-batches
+            if isinstance(model, PolicyModel):
+                model.compiles_head = True
         self._flops = model_flops(model)
         self._num_peers = mesh.tp * (1 if mesh.sequence is None else mesh.sequence.size())
         """Number of ranks that share the work for the rows of this rank."""

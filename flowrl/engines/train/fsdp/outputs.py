@@ -76,6 +76,8 @@ class PolicyModel(SequenceShardable):
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
         self.language_model = language_model
+        self.compiles_head = False
+        """Whether the operations of the head on a tile of the logits are compiled."""
 
     def forward(
         self,
@@ -175,6 +177,7 @@ class PolicyModel(SequenceShardable):
             "temperature": request.temperature,
             "softcap": softcap,
             "num_targets": request.num_targets,
+            "compiled": self.compiles_head,
         }
         if request.entropy == "none":
             logprobs = logprobs_from_hidden(hidden_BlD, *weights, **options)

@@ -13,7 +13,6 @@ from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
-from tests.benchmarks.gpu.engines import one_rank_mesh
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.device_memory import reserved_bytes
 from tests.engines.losses import LOGPROBS
@@ -96,21 +95,6 @@ def test_activation_checkpointing_recomputes_layers_in_the_backward_pass():
         assert not trained.model.training
     assert (counts[0][0], counts[1][0]) == (1, 2)
     assert counts[1][1] == pytest.approx(counts[0][1], rel=FLOAT32_RTOL)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_compiled_layers_train_the_same_weights(strategy: str):
-    """Needs a C++ compiler on the CPU."""
-    norms = []
-    with one_rank_mesh(torch.device("cpu")) as mesh:
-        for compile_layers in (False, True):
-            trained = engine(mesh, strategy=strategy, compile=compile_layers)
-            assert trained.is_sharded == (strategy == "fsdp")
-            steps = [trained.update(table(9, seed), policy_loss, POLICY) for seed in range(2)]
-            norms.append([step["grad_norm"].result() for step in steps])
-    assert norms[1] == pytest.approx(norms[0], rel=FLOAT32_RTOL)
 
 
 def test_float32_is_rejected_for_half_precision_weights():
