@@ -104,7 +104,10 @@ def main(rank: int, folder: Path) -> None:
     gated.model.layers[1].gate = nn.Linear(32, 32)
     results["gated"] = _error_of(PolicyModel(gated), mesh)
     results["convolving"] = _error_of(PolicyModel(convolving()), mesh)
-    results["of one"] = _error_of(PolicyModel(llama()), rank_mesh(distributed.group.WORLD, device="cpu"))
+    sharded = rank_mesh(distributed.group.WORLD, device="cpu")
+    assert sharded.devices is not None
+    results["of one"] = _error_of(PolicyModel(llama()), sharded)
+    results["groups"] = (sharded.data is sharded.all_ranks, sharded.devices.get_group("shard") is sharded.all_ranks)
     results["head"] = _head_gradients(rank)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -87,16 +87,23 @@ def rank_mesh(
     own_d, own_s, own_t = (int(x) for x in (ranks_DST == distributed.get_rank()).nonzero()[0])
     ranks_RST = ranks_DST.view(dp // shard, shard * sp, tp)
     own_r, own_shard = divmod(own_d * sp + own_s, shard * sp)
-    if group.size() == 1:
-        dimensions = [group] * 3  # NCCL allocates buffers for each group
-    else:
-        dimensions = [_group(ranks_RST[:, own_shard, own_t]), _group(ranks_RST[own_r, :, own_t])]
-        dimensions.append(_group(ranks_RST[own_r, own_shard]))
-    sequence = _group(ranks_DST[own_d, :, own_t]) if sp > 1 else None
-    both = _group(ranks_DST[own_d].flatten()) if sp > 1 and tp > 1 else None
+    groups = {tuple(ranks_DST.flatten().tolist()): group}
+
+    def shared_group(ranks: Tensor) -> ProcessGroup:
+        """Returns the group of these ranks. Equal groups are one, because NCCL allocates buffers for each group."""
+        key = tuple(ranks.flatten().tolist())
+        if key not in groups:
+            groups[key] = _group(key)
+        return groups[key]
+
+    dimensions = [shared_group(ranks_RST[:, own_shard, own_t]), shared_group(ranks_RST[own_r, :, own_t])]
+    dimensions.append(shared_group(ranks_RST[own_r, own_shard]))
+    # Groups of their own: the exchanges of attention would wait for the gathered weights of the next layer.
+    sequence = _group(ranks_DST[own_d, :, own_t].tolist()) if sp > 1 else None
+    both = _group(ranks_DST[own_d].flatten().tolist()) if sp > 1 and tp > 1 else None
     return RankMesh(
         all_ranks=group,
-        data=group if tp == 1 else _group(ranks_DST[:, :, own_t].flatten()),
+        data=shared_group(ranks_DST[:, :, own_t]),
         sequence=sequence,
         same_rows=both or sequence or dimensions[-1],
         devices=DeviceMesh.from_group(
@@ -121,10 +128,8 @@ def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None
         _group([distributed.get_rank()])
 
 
-def _group(ranks: Tensor | Sequence[int]) -> ProcessGroup:
+def _group(ranks: Sequence[int]) -> ProcessGroup:
     """Creates a process group. Only ranks of the new group call this."""
-    created = distributed.new_group(
-        [int(rank) for rank in ranks], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
-    )
+    created = distributed.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True)
     assert isinstance(created, ProcessGroup), "this rank is a member of the group"
     return created

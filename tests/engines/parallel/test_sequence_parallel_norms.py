@@ -54,3 +54,9 @@ def test_unsupported_models_are_rejected(results: list[dict], case: str, named: 
 def test_each_rank_trains_the_head_with_the_tokens_of_all_ranks(results: list[dict]):
     for rank in results:
         assert [gradient.tolist() for gradient in rank["head"]] == [[[3.0, 3.0]], [3.0]]
+
+
+def test_fsdp_over_all_ranks_needs_no_group_besides_that_of_the_role(results: list[dict]):
+    """The gradients' group and the weights' group have the ranks of the role."""
+    for rank in results:
+        assert rank["groups"] == (True, True)
