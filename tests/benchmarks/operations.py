@@ -48,6 +48,9 @@ ROWS, LENGTH = 4, 32
 READS, MASKED = {"_local_scalar_dense"}, {"nonzero", "masked_select", "_unique2", "unique_consecutive"}
 """Names of operations that make the host wait: those that read a value, and those with a result of unknown size."""
 
+NAMES = ("aten calls", "synchronizations", "copies to the device", "bytes to the device")
+"""Names of the counts."""
+
 COPIES = {"tolist", "cpu", "numpy"}
 """Names of methods of tensors that copy a tensor to the host."""
 
@@ -80,7 +83,7 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.is_enabled = False
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's
         if self.is_enabled:
@@ -181,10 +184,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=LAYERS)
     arguments = read_arguments(parser, layers=2)
-    names = ("aten calls", "synchronizations", "copies to the device", "bytes to the device")
-    sys.stdout.write(f"| {arguments.layers} layers | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n")
+    sys.stdout.write(f"| {arguments.layers} layers | {' | '.join(NAMES)} |\n|---|{'---|' * len(NAMES)}\n")
     for case, counts in measure(arguments.layers):
-        sys.stdout.write(f"| {case} | {' | '.join(f'{counts[name]:,}' for name in names)} |\n")
+        sys.stdout.write(f"| {case} | {' | '.join(f'{counts[name]:,}' for name in NAMES)} |\n")
         sys.stdout.flush()
 
 
