@@ -8,9 +8,8 @@ states, the weight, their gradients, and one tile. Recomputation increases the c
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from flowrl.algorithms.logprobs import Context
 from flowrl.algorithms.masking import masked_tokens
-
-Function = TypeVar("Function", bound=Callable[..., Any])  # Any: of a tile
 
 _TILE_SIDES = {"cpu": (4096, 2048)}
 """Rows and columns of a tile by device type. The CPU tile has 32 MiB in float32. Smaller tiles would fit CPU caches
@@ -75,8 +72,8 @@ def logprobs_from_hidden(
     https://arxiv.org/abs/2411.09009. Deviation: tiles with small probabilities are not skipped, so gradients are exact.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
-    return _apply(hidden, tokens, mask, replace(head, compiled=compiled), num_targets, with_entropy=False)[0]
+    head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap, compiled)
+    return _apply(hidden, tokens, mask, head, num_targets, with_entropy=False)[0]
 
 
 def logprobs_and_entropy_from_hidden(
@@ -99,8 +96,8 @@ def logprobs_and_entropy_from_hidden(
         in column 0 and where the mask is false. A detached entropy adds no cost to the backward pass.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap)
-    return _apply(hidden, tokens, mask, replace(head, compiled=compiled), num_targets, with_entropy=True)
+    head = _checked_head(hidden, weight, tokens, mask, bias, temperature, softcap, compiled)
+    return _apply(hidden, tokens, mask, head, num_targets, with_entropy=True)
 
 
 @torch.no_grad()
@@ -144,9 +141,8 @@ def top_tokens_from_hidden(
     return _at_targets(ids_NK, index_N, mask.shape)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The LM head, with its temperature and softcap."""
+class _Head(NamedTuple):
+    """The LM head, or the part of it for a tile, with its temperature and softcap."""
 
     weight_VH: Tensor
     bias_V: Tensor | None
@@ -155,28 +151,23 @@ class _Head:
     compiled: bool = False
     """Whether the operations on a tile are compiled."""
 
-    def tile(self, columns: slice) -> "_TileHead":
+    def tile(self, columns: slice) -> "_Head":
         """Returns the part of the head for the v vocabulary entries `columns`."""
         bias_v = None if self.bias_V is None else self.bias_V[columns]
-        return self.weight_VH[columns], bias_v, self.temperature, self.softcap
+        return self._replace(weight_VH=self.weight_VH[columns], bias_V=bias_v)
 
 
-_TileHead = tuple[Tensor, Tensor | None, float, float | None]
-"""Weight [v, H] and bias [v] of a tile, temperature, and softcap."""
-
-
-def _tile_logits(hidden_nH: Tensor, head: _TileHead) -> Tensor:
+def _tile_logits(hidden_nH: Tensor, head: _Head) -> Tensor:
     """Returns the logits [n, v] of n hidden states.
 
     The logits include softcap and temperature. The result is a new tensor in at least float32. The matrix product uses
     the dtype of the model.
     """
-    weight_vH, bias_v, temperature, softcap = head
-    logits_nv = torch.nn.functional.linear(hidden_nH, weight_vH, bias_v)
+    logits_nv = torch.nn.functional.linear(hidden_nH, head.weight_VH, head.bias_V)
     logits_nv = logits_nv.to(torch.promote_types(logits_nv.dtype, torch.float32))
-    if softcap is not None:
-        logits_nv = logits_nv.div_(softcap).tanh_().mul_(softcap)
-    return logits_nv if temperature == 1 else logits_nv.div_(temperature)
+    if head.softcap is not None:
+        logits_nv = logits_nv.div_(head.softcap).tanh_().mul_(head.softcap)
+    return logits_nv if head.temperature == 1 else logits_nv.div_(head.temperature)
 
 
 _Gradients = tuple[Tensor | None, ...]
@@ -210,13 +201,15 @@ class _HiddenLogprobs(torch.autograd.Function):
         if grad_logprobs_NK is None:
             grad_logprobs_NK = torch.zeros_like(tokens_NK, dtype=logsumexp_N.dtype)
 
+        gradient = _compiled(_tile_gradient) if head.compiled else _tile_gradient
+
         def tile(rows: slice, columns: slice) -> Tensor:
             entropies = None if grad_entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
             index_nK, is_inside_nK = _tile_index(tokens_NK[rows], columns)
             grad_nK = torch.where(is_inside_nK, grad_logprobs_NK[rows], 0)
             grad_n1 = grad_logprobs_NK[rows].sum(-1, keepdim=True)
             arguments = (index_nK, grad_nK, grad_n1, logsumexp_N[rows], entropies)
-            return _compiled(_tile_gradient, head.compiled)(hidden_NH[rows], head.tile(columns), *arguments)
+            return gradient(hidden_NH[rows], head.tile(columns), *arguments)
 
         # Saved tensors have the dtype of the forward pass; autocast would change the recomputed logits.
         with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -261,34 +254,30 @@ def _reduce(head: _Head, hidden_NH: Tensor, tokens_NK: Tensor, with_entropy: boo
     logsumexp_N = hidden_NH.new_full(tokens_NK.shape[:1], -torch.inf, dtype=dtype)
     # Ids outside the vocabulary keep NaN. Checking ids would synchronize with the device.
     chosen_NK, entropy_N = torch.full_like(tokens_NK, torch.nan, dtype=dtype), torch.zeros_like(logsumexp_N)
+    reduce_tile = _compiled(_reduce_tile) if head.compiled else _reduce_tile
     for columns in _tiles(len(head.weight_VH), _sides(hidden_NH)[1]):
         own = head.tile(columns)
         for rows in _tiles(len(hidden_NH), _sides(hidden_NH)[0]):
             index_nK, is_inside_nK = _tile_index(tokens_NK[rows], columns)
             known = (logsumexp_N[rows], entropy_N[rows])
-            chosen_nK, logsumexp_N[rows], entropy_N[rows] = _compiled(_reduce_tile, head.compiled)(
-                hidden_NH[rows], own, index_nK, *known, with_entropy
-            )
+            reduced = reduce_tile(hidden_NH[rows], own, index_nK, *known, with_entropy)
+            chosen_nK, logsumexp_N[rows], entropy_N[rows] = reduced
             chosen_NK[rows] = torch.where(is_inside_nK, chosen_nK, chosen_NK[rows])
     return logsumexp_N, chosen_NK, entropy_N
 
 
-def _compiled(function: Function, is_compiled: bool) -> Function:
-    """Returns a function of a tile, compiled at its first call if `is_compiled`.
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:  # Any: of a tile
+    """Returns a function of a tile that is compiled at its first call.
 
     All sizes are dynamic, because the last tiles of rows and vocabulary are smaller.
     """
-    return cast(Function, _compile(function)) if is_compiled else function
-
-
-@cache
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:  # Any: of a tile
     return torch.compile(function, dynamic=True)
 
 
 def _reduce_tile(
     hidden_nH: Tensor,
-    head: _TileHead,
+    head: _Head,
     index_nK: Tensor,
     before_n: Tensor,
     entropy_n: Tensor,
@@ -325,7 +314,7 @@ def _reduce_tile(
 
 def _tile_gradient(
     hidden_nH: Tensor,
-    head: _TileHead,
+    head: _Head,
     index_nK: Tensor,
     grad_nK: Tensor,
     grad_n1: Tensor,
@@ -345,7 +334,7 @@ def _tile_gradient(
         logsumexp_n: logsumexp over all tiles.
         entropies: (H, gradient of H). None without entropy.
     """
-    _, _, temperature, softcap = head
+    temperature, softcap = head.temperature, head.softcap
     logits_nv = _tile_logits(hidden_nH, head)
     # Derivative of the capped logits with respect to the uncapped ones.
     slope_nv = None if softcap is None else (logits_nv * (temperature / softcap)).square_().neg_().add_(1)
@@ -443,6 +432,7 @@ def _checked_head(
     bias: Tensor | None,
     temperature: float,
     softcap: float | None,
+    compiled: bool = False,
 ) -> _Head:
     masked_tokens(mask)
     if tokens.shape[:2] != mask.shape or tokens.dim() > 3:
@@ -462,4 +452,4 @@ def _checked_head(
         raise ValueError(f"temperature is {temperature}, but must be above 0")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, but must be above 0, or None to disable it")
-    return _Head(weight, bias, temperature, softcap)
+    return _Head(weight, bias, temperature, softcap, compiled)

@@ -112,18 +112,28 @@ def import_function(name: str) -> Any:  # Any: the signature is the caller's
 Capabilities = TypeVar("Capabilities")
 
 
-def import_capabilities(name: str, what: str, kind: type[Capabilities]) -> Capabilities:
-    """Imports a user's engine and returns its attribute `capabilities`.
+def find_capabilities(
+    name: str, known: Mapping[str, Capabilities], what: str, kind: type[Capabilities]
+) -> Capabilities:
+    """Returns the capabilities of an included engine, or the attribute `capabilities` of a user's engine.
 
-    Raises ImportNameError if the import fails, or if the class has no attribute `capabilities` of type `kind`. `what`
-    names the kind of engine in the message.
+    Args:
+        name: name of an included engine, or `module:Class`.
+        known: capabilities of the included engines by name.
+        what: kind of engine, for messages.
+        kind: type of the capabilities.
+    Raises ImportNameError if the name is unknown, if the import fails, or if the class has no such attribute.
     """
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise ImportNameError(unknown_name(what, name, known, custom=CUSTOM_CLASS))
     engine = import_attribute(name)
     capabilities = getattr(engine, "capabilities", None)
     if isinstance(engine, type) and isinstance(capabilities, kind):
         return capabilities
     raise ImportNameError(
-        f"{name} is not {what}: it must be a class whose attribute `capabilities` has the type {kind.__name__} "
+        f"{name} is not a {what}: it must be a class whose attribute `capabilities` has the type {kind.__name__} "
         f"(docs/extend.md)"
     )
 

@@ -3,7 +3,7 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -117,7 +117,7 @@ class Device(Protocol):
         """
         ...
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def fetch(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts to copy tensors of the device to the host. Returns a function that waits for the copies and returns
         them. For the CPU, it returns the tensors.
         """
@@ -170,8 +170,8 @@ class CpuDevice:
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: list(tensors)
+    def fetch(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        return lambda: dict(tensors)
 
     def random_state(self) -> Tensor:
         return torch.get_rng_state()
@@ -253,13 +253,14 @@ class CudaDevice:
             own.copy_(tensor)
         return unpack_bytes(host.to(f"cuda:{self.index}", non_blocking=True), tensors)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
+    def fetch(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        copies = {
+            name: torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            for name, tensor in tensors.items()
+        }
         copied = torch.cuda.current_stream(self.index).record_event()
 
-        def wait() -> list[Tensor]:
+        def wait() -> dict[str, Tensor]:
             copied.synchronize()
             return copies
 

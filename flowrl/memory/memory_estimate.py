@@ -198,7 +198,7 @@ def _fixed_memory(planned: Plan, slots: Sequence[Slot], roles: Mapping[str, Role
 
 
 def host_memory(devices: Sequence[DeviceMemory]) -> dict[int, Counter[str]]:
-    """Returns the bytes that a run on GPUs needs in the host memory of a node, by node and term."""
+    """Returns the host memory that a run on GPUs needs on each node, in bytes: node -> term -> bytes."""
     nodes: dict[int, Counter[str]] = {}
     for device in devices:
         terms = nodes.setdefault(device.node, Counter())
@@ -383,7 +383,7 @@ class _Estimator:
         return import_attribute(judge.capabilities.memory)(load)
 
     def _shares_device(self, slot: Slot, roles: Collection[str]) -> bool:
-        """Returns whether another process of these roles uses a device of this slot."""
+        """Returns whether any of these roles has a process on another slot that includes a device of this slot."""
         others = {other for role in roles for other in self._planned.roles[role].slots if other != slot}
         return any(location in other.node_devices for other in others for location in slot.node_devices)
 

@@ -1,6 +1,6 @@
 """A device that records its operations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -48,7 +48,7 @@ class RecordedDevice:
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._device.send(tensors)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def fetch(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         return self._device.fetch(tensors)
 
     def random_state(self) -> Tensor:

@@ -114,7 +114,8 @@ def test_tensors_share_a_buffer_without_overlapping() -> None:
 def test_sent_tensors_return_unchanged(name: str, device: Device) -> None:
     sent = device.send(TENSORS)
     assert all(str(tensor.device) == name for tensor in sent)
-    for fetched, tensor in zip(device.fetch(sent)(), TENSORS, strict=True):
+    wait = device.fetch({str(index): tensor for index, tensor in enumerate(sent)})
+    for fetched, tensor in zip(wait().values(), TENSORS, strict=True):
         assert fetched.device.type == "cpu" and fetched.dtype == tensor.dtype and torch.equal(fetched, tensor)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from flowrl.config.base import CUSTOM_CLASS, ImportNameError, check_name, import_capabilities, unknown_name
+from flowrl.config.base import CUSTOM_CLASS, check_name, find_capabilities
 from flowrl.config.engines.rollout_capabilities import EngineCapabilities, Package, Quantization
 
 DEFAULT_ENGINE = "hf"
@@ -51,16 +51,8 @@ ENGINES: Mapping[str, EngineCapabilities] = {
 
 @cache
 def get_capabilities(name: str) -> EngineCapabilities:
-    """Returns the capabilities of an engine. Imports only a user's engine.
-
-    Raises ImportNameError, a ValueError, if `name` is not included and not `module:Class`, or if the class has no
-    `capabilities`.
-    """
-    if name in ENGINES:
-        return ENGINES[name]
-    if ":" not in name:
-        raise ImportNameError(unknown_name("rollout engine", name, ENGINES, custom=CUSTOM_CLASS))
-    return import_capabilities(name, "a rollout engine", EngineCapabilities)
+    """Returns the capabilities of an engine. Imports only a user's engine. Raises ImportNameError, a ValueError."""
+    return find_capabilities(name, ENGINES, "rollout engine", EngineCapabilities)
 
 
 _check_name = partial(

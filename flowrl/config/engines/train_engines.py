@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from flowrl.config.base import CUSTOM_CLASS, check_name, import_capabilities
+from flowrl.config.base import CUSTOM_CLASS, check_name, find_capabilities
 
 Dimension = Literal["dp", "sp", "tp", "pp"]
 """A parallel dimension of a role: data, sequence, tensor or pipeline."""
@@ -63,14 +63,10 @@ TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
 
 @cache
 def get_train_capabilities(name: str) -> TrainCapabilities:
-    """Returns the capabilities of a training engine. Imports only a user's engine.
-
-    Raises ImportNameError, a ValueError, if `name` is not included and not `module:Class`, or if the class has no
-    `capabilities`.
+    """Returns the capabilities of a training engine. Imports only a user's engine. Raises ImportNameError, a
+    ValueError.
     """
-    if name in TRAIN_ENGINES:
-        return TRAIN_ENGINES[name]
-    return import_capabilities(name, "a training engine", TrainCapabilities)
+    return find_capabilities(name, TRAIN_ENGINES, "training engine", TrainCapabilities)
 
 
 _check_name = partial(

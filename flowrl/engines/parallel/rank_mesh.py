@@ -90,7 +90,7 @@ def rank_mesh(
     groups = {tuple(ranks_DST.flatten().tolist()): group}
 
     def shared_group(ranks: Tensor) -> ProcessGroup:
-        """Returns the group of these ranks. Equal groups are one, because NCCL allocates buffers for each group."""
+        """Returns the group of these ranks, which is created once, because NCCL allocates buffers for each group."""
         key = tuple(ranks.flatten().tolist())
         if key not in groups:
             groups[key] = _group(key)
@@ -98,7 +98,7 @@ def rank_mesh(
 
     dimensions = [shared_group(ranks_RST[:, own_shard, own_t]), shared_group(ranks_RST[own_r, :, own_t])]
     dimensions.append(shared_group(ranks_RST[own_r, own_shard]))
-    # Groups of their own: the exchanges of attention would wait for the gathered weights of the next layer.
+    # Not shared: in the group of the shards, attention would wait until FSDP2 has gathered the next layer's weights.
     sequence = _group(ranks_DST[own_d, :, own_t].tolist()) if sp > 1 else None
     both = _group(ranks_DST[own_d].flatten().tolist()) if sp > 1 and tp > 1 else None
     return RankMesh(

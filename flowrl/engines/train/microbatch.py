@@ -71,7 +71,7 @@ class MicroBatch:
         return self.mask.sum(-1)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """Returns the micro-batch on a device, to which it is sent in one copy. Does not wait for the copy."""
+        """Sends all tensors to a device in one copy. Returns the micro-batch with these tensors, without waiting."""
         if self.input_ids.device == torch.device(device):
             return self
         own = [self.input_ids, self.mask, self.index, *([] if self.groups is None else [self.groups])]

@@ -40,7 +40,7 @@ class LossScale:
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Returns the learning rate of optimizer step `step`, counted from 0.
+    """Returns the learning rate of an optimizer step. `step` is the number of steps before it.
 
     The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
     `total_steps`, linearly or along a half cosine. Raises ValueError if the schedule has no end.

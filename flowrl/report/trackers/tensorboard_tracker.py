@@ -28,9 +28,12 @@ class EventFile:
     """A new file of TensorBoard events. Each write is flushed, so that a killed run loses no events."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
-        """Creates the file in `folder`. TensorBoard then hides the events from `purge_step` in earlier files."""
+        """Creates the file in `folder`.
+
+        With `purge_step`, TensorBoard ignores the events of this step and later ones in files that were created before.
+        """
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-        # TensorBoard reads files in the order of their names.
+        # The name begins with the time of creation, because TensorBoard sorts files by name before it reads them.
         self._path = folder / f"events.out.tfevents.{seconds:010}.{nanoseconds:09}.{socket.gethostname()}"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("wb")

@@ -31,7 +31,7 @@ _BFLOAT16_CAPABILITY = (8, 0)
 
 
 def check_nodes(config: RunConfig) -> None:
-    """Raises PlacementError if the processes need several nodes, and the run joins no cluster."""
+    """Raises PlacementError if `devices` has counts for several nodes, but the run joins no cluster (`address`)."""
     if config.backend == "ray" and config.address is None:
         check_one_node(config.devices)
 

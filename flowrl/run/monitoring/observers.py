@@ -159,9 +159,10 @@ class RunObservers:
         return True
 
     def measure_rewards(self, scored: Batch) -> None:
-        """Adds the metrics of rewards that the recipe has computed to the current step, and checks them for failures.
+        """Measures the rewards of a batch that the recipe has scored itself. Does not block.
 
-        Does nothing outside of the part of a step whose calls count for its duration. Does not block.
+        Their metrics are added to the record of the current step, and failed rewards count for `max_failure_rate`. Does
+        nothing before the first step, and between the training calls of a step and the next step.
         """
         if not self._log.is_timed:
             return

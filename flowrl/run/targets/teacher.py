@@ -39,14 +39,13 @@ def evaluate_agreement(
     prompts: Batch | Mapping[str, Batch],
     config: EvaluationConfig | Mapping[str, EvaluationConfig],
 ) -> Evaluation:
-    """Generates responses to held-out prompts, compares the most likely tokens of student and teacher, and scores the
-    responses with the evaluation reward. Blocks.
+    """Measures the student's responses to held-out prompts: agreement with the teacher, and scores. Blocks.
 
     Args:
         actor: the student.
         teacher: the teacher.
         rollout: generates with the newest weights that were sent.
-        reward: scores the responses. None: they have no scores.
+        reward: scores the responses with the reward for evaluations. None: they have no scores.
         prompts: prompts with the columns of `PromptStream`, or several named sets of prompts.
         config: number of samples, and temperature. A mapping has those of each set (`config.evaluation_by_set`).
 

@@ -285,16 +285,18 @@ class MeanMetrics(Mapping[str, Metric]):
         masks: dict[str, Tensor] = {}
         tensors: dict[str, Tensor] = {}
         for name, value in values.items():
-            tensors[name], mask = value if isinstance(value, MaskedMetric) else (value.detach(), None)
+            tensors[name], mask = value if isinstance(value, MaskedMetric) else (value, None)
+            tensors[name] = tensors[name].detach()
             masks[name] = mask_BL if tensors[name].dim() == 2 or unit_mask is None else unit_mask
             masks[name] = masks[name] if mask is None else masks[name] & mask
-        sums = [v.detach().masked_fill(~masks[name], 0).sum(dtype=torch.float64) for name, v in tensors.items()]
-        kinds = list({id(mask): mask for mask in masks.values()}.values())
-        self._kinds = {name: next(i for i, kind in enumerate(kinds) if kind is mask) for name, mask in masks.items()}
+        sums = [v.masked_fill(~masks[name], 0).sum(dtype=torch.float64) for name, v in tensors.items()]
+        kinds = {id(mask): mask for mask in masks.values()}
+        order = {key: index for index, key in enumerate(kinds)}
+        self._kinds = {name: order[id(mask)] for name, mask in masks.items()}
         """Index of the count of each value's mask."""
         extremes = masked_range(tensors["ratio"], mask_BL) if "ratio" in tensors else ()
-        counts = [mask.sum().double() for mask in kinds]
-        self._numbers = torch.stack([*counts, *sums, *(x.detach().double() for x in extremes)])
+        counts = [mask.sum().double() for mask in kinds.values()]
+        self._numbers = torch.stack([*counts, *sums, *(x.double() for x in extremes)])
         """Number of values in each mask, sum of each value, and the extremes."""
         self._num_counts = len(kinds)
 

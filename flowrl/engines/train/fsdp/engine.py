@@ -191,20 +191,16 @@ class FsdpEngine(ModuleEngine):
     def _passes(self, batch: TensorDictBase, outputs: Outputs) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing)
         num_passes = int(self.mesh.gather(self._counts(len(micros))).max()) if self.is_sharded else len(micros)
-        fetched: deque[tuple[MicroBatch, Sequence[str], Callable[[], list[Tensor]]]] = deque()
-
-        def receive() -> tuple[MicroBatch, dict[str, Tensor]]:
-            micro, names, wait = fetched.popleft()
-            return micro, dict(zip(names, wait(), strict=True))
-
+        fetched: deque[tuple[MicroBatch, Callable[[], dict[str, Tensor]]]] = deque()
         for i, micro in enumerate(self._with_dummies(micros, batch, num_passes)):
             values = self._outputs(self._to_device(micro, outputs), outputs)
             if i < len(micros):
-                fetched.append((micro, tuple(values), get_device(self.device).fetch(list(values.values()))))
+                fetched.append((micro, get_device(self.device).fetch(values)))
             if len(fetched) > 1:  # one pass later, so that the device computes while the host waits for the copies
-                yield receive()
-        if fetched:
-            yield receive()
+                own, wait = fetched.popleft()
+                yield own, wait()
+        for own, wait in fetched:
+            yield own, wait()
 
     def _to_device(self, micro: MicroBatch, outputs: Outputs) -> MicroBatch:
         """Returns a micro-batch on the device, with the number of its targets, which is known only on the host."""
