@@ -70,6 +70,11 @@ class Device(Protocol):
         ...
 
     @property
+    def has_own_memory(self) -> bool:
+        """Whether the memory of the device is separate from host memory."""
+        ...
+
+    @property
     def index(self) -> int | None:
         """Index of a GPU among those that this process can see. None for the CPU."""
         ...
@@ -111,6 +116,14 @@ class Device(Protocol):
         """
         ...
 
+    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Starts to copy tensors of the device to `host_buffer` memory, given as (destination, source).
+
+        The copies follow the operations on the current stream. Later operations do not wait for them. Returns a
+        function that does.
+        """
+        ...
+
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns copies of host tensors on the device, sent in one copy. Later operations of the current stream see
         them. For the CPU, returns the tensors. Does not wait.
@@ -141,6 +154,7 @@ class CpuDevice:
     """The CPU. It has no streams, and torch keeps no cache of its memory."""
 
     id = "cpu"
+    has_own_memory = False
     index = None
     peak_flops = None
     capability = None
@@ -167,6 +181,11 @@ class CpuDevice:
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        for destination, source in copies:
+            destination.copy_(source)
+        return lambda: None
+
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
@@ -187,6 +206,8 @@ class CpuDevice:
 
 class CudaDevice:
     """A GPU."""
+
+    has_own_memory = True
 
     def __init__(self, index: int | None = None) -> None:
         """`index` is None for the current GPU of the process."""
@@ -245,6 +266,14 @@ class CudaDevice:
                 raise RuntimeError(f"{num_bytes} bytes of host memory cannot be pinned: CUDA reports error {error}")
             weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
         return buffer
+
+    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        stream = torch.cuda.Stream(self.index)
+        stream.wait_stream(torch.cuda.current_stream(self.index))
+        with torch.cuda.stream(stream):
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+        return stream.synchronize
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         # torch's allocator of pinned memory reuses a buffer only when its copies to the device are done.

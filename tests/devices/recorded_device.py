@@ -9,7 +9,12 @@ from flowrl.devices.device import Device, MemoryUsage
 
 
 class RecordedDevice:
-    """Passes the name of each operation to a function, and then runs it on another device."""
+    """Passes the name of each operation to a function, and then runs it on another device.
+
+    Host copies treat its memory as that of a GPU: they copy tensors and release their memory.
+    """
+
+    has_own_memory = True
 
     def __init__(self, device: Device, record: Callable[[str], None]) -> None:
         self._device, self._record = device, record
@@ -44,6 +49,16 @@ class RecordedDevice:
     def host_buffer(self, num_bytes: int) -> Tensor:
         self._record("host buffer")
         return self._device.host_buffer(num_bytes)
+
+    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        self._record("save")
+        wait = self._device.save(copies)
+
+        def recorded() -> None:
+            self._record("saved")
+            wait()
+
+        return recorded
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._device.send(tensors)

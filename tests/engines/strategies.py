@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
 from flowrl.data.metric import Mean, Metric
+from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import adapter_state, add_adapter
-from flowrl.engines.models.parameters import move_optimizer
 from flowrl.engines.models.weight_samples import WeightSample, weight_samples
 from flowrl.engines.models.weights import export_weights, meta_copy, to_tensors
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
@@ -27,6 +27,7 @@ from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs, value_outputs
 from flowrl.engines.train.microbatch import MicroBatch
+from tests.devices.recorded_device import RecordedDevice
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table, take_rows
 from tests.engines.tiny import llama, qwen2, to_float64, tokenizer
@@ -160,6 +161,9 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
             reports.append((name, {n: m.result() for n, m in report.items() if n in ("grad_norm", "lr")}))
             losses.append(report.get("loss", Mean(0.0, 0)))
     results["reports"], results["losses"] = reports, losses
+    policy.offload()  # before exports, because memory that NumPy reads cannot be released
+    results["held while idle"] = held_bytes(policy)
+    policy.onload()
     if case.lora:
         results["reference"] = _reference_logprobs(policy, first)
         results["adapter"] = adapter_state(language_model)
@@ -173,12 +177,15 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
         checkpoints.result()
     results["later"] = fourth_step(policy, rows)
     results["num_held"] = sum(_local_shard(parameter).numel() for parameter in policy.model.parameters())
-    assert policy.optimizer is not None
-    move_optimizer(policy.optimizer, torch.device("meta"))
-    results["moved"] = {
-        _local_shard(x).device.type for s in policy.optimizer.state.values() for x in s.values() if x.ndim
-    }
     return results
+
+
+def held_bytes(engine: FsdpEngine) -> int:
+    """Returns the bytes of the weights and of the optimizer state of this rank."""
+    assert engine.optimizer is not None
+    moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+    assert moments, "the engine has taken a step"
+    return sum(_local_shard(x).untyped_storage().nbytes() for x in (*engine.model.parameters(), *moments))
 
 
 def policy_of(case: Case, mesh: RankMesh) -> FsdpEngine:
@@ -307,9 +314,9 @@ def norm_of_a_sum(strategy: str, group: distributed.ProcessGroup | None) -> floa
 
 
 def train_with_moves(group: distributed.ProcessGroup, *, moves: bool) -> list[torch.Tensor]:
-    """Trains bfloat16 weights for three steps of two batches on one rank, and returns the weights.
+    """Trains bfloat16 weights for three steps of two batches, and returns the weights.
 
-    With `moves`, copies of the weights replace them after each batch, as in a move to another device and back.
+    With `moves`, the engine is idle after each batch and after each step.
     """
     engine = EngineConfig(strategy="fsdp", max_tokens_per_microbatch=20)
     policy = FsdpEngine(
@@ -319,22 +326,22 @@ def train_with_moves(group: distributed.ProcessGroup, *, moves: bool) -> list[to
         for seed in (step, step + 1):
             policy.forward_backward(table(11, seed=seed), policy_loss, POLICY)
             if moves:
-                _move(policy)
+                _leave_and_return(policy)
         policy.optim_step()
         if moves:
-            _move(policy)
+            _leave_and_return(policy)
     return [_local_shard(parameter).detach().clone() for parameter in policy.model.parameters()]
 
 
-def _move(engine: FsdpEngine) -> None:
-    """Replaces the weights and gradients by copies."""
-    with engine._gradients.moved_to(torch.device("cpu")):
-        engine.model._apply(torch.clone)
+def _leave_and_return(engine: FsdpEngine) -> None:
+    engine.offload()
+    engine.onload()
 
 
 def main(rank: int, folder: Path, names: Collection[str]) -> None:
     """Runs the named cases and the half-precision cases on one of four ranks, and writes the results."""
     torch.set_num_threads(1)
+    devices._CPU = RecordedDevice(devices._CPU, lambda _: None)  # pyright: ignore (idle engines release memory)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     groups = {size: distributed.new_group(list(range(size))) for size in (4, 2, 1)}
     results = {}
@@ -349,9 +356,10 @@ def main(rank: int, folder: Path, names: Collection[str]) -> None:
         results["bfloat16"] = train_on_bfloat16(group)
         results |= {f"sum with {strategy}": norm_of_a_sum(strategy, group) for strategy in SUMS}
         results |= {f"in {dtype}": train_in_half(dtype, group) for dtype in ("bfloat16", "float16")}
+        results["moves"] = {moves: train_with_moves(group, moves=moves) for moves in (False, True)}
     if rank == 0:
         assert isinstance(groups[1], distributed.ProcessGroup)
-        results["moves"] = {moves: train_with_moves(groups[1], moves=moves) for moves in (False, True)}
+        results["moves on 1"] = {moves: train_with_moves(groups[1], moves=moves) for moves in (False, True)}
         results |= {f"in {dtype} on 1": train_in_half(dtype, groups[1]) for dtype in ("bfloat16", "float16")}
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()

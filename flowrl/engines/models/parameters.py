@@ -1,4 +1,4 @@
-"""Parameters and optimizer state: names of tied weights, device moves, and full tensors of sharded weights."""
+"""Parameters: names of tied weights, full tensors of sharded weights, and a check of loaded weights."""
 
 import logging
 import math
@@ -12,12 +12,6 @@ from flowrl.config import UserError
 
 # torch warns about the two all-gathers of every weight that both tensor parallelism and FSDP shard.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-def move_model(model: nn.Module, device: torch.device) -> None:
-    """Moves weights and buffers to a device in place, so that all references to the model stay valid."""
-    if any(tensor.device != device for tensor in model.state_dict().values()):
-        model.to(device)
 
 
 def unique_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
@@ -38,16 +32,6 @@ def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def to_full_tensor(weight: Tensor) -> Tensor:
     """Returns the full tensor of a weight. All ranks of a sharded model must call this together."""
     return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves the state of an optimizer to a device, except numbers such as Adam's step counts."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.ndim:
-                state[name] = value.to(
-                    device
-                )  # moves the local shard of a DTensor, whose mesh may be of another device
 
 
 def check_finite(weight: Tensor, name: str, source: Path | str) -> None:

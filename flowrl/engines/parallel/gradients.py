@@ -5,8 +5,7 @@ below 1/256 of its value.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -36,10 +35,6 @@ class Gradients(Protocol):
         ...
 
     def scale(self, factor: float) -> None: ...
-
-    def moved_to(self, device: torch.device) -> AbstractContextManager[None]:
-        """Moves the gradients to a device, before `sum`. The body moves the weights, which have no gradients then."""
-        ...
 
     def free(self) -> None: ...
 
@@ -84,15 +79,6 @@ class ReplicatedGradients:
     def scale(self, factor: float) -> None:
         for buffer in self._buffers:
             buffer.mul_(factor)
-
-    @contextmanager
-    def moved_to(self, device: torch.device) -> Iterator[None]:
-        _free(self._parameters)
-        yield
-        _allow_other_dtypes(self._parameters)
-        buffers, self._buffers = self._buffers, []
-        for buffer in buffers:
-            self._use(buffer.to(device))
 
     def free(self) -> None:
         _free(self._parameters)
@@ -142,15 +128,6 @@ class ShardedGradients:
         for parameter in self._parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
-
-    @contextmanager
-    def moved_to(self, device: torch.device) -> Iterator[None]:
-        gradients = [parameter.grad for parameter in self._parameters]
-        _free(self._parameters)
-        yield
-        _allow_other_dtypes(self._parameters)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(device)
 
     def free(self) -> None:
         _free(self._parameters)

@@ -79,6 +79,7 @@ def test_stacks_are_dumped_while_native_code_holds_the_interpreter(monkeypatch: 
 def test_a_stopped_process_is_reported_without_a_stack():
     with stuck("in_python", "one-that-stops") as process_id:
         os.kill(process_id, signal.SIGSTOP)
+        os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WNOWAIT)
         dump = collect_stack_dumps(["one-that-stops"])["one-that-stops"]
         assert dump.is_stopped and parse_host_stack(dump).is_stopped
         assert kill_processes(["one-that-stops"]) == {process_id}

@@ -28,6 +28,7 @@ from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Metric, merge_metrics
 from flowrl.devices.device import get_device
+from flowrl.devices.host_copies import HostCopies
 from flowrl.engines.models.attention import has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import (
     CriticModel,
@@ -40,7 +41,6 @@ from flowrl.engines.models.loading import (
     num_embeddings,
 )
 from flowrl.engines.models.lora import adapter_disabled, add_adapter
-from flowrl.engines.models.parameters import move_model, move_optimizer
 from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
 from flowrl.engines.models.sharded_loading import load_shards, move_loaded
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
@@ -119,8 +119,10 @@ class FsdpEngine(ModuleEngine):
         self.device = torch.device(device)
         self.mesh, self.group = mesh, mesh.all_ranks
         self.is_sharded = is_sharded(engine, mesh)
-        self._home = torch.device("cpu") if self.is_sharded and engine.offload == "parameters" else self.device
-        """Device of the weights between forward passes and during optimizer steps."""
+        home = torch.device("cpu") if self.is_sharded and engine.offload == "parameters" else self.device
+        self._saved_weights, self._saved_gradients, self._saved_moments = (
+            HostCopies(get_device(home)) for _ in range(3)
+        )
         self._compute, self._engine = compute, engine
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else torch_dtype(engine.compute_dtype)
@@ -154,7 +156,7 @@ class FsdpEngine(ModuleEngine):
         self._used = {"flops": 0.0, "tokens": 0.0}
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
-            load_shards(model, self._home)
+            load_shards(model, home)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients: Gradients = (ShardedGradients if self.is_sharded else ReplicatedGradients)(parameters, mesh)
         if optimizer is not None:
@@ -318,21 +320,37 @@ class FsdpEngine(ModuleEngine):
     # Memory.
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Moves optimizer state to the CPU until the next optimizer step, and weights until `onload`. `keep_weights`
-        leaves the weights on the device.
+        """Moves optimizer state to host memory until the next optimizer step, and weights and accumulated gradients
+        until `onload`. With `keep_weights`, weights and gradients stay, and weights are copied in the background.
         """
-        if self.optimizer is not None:
-            move_optimizer(self.optimizer, torch.device("cpu"))
-        if not keep_weights:
-            self._move(torch.device("cpu"))
+        self._free_optimizer_state()
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        if keep_weights:
+            self._saved_weights.save(weights)
+        else:
+            self._saved_weights.free(weights)
+            self._saved_gradients.free(weight.grad for weight in weights if weight.grad is not None)
 
     def onload(self) -> None:
-        self._move(self._home)
+        self._saved_weights.restore()
+        self._saved_gradients.restore()
+        self._saved_gradients.forget()  # the gradients of the next step have other memory
 
-    def _move(self, device: torch.device) -> None:
-        """Moves weights and accumulated gradients to a device."""
-        with self._gradients.moved_to(device):
-            move_model(self.model, device)
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
+        state = super().save_state(with_optimizer=with_optimizer)
+        return {name: self._saved_moments.read(tensor) for name, tensor in state.items()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
+        super().load_state(tensors, counters)
+        self._saved_moments.forget()
+        if self._engine.offload == "optimizer":
+            self._free_optimizer_state()
+
+    def _free_optimizer_state(self) -> None:
+        """Moves the state of the optimizer to host memory, except numbers such as Adam's step counts."""
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
+        self._saved_moments.free(tensors)
 
     def _split(
         self, batch: TensorDictBase, outputs: Outputs, groups: Groups | None
@@ -386,11 +404,10 @@ class FsdpEngine(ModuleEngine):
     @contextmanager
     def _with_optimizer_state(self) -> Iterator[None]:
         """Moves offloaded optimizer state to the device of the weights for an optimizer step."""
-        if self._engine.offload in ("optimizer", "idle"):
-            move_optimizer(self.steps.optimizer, self._home)
+        self._saved_moments.restore()
         yield
         if self._engine.offload == "optimizer":
-            move_optimizer(self.steps.optimizer, torch.device("cpu"))
+            self._free_optimizer_state()
 
 
 def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:

@@ -14,7 +14,6 @@ from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
-from tests.engines.device_memory import reserved_bytes
 from tests.engines.losses import LOGPROBS
 from tests.engines.strategies import POLICY, norm_of_a_sum, policy_loss
 from tests.engines.tables import table
@@ -169,37 +168,3 @@ def test_the_norm_of_half_precision_gradients_is_not_rounded_to_half_precision()
 def test_flash_attention_is_rejected_if_it_is_unavailable():
     with pytest.raises(EngineError, match=r"engine\.attention .*flash_attention_2"):
         engine(attention="flash_attention_2")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("offload", ["none", "optimizer", "idle"])
-def test_weights_and_optimizer_are_offloaded_and_onloaded(offload: str):
-    """torch keeps none of the memory of a step, which includes a tensor of 64 MiB here."""
-    model = PolicyModel(qwen2())
-    trained = FsdpEngine(
-        model, policy_outputs, TINY_STEP, EngineConfig.model_validate({"offload": offload}), device="cuda:0"
-    )
-    reserved = []
-    for _ in range(2):
-        trained.update(table(9), policy_loss, POLICY)
-        torch.empty(2**26, dtype=torch.uint8, device="cuda:0")
-        trained.offload(keep_weights=False)
-        reserved.append(reserved_bytes())
-        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-        trained.onload()
-        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
-    assert reserved[0] == reserved[1] < 2**24
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_owner_of_shared_weights_offloads_only_its_optimizer() -> None:
-    model = PolicyModel(qwen2())
-    trained = FsdpEngine(model, policy_outputs, TINY_STEP, EngineConfig(offload="idle"), device="cuda:0")
-    trained.update(table(9), policy_loss, POLICY)
-    assert trained.optimizer is not None
-    trained.offload(keep_weights=True)
-    moments = [x for state in trained.optimizer.state.values() for x in state.values() if x.ndim]
-    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
-    assert moments and {x.device.type for x in moments} == {"cpu"}

@@ -1,7 +1,7 @@
 """The two halves of an optimizer step: forward_backward and optim_step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from flowrl.config import EngineConfig, OptimizerConfig, UserError
 from flowrl.data.metric import Mean
+from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.parallel.gradients import ReplicatedGradients
-from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import Groups, MicroBatch
+from tests.devices.recorded_device import RecordedDevice
 from tests.engines.closeness import assert_norm_close
 from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs
 from tests.engines.strategies import POLICY, policy_loss
@@ -25,6 +25,9 @@ from tests.engines.tiny import qwen2
 from tests.errors import rejects
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+GPU = pytest.param(
+    "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
 
 
 def bigram_engine(max_tokens: int = 20, **settings: object) -> FsdpEngine:
@@ -229,34 +232,82 @@ def test_split_groups_are_rejected_and_drop_the_gradient():
         engine.optim_step()
 
 
-def test_moved_gradients_are_those_that_are_summed():
-    """The accumulated gradient follows an idle model to another device; here, a copy of the model replaces the move."""
-    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3, dtype=torch.float64))]
-    moved = ReplicatedGradients(parameters, SINGLE_PROCESS)
-    moved.zero()
-    (parameters[0].sum() * 2 + parameters[1].sum() * 2).backward()
-    with moved.moved_to(torch.device("cpu")):
-        nn.ParameterList(parameters)._apply(torch.clone)
-    (parameters[0].sum() * 1).backward()
-    moved.scale(0.5)
-    assert parameters[0].grad is not None and parameters[0].grad.tolist() == [[1.5, 1.5]] * 2
-    assert parameters[1].grad is not None and parameters[1].grad.tolist() == [1.0] * 3
-    assert moved.norm() == pytest.approx(math.sqrt(4 * 1.5**2 + 3))
+@pytest.fixture(params=["cpu", GPU])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A GPU, or a CPU with a memory of its own, which stands for it."""
+    own = devices._CPU
+    devices._CPU = RecordedDevice(own, lambda _: None)  # pyright: ignore
+    yield request.param
+    devices._CPU = own
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_offload_between_the_halves_changes_nothing():
+def step_memory(engine: FsdpEngine) -> tuple[int, int, int]:
+    """Returns the bytes of the weights, of the accumulated gradient and of Adam's moments."""
+    weights = list(engine.model.parameters())
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    moments = [x for state in engine.steps.optimizer.state.values() for x in state.values() if x.ndim]
+    parts = ({x.untyped_storage()._cdata: x.untyped_storage() for x in part} for part in (weights, gradients, moments))
+    held, accumulated, adam = (sum(storage.nbytes() for storage in part.values()) for part in parts)
+    return held, accumulated, adam
+
+
+@pytest.mark.parametrize("settings", [{}, {"compute_dtype": "bfloat16"}, {"compute_dtype": "float16"}])
+def test_an_idle_engine_releases_its_memory_and_trains_on(device: str, settings: dict) -> None:
     found = []
-    for is_offloaded in (False, True):
-        config = EngineConfig(offload="idle")
-        engine = FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, config, device="cuda:0")
-        engine.forward_backward(table(9), policy_loss, POLICY)
-        if is_offloaded:
-            engine.offload(keep_weights=False)
-            assert {p.grad.device.type for p in engine.model.parameters() if p.grad is not None} == {"cpu"}
-            engine.onload()
-        engine.forward_backward(table(9, 1), policy_loss, POLICY)
-        engine.optim_step()
+    for is_idle in (False, True):
+        config = EngineConfig.model_validate({"offload": "idle"} | settings)
+        engine = FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, config, device=device)
+        for step in range(3):
+            for seed in (step, step + 1):
+                engine.forward_backward(table(9, seed), policy_loss, POLICY)
+                if is_idle:
+                    engine.offload()
+                    assert step_memory(engine) == (0, 0, 0)
+                    engine.onload()
+                    held, accumulated, adam = step_memory(engine)
+                    assert held and accumulated and not adam
+            engine.optim_step()
         found.append(weights(engine))
-    assert_norm_close(found[1], found[0])
+    assert all(map(torch.equal, *found))
+
+
+def test_an_owner_of_shared_weights_keeps_them(device: str) -> None:
+    engine = FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, EngineConfig(offload="idle"), device=device)
+    engine.update(table(9), policy_loss, POLICY)
+    before = weights(engine)
+    engine.offload(keep_weights=True)
+    held, _, adam = step_memory(engine)
+    assert held and not adam
+    assert all(map(torch.equal, weights(engine), before))
+
+
+def test_offloaded_optimizer_state_is_in_device_memory_only_during_a_step(device: str) -> None:
+    settings = [EngineConfig(offload="optimizer"), EngineConfig()]
+    offloaded, kept = (FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, s, device=device) for s in settings)
+    for seed in range(3):
+        for engine in (offloaded, kept):
+            engine.update(table(9, seed), policy_loss, POLICY)
+        held, _, adam = step_memory(offloaded)
+        assert held and not adam
+    assert step_memory(kept)[2]
+    assert all(map(torch.equal, weights(offloaded), weights(kept)))
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "idle"])
+def test_a_checkpoint_has_the_state_that_is_in_host_memory(device: str, tmp_path: Path, offload: str) -> None:
+    config = EngineConfig.model_validate({"offload": offload})
+    saved, restored = (FsdpEngine(PolicyModel(qwen2()), policy_outputs, OPTIMIZER, config, device=device) for _ in "ab")
+    saved.update(table(9), policy_loss, POLICY)
+    restored.update(table(9, seed=5), policy_loss, POLICY)
+    for engine in (saved, restored):
+        engine.offload()
+        engine.onload()
+    checkpoints = EngineCheckpoints(saved)
+    for number, asynchronous in enumerate((True, False)):
+        (folder := tmp_path / str(number)).mkdir()
+        checkpoints.save(folder, asynchronous=asynchronous)
+        checkpoints.result()
+        load(restored, folder)
+    for engine in (saved, restored):
+        engine.update(table(9, seed=1), policy_loss, POLICY)
+    assert all(map(torch.equal, weights(saved), weights(restored)))
