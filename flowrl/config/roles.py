@@ -292,6 +292,11 @@ class TransferConfig(Config):
     receiver need one bucket each with cuda_ipc, and two each with nccl. The object store holds all buckets of the
     latest version."""
 
+    drop_weights: bool = False
+    """Drop the weights of a rollout that sleeps between the generation of a step and the next weight sync, instead of
+    copying them to host memory. Needs schedule sync and an engine that sleeps.
+    """
+
 
 DEFAULT_NUM_SEQS = 256
 """Number of sequences if `max_num_seqs` is null. vLLM on GPUs has a default of its own."""

@@ -79,6 +79,11 @@ class DeviceOwnership:
         self._owners.add(slot)
         return evicted
 
+    def join(self, slot: Slot) -> None:
+        """Makes a process an owner of its devices beside their present owners."""
+        if slot in self._sharers:
+            self._owners.add(slot)
+
     def forget(self, slots: Sequence[Slot]) -> None:
         self._owners.difference_update(slots)
         self._can_offload.difference_update(slots)
@@ -360,7 +365,7 @@ class WorkerGroup:
             # Scattering may wait for row lengths, and the pool may fail during this wait.
             self._calls.raise_if_failed(self.pool)
             called = {index: args for index, args in enumerate(per_rank) if args is not None}
-            evictions = {} if contract.memory == () else self._evict_others(tuple(called))
+            evictions = self._claim_devices(contract, tuple(called))
             results = {}
             for index, args in called.items():
                 results[index] = self._send(index, method, contract, mode, args, evictions.get(index, ()))
@@ -382,11 +387,18 @@ class WorkerGroup:
 
         return Future(tuple(results.values()), gather, self.mesh, fetch)
 
-    def _evict_others(self, indices: Sequence[int]) -> dict[int, list[CallRef]]:
-        """Sends evictions to other processes on the devices of the ranks `indices`. An eviction offloads a process.
+    def _claim_devices(self, contract: Contract, indices: Sequence[int]) -> dict[int, list[CallRef]]:
+        """Makes the ranks `indices` the owners of their devices for a call, and sends evictions to other processes
+        there. An eviction offloads a process.
 
         Returns: index of a rank -> evictions that must be done before the rank runs the call.
         """
+        if contract.memory == ():
+            return {}
+        if not contract.evicts:
+            for index in indices:
+                self._eviction.ledger.join(self.slots[index])
+            return {}
         evictions = {i: evicted for i in indices if (evicted := self._eviction.before(self.slots[i]))}
         if not evictions or not self.cls.collective:
             return evictions

@@ -62,6 +62,7 @@ class Contract:
     resend: bool = True
     groups: str | None = None
     resolve: "Callable[..., Contract] | None" = None
+    evicts: bool = True
 
     def get_reads(self, parameter: str) -> tuple[str, ...] | None:
         """Returns the columns that the method reads from a batch parameter; None means all columns."""
@@ -98,6 +99,7 @@ def register(
     resend: bool = True,
     groups: str | None = None,
     resolve: Callable[..., Contract] | None = None,
+    evicts: bool = True,
 ) -> Callable[[Method], Method]:
     """Marks a worker method as callable from the driver.
 
@@ -124,12 +126,14 @@ def register(
         resolve: `(contract, worker class, arguments of the call, settings) -> contract`, for columns or groups that
             depend on the arguments. `settings` is the result of `Worker.call_settings`. The driver calls it before it
             sends a call. It may raise `ContractError`.
+        evicts: whether other processes on the devices of the worker are evicted before the call. With False, they keep
+            their memory, which the call reads. The next call of the worker that evicts evicts them.
     Raises:
         ValueError: the dispatch mode is unknown, the declaration is inconsistent, or the method has `*args`.
     """
     mode = _mode_name(dispatch_mode)
     contract = Contract(
-        mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend, groups, resolve
+        mode, blocking, reads, writes, rows, balance, replay, timeout_s, memory, resend, groups, resolve, evicts
     )
     _check(contract)
 
@@ -173,6 +177,8 @@ def _check(contract: Contract) -> None:
         raise ValueError("replay sends a call again and resend=False forbids it; remove one of them")
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s={timeout_s:g} must be positive, or None for the cluster's limit")
+    if contract.memory == () and not contract.evicts:
+        raise ValueError("memory=() uses no device memory, so the call evicts no process; remove evicts=False")
     if returns_batch and contract.writes == ():
         raise ValueError("writes=() declares a batch without columns; name columns, or use a mode without a batch")
 

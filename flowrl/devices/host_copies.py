@@ -102,7 +102,8 @@ class HostCopies:
             if digest is None or copied.digest is None or not torch.equal(digest, copied.digest):
                 pairs.append((copied.host, memory))
             copied.digest = digest
-        self._wait = self._device.save(pairs)
+        if pairs:
+            self._wait = self._device.save(pairs)
 
     def _lacks(self, storage: UntypedStorage) -> bool:
         known = self._copies.get(storage._cdata)

@@ -45,7 +45,11 @@ _logger = logging.getLogger(__name__)
 Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
 """Settings of a role that generates text."""
 
-UNTESTED_FEATURES = ("engine.compile",)
+UNTESTED_FEATURES = (
+    "engine.compile",
+    "rollout.transfer.drop_weights",
+    "rollout.transfer.via cuda_ipc with engine.offload idle",
+)
 """Settings of features that are off by default, because they have not run on a GPU."""
 
 _LARGE_GPU = 70 * 2**30

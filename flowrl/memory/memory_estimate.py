@@ -114,7 +114,8 @@ class DeviceMemory:
             return memory.resident_during(call)
         if not memory.offloads:
             return memory.resident
-        is_shared = role == "actor" and caller_memory is not None and caller_memory.shares_actor_weights
+        shares = call.beside_actor or (caller_memory is not None and caller_memory.shares_actor_weights)
+        is_shared = role == "actor" and shares
         return memory.weights if is_shared else 0
 
     def needed_beside_cache(self, role: str) -> int:

@@ -178,7 +178,13 @@ def _load_weights(load: RolloutLoad) -> CallMemory:
     if load.transport in _GPU_LOADS:
         buckets = int(TRANSFER_BUCKETS.value) * bucket_bytes(load.size, load.param_bytes, load.config.transfer)
     name = _GPU_LOADS.get(load.transport or "", "load_weights")
-    return CallMemory(name, gathered=module + exported, buffers=buckets, without_cache=load.is_evicted_by_actor)
+    return CallMemory(
+        name,
+        gathered=module + exported,
+        buffers=buckets,
+        without_cache=load.is_evicted_by_actor,
+        beside_actor=load.transport == "cuda_ipc",
+    )
 
 
 def bucket_bytes(size: ModelSize, param_bytes: int, transfer: TransferConfig) -> int:

@@ -251,6 +251,8 @@ class BatchRollouts:
         self._metrics = (*([pending.metrics] if pending.metrics else []), *pending.reward_metrics)
         if self._num_ahead:
             self._metrics = (*self._metrics, staleness_metrics(batch, version, self._num_ahead))
+        elif self._context.config.rollout.transfer.drop_weights:
+            self._context.rollout.expect_update.submit()
         return batch
 
     # Rounds.

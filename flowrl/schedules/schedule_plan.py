@@ -39,7 +39,25 @@ def check_schedule(config: RunConfig, planned: Plan) -> None:
                 _check_dedicated_devices(planned.roles["rollout"], planned.roles[role])
     if config.schedule.is_streaming and config.rollout.can_sleep(on_gpus=planned.kind == "cuda"):
         _check_no_offload(config.rollout, planned)
+    if config.rollout.transfer.drop_weights:
+        _check_drop(config, planned)
     trainer_routes(config, planned)
+
+
+def _check_drop(config: RolloutRunConfig, planned: Plan) -> None:
+    """Raises `ConfigError` if the rollout does not sleep, or may generate between two weight syncs."""
+    start, fix = "rollout.transfer.drop_weights is true, but", "set rollout.transfer.drop_weights: false"
+    if config.schedule.kind != "sync":
+        raise ConfigError(
+            f"{start} with schedule.kind {config.schedule.kind} the rollout generates while the actor trains: {fix}, "
+            f"or schedule.kind: sync"
+        )
+    if not config.rollout.can_sleep(on_gpus=planned.kind == "cuda"):
+        setting = config.rollout.name_setting("sleep")
+        raise ConfigError(
+            f"{start} rollout keeps its devices while other roles use them: {fix}"
+            f"{'' if setting is None else f', or rollout.{setting}: true'}"
+        )
 
 
 def _check_dedicated_devices(rollout: RolePlan, trained: RolePlan) -> None:

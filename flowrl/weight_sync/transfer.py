@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flowrl.config import ConfigError, RolloutConfig, RunConfig, TransferConfig
-from flowrl.controller.placement.plan import PlacementError, Plan
+from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.weight_transport import (
     Transport,
     choose_transport,
@@ -87,16 +87,18 @@ class CudaIpcTransfer(_BucketTransfer):
 
     All buckets use the same buffer, so the rollout reads each bucket before the actor exports the next. A rollout on
     the actor's GPUs does not generate while the actor trains, so there are no snapshots.
+
+    A transfer needs memory for the weights of both roles. The actor first releases all other memory of its processes.
+    The rollout then wakes its weights. Its next call evicts the actor, before the KV cache wakes up.
     """
 
     def send(self, version: int) -> None:
-        num_buckets, loaded = self._num_buckets.get(), None
+        num_buckets = self._num_buckets.get()
+        done: Future = self._actor.begin_sharing.submit()
         for bucket in range(num_buckets):
-            shared = self._actor.share_weights.submit(bucket, *self._bucketing, after=loaded)
-            loaded = self._rollout.load_ipc.submit(shared, version, bucket, num_buckets)
-        released = self._actor.release_weights.submit(after=loaded)
-        # The next call of the rollout may wake its KV cache, which needs the actor's memory.
-        self._rollout.wait_for_memory.submit(released)
+            shared = self._actor.share_weights.submit(bucket, *self._bucketing, after=done)
+            done = self._rollout.load_ipc.submit(shared, version, bucket, num_buckets)
+        self._actor.release_weights.submit(after=done)
 
 
 class NcclTransfer(_BucketTransfer):
@@ -164,23 +166,6 @@ def check_cuda_ipc(config: RunConfig, planned: Plan, problem: tuple[str, str] | 
         raise ConfigError(
             f"{role}.transfer.via is {value.transfer.via}, which selects CUDA IPC on these devices, but {reason}: {fix}"
         )
-
-
-def resolve_transport(
-    transport: Transport, actor: WorkerGroup, rollout: WorkerGroup, config: RolloutConfig
-) -> Transport:
-    """Returns `object_store` instead of `cuda_ipc` if the actor offloads its GPUs while the rollout runs.
-
-    Raises PlacementError if `transfer.via` explicitly requests `cuda_ipc` in this case.
-    """
-    if transport != "cuda_ipc" or not actor.is_evicted_by(rollout):
-        return transport
-    if config.transfer.via == "cuda_ipc":
-        raise PlacementError(
-            f"{rollout.role}.transfer.via is cuda_ipc, but the processes of {actor.role} offload their GPUs while "
-            f"{rollout.role} runs (engine.offload: idle of a role in them): set {rollout.role}.transfer.via: auto"
-        )
-    return "object_store"
 
 
 @dataclass(frozen=True)
@@ -273,7 +258,7 @@ class WeightSync:
                     config,
                     per_replica=self._per_replica,
                     shares_model=actor.shares_model,
+                    offloads=actor.is_evicted_by(rollout),
                 )
-                cls = TRANSFERS[resolve_transport(transport, actor, rollout, config)]
-                self._transfers[roles] = cls(actor, rollout, config.transfer, config.sent_dtype)
+                self._transfers[roles] = TRANSFERS[transport](actor, rollout, config.transfer, config.sent_dtype)
         return self._transfers[roles]

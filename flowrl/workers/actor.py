@@ -13,6 +13,7 @@ from flowrl.config import ActorConfig, ModelConfig, PreferenceActorConfig, Stude
 from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, sum_tokens
 from flowrl.data.dtypes import torch_dtype
+from flowrl.devices.device import release_unused_memory
 from flowrl.engines.models.loading import LanguageModel
 from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.models.weights import to_arrays, weight_buckets
@@ -192,11 +193,20 @@ class Actor(TrainedWorker["ActorGroup"]):
         names = set(self._buckets(bucket_mb, dtype)[bucket])
         return WeightMetadata.of(shape for shape in self.engine.weight_shapes(_dtype(dtype)) if shape[0] in names)
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
+    def begin_sharing(self) -> None:
+        """Releases the device memory of this process except for the weights, so that the rollout's weights fit beside
+        them.
+        """
+        self.offload(keep_weights=True)
+        release_unused_memory()
+
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def share_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None) -> IpcBucket:
         """Copies a bucket into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the bucket.
 
-        `after` is a future that delays this call until the rollout has read the previous bucket.
+        `after` is a future that delays this call until the rollout has read the previous bucket. The weights are on
+        the device since `begin_sharing`.
         """
         metadata = self.describe_weights(bucket, bucket_mb, dtype)
         self.context.add_usage(weight_bytes=sum(metadata.sizes))

@@ -71,6 +71,12 @@ class ActorGroup(TypedGroup):
         """
 
     @nonblocking
+    def begin_sharing(self) -> list[None]:
+        """Releases the device memory of this process except for the weights, so that the rollout's weights fit beside
+        them.
+        """
+
+    @nonblocking
     def share_weights(
         self,
         bucket: OrFuture[int],
@@ -80,7 +86,8 @@ class ActorGroup(TypedGroup):
     ) -> list[IpcBucket]:
         """Copies a bucket into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the bucket.
 
-        `after` is a future that delays this call until the rollout has read the previous bucket.
+        `after` is a future that delays this call until the rollout has read the previous bucket. The weights are on
+        the device since `begin_sharing`.
         """
 
     @nonblocking
@@ -421,6 +428,10 @@ class RolloutGroup(TypedGroup):
         """
 
     @nonblocking
+    def expect_update(self) -> list[None]:
+        """Announces that a weight update precedes the next generation. The engine may drop its weights until then."""
+
+    @nonblocking
     def check_weights(self, samples: OrFuture[WeightSamples]) -> list[Compared]:
         """Compares the engine's weights with samples of the actor's weights. Raises CheckFailed if they differ.
 
@@ -435,11 +446,9 @@ class RolloutGroup(TypedGroup):
         bucket: OrFuture[int],
         of: OrFuture[int],
     ) -> list[None]:
-        """Loads a bucket from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
-
-    @nonblocking
-    def wait_for_memory(self, released: object) -> list[None]:
-        """Delays later calls until the actor's processes have returned the memory of their IPC buffers to the GPUs."""
+        """Loads a bucket from the IPC buffers of the actor's ranks, whose weights stay on the device until the next
+        call. The arguments are those of `load_weights`.
+        """
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[Mapping[str, Any]]) -> list[None]:

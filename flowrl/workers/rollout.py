@@ -116,6 +116,8 @@ class Rollout(Worker["RolloutGroup"]):
         self._connections = EpisodeConnections(self.tokenizer, self._environment, config.max_response_tokens)
         self._groups = PromptGroups(self._connections.open(is_scored=False))
         self._batch_ids = itertools.count()
+        self._expects_update = False
+        """Whether a weight update precedes the next generation."""
         self._evaluation: EpisodeRun | None = None
         """Held-out rows that the rollout generates alongside its prompt groups."""
         context = EngineContext(
@@ -384,6 +386,7 @@ class Rollout(Worker["RolloutGroup"]):
         self, weights: Any, num_bytes: int, version: int, bucket: int, num_buckets: int
     ) -> None:  # Any: the transport's
         self.context.add_usage(weight_bytes=num_bytes)
+        self._expects_update = False
         if bucket == 0:
             if self.engine.state is EngineState.UPDATING:
                 self.engine.abort_update()
@@ -391,6 +394,11 @@ class Rollout(Worker["RolloutGroup"]):
         self.engine.receive(weights)
         if bucket == num_buckets - 1:
             self.engine.commit()
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
+    def expect_update(self) -> None:
+        """Announces that a weight update precedes the next generation. The engine may drop its weights until then."""
+        self._expects_update = True
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
     def check_weights(self, samples: WeightSamples) -> Compared:
@@ -412,15 +420,13 @@ class Rollout(Worker["RolloutGroup"]):
 
     # GPU transports cannot replay their buckets, so the loss of a process ends the run.
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",), evicts=False)
     def load_ipc(self, shared: "Sequence[IpcBucket]", version: int, bucket: int, of: int) -> None:
-        """Loads a bucket from the IPC buffers of the actor's ranks. The arguments are those of `load_weights`."""
+        """Loads a bucket from the IPC buffers of the actor's ranks, whose weights stay on the device until the next
+        call. The arguments are those of `load_weights`.
+        """
         self._check_not_replayed()
         self._load_bucket(shared[0].merged(shared), sum(shared[0].metadata.sizes), version, bucket, of)
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
-    def wait_for_memory(self, released: object) -> None:
-        """Delays later calls until the actor's processes have returned the memory of their IPC buffers to the GPUs."""
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
@@ -456,7 +462,7 @@ class Rollout(Worker["RolloutGroup"]):
 
     def offload(self, *, keep_weights: bool) -> None:
         if self.context.can_offload and self._sleeping.asleep != TAGS:
-            self._sleeping.sleep()
+            self._sleeping.sleep(**({"keep_weights": False} if self._expects_update else {}))
 
     def onload(self) -> None:
         self.onload_parts(tuple(TAGS))

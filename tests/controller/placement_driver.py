@@ -95,6 +95,10 @@ GPU_PLACEMENTS: dict[str, dict[str, Any]] = {
         "pools": {"main": [4]},
         "roles": {"actor": "main[0:2]", "reward": "main[1:2]", "rollout": {"pool": "main[2:4]", "tp": 2}},
     },
+    "leaders on shared": {
+        "pools": {"main": [4]},
+        "roles": {"actor": "main", "rollout": {"pool": "main", "tp": 2}},
+    },
     "nothing shared": {"pools": {"main": [2], "makers": [2]}, "roles": {"actor": "main", "rollout": "makers"}},
 }
 """Rollouts and rewards have processes of their own."""

@@ -54,6 +54,16 @@ def test_a_process_that_cannot_offload_is_awaited():
     assert ledger.claim(HOST) == [LEADER]
 
 
+def test_a_process_that_joins_evicts_nobody_until_it_is_called_alone():
+    ledger = ownership_of(host=True, leader=True)
+    ledger.claim(HOST)
+    ledger.join(LEADER)
+    assert ledger.claim(LEADER) == [HOST]
+    ledger.claim(HOST)
+    ledger.join(LEADER)
+    assert ledger.claim(HOST) == [LEADER], "both own the device"
+
+
 def test_without_offload_no_process_waits():
     ledger = ownership_of(host=False, leader=False)
     assert [ledger.claim(slot) for slot in (HOST, LEADER, NEXT, LEADER, HOST)] == [[]] * 5

@@ -269,6 +269,10 @@ def _zero_biases(wrapped: Any) -> None:
     wrapped.worker.model_runner.model.model.layers[0].self_attn.qkv_proj.bias.data.zero_()
 
 
+def drop_weights(worker: Rollout) -> None:
+    engine_of(worker).sleep(keep_weights=False)
+
+
 def update_asleep(worker: Rollout, weights: dict[str, Any], version: int) -> list[str]:
     """Runs an update with only the weights awake and a sleep in between; returns the state or error at each step."""
     engine, states = engine_of(worker), list[str]()

@@ -65,6 +65,26 @@ def test_a_sleeping_vllm_wakes_only_its_weights_to_load_new_ones() -> None:
     assert device.needed_beside_cache("rollout") == 30 + 6 + 4
 
 
+def test_weights_of_an_actor_that_offloads_stay_on_the_device_only_while_the_rollout_copies_them() -> None:
+    actor = RoleMemory(7, 14, (CallMemory("update", gradients=7, activations=2),), offloads=True)
+    load = CallMemory("load_ipc", gathered=3, buffers=2, without_cache=True, beside_actor=True)
+    generate = CallMemory("generate", activations=4)
+    rollout = RoleMemory(6, 0, (generate, load), offloads=True, kv_cache=8)
+    device = DeviceMemory(0, 0, {"actor": actor, "rollout": rollout}, {}, processes=APART)
+    assert device.during("rollout", load) == 7 + 6 + 3 + 2
+    assert device.during("rollout", generate) == 6 + 8 + 4
+    assert device.during("actor", actor.calls[0]) == 7 + 14 + 7 + 2
+
+
+@pytest.mark.parametrize(
+    ("via", "expected"), [("auto", {"load_weights": False}), ("cuda_ipc", {"load_ipc": True})], ids=["auto", "cuda_ipc"]
+)
+def test_cuda_ipc_counts_the_weights_of_an_actor_that_offloads(via: str, expected: dict[str, bool]) -> None:
+    config = grpo("Qwen/Qwen2.5-1.5B", "actor.engine.offload=idle", f"rollout.transfer.via={via}")
+    rollout = memory_of(only_device(config), "rollout")
+    assert {call.name: call.beside_actor for call in rollout.calls if call.name != "generate"} == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "actor", "call", "expected"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowrl import Placement
-from flowrl.config import load
+from flowrl.config import TransferConfig, load
 from flowrl.run.advantages import Advantages
 from flowrl.run.datasets import read_prompts
 from flowrl.run.evaluation import evaluate
@@ -99,6 +99,29 @@ def test_grpo_colocated_metrics_depend_on_neither_offload_nor_a_killed_rollout(
     # Each of the four evaluations and steps evicts the trainer for the rollout, and the rollout for the trainer.
     assert event_names(offloading).count("evict") >= 8
     assert "evict" not in event_names(resident)
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_rollout_on_the_devices_of_the_actor_takes_turns_with_it(
+    ray_session: None, grpo_config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    """The actor shards its weights over two ranks. One replica of the rollout uses the devices of both."""
+    roles = dict.fromkeys(GRPOConfig.possible_roles(), "main") | {"rollout": {"pool": "main", "tp": 2}}
+    placement = Placement.model_validate({"device": "cpu", "pools": {"main": [2]}, "roles": roles})
+    config = grpo_config(output=tmp_path / "tp", backend="ray", placement=placement, rollout=SLEEPING)
+    rollout = config.rollout.model_copy(update={"transfer": TransferConfig(bucket_mb=0.5, drop_weights=True)})
+    engine = config.actor.engine.model_copy(update={"offload": "idle", "strategy": "fsdp"})
+    actor = config.actor.model_copy(update={"engine": engine})
+    config = config.model_copy(update={"actor": actor, "rollout": rollout})
+    train_grpo(config)
+    check(metrics_of(config))
+    alone = grpo_config(output=tmp_path / "alone", backend="ray", placement=COLOCATED, rollout=VLLM)
+    train_grpo(alone)
+    for expected, record in zip(metrics_of(alone), metrics_of(config), strict=True):
+        for name in ("reward", "accuracy", "response_length"):
+            assert record.get(name) == expected.get(name), name
+    # Each of the four evaluations and steps evicts both ranks of the actor for the rollout, and the rollout for them.
+    assert event_names(config).count("evict") >= 12
 
 
 def event_names(config: PPOConfig | GRPOConfig) -> list[str]:

@@ -37,6 +37,16 @@ class Rollout:
     calls_made: list[tuple[list[int], int]] = field(default_factory=list)
     """Prompts and weight version of each call."""
     tasks: None = None
+    num_announced: int = 0
+    """Number of weight updates that were announced, each after the generation of its step."""
+
+    @property
+    def expect_update(self) -> Method:
+        return Method(self._expect_update)
+
+    def _expect_update(self) -> None:
+        assert self.calls_made[-1][1] == self.version, "the step has been generated, and not yet synced"
+        self.num_announced += 1
 
     @property
     def generate(self) -> Method:
@@ -95,6 +105,16 @@ def test_a_restored_queue_has_pending_and_requeued_prompts() -> None:
 def config_for(kind: str, **changes: Any) -> OnPolicyConfig:
     settings = config_of(steps=STEPS, prompts=GROUPS).model_dump() | {"schedule": {"kind": kind}} | changes
     return OnPolicyConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(("drops", "num_announced"), [(True, STEPS), (False, 0)])
+def test_an_update_is_announced_after_the_generation_of_each_step(drops: bool, num_announced: int) -> None:
+    config = config_for("sync")
+    transfer = config.rollout.transfer.model_copy(update={"drop_weights": drops})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"transfer": transfer})})
+    source, rollout = make_source(config)
+    trained(source, rollout, range(1, STEPS + 1))
+    assert rollout.num_announced == num_announced
 
 
 def scheduled(max_staleness: int) -> list[tuple[list[int], int]]:

@@ -11,6 +11,7 @@ from flowrl.schedules.schedule_plan import check_routes, check_schedule, render_
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import plan_run, ppo_settings
+from tests.errors import rejects
 
 ROOT = Path(__file__).parents[2]
 WITH_KL = {"estimator": "gae", "kl_coef": 0.1}
@@ -59,6 +60,25 @@ def routed(*feeds: list[int], **settings: Any) -> dict[str, Any]:
 def test_invalid_schedules_and_routes_are_rejected(settings: dict[str, Any], pattern: str):
     with pytest.raises(ConfigError, match=pattern):
         plan_run(PPOConfig.model_validate(settings))
+
+
+DROPS = {"transfer": {"drop_weights": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({"rollout": VLLM | DROPS}, ["schedule.kind", "async"]),
+        ({"rollout": VLLM | DROPS, "schedule": {"kind": "one_step_off"}}, ["schedule.kind", "one_step_off"]),
+        ({"rollout": VLLM | DROPS, "schedule": {"kind": "sync"}}, ["rollout.vllm.sleep"]),
+        ({"rollout": {"max_response_tokens": 8} | DROPS, "schedule": {"kind": "sync"}}, []),
+    ],
+)
+def test_weights_are_dropped_only_by_a_rollout_that_sleeps_until_a_sync(settings: dict[str, Any], facts: list[str]):
+    with rejects("rollout.transfer.drop_weights", *facts, error=ConfigError):
+        plan_run(PPOConfig.model_validate(placed(**settings)))
+    sleeping = VLLM | DROPS | {"vllm": {"sleep": True}}
+    assert plan_run(PPOConfig.model_validate(placed(rollout=sleeping, schedule={"kind": "sync"})))
 
 
 @pytest.mark.parametrize("kind", ["sync", "one_step_off"])

@@ -72,6 +72,11 @@ class RecordingActor(Recording):
         self.write("describe_weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype)
         return f"description {bucket}"
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=("weights",))
+    def begin_sharing(self) -> Any:
+        self.write("begin_sharing")
+        return f"{self.rank} has begun"
+
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def share_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None) -> Any:
         self.write("share_weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype, after=after)
@@ -108,15 +113,11 @@ class RecordingRollout(Recording):
     def load_weights(self, weights: Mapping[str, Any], version: int, bucket: int = 0, of: int = 1) -> None:
         self.write("load_weights", weights=weights, version=version, bucket=bucket, of=of)
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",), evicts=False)
     def load_ipc(self, shared: Sequence[Any], version: int, bucket: int, of: int) -> Any:
         time.sleep(0.1 * (self.peers > 0))
         self.write("load_ipc", shared=shared, version=version, bucket=bucket, of=of)
         return f"{self.rank} has loaded {bucket} of {version}"
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
-    def wait_for_memory(self, released: object) -> None:
-        self.write("wait_for_memory")
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: Mapping[str, Any]) -> None:

@@ -114,12 +114,13 @@ def test_cuda_ipc_shares_a_bucket_after_the_previous_one_was_loaded(open_cluster
     pair = SyncPair(open_cluster, tmp_path, "main")
     lines = pair.send(7)
     bucket_calls = [("actor", "share_weights"), ("rollout", "load_ipc")]
-    last_calls = [("actor", "release_weights"), ("rollout", "wait_for_memory")]
-    assert calls(lines) == [("actor", "num_buckets"), *bucket_calls * 3, *last_calls]
+    first_calls, last_call = [("actor", "num_buckets"), ("actor", "begin_sharing")], ("actor", "release_weights")
+    assert calls(lines) == [*first_calls, *bucket_calls * 3, last_call]
+    begun = [f"{rank} has begun" for rank in range(2)]
     loaded_buckets = [[f"{rank} has loaded {i} of 7" for rank in range(2)] for i in BUCKETS]
     for rank in range(2):
         shared = arguments(lines, "share_weights", rank)
-        assert shared == [{"bucket": i, **HOW, "after": loaded_buckets[i - 1] if i else None} for i in BUCKETS]
+        assert shared == [{"bucket": i, **HOW, "after": loaded_buckets[i - 1] if i else begun} for i in BUCKETS]
         loaded = arguments(lines, "load_ipc", rank)
         buckets = [[f"bucket {i} on rank {of}" for of in range(2)] for i in BUCKETS]
         assert loaded == [{"shared": buckets[i], "version": 7, "bucket": i, "of": 3} for i in BUCKETS]
@@ -132,8 +133,8 @@ def test_no_rank_shares_a_bucket_while_another_loads_the_previous_one(
 ) -> None:
     pair = SyncPair(open_cluster, tmp_path, "main", backend="ray", meets=True)
     done = [method for _, _, method, _ in pair.send(1)[1:]]
-    last = [*["release_weights"] * 2, *["wait_for_memory"] * 2]
-    assert done == [*(["share_weights"] * 2 + ["load_ipc"] * 2) * 3, *last]
+    buckets = (["share_weights"] * 2 + ["load_ipc"] * 2) * 3
+    assert done == [*["begin_sharing"] * 2, *buckets, *["release_weights"] * 2]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -241,12 +242,9 @@ def test_an_actor_that_offloads_uses_the_object_store(open_cluster: ClusterMaker
     assert {name for role, name in calls(pair.send(1)) if role == "rollout"} == {"load_weights"}
 
 
-def test_an_actor_that_offloads_rejects_cuda_ipc(open_cluster: ClusterMaker, tmp_path: Path) -> None:
-    pair = SyncPair(open_cluster, tmp_path, "main", offloads=True, via="cuda_ipc")
-    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via.*offload: idle"):
-        pair.weight_sync.prepare(pair.actor, pair.rollout)
-
-
-def test_an_actor_that_stays_on_its_devices_allows_cuda_ipc(open_cluster: ClusterMaker, tmp_path: Path) -> None:
-    pair = SyncPair(open_cluster, tmp_path, "main", via="cuda_ipc")
+@pytest.mark.parametrize("offloads", [True, False])
+def test_an_actor_that_offloads_also_uses_cuda_ipc_on_request(
+    offloads: bool, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    pair = SyncPair(open_cluster, tmp_path, "main", offloads=offloads, via="cuda_ipc")
     assert ("rollout", "load_ipc") in calls(pair.send(1))

@@ -90,9 +90,11 @@ class SleepingEngine(ScriptedEngine):
     def asleep(self) -> frozenset[str]:
         return self.serving.asleep
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = True) -> None:
         self.serving.check_sleep()
-        write(self.log, "rollout sleep")
+        if not keep_weights:
+            self.serving.drop_weights()
+        write(self.log, "rollout sleep" if keep_weights else "rollout sleep without weights")
         self.serving.asleep = TAGS
 
     def wake(self, tags: Collection[str] = TAGS) -> None:

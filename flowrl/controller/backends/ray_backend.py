@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pickle import PicklingError
 from typing import Any
 
@@ -59,9 +60,15 @@ _EXIT_TYPE_TIMEOUT_S = 1.0
 class _RayHost(ReplaceableHost):
     """A host (process with workers) as a Ray actor."""
 
-    def __init__(self, name: str, folder: str | None) -> None:
-        """`folder` is the folder for temporary files on a local Ray. It is None on a cluster."""
+    def __init__(self, name: str, folder: str | None, *gpus: int | str) -> None:
+        """Args:
+        name: unique name of the process.
+        folder: folder for temporary files on a local Ray. None on a cluster.
+        gpus: ids of the GPUs that the process uses in addition to the one that Ray has assigned.
+        """
         super().__init__(_read_objects)
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, [*ray.get_gpu_ids(), *gpus]))
         if folder is not None:
             set_temporary_folder(folder)
         # On Ctrl-C, a terminal sends SIGINT to all processes. Only the driver handles the signal.
@@ -259,11 +266,25 @@ class RayBackend:
         retries = -1 if restarts else 0
         actor = ray.remote(_RayHost).options(max_restarts=restarts, max_task_retries=retries, **options)
         folder = str(temporary_folder()) if self._nodes.address is None else None
-        self._hosts[key] = host = actor.remote(self._names[key], folder)
+        self._hosts[key] = host = actor.remote(self._names[key], folder, *self._find_shared_gpus(slot))
         # With task retries, Ray sends a call again to the replacement process.
         for is_resent in (False, True):
             retries = {"num_returns": 2, "max_task_retries": -1 if is_resent else 0}
             self._methods[(*key, is_resent)] = host.call_encoded.options(**retries)
+
+    def _find_shared_gpus(self, slot: Slot) -> list[ray.ObjectRef]:
+        """Returns the ids of the GPUs of a slot after the first, if other processes use them, too.
+
+        Ray assigns fractions of one GPU to a process. A task that takes the slot's fraction of each other GPU for a
+        moment finds its id.
+        """
+        if slot.num_devices >= 1:
+            return []
+        options = [
+            {"num_gpus": slot.num_devices, "num_cpus": 0, "scheduling_strategy": self._nodes.bundle(own)}
+            for own in (replace(slot, device=device) for device in slot.tp_devices)
+        ]
+        return [ray.remote(_find_gpu).options(**own).remote() for own in options]
 
     def join(self, group: FailureGroup, kind: str) -> list[tuple[Slot, Ref]]:
         slots, name = group.slots, group.name
@@ -408,6 +429,10 @@ def _restore(host: Any, plan: RecoveryPlan) -> None:  # Any: an actor handle, as
     """Runs on a worker of Ray. A failure is raised by the next call of the driver, which restores the workers too."""
     with contextlib.suppress(RayError):
         ray.get(host.restore.options(max_task_retries=-1).remote(plan))
+
+
+def _find_gpu() -> int | str:
+    return ray.get_gpu_ids()[0]
 
 
 def _read_objects(refs: Sequence[Ref]) -> list[Any]:  # Any: payloads and results

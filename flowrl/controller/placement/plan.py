@@ -225,15 +225,16 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
     """
     role, mesh = planned.role, planned.mesh
     replicas = [planned.slots[first : first + mesh.tp] for first in range(0, mesh.size, mesh.tp)]
-    for replica in replicas:
-        if kind == "cuda" and mesh.tp > 1 and min(slot.num_devices for slot in replica) < 1:
-            raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp} on devices of other roles, which is not supported: assign it "
-                f"a separate pool, or set tp: 1"
-            )
     slots: list[Slot] = []
     for replica in replicas:
-        first = replica[0]
+        first, shares = replica[0], [slot.num_devices for slot in replica]
+        if kind == "cuda" and min(shares) < max(shares) == 1:
+            raise PlacementError(
+                f"placement.roles.{role} has tp {mesh.tp} with a replica of which only some devices are those of other "
+                f"roles: let the other roles use all devices of the replica or none, or set tp: 1"
+            )
+        # Ray assigns fractions of one GPU only. `RayBackend` finds the other shared GPUs of a replica.
+        is_shared = kind == "cuda" and max(shares) < 1
         slots.append(
             Slot(
                 pool=f"{planned.pool}/{role}",
@@ -242,7 +243,7 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
                 local_rank=sum(slot.node == first.node for slot in slots),
                 device=first.device,
                 device_pool=first.pool,
-                num_devices=sum(slot.num_devices for slot in replica),
+                num_devices=min(shares) if is_shared else sum(shares),
                 tp_devices=tuple(slot.device for slot in replica[1:]),
             )
         )

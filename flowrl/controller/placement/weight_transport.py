@@ -17,10 +17,7 @@ def has_per_replica_updates(config: RunConfig) -> bool:
 
 
 def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
-    """Returns the transport of each rollout of a run. Raises PlacementError like `choose_transport`.
-
-    For `auto`, an actor that offloads its GPUs while the rollout runs sends its weights through the object store.
-    """
+    """Returns the transport of each rollout of a run. Raises PlacementError like `choose_transport`."""
     transports: dict[str, Transport] = {}
     actor, per_replica = planned.roles.get("actor"), has_per_replica_updates(config)
     if actor is None:
@@ -34,11 +31,15 @@ def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
     for role, value in config:
         if not isinstance(value, RolloutConfig) or role not in planned.roles:
             continue
-        transport = choose_transport(
-            actor, planned.roles[role], planned.kind, value, per_replica=per_replica, shares_model=shares_model
+        transports[role] = choose_transport(
+            actor,
+            planned.roles[role],
+            planned.kind,
+            value,
+            per_replica=per_replica,
+            shares_model=shares_model,
+            offloads=is_offloaded,
         )
-        is_automatic = value.transfer.via == "auto"
-        transports[role] = "object_store" if transport == "cuda_ipc" and is_automatic and is_offloaded else transport
     return transports
 
 
@@ -50,6 +51,7 @@ def choose_transport(
     *,
     per_replica: bool = False,
     shares_model: bool = True,
+    offloads: bool = False,
 ) -> Transport:
     """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
 
@@ -57,9 +59,12 @@ def choose_transport(
         kind: device kind of the placement, `cpu` or `cuda`.
         per_replica: result of `has_per_replica_updates`.
         shares_model: whether a rollout in the processes of the actor can use its model.
+        offloads: whether processes of the actor offload their GPUs while the rollout runs.
     Raises PlacementError if the placement or the schedule does not support the requested transport.
     """
     transport = _transport_between(actor, rollout, kind, config, shares_model)
+    if transport == "cuda_ipc" and offloads and config.transfer.via == "auto":
+        return "object_store"  # until CUDA IPC between roles that offload has run on a GPU
     if transport != "nccl" or not per_replica:
         return transport
     if config.transfer.via == "nccl":

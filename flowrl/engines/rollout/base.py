@@ -178,14 +178,16 @@ class EngineState(enum.Enum):
     ASLEEP = "asleep"
     """The memory for the requested operation is offloaded."""
     BROKEN = "broken"
-    """A weight update failed midway. The engine has weights of two versions until an update completes."""
+    """A weight update failed midway, or the weights were dropped. The engine cannot generate until an update
+    completes.
+    """
 
 
 _FIX = {
     EngineState.SERVING: "begin an update first",
     EngineState.UPDATING: "commit or abort the update first",
     EngineState.ASLEEP: "wake it up first",
-    EngineState.BROKEN: "it holds weights of two versions: send a complete update",
+    EngineState.BROKEN: "it lacks weights of one version: send a complete update",
 }
 
 
@@ -268,6 +270,11 @@ class ServingState:
             raise
 
     # Sleep.
+
+    def drop_weights(self) -> None:
+        """Sets the state to BROKEN, because the weights were dropped. Raises RolloutError during an update."""
+        self.check_begin()
+        self._state_awake = EngineState.BROKEN
 
     def check_sleep(self) -> None:
         """Raises RolloutError if all memory is already offloaded."""
@@ -460,8 +467,11 @@ class SleepingEngine(Protocol):
         """Subset of `TAGS` that is offloaded."""
         ...
 
-    def sleep(self) -> None:
-        """Offloads all device memory. It may be called during an update."""
+    def sleep(self, *, keep_weights: bool = True) -> None:
+        """Offloads all device memory. It may be called during an update.
+
+        Without `keep_weights`, the engine may drop its weights, because a weight update precedes the next generation.
+        """
         ...
 
     def wake(self, tags: Collection[str] = TAGS) -> None:

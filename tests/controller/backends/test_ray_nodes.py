@@ -153,9 +153,9 @@ def gpus(run_driver: Callable[[str], Any]) -> dict[str, dict[str, list[tuple[int
     cases = run_driver("gpus")
     ranks = [rank for roles in cases.values() for ranks in roles.values() for rank in ranks]
     for _, indices, visible, device in ranks:
-        assert (",".join(indices), "cuda:0") == (visible, device)
+        assert (indices, "cuda:0") == (visible.split(",")[: len(indices)], device)
     return {
-        case: {role: [(rank[0], rank[1]) for rank in ranks] for role, ranks in roles.items()}
+        case: {role: [(rank[0], rank[2].split(",")) for rank in ranks] for role, ranks in roles.items()}
         for case, roles in cases.items()
     }
 
@@ -183,6 +183,13 @@ def test_a_leader_reserves_full_gpus_next_to_shared_ones(gpus: dict[str, Any]) -
         assert len(rollout) == 1 and len(rollout[0][1]) == 2
         check_apart([*actor, *((0, [gpu]) for gpu in rollout[0][1])])
     assert gpus["shared and led"]["reward"] == [gpus["shared and led"]["actor"][1]]
+
+
+@pytest.mark.slow
+def test_leaders_see_all_gpus_of_their_replica_that_they_share(gpus: dict[str, Any]) -> None:
+    actor, rollout = gpus["leaders on shared"]["actor"], gpus["leaders on shared"]["rollout"]
+    check_apart(actor)
+    assert rollout == [(0, [gpu for _, own in actor[first : first + 2] for gpu in own]) for first in (0, 2)]
 
 
 @pytest.mark.slow

@@ -289,7 +289,6 @@ def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
 @pytest.mark.parametrize(
     ("pools", "where", "facts"),
     [
-        ({"main": [2]}, {"pool": "main", "tp": 2}, ["placement.roles.rollout", "tp", 2, "separate"]),
         ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "tp": 2}, ["placement.roles.rollout", "tp", 2, "nodes"]),
     ],
 )
@@ -310,10 +309,21 @@ def test_tensor_parallel_ranks_of_a_model_are_on_one_node() -> None:
             plan(Placement(pools={"main": per_node}, roles=roles), gpus(*per_node))
 
 
-def test_a_leader_of_any_shared_device_is_rejected() -> None:
+def test_a_leader_of_shared_and_other_devices_is_rejected() -> None:
     roles = {"actor": "main[1:2]", "rollout": RolePlacement(pool="main", tp=2)}
-    with rejects("placement.roles.rollout", "tp", 2, "separate", error=PlacementError):
+    with rejects("placement.roles.rollout", "tp", 2, error=PlacementError):
         plan(Placement(pools={"main": [2]}, roles=roles), gpus(2), dedicated=["rollout"])
+
+
+def test_a_leader_of_shared_devices_holds_the_part_of_one_device_that_is_free_on_all() -> None:
+    roles = {"actor": "main", "judge": "main[3:4]", "rollout": RolePlacement(pool="main", tp=2)}
+    planned = plan(Placement(pools={"main": [4]}, roles=roles), gpus(4), dedicated=["rollout", "judge"])
+    rollout = planned.roles["rollout"]
+    assert rollout.num_tp_devices == 2
+    assert [(slot.node_devices, slot.num_devices) for slot in rollout.slots] == [
+        (((0, 0), (0, 1)), 1 / 2),
+        (((0, 2), (0, 3)), 1 / 3),
+    ]
 
 
 def test_devices_of_a_dedicated_role_have_no_other_process() -> None:

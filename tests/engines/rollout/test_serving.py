@@ -33,6 +33,23 @@ def test_a_failed_or_aborted_update_breaks_the_engine_until_a_complete_one():
     assert (serving.state, serving.version) == (EngineState.SERVING, 5)
 
 
+def test_dropped_weights_break_the_engine_until_a_complete_update():
+    serving = ServingState()
+    serving.drop_weights()
+    serving.asleep = TAGS
+    with pytest.raises(RolloutError, match="asleep"):
+        serving.begin(1, [])
+    serving.asleep -= WEIGHTS
+    serving.begin(1, ["a"])
+    with pytest.raises(RolloutError, match="updating"):
+        serving.drop_weights()
+    serving.mark_received(["a"])
+    serving.check_complete()
+    serving.asleep = frozenset()
+    serving.commit()
+    assert (serving.state, serving.version) == (EngineState.SERVING, 1)
+
+
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [

@@ -351,16 +351,18 @@ class VllmRollout:
 
     # Memory.
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = True) -> None:
         """Frees device memory: offloads the weights to host memory and drops the KV cache (vLLM's sleep level 1).
 
-        vLLM's level 2 is not used, because it would drop the weights without a way to restore them. An engine may also
-        sleep during an update and after a failed update. Raises RolloutError if requests are running.
+        Without `keep_weights`, drops the weights, too (level 2). An engine may also sleep during an update, if it keeps
+        its weights, and after a failed update. Raises RolloutError if requests are running.
         """
         self._serving.check_sleep()
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running: finish or abort them before sleep")
-        self._engine.sleep(level=1)
+        if not keep_weights:
+            self._serving.drop_weights()
+        self._engine.sleep(level=1 if keep_weights else 2)
         self._serving.asleep = TAGS
 
     def wake(self, tags: Collection[str] = TAGS) -> None:

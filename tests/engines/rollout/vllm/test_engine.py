@@ -301,6 +301,17 @@ def test_an_update_needs_only_the_weights_awake(pair: Pair) -> None:
     check_sleep_by_tags(pair)
 
 
+def test_an_engine_that_dropped_its_weights_generates_after_a_complete_update(pair: Pair) -> None:
+    pair.group.run(vllm_checks.drop_weights)
+    assert pair.group.run(vllm_checks.state) == ["asleep"]
+    assert pair.group.run(vllm_checks.error_of, "wake") == [""]
+    assert pair.group.run(vllm_checks.state) == ["broken"]
+    (message,) = pair.group.run(vllm_checks.error_of, "poll")
+    assert "broken" in message
+    pair.send()
+    assert pair.relative_error(PROMPTS, pair.generate(PROMPTS)) < FLOAT32_RTOL
+
+
 def test_a_broken_engine_is_still_broken_after_sleep(pair: Pair) -> None:
     pair.group.run(vllm_checks.send_unknown_weight, dict(list(export_weights(pair.model).items())[:5]))
     for method in ("sleep", "wake"):
