@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from flowrl.config import ConfigError, LoraConfig
 from flowrl.data.dtypes import torch_dtype
@@ -148,10 +148,14 @@ def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
     return model, pack_rows([traced.row_tokens] * traced.num_rows) if traced.can_pack and not is_one_kernel else None
 
 
+def read_architecture(config: str) -> PreTrainedConfig:
+    """Returns the configuration of a model from the text of its `config.json`, without remote code."""
+    return AutoConfig.for_model(**{name: value for name, value in json.loads(config).items() if name not in _IGNORED})
+
+
 def _construct(traced: Pass) -> PreTrainedModel:
     """Returns the model with three layers on the meta device."""
-    settings = {name: value for name, value in json.loads(traced.config).items() if name not in _IGNORED}
-    architecture = AutoConfig.for_model(**settings)
+    architecture = read_architecture(traced.config)
     architecture.update({name: value for name, value in _SUBSTITUTES.items() if hasattr(architecture, name)})
     if types := getattr(architecture, "layer_types", None):
         architecture.layer_types = (types * _NUM_LAYERS)[:_NUM_LAYERS]

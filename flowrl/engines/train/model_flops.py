@@ -9,11 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from flowrl.config import LoraConfig
+from flowrl.engines.models.loading import CriticModel
+from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.sharding import language_models, layers
+from flowrl.engines.train.layer_trace import read_architecture
 
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that read the same input. A trained weight in one of them is not before the others."""
@@ -39,6 +44,8 @@ class ModelFlops:
     """FLOPs of the language-modeling head per target. Targets are the tokens with a log-probability."""
     per_pair: Mapping[int | None, Passes]
     """FLOPs of attention per pair of tokens, by the size of the sliding window of the layers. None: no window."""
+    recomputed_per_token: int
+    """FLOPs of the linear layers that gradient checkpointing computes a second time, per token of a row."""
 
     def count(self, lengths: Sequence[int], num_targets: int, *, is_training: bool, is_causal: bool = True) -> int:
         """Returns the FLOPs of a pass over rows.
@@ -50,10 +57,29 @@ class ModelFlops:
             is_causal: a token attends to itself and earlier tokens of its row. False counts all pairs of tokens of a
                 row, as torch's FlopCounterMode does, although causal attention needs only half of them.
         """
-        parts = [(self.per_token, sum(lengths)), (self.per_target, num_targets)]
-        for window, passes in self.per_pair.items():
-            parts.append((passes, sum(count_pairs(length, window, is_causal=is_causal) for length in lengths)))
+        parts = [(self.per_token, sum(lengths)), (self.per_target, num_targets), *self._pairs(lengths, is_causal)]
         return sum(count * (passes.forward + is_training * passes.backward) for passes, count in parts)
+
+    def count_recomputed(
+        self, lengths: Sequence[int], num_targets: int, *, layers: bool, head: bool, is_causal: bool = True
+    ) -> int:
+        """Returns the FLOPs that a backward pass computes a second time, which `count` excludes.
+
+        Args:
+            lengths, num_targets, is_causal: as in `count`.
+            layers: whether gradient checkpointing recomputes the layers.
+            head: whether the language-modeling head recomputes its logits in tiles.
+        """
+        pairs = sum(count * passes.forward for passes, count in self._pairs(lengths, is_causal))
+        in_layers = sum(lengths) * self.recomputed_per_token + pairs
+        return layers * in_layers + head * num_targets * self.per_target.forward
+
+    def _pairs(self, lengths: Sequence[int], is_causal: bool) -> list[tuple[Passes, int]]:
+        """Returns the FLOPs per pair of tokens and the number of pairs, for each size of the sliding window."""
+        return [
+            (passes, sum(count_pairs(length, window, is_causal=is_causal) for length in lengths))
+            for window, passes in self.per_pair.items()
+        ]
 
 
 def count_pairs(length: int, window: int | None = None, *, is_causal: bool = True) -> int:
@@ -74,7 +100,7 @@ def model_flops(model: nn.Module) -> ModelFlops | None:
     The backward pass computes the gradient of a weight only if the weight is trained, and the gradient of an input only
     if a trained weight is before it. With an adapter (LoRA), the frozen weights therefore have no gradients, and
     neither have the inputs of the first layer. Recomputation (gradient checkpointing, FlashAttention, tiled heads) does
-    not count, because the model does not need it.
+    not count, because the model does not need it. `ModelFlops.count_recomputed` counts it, except FlashAttention's.
 
     Modules are defined in the order of their execution. OPT models that project their embeddings are an exception: with
     an adapter, their count is too small by at most two matrices of the adapter.
@@ -112,7 +138,40 @@ def model_flops(model: nn.Module) -> ModelFlops | None:
     per_pair: dict[int | None, Passes] = {}
     for outputs, window in zip(has_gradient, windows, strict=True):
         per_pair[window] = _total([per_pair.get(window, Passes()), _pair_passes(outputs, settings)])
-    return ModelFlops(_total(per_token), _total(per_target), per_pair)
+    recomputed = sum(_recomputed_per_token(layer) for layer in layers(model))
+    return ModelFlops(_total(per_token), _total(per_target), per_pair, recomputed)
+
+
+def planned_flops(config: str, *, has_head: bool, lora: LoraConfig | None = None) -> ModelFlops | None:
+    """Returns the FLOPs of a model that is not loaded, as `model_flops`. The model has shapes, but no data.
+
+    Args:
+        config: text of the model's `config.json`.
+        has_head: whether it has a language-modeling head. Otherwise, it has the head of a critic.
+        lora: settings of an adapter; None trains all weights.
+    """
+    architecture = read_architecture(config)
+    with torch.device("meta"):
+        if has_head:
+            model = language_model = AutoModelForCausalLM.from_config(architecture, trust_remote_code=False)
+        else:
+            language_model = AutoModel.from_config(architecture, trust_remote_code=False)
+            model = CriticModel(language_model)
+        if lora is not None:
+            add_adapter(language_model, lora)
+    return model_flops(model)
+
+
+def _recomputed_per_token(layer: nn.Module) -> int:
+    """Returns the FLOPs per token of the matrices of a layer that gradient checkpointing computes a second time.
+
+    The recomputation ends as soon as it has all tensors that the backward pass needs. The result of the last matrix is
+    such a tensor only if a norm follows, which layers with more than two norms have.
+    """
+    matrices = [2 * module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear | Conv1D)]
+    others = (child for child in layer.children() if not isinstance(child, nn.Linear | Conv1D))
+    num_norms = sum(any(True for _ in child.parameters(recurse=False)) for child in others)
+    return sum(matrices if num_norms > 2 else matrices[:-1])
 
 
 def _has_known_matrices(model: nn.Module) -> bool:

@@ -1,5 +1,7 @@
 """The FLOPs of a model equal those that torch counts in its forward and backward passes."""
 
+import json
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,10 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from flowrl.algorithms.hidden_logprobs import logprobs_from_hidden
 from flowrl.config import LoraConfig
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import add_adapter
-from flowrl.engines.train.model_flops import ModelFlops, Passes, count_pairs, model_flops
+from flowrl.engines.train.model_flops import ModelFlops, Passes, count_pairs, model_flops, planned_flops
 from tests.engines.families import FAMILIES
 from tests.engines.tiny import convolving, qwen2
 
@@ -23,7 +26,9 @@ TOKENS = ROWS * LENGTH
 def counted(forward: Callable[[Tensor], Tensor]) -> tuple[int, int]:
     """Returns the FLOPs that torch counts in a forward pass, and in a forward and backward pass."""
     # torch has no formula for its fused attention on CPUs. That for GPUs also counts recomputed attention weights.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    # Without the mapping, torch omits the products that flowrl's head adds in place.
+    mapping = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(left) * right[1]}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         output = forward(torch.full((ROWS, LENGTH), 3))
         num_forward = counter.get_total_flops()
         output.sum().backward()
@@ -63,13 +68,58 @@ def test_the_value_head_of_a_critic_is_counted_for_each_token() -> None:
     assert counted(model) == formula(model)
 
 
-def test_recomputed_activations_are_not_counted() -> None:
-    model = qwen2()
-    expected = formula(model)
+@pytest.mark.parametrize("rank", [0, 3], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recomputed_layers_are_counted_separately(name: str, rank: int) -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES[name].config()).float()
+    if rank:
+        if name == "OPT":
+            pytest.skip("the order of its modules is not that of their execution")
+        add_adapter(model, LoraConfig(rank=rank))
+    forward, training = formula(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    if rank:
+        model.disable_input_require_grads()  # transformers would compute gradients that an adapter does not need
     model.train()
-    forward, training = counted(lambda ids: model(ids).logits)
-    assert forward == expected[0] and training > expected[1]
+    flops = model_flops(model)
+    assert flops is not None
+    recomputed = flops.count_recomputed([LENGTH] * ROWS, TOKENS, layers=True, head=False, is_causal=False)
+    assert counted(lambda ids: model(ids).logits) == (forward, training + recomputed)
+
+
+def test_logits_that_are_recomputed_in_tiles_are_counted_separately() -> None:
+    """A head with 64 x 9,000 weights has two tiles of columns. The first token of a row has no log-probability."""
+    model, num_targets = qwen2(vocab_size=9000), ROWS * (LENGTH - 1)
+
+    def logprobs(ids: Tensor) -> Tensor:
+        hidden = model.model(ids).last_hidden_state
+        return logprobs_from_hidden(hidden, model.lm_head.weight, ids, torch.ones_like(ids, dtype=torch.bool))
+
+    flops = model_flops(model)
+    assert flops is not None
+    forward, training = (
+        flops.count([LENGTH] * ROWS, num_targets, is_training=is_training, is_causal=False)
+        for is_training in (False, True)
+    )
+    recomputed = flops.count_recomputed([LENGTH] * ROWS, num_targets, layers=False, head=True)
+    assert recomputed == num_targets * 2 * 64 * 9000
+    assert counted(logprobs) == (forward, training + recomputed)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=3)], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_planned_model_has_the_flops_of_the_loaded_model(name: str, lora: LoraConfig | None) -> None:
+    architecture = FAMILIES[name].config()
+    model = AutoModelForCausalLM.from_config(architecture)
+    if lora is not None:
+        add_adapter(model, lora)
+    assert planned_flops(json.dumps(architecture.to_dict()), has_head=True, lora=lora) == model_flops(model)
+
+
+def test_a_planned_critic_has_the_flops_of_the_loaded_critic() -> None:
+    model = qwen2()
+    planned = planned_flops(json.dumps(model.config.to_dict()), has_head=False)
+    assert planned is not None and planned == model_flops(CriticModel(model.model))
 
 
 def test_flops_of_a_model_by_hand() -> None:
@@ -81,11 +131,15 @@ def test_flops_of_a_model_by_hand() -> None:
         per_token=Passes(2 * weights, 4 * weights),
         per_target=Passes(2 * head, 4 * head),
         per_pair={None: Passes(2 * 2 * 2 * 64, 2 * 4 * 2 * 64)},
+        recomputed_per_token=2 * (weights - 2 * 64 * 96),
     )
     # Rows of 3 and 1 tokens have 6 and 1 causal pairs. Two tokens have a log-probability.
     forward = 4 * 2 * weights + 2 * 2 * head + 7 * 2 * 2 * 2 * 64
     assert flops.count([3, 1], 2, is_training=False) == forward
     assert flops.count([3, 1], 2, is_training=True) == 3 * forward
+    # Each layer computes all matrices but the last one again, and attention. The head computes its logits again.
+    recomputed = 4 * 2 * (weights - 2 * 64 * 96) + 7 * 2 * 2 * 2 * 64
+    assert flops.count_recomputed([3, 1], 2, layers=True, head=True) == recomputed + 2 * 2 * head
 
 
 @pytest.mark.parametrize(("window", "num_pairs"), [(None, 15), (8, 15), (5, 15), (2, 9), (1, 5)])
