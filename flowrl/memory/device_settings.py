@@ -132,19 +132,20 @@ class FittedRun:
     budget: MemoryBudget
 
 
-def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool) -> FittedRun:
+def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool, gpu: str | None = None) -> FittedRun:
     """Sets the number of sequences and the KV caches of vLLM from the memory of GPUs, and checks the memory.
 
     Args:
         config: settings, from `resolve_settings`.
         planned: devices of the run.
         is_local: whether these are devices of this machine.
+        gpu: name of the GPUs, if they are not those of this machine.
     Raises ConfigError if the memory is too small.
     """
     budget = memory_budget(config, planned, is_local=is_local)
     sizes = read_sizes(config)
     if planned.kind == "cuda":
-        name = _gpu_name() if is_local else None
+        name = gpu or (_gpu_name() if is_local else None)
         config = _with_sequences(config, default_num_seqs(budget.per_device, name))
     devices = estimate_memory(config, planned, sizes)
     fitted = _with_caches(config, devices, budget) if planned.kind == "cuda" else config

@@ -184,6 +184,13 @@ def estimate_memory(config: RunConfig, planned: Plan, sizes: Mapping[Path, Model
     return devices
 
 
+def read_role_models(config: RunConfig, planned: Plan) -> dict[str, RoleModel]:
+    """Returns the model of each role of a plan, for roles whose memory is estimated from the size of their model."""
+    estimator = _Estimator(config, planned, read_sizes(config))
+    models = {role: estimator.role_model(role) for role in planned.roles}
+    return {role: model for role, model in models.items() if model is not None}
+
+
 def _fixed_memory(planned: Plan, slots: Sequence[Slot], roles: Mapping[str, RoleMemory | None]) -> dict[str, int]:
     """Returns the terms of `device_constants` that the processes on a device need in any case, in bytes."""
     if planned.kind == "cpu":
@@ -236,7 +243,7 @@ class _Estimator:
     def __init__(self, config: RunConfig, planned: Plan, sizes: Mapping[Path, ModelSize]) -> None:
         self._config, self._planned, self._sizes = config, planned, sizes
         self._role_configs = models_of(config)
-        self._role_model = cache(self._make_role_model)  # called once per slot
+        self.role_model = cache(self._make_role_model)  # called once per slot
         self._transports = choose_transports(config, planned)
         prompts = [value.max_prompt_tokens for _, value in config if isinstance(value, DataConfig)]
         self._max_length = max(prompts, default=0)
@@ -257,7 +264,7 @@ class _Estimator:
             return self._judge_memory(judge, role_plan, slot)
         if role_config is None or role_config.model is None:  # a role without a model, such as a reward function
             return RoleMemory(0, 0, ())
-        model = self._role_model(role)
+        model = self.role_model(role)
         if model is None:
             return None
         try:
@@ -278,7 +285,7 @@ class _Estimator:
             return self._with_broadcast(memory, model) if slot == role_plan.slots[0] else memory
         rows = self._rows(role_plan, "batch_size")
         if isinstance(role_config, ReferenceConfig) and self._is_actor_without_adapter(role_config, role_plan, slot):
-            actor = self._role_model("actor")
+            actor = self.role_model("actor")
             assert actor is not None, "the actor has the reference's model"
             calls = inference_role(actor, rows, "logprobs").calls
             return RoleMemory(0, 0, calls, shares_actor_weights=True)
@@ -290,7 +297,7 @@ class _Estimator:
         vLLM's sender holds the weights of a bucket and their packed copy.
         """
         config = self._config
-        if self._transports.get("rollout") != "nccl" or model is not self._role_model("actor"):
+        if self._transports.get("rollout") != "nccl" or model is not self.role_model("actor"):
             return memory
         assert isinstance(config, RolloutRunConfig), "the run has a rollout"
         element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
@@ -305,7 +312,7 @@ class _Estimator:
         """
         config, roles = self._config, self._planned.roles
         is_used = self._transports.get("rollout") == "object_store" and self._planned.kind == "cuda"
-        if not is_used or not isinstance(config, RolloutRunConfig) or (actor := self._role_model("actor")) is None:
+        if not is_used or not isinstance(config, RolloutRunConfig) or (actor := self.role_model("actor")) is None:
             return 0
         slots = (roles["actor"].slots[0], *roles["rollout"].slots)
         element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
@@ -339,7 +346,7 @@ class _Estimator:
         rollout, rows = config.rollout, -(-config.batch_size // role_plan.mesh.dp)
         if rollout.capabilities.memory is None:
             return None
-        actor = self._role_model("actor")  # None in an evaluation without training
+        actor = self.role_model("actor")  # None in an evaluation without training
         can_offload = rollout.can_sleep(on_gpus=True) and self._planned.kind == "cuda"
         has_environment = config.environment is not None or rollout.environment is not None
         num_prompts = -(-rows // config.samples_per_prompt)
@@ -395,7 +402,7 @@ class _Estimator:
 
     def _is_actor_without_adapter(self, reference: ReferenceConfig, reference_plan: RolePlan, slot: Slot) -> bool:
         """Returns whether the colocated actor with its LoRA adapter disabled replaces the reference."""
-        value, actor = self._role_configs.get("actor"), self._role_model("actor")
+        value, actor = self._role_configs.get("actor"), self.role_model("actor")
         if (
             actor is None
             or not isinstance(value, TrainedConfig)

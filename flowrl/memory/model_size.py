@@ -70,6 +70,11 @@ class ModelSize:
         return self.layers * self.layer + self.non_layer
 
     @property
+    def cached_values(self) -> int:
+        """Number of keys and values that a KV cache has per token."""
+        return 2 * self.keys * self.layers
+
+    @property
     def largest_weight(self) -> int:
         """Number of parameters of the largest weight."""
         return max(self.embedding, *(inputs * outputs for _, inputs, outputs in self.linears))

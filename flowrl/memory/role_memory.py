@@ -134,8 +134,13 @@ class RoleModel:
         return self.size.layer_matrices // self.mesh.tp + self.size.layer_rest
 
     @property
+    def parameters(self) -> int:
+        """Number of parameters of one tensor-parallel rank before FSDP shards them, without an adapter."""
+        return self.size.layers * self.layer + self.non_layer
+
+    @property
     def weights(self) -> int:
-        return (self.size.layers * self.layer + self.non_layer) * self.param_bytes // self.num_shards + self._adapter
+        return self.parameters * self.param_bytes // self.num_shards + self._adapter
 
     @property
     def full_weights(self) -> int:
@@ -145,6 +150,13 @@ class RoleModel:
     def trained(self) -> int:
         """Bytes of the trainable weights on this rank."""
         return self.weights if self.lora is None else self._adapter
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of trainable parameters of one tensor-parallel rank before FSDP shards them."""
+        if self.lora is None:
+            return self.parameters
+        return self.size.layers * self.lora.rank * sum(inputs + outputs for _, inputs, outputs in self._adapted)
 
     @property
     def gradients(self) -> int:
@@ -158,10 +170,7 @@ class RoleModel:
 
     @property
     def _adapter(self) -> int:
-        if self.lora is None:
-            return 0
-        widths = sum(inputs + outputs for _, inputs, outputs in self._adapted)
-        return 4 * self.size.layers * self.lora.rank * widths // self.num_shards
+        return 0 if self.lora is None else 4 * self.trained_parameters // self.num_shards
 
     @property
     def merged(self) -> int:

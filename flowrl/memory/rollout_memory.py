@@ -88,7 +88,7 @@ def hf_memory(load: RolloutLoad) -> RoleMemory:
     rows = max(MIN_ROWS, min(config.num_seqs, batch.rows))
     prompt = batch.max_prompt_tokens
     final_slots, previous_slots = num_slots(prompt, config.max_response_tokens)
-    slot_bytes = 2 * size.keys * param_bytes * size.layers
+    slot_bytes = size.cached_values * param_bytes
     prefill_tokens = min(rows, batch.unique_prompts) * _round_up(prompt)
     # On a GPU, prefill allocates the cache of every row. On the CPU, rows of one prompt share pages until written.
     prefill_slots = rows * _round_up(prompt) if device_type == "cuda" else prefill_tokens
@@ -159,7 +159,7 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
         tuple(calls),
         offloads=load.offloads,
         kv_cache=kv_cache,
-        sequence_cache=2 * size.keys * param_bytes * size.layers * num_tokens // num_devices,
+        sequence_cache=size.cached_values * param_bytes * num_tokens // num_devices,
         num_sequences=min(config.num_seqs, load.batch.rows),
         fixed=fixed,
         host={"sleeping vLLM": int(PINNED_ROUNDING.value * weights)} if load.offloads else {},

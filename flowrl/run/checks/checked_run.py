@@ -17,10 +17,17 @@ class CheckedRun:
         config: the config of the run.
         devices: number of devices per node. Empty: those of the config, or else of this machine.
         planned: the placement plan, if it is known.
+        gpu: name of the GPUs, if they are not those of this machine.
     """
 
-    def __init__(self, config: RunConfig, devices: Sequence[int] | None = None, planned: Plan | None = None) -> None:
-        self.config, self._devices = config, devices
+    def __init__(
+        self,
+        config: RunConfig,
+        devices: Sequence[int] | None = None,
+        planned: Plan | None = None,
+        gpu: str | None = None,
+    ) -> None:
+        self.config, self._devices, self._gpu = config, devices, gpu
         self.is_local = devices is None and config.address is None
         """Whether the devices are those of this machine."""
         if planned is not None:
@@ -64,7 +71,7 @@ class CheckedRun:
     @cached_property
     def fitted(self) -> FittedRun:
         """The settings and the memory of all devices. Raises ConfigError if the memory is too small. Imports torch."""
-        return fit_memory(self.resolved, self.plan, is_local=self.is_local)
+        return fit_memory(self.resolved, self.plan, is_local=self.is_local, gpu=self._gpu)
 
     @property
     def applied(self) -> FittedRun:
@@ -81,7 +88,7 @@ class CheckedRun:
         if planned is None and _devices_of(config) == _devices_of(self.config):
             planned = self.__dict__.get("plan")
         is_same_plan = planned is None or planned == self.__dict__.get("plan")
-        return self if config == self.config and is_same_plan else CheckedRun(config, self._devices, planned)
+        return self if config == self.config and is_same_plan else CheckedRun(config, self._devices, planned, self._gpu)
 
 
 def _devices_of(config: RunConfig) -> tuple[object, ...]:

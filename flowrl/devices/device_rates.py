@@ -1,0 +1,109 @@
+"""Rates of GPUs, and the part of each rate that programs reach, with the source of each number.
+
+`flowrl plan --time` divides FLOPs and bytes by these numbers. None has been measured by flowrl.
+"""
+
+from dataclasses import dataclass
+
+from flowrl.devices.peak_flops import find_peak_flops
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Peak rates of a GPU and of its links, in one direction, from NVIDIA's data sheets of the GPU and its DGX."""
+
+    name: str
+    flops: float
+    """FLOP/s of dense bfloat16 matrix products."""
+    float32_flops: float
+    """FLOP/s of float32 matrix products without TF32."""
+    memory_gb: float
+    """Size of the memory in GB (10^9 bytes)."""
+    memory: float
+    """Bytes per second between the GPU and its memory."""
+    nvlink: float
+    """Bytes per second to the other GPUs of the node. The data sheets list the sum of both directions."""
+    host: float
+    """Bytes per second to the host memory, over PCIe with 16 lanes."""
+    network: float
+    """Bytes per second to other nodes. A DGX has one network adapter per GPU."""
+
+
+def _rates(name: str, **rates: float) -> DeviceRates:
+    peak = find_peak_flops(name)
+    assert peak is not None, "the GPU is in the table of peaks"
+    return DeviceRates(name, peak, **rates)
+
+
+_H100 = {"float32_flops": 67e12, "nvlink": 450e9, "host": 64e9, "network": 50e9}
+
+GPUS = {
+    "h100": _rates("H100", memory_gb=80, memory=3.35e12, **_H100),
+    "h200": _rates("H200", memory_gb=141, memory=4.8e12, **_H100),
+    "a100": _rates("A100", float32_flops=19.5e12, memory_gb=80, memory=2.039e12, nvlink=300e9, host=32e9, network=25e9),
+}
+"""Name of a GPU in commands -> its rates. H100, H200 and A100 of 80 GB as SXM modules."""
+
+
+def find_rates(device_name: str) -> DeviceRates | None:
+    """Returns the rates of a GPU from the name that its driver reports, or None for another GPU.
+
+    Cards with PCIe or NVL have lower rates than the modules of `GPUS`, and a MIG instance has only a part of them.
+    """
+    words = set(device_name.lower().replace("-", " ").split())
+    if words & {"pcie", "nvl", "mig"}:
+        return None
+    return next((rates for name, rates in GPUS.items() if name in words), None)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The part of a peak rate that programs reach, or the time of an operation without a peak rate."""
+
+    value: float
+    """Fraction of the peak, bytes per second, or seconds."""
+    meaning: str
+    """The value in words, for `flowrl plan`."""
+    source: str
+
+
+TRAINING = Efficiency(
+    0.40,
+    "40 % of the peak FLOP/s in passes, recomputation included",
+    "torchtitan: 33 to 39 %; prime-rl at 64k tokens: 40 %; docs/step_time.md",
+)
+GENERATION = Efficiency(
+    0.50,
+    "50 % of the peak FLOP/s in generation",
+    "8B, 256 + 256 tokens, 44 requests/s: github.com/vllm-project/vllm/pull/11078",
+)
+MEMORY = Efficiency(
+    0.65,
+    "65 % of the memory bandwidth in decode steps",
+    "8B, one sequence, 136 tokens/s: github.com/sgl-project/sglang/issues/1008",
+)
+LINK = Efficiency(
+    0.80,
+    "80 % of NVLink, network and PCIe",
+    "360 of 450 GB/s in an all-gather of 8 x H100: github.com/NVIDIA/nccl-tests/issues/326",
+)
+SYNC = Efficiency(
+    0.17,
+    "17 % of a link in a weight sync",
+    "8.25 GB/s over 400 Gb/s, 32 x H100: verl, checkpoint_engine/README.md",
+)
+PAGEABLE = Efficiency(
+    2.8e9,
+    "2.8 GB/s between the GPU and host memory that is not pinned",
+    "H200: github.com/sgl-project/sglang/pull/32032",
+)
+STEP = Efficiency(
+    0.002,
+    "2 ms per decode step for vLLM's scheduler",
+    "2 to 3 ms, 256 sequences: github.com/vllm-project/vllm/issues/10634",
+)
+EAGER_STEP = Efficiency(
+    0.025,
+    "25 ms per decode step without CUDA graphs",
+    "26 ms, with graphs 3 ms: github.com/sgl-project/sglang/pull/33293",
+)
