@@ -20,7 +20,7 @@ LAYERS = (
     ("flowrl.inference",),
     ("flowrl.run",),
     ("flowrl.schedules",),
-    ("flowrl.weight_sync", "flowrl.report"),
+    ("flowrl.weight_sync", "flowrl.report", "flowrl.timing"),
     ("flowrl.checkpoints", "flowrl.memory", "flowrl.workers"),
     ("flowrl.environments",),
     ("flowrl.controller", "flowrl.engines", "flowrl.rewards", "flowrl.health"),

@@ -73,7 +73,7 @@ def test_the_documented_placement_is_the_split_placement() -> None:
 
 PLANS = [
     block.split("\n", 1)
-    for page in (DOCS / "placement.md", *sorted((ROOT / "recipes").glob("*/README.md")))
+    for page in (DOCS / "placement.md", DOCS / "step_time.md", *sorted((ROOT / "recipes").glob("*/README.md")))
     for block in re.findall(
         r"^```\n(\$ flowrl plan recipes/.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
@@ -89,5 +89,5 @@ def test_the_documented_plans_are_the_output_of_the_command(
     assert " ".join(expected.split()) in " ".join("".join(capsys.readouterr()).split())
 
 
-def test_eleven_documented_plans_are_compared() -> None:
-    assert len(PLANS) == 11
+def test_twelve_documented_plans_are_compared() -> None:
+    assert len(PLANS) == 12

@@ -23,7 +23,7 @@ from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.eval_commands import add_eval
 from flowrl.cli.imports import add_working_folder, collection_paused
 from flowrl.cli.inference_commands import add_inference
-from flowrl.cli.number_types import natural, seconds
+from flowrl.cli.number_types import natural, positive_count, seconds
 from flowrl.cli.recipe_names import find_recipe, included_recipes, training_function
 from flowrl.cli.replay_commands import add_replay
 from flowrl.cli.report_commands import add_report
@@ -42,10 +42,11 @@ from flowrl.config import (
 from flowrl.config.source import read
 from flowrl.controller.errors import WorkerError
 from flowrl.controller.placement.cpu_threads import count_usable_cpus, read_requested_threads
-from flowrl.controller.placement.inventory import local_inventory
+from flowrl.controller.placement.inventory import local_gpu_names, local_inventory
 from flowrl.controller.placement.plan import Plan, plan
 from flowrl.controller.placement.plan_table import render_plan, render_threads
 from flowrl.data.console import LogFormatter, indent_lines, write_printable
+from flowrl.devices.device_rates import GPUS, DeviceRates, find_rates
 from flowrl.memory.device_settings import render_settings
 from flowrl.memory.memory_estimate import explain_unknown_sizes
 from flowrl.memory.memory_table import render_memory
@@ -262,11 +263,29 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file, or one of placement/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("--devices", type=_counts, metavar="N[,N...]", help="devices per node; default: this machine's")
+    parser.add_argument(
+        "--gpu", type=str.lower, choices=GPUS, help="GPU to plan for: its memory and its speed; default: this machine's"
+    )
+    parser.add_argument("--time", action="store_true", help="also estimate the time of a step, and of its phases")
+    means = (("prompt", "prompts"), ("response", "responses"))
+    for name, noun in means:
+        parser.add_argument(
+            f"--{name}-tokens",
+            type=positive_count,
+            metavar="N",
+            help=f"mean length of {noun} for --time; default: the limit",
+        )
     parser.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    if not arguments.time and (arguments.prompt_tokens or arguments.response_tokens):
+        raise ConfigError("--prompt-tokens and --response-tokens are lengths for --time: add --time, or remove them")
     if "pools" in read(arguments.config).values:
+        if arguments.time or arguments.gpu:
+            raise ConfigError(
+                f"{arguments.config} is a placement without models: use --gpu and --time with a recipe's file"
+            )
         with loading(arguments.config, arguments.overrides, Placement) as placement:
             planned = plan(placement, local_inventory(placement.device, arguments.devices))
             check_routes(placement, planned)
@@ -274,9 +293,12 @@ def _plan(arguments: argparse.Namespace) -> None:
         details = ""
     else:
         with loading(arguments.config, arguments.overrides, _run_config(arguments.config)) as config:
+            config = _with_memory(config, arguments.gpu)
             with collection_paused():  # the memory of a known model is measured with torch and transformers
-                run = run_checks(CheckedRun(config, arguments.devices), missing=Need.OUTPUT | Need.START | Need.FILES)
-            planned, fitted = run.plan, run.fitted
+                run = CheckedRun(config, arguments.devices, gpu=arguments.gpu)
+                run = run_checks(run, missing=Need.OUTPUT | Need.START | Need.FILES)
+                planned, fitted = run.plan, run.fitted
+                time = f"\n{_estimate_time(run, arguments)}\n" if arguments.time else ""
         is_inline = config.backend == "inline"
         threads = _describe_threads(planned, is_local=run.is_local, setting=config.threads, is_inline=is_inline)
         graph = f"\n{render_graph(config, planned)}\n" if isinstance(config, RolloutRunConfig) else ""
@@ -285,8 +307,47 @@ def _plan(arguments: argparse.Namespace) -> None:
         updates = "".join(f"{line}\n" for line in sizes)
         unknown = "".join(f"{line}\n" for line in explain_unknown_sizes(config))
         settings, memory = render_settings(config, fitted, planned), render_memory(fitted.devices, fitted.budget)
-        details = f"{graph}\n{updates}\n{settings}\n\n{memory}\n{unknown}"
+        details = f"{graph}\n{updates}\n{settings}\n\n{memory}\n{unknown}{time}"
     write_printable(f"{render_plan(planned)}\n{threads}\n{details}")
+
+
+def _with_memory(config: RunConfig, gpu: str | None) -> RunConfig:
+    """Returns the config with the memory of a GPU in `GPUS` in place of a null `placement.memory_gb`.
+
+    Raises ConfigError if the placement may have CPUs.
+    """
+    if gpu is None:
+        return config
+    placement = config.placement
+    if placement.device != "cuda":
+        raise ConfigError(f"--gpu is {gpu}, but placement.device is {placement.device}: set placement.device=cuda")
+    if placement.memory_gb is None:
+        placement = placement.model_copy(update={"memory_gb": GPUS[gpu].memory_gb})
+    return config.model_copy(update={"placement": placement})
+
+
+def _estimate_time(run: CheckedRun, arguments: argparse.Namespace) -> str:
+    """Returns the estimated time of a step as text. Raises ConfigError if it cannot be estimated."""
+    from flowrl.timing.step_time import assume_lengths, estimate_step  # noqa: PLC0415 (torch)
+    from flowrl.timing.time_table import render_time  # noqa: PLC0415 (torch)
+
+    lengths = assume_lengths(run.config, arguments.prompt_tokens, arguments.response_tokens)
+    return render_time(estimate_step(run.fitted, run.plan, _find_rates(run, arguments.gpu), lengths))
+
+
+def _find_rates(run: CheckedRun, gpu: str | None) -> DeviceRates:
+    """Returns the rates of the planned GPUs. Raises ConfigError if they are unknown, or if the plan has CPUs."""
+    if run.plan.kind != "cuda":
+        raise ConfigError(
+            "--time estimates a step on GPUs, but the placement has CPUs: set placement.device=cuda, and add --gpu and "
+            "--devices with the kind and number of GPUs"
+        )
+    names = local_gpu_names() if run.is_local else []
+    rates = GPUS[gpu] if gpu else find_rates(names[0]) if names else None
+    if rates is None:
+        problem = f"those of {names[0]} are unknown" if names else "their kind is unknown"
+        raise ConfigError(f"--time needs the rates of the GPUs, but {problem}: add --gpu {' or --gpu '.join(GPUS)}")
+    return rates
 
 
 def _describe_threads(planned: Plan, *, is_local: bool, setting: int | None = None, is_inline: bool = False) -> str:

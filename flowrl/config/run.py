@@ -280,6 +280,11 @@ class RunConfig(Config):
         return True
 
     @property
+    def precomputed_roles(self) -> tuple[str, ...]:
+        """Roles whose calls run once before the first step, and not in every step."""
+        return ()
+
+    @property
     def num_updates(self) -> int | None:
         """Number of optimizer updates of each trained role in the run, or None if it is unknown."""
         return self.count_updates(dict(self))

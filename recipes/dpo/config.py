@@ -50,6 +50,13 @@ class DPOConfig(EpochConfig):
             )
         return self
 
+    @property
+    def precomputed_roles(self) -> tuple[str, ...]:
+        """`reference`, if its log-probabilities are stored for any number of pairs."""
+        has_passes = self.epochs is not None and self.epochs > 1
+        is_stored = self.reference_logprobs == "stored" or (self.reference_logprobs == "auto" and has_passes)
+        return ("reference",) if is_stored and self.actor.loss.IS_PAIRED else ()
+
     def stores_reference(self, num_pairs: int) -> bool:
         """Returns whether the reference's log-probabilities are computed once before the first step."""
         if self.reference is None or self.reference_logprobs == "live" or not self.actor.loss.IS_PAIRED:

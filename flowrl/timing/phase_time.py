@@ -1,0 +1,195 @@
+"""Formulas of the time of one phase: passes over rows, generation, and copies. Pure functions; times are in seconds.
+
+docs/step_time.md derives the formulas.
+"""
+
+import math
+from dataclasses import dataclass
+
+from flowrl.devices.device_rates import GENERATION, LINK, MEMORY, PAGEABLE, TRAINING, DeviceRates
+from flowrl.engines.train.model_flops import ModelFlops, count_pairs
+from flowrl.memory.head_memory import TILED_FROM
+from flowrl.memory.role_memory import RoleModel
+
+_ADAM_BYTES = 28
+"""Bytes per parameter of an AdamW step: reads weight, gradient and two moments, writes weight and moments."""
+
+
+@dataclass(frozen=True)
+class PassLoad:
+    """Rows of one data-parallel rank in a forward pass, or in the updates of a step."""
+
+    rows: int
+    """Rows of the forward pass, or of one update."""
+    length: int
+    """Mean number of tokens of a row."""
+    targets: int
+    """Mean number of tokens of a row with a log-probability."""
+    num_updates: int = 0
+    """Number of optimizer updates. 0: one forward pass."""
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Time of a forward pass, or of all updates of a step, on one rank."""
+
+    compute_s: float
+    """Time of the matrix products, including recomputed ones."""
+    overlapped_s: float
+    """Time of FSDP's collectives and of copies of offloaded weights, which overlap with the matrix products."""
+    exposed_s: float
+    """Time of the other collectives, of the optimizer, and of copies of its state."""
+    model_flops: float
+    """FLOPs of the rank without recomputed ones."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_s, self.overlapped_s) + self.exposed_s
+
+
+def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: DeviceRates, link: float) -> PassTime:
+    """Returns the time of passes over rows. `link` has the bytes per second between the ranks of a model's copy."""
+    is_training, repeats, sp = load.num_updates > 0, max(1, load.num_updates), model.mesh.sp
+    lengths, targets = [load.length] * load.rows, load.targets * load.rows
+    needed = flops.count(lengths, targets, is_training=is_training)
+    recomputed = flops.count_recomputed(
+        lengths,
+        targets,
+        layers=is_training and model.engine.gradient_checkpointing,
+        head=is_training and model.is_policy and model.size.vocabulary >= TILED_FROM,
+    )
+    peak = rates.float32_flops if model.precision == "float32" else rates.flops
+    num_devices = model.mesh.tp * sp
+    rows_per_microbatch = max(1, model.engine.max_tokens_per_microbatch * sp // load.length)
+    num_microbatches = math.ceil(load.rows / rows_per_microbatch)
+    overlapped = num_microbatches * _fsdp_seconds(model, rates, link, is_training=is_training)
+    exposed = _layer_seconds(model, load.rows * load.length, link, is_training=is_training)
+    if is_training:
+        exposed += _update_seconds(model, rates, link)
+    return PassTime(
+        compute_s=repeats * (needed + recomputed) / (num_devices * peak * TRAINING.value),
+        overlapped_s=repeats * overlapped,
+        exposed_s=repeats * exposed,
+        model_flops=repeats * needed / num_devices,
+    )
+
+
+def _compute_bytes(model: RoleModel) -> int:
+    return 4 if model.precision == "float32" else 2
+
+
+def _fsdp_seconds(model: RoleModel, rates: DeviceRates, link: float, *, is_training: bool) -> float:
+    """Returns the time of FSDP's collectives and copies in a micro-batch.
+
+    A pass gathers the weights once, and with training and `reshard_after_forward` twice. Gradients are reduced in
+    float32, and then over the copies of the model (HSDP).
+    """
+    if not model.is_sharded:
+        return 0.0
+    num_gathers = 2 if is_training and model.engine.reshard_after_forward else 1
+    reduced = 4 * model.trained_parameters if is_training else 0
+    moved = num_gathers * _compute_bytes(model) * model.parameters + reduced
+    shards = model.num_shards
+    copies = model.mesh.dp * model.mesh.sp // shards
+    seconds = moved * (shards - 1) / shards / (link * LINK.value)
+    seconds += 2 * reduced / shards * (copies - 1) / copies / (rates.network * LINK.value)
+    if model.offloads_parameters:
+        shard = num_gathers * model.param_bytes * model.parameters + reduced
+        seconds += shard / shards / (rates.host * LINK.value)
+    return seconds
+
+
+def _layer_seconds(model: RoleModel, num_tokens: int, link: float, *, is_training: bool) -> float:
+    """Returns the time of the collectives within layers: sums of tensor parallelism over hidden states, and exchanges
+    of sequence parallelism over queries, keys, values and the attention output.
+    """
+    num_passes = 1 + is_training * (1 + model.engine.gradient_checkpointing)
+    element, (tp, sp), size = _compute_bytes(model), (model.mesh.tp, model.mesh.sp), model.size
+    summed = 2 * size.hidden * 2 * (tp - 1) / tp
+    exchanged = 2 * (size.queries + size.keys) * (sp - 1) / sp / tp
+    num_bytes = num_passes * size.layers * num_tokens / sp * element * (summed + exchanged)
+    return num_bytes / (link * LINK.value)
+
+
+def _update_seconds(model: RoleModel, rates: DeviceRates, link: float) -> float:
+    """Returns the time of an update after its last backward pass: DDP's all-reduce, AdamW, and copies of its state."""
+    ranks, own = model.mesh.dp * model.mesh.sp, model.trained_parameters / model.num_shards
+    seconds = _ADAM_BYTES * own / (rates.memory * MEMORY.value)
+    if not model.is_sharded:
+        seconds += 2 * 4 * model.trained_parameters * (ranks - 1) / ranks / (link * LINK.value)
+    if model.engine.offload == "optimizer":
+        seconds += 2 * 2 * model.param_bytes * own / PAGEABLE.value
+    return seconds
+
+
+@dataclass(frozen=True)
+class GenerationLoad:
+    """Responses that one replica of a rollout generates in a step. Bytes are those of each of its devices."""
+
+    num_rows: int
+    num_prefills: int
+    """Number of prompts that are computed: each prompt once, or once per response without a prefix cache."""
+    prompt_tokens: int
+    response_tokens: int
+    """Mean length."""
+    longest_response: int
+    """Length of the last response of the step."""
+    num_seqs: int
+    """Largest number of sequences that the engine decodes concurrently."""
+    weight_bytes: float
+    """Bytes of the weights that a decode step reads."""
+    token_bytes: float
+    """Bytes of the KV cache per token."""
+    cache_bytes: float
+    """Size of the KV cache; infinite if it grows with the sequences."""
+    num_devices: int
+    """Number of tensor-parallel devices."""
+    step_s: float
+    """Time of a decode step in which the GPU waits."""
+    summed_bytes: float = 0.0
+    """Bytes per token of the sums of tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class GenerationTime:
+    """Time of the responses of one replica, and its model FLOPs over all its devices."""
+
+    prefill_s: float
+    decode_s: float
+    num_concurrent: int
+    """Number of sequences that are decoded at the same time."""
+    model_flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+def generation_time(flops: ModelFlops, load: GenerationLoad, rates: DeviceRates) -> GenerationTime:
+    """Returns the time of prefill and decode steps.
+
+    A decode step reads all weights, or multiplies them with all sequences if that takes longer. It also reads the KV
+    cache of all sequences. Free slots are filled at once. All responses have the mean length, except the last one,
+    which has the longest.
+    """
+    prompt, response, rows = load.prompt_tokens, load.response_tokens, load.num_rows
+    compute = load.num_devices * rates.flops * GENERATION.value
+    prefill_flops = flops.count([prompt], 1, is_training=False)
+    sums_s = load.summed_bytes / (rates.nvlink * LINK.value)
+    fitting = load.cache_bytes / (load.token_bytes * (prompt + response))
+    concurrent = max(1, math.floor(min(load.num_seqs, rows, fitting)))
+    num_steps, rest_steps = response * rows / concurrent, load.longest_response - response
+    token_s = (flops.per_token.forward + flops.per_target.forward) / compute + sums_s
+    weights_s = load.weight_bytes / (rates.memory * MEMORY.value)
+    linear_s = num_steps * max(weights_s, concurrent * token_s) + rest_steps * max(weights_s, token_s)
+    pairs = count_pairs(prompt + response) - count_pairs(prompt)
+    cache_s = rows * pairs * load.token_bytes / (rates.memory * MEMORY.value)
+    row_flops = flops.count([prompt + response], response, is_training=False) - flops.count(
+        [prompt], 0, is_training=False
+    )
+    return GenerationTime(
+        prefill_s=load.num_prefills * (prefill_flops / compute + prompt * sums_s),
+        decode_s=linear_s + cache_s + (num_steps + rest_steps) * load.step_s,
+        num_concurrent=concurrent,
+        model_flops=load.num_prefills * prefill_flops + rows * row_flops,
+    )

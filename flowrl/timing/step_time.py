@@ -1,0 +1,329 @@
+"""Determines the phases of a training step from the settings and the placement plan, and estimates their times."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl.config import (
+    ActorConfig,
+    ConfigError,
+    CriticConfig,
+    DatasetConfig,
+    JudgeConfig,
+    OnPolicyConfig,
+    PreferenceActorConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RolloutRunConfig,
+    RunConfig,
+    ScoringModelConfig,
+    TrainedConfig,
+    VllmConfig,
+    models_of,
+)
+from flowrl.controller.placement.plan import Plan
+from flowrl.controller.placement.weight_transport import choose_transports
+from flowrl.data.dtypes import ITEMSIZE
+from flowrl.devices.device_rates import EAGER_STEP, LINK, MEMORY, PAGEABLE, STEP, SYNC, DeviceRates
+from flowrl.engines.train.model_flops import ModelFlops, planned_flops
+from flowrl.memory.device_settings import FittedRun
+from flowrl.memory.memory_estimate import explain_unknown_sizes, read_role_models
+from flowrl.memory.role_memory import RoleModel
+from flowrl.timing.phase_time import GenerationLoad, PassLoad, generation_time, pass_time
+
+Stage = Literal["generation", "switch", "scoring", "update", "sync"]
+"""Part of a step. Phases of one stage run at the same time if their devices differ."""
+
+Device = tuple[int, int]
+"""Index of a node, and index of a device on it."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Assumed mean numbers of tokens. In a run without rollouts, `prompt` is the length of a row."""
+
+    prompt: int
+    response: int = 0
+    longest_response: int = 0
+
+    @property
+    def row(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a step."""
+
+    name: str
+    stage: Stage
+    devices: frozenset[Device]
+    seconds: float
+    details: str
+    model_flops: float = 0.0
+    """FLOPs over all devices, without recomputed ones."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The estimated time of a step."""
+
+    phases: Sequence[Phase]
+    lengths: Lengths
+    num_rows: int
+    """Sequences of a step."""
+    is_overlapped: bool
+    """Whether the responses of the next step are generated during the step."""
+    rates: DeviceRates
+    omitted: Sequence[str]
+    """Parts of the step that are not estimated."""
+
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.phases, is_overlapped=self.is_overlapped)
+
+    @property
+    def num_devices(self) -> int:
+        return len(frozenset[Device]().union(*(phase.devices for phase in self.phases)))
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of all phases as a fraction of the peak of all devices during the step."""
+        flops = sum(phase.model_flops for phase in self.phases)
+        return flops / (self.seconds * self.num_devices * self.rates.flops)
+
+
+def step_seconds(phases: Sequence[Phase], *, is_overlapped: bool) -> float:
+    """Returns the time of a step.
+
+    Stages run one after another. In a stage, phases on the same device add up, and the slowest device determines the
+    time. With `is_overlapped`, generation and the other stages run at the same time, unless they share devices.
+    """
+    busy: defaultdict[Device, float] = defaultdict(float)
+    stages: defaultdict[Stage, defaultdict[Device, float]] = defaultdict(lambda: defaultdict(float))
+    for phase in phases:
+        for device in phase.devices:
+            busy[device] += phase.seconds
+            stages[phase.stage][device] += phase.seconds
+    slowest = {stage: max(seconds.values()) for stage, seconds in stages.items()}
+    total = sum(slowest.values())
+    if not is_overlapped:
+        return total
+    generation = slowest.get("generation", 0.0)
+    return max(total - generation, generation + slowest.get("sync", 0.0), *busy.values())
+
+
+def assume_lengths(config: RunConfig, prompt: int | None = None, response: int | None = None) -> Lengths:
+    """Returns the mean lengths. None stands for the largest length that the settings allow.
+
+    Raises ConfigError if a length exceeds it, or if the run has no data or no responses.
+    """
+    if not isinstance(config, DatasetConfig):
+        raise ConfigError(f"--time needs the length of the rows, but {type(config).__name__} has no data: remove it")
+    longest = config.rollout.max_response_tokens if isinstance(config, RolloutRunConfig) else 0
+    if response is not None and not longest:
+        raise ConfigError(f"--response-tokens is {response}, but {type(config).__name__} has no rollout: remove it")
+    for option, value, setting, limit in (
+        ("--prompt-tokens", prompt, "data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("--response-tokens", response, "rollout.max_response_tokens", longest),
+    ):
+        if value is not None and value > limit:
+            raise ConfigError(f"{option} is {value}, but {setting} is {limit}: set at most {limit}")
+    return Lengths(prompt or config.data.max_prompt_tokens, response or longest, longest)
+
+
+def estimate_step(fitted: FittedRun, planned: Plan, rates: DeviceRates, lengths: Lengths) -> StepTime:
+    """Returns the estimated time of a step.
+
+    Args:
+        fitted: settings and memory of the run.
+        planned: its devices, which are GPUs.
+        rates: rates of each device.
+        lengths: assumed lengths, from `assume_lengths`.
+    Raises ConfigError if the size of a model is unknown.
+    """
+    config = fitted.config
+    assert planned.kind == "cuda", "the rates are those of GPUs"
+    if unknown := explain_unknown_sizes(config):
+        raise ConfigError(f"--time needs the size of every model, but {unknown[0].partition(': ')[2]}")
+    estimator = _StepEstimator(fitted, planned, rates, lengths)
+    phases = list(estimator.phases())
+    is_overlapped = isinstance(config, RolloutRunConfig) and config.schedule.staleness > 0
+    return StepTime(phases, lengths, estimator.num_rows, is_overlapped, rates, list(_find_omitted(config)))
+
+
+def _find_omitted(config: RunConfig) -> Iterator[str]:
+    """Yields the parts of a step that are not estimated."""
+    if any(isinstance(value, JudgeConfig) for value in config.role_settings.values()):
+        yield "judges"
+    if isinstance(config, RolloutRunConfig):
+        if config.environment is not None or config.rollout.environment is not None:
+            yield "the environment and its turns"
+        if config.dynamic_sampling is not None:
+            yield "further rounds of dynamic_sampling"
+        yield "reward functions"
+    if isinstance(config, OnPolicyConfig) and config.ptx is not None:
+        yield "the text of ptx"
+    yield "evaluations"
+    yield "checkpoints"
+
+
+class _StepEstimator:
+    """Estimates each phase of a run."""
+
+    def __init__(self, fitted: FittedRun, planned: Plan, rates: DeviceRates, lengths: Lengths) -> None:
+        assert isinstance(fitted.config, DatasetConfig), "`assume_lengths` has read the data settings"
+        self._fitted, self._config, self._planned = fitted, fitted.config, planned
+        self._rates, self._lengths = rates, lengths
+        self._models = read_role_models(self._config, planned)
+        self._settings = models_of(self._config)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of a step. A pair has two."""
+        is_paired = any(
+            isinstance(value, RewardModelConfig) or (isinstance(value, PreferenceActorConfig) and value.loss.IS_PAIRED)
+            for value in self._settings.values()
+        )
+        return self._config.batch_size * (2 if is_paired else 1)
+
+    def phases(self) -> Iterator[Phase]:
+        if isinstance(self._config, RolloutRunConfig):
+            yield self._generation(self._config)
+        if (switch := self._switch()) is not None:
+            yield switch
+        for role, name in self._scoring_passes():
+            yield self._pass(role, name, "scoring", self.num_rows, num_updates=0)
+        for role, value in self._settings.items():
+            if isinstance(value, TrainedConfig) and role in self._models:
+                rows, num_updates = self._updates()
+                yield self._pass(role, f"update of {role}", "update", rows, num_updates)
+        if isinstance(self._config, RolloutRunConfig) and (sync := self._sync(self._config)) is not None:
+            yield sync
+
+    def _scoring_passes(self) -> Iterator[tuple[str, str]]:
+        """Yields role and name of each forward pass over the rows of a step."""
+        for role, value in self._settings.items():
+            if role not in self._models or role in self._config.precomputed_roles:
+                continue
+            if isinstance(value, ActorConfig) and value.old_logprobs == "recompute":
+                yield role, "old log-probabilities"
+            elif isinstance(value, CriticConfig):
+                yield role, f"values of {role}"
+            elif isinstance(value, ReferenceConfig):
+                yield role, f"log-probabilities of {role}"
+            elif isinstance(value, ScoringModelConfig):
+                yield role, f"scores of {role}"
+
+    def _updates(self) -> tuple[int, int]:
+        """Returns the rows of an update, and the number of updates of a step."""
+        config = self._config
+        if not isinstance(config, RolloutRunConfig):
+            return self.num_rows, 1
+        epochs = config.ppo_epochs if isinstance(config, OnPolicyConfig) else 1
+        return config.minibatch_size, epochs * math.ceil(config.trained_per_step / config.minibatch_size)
+
+    def _flops(self, model: RoleModel) -> ModelFlops:
+        flops = planned_flops(model.size.config, has_head=model.is_policy, lora=model.lora)
+        assert flops is not None, "models of known size have matrices of known kinds"
+        return flops
+
+    def _devices(self, role: str) -> frozenset[Device]:
+        return frozenset(device for slot in self._planned.slots(role) for device in slot.node_devices)
+
+    def _link(self, *roles: str, num_devices: int) -> float:
+        """Returns the bytes per second between `num_devices` devices of some roles: NVLink if a node has them all."""
+        nodes = Counter(node for node, _ in frozenset[Device]().union(*map(self._devices, roles)))
+        return self._rates.nvlink if num_devices <= min(nodes.values()) else self._rates.network
+
+    def _pass(self, role: str, name: str, stage: Stage, rows: int, num_updates: int) -> Phase:
+        model, lengths = self._models[role], self._lengths
+        load = PassLoad(
+            rows=math.ceil(rows / model.mesh.dp),
+            length=lengths.row,
+            targets=lengths.response or lengths.row,
+            num_updates=num_updates,
+        )
+        ranks = model.num_shards if model.is_sharded else model.mesh.dp * model.mesh.sp
+        link = self._link(role, num_devices=ranks * model.mesh.tp)
+        time = pass_time(model, self._flops(model), load, self._rates, link)
+        details = f"compute {time.compute_s:.1f}"
+        details += f", overlapped {time.overlapped_s:.1f}" if time.overlapped_s else ""
+        details += f", exposed {time.exposed_s:.1f}" if time.exposed_s else ""
+        details += f"; {num_updates} x {rows:,} rows" if num_updates else ""
+        devices = self._devices(role)
+        return Phase(name, stage, devices, time.seconds, details, time.model_flops * model.mesh.size)
+
+    def _generation(self, config: RolloutRunConfig) -> Phase:
+        role, rollout, actor = self._planned.roles["rollout"], config.rollout, self._models["actor"]
+        memory = next(device.roles["rollout"] for device in self._fitted.devices if "rollout" in device.roles)
+        assert memory is not None, "the size of the model is known"
+        size, num_devices, num_replicas = actor.size, role.num_tp_devices, role.mesh.dp
+        element = ITEMSIZE[rollout.sent_dtype or config.actor.model.dtype]
+        settings, is_vllm = rollout.vllm or VllmConfig(), rollout.engine == "vllm"
+        rows = math.ceil(config.batch_size / num_replicas)
+        shares_prefixes = not is_vllm or settings.prefix_caching
+        # A decode step does not read the input embeddings, unless the head shares them.
+        unread = 0 if size.tied else size.embedding * element
+        load = GenerationLoad(
+            num_rows=rows,
+            num_prefills=math.ceil(rows / config.samples_per_prompt) if shares_prefixes else rows,
+            prompt_tokens=self._lengths.prompt,
+            response_tokens=self._lengths.response,
+            longest_response=self._lengths.longest_response,
+            num_seqs=rollout.num_seqs,
+            weight_bytes=(memory.weights or size.parameters * element) - unread / num_devices,
+            token_bytes=size.cached_values * element / num_devices,
+            cache_bytes=memory.kv_cache or math.inf,
+            num_devices=num_devices,
+            step_s=(STEP if is_vllm and settings.graphs else EAGER_STEP).value,
+            summed_bytes=size.layers * 2 * size.hidden * element * 2 * (num_devices - 1) / num_devices,
+        )
+        flops = planned_flops(size.config, has_head=True)
+        assert flops is not None, "models of known size have matrices of known kinds"
+        time = generation_time(flops, load, self._rates)
+        details = (
+            f"prefill {time.prefill_s:.1f}, decode {time.decode_s:.1f}; {time.num_concurrent:,} of {rows:,} sequences "
+            f"per replica at a time"
+        )
+        devices = self._devices("rollout")
+        return Phase("generation", "generation", devices, time.seconds, details, time.model_flops * num_replicas)
+
+    def _switch(self) -> Phase | None:
+        """Returns the copies between GPUs and host memory with which roles leave their devices and return."""
+        seconds: defaultdict[Device, float] = defaultdict(float)
+        moved = 0
+        for device in self._fitted.devices:
+            for role, memory in device.roles.items():
+                if memory is None or not memory.offloads or len(device.roles) == 1:
+                    continue
+                num_bytes = 2 * (memory.weights + memory.optimizer)
+                # vLLM's host memory is pinned.
+                rate = self._rates.host * LINK.value if role not in self._models else PAGEABLE.value
+                seconds[device.node, device.device] += num_bytes / rate
+                moved = max(moved, num_bytes)
+        if not seconds:
+            return None
+        details = f"up to {moved / 1e9:.1f} GB of a role per GPU"
+        return Phase("switch", "switch", frozenset(seconds), max(seconds.values()), details)
+
+    def _sync(self, config: RolloutRunConfig) -> Phase | None:
+        transport, rates = choose_transports(config, self._planned)["rollout"], self._rates
+        element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
+        num_bytes = self._models["actor"].size.parameters * element
+        devices = self._devices("actor") | self._devices("rollout")
+        link = self._link("actor", "rollout", num_devices=len(devices))
+        # A copy within a GPU reads and writes each weight, and CUDA IPC copies it twice.
+        is_alone = self._planned.roles["actor"].mesh.size == 1
+        rate: Mapping[str, float] = {
+            "local": rates.memory / 2 * MEMORY.value,
+            "cuda_ipc": SYNC.value * (rates.memory / 4 if is_alone else link),
+            "nccl": SYNC.value * link,
+            "object_store": PAGEABLE.value / 2,
+        }
+        if transport == "shared":
+            return None
+        seconds = num_bytes / rate[transport]
+        return Phase("weight sync", "sync", devices, seconds, f"{num_bytes / 1e9:.1f} GB, transport {transport}")

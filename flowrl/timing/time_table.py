@@ -1,0 +1,56 @@
+"""Renders the estimated time of a step as a table, with its assumptions."""
+
+from collections.abc import Sequence
+
+from flowrl.controller.placement.plan_table import aligned
+from flowrl.devices.device_rates import (
+    EAGER_STEP,
+    GENERATION,
+    LINK,
+    MEMORY,
+    PAGEABLE,
+    STEP,
+    SYNC,
+    TRAINING,
+    Efficiency,
+)
+from flowrl.timing.step_time import Device, StepTime
+
+
+def render_time(step: StepTime) -> str:
+    """Returns a table with one line per phase, the sum, and the assumptions with their sources."""
+    lengths, rates = step.lengths, step.rates
+    rows = [["phase", "devices", "parts in seconds", "seconds", "MFU"]]
+    for phase in step.phases:
+        peak = phase.seconds * len(phase.devices) * rates.flops
+        mfu = f"{phase.model_flops / peak:.0%}" if phase.model_flops else "."
+        rows.append([phase.name, _describe_devices(sorted(phase.devices)), phase.details, f"{phase.seconds:.1f}", mfu])
+    how = "generation overlaps with training" if step.is_overlapped else "stages run one after another"
+    rows.append(["step", "", how, f"{step.seconds:.1f}", f"{step.mfu:.0%}"])
+    tokens = f"{lengths.prompt:,} prompt tokens and {lengths.response:,} response tokens per sequence"
+    trained = "response tokens"
+    if not lengths.response:
+        tokens, trained = f"{lengths.prompt:,} tokens per sequence", "tokens"
+    speed = step.num_rows * (lengths.response or lengths.prompt) / step.seconds
+    return "\n".join(
+        [
+            f"estimated time of a step in seconds, not measured: {step.num_devices} x {rates.name}, {step.num_rows:,} "
+            f"sequences",
+            *aligned(rows, 3),
+            f"{speed:,.0f} {trained}/s, {speed / step.num_devices:,.0f} per GPU",
+            f"assumed mean lengths: {tokens}",
+            f"not estimated: {', '.join(step.omitted)}",
+            "assumed rates:",
+            *(f"  {each.meaning} ({each.source})" for each in (_ROLLOUT if lengths.response else _TRAINING)),
+        ]
+    )
+
+
+_TRAINING: tuple[Efficiency, ...] = (TRAINING, MEMORY, LINK, PAGEABLE)
+_ROLLOUT = (*_TRAINING, GENERATION, STEP, EAGER_STEP, SYNC)
+"""Assumptions of every run, and of runs with a rollout."""
+
+
+def _describe_devices(devices: Sequence[Device]) -> str:
+    first, *others = (f"{node}:{device}" for node, device in devices)
+    return f"{first} to {others[-1]}" if others else first
