@@ -6,7 +6,7 @@ docs/step_time.md derives the formulas.
 import math
 from dataclasses import dataclass
 
-from flowrl.devices.device_rates import GENERATION, LINK, MEMORY, PAGEABLE, TRAINING, DeviceRates
+from flowrl.devices.device_rates import GENERATION, LINK, MEMORY, TRAINING, DeviceRates
 from flowrl.engines.train.model_flops import ModelFlops, count_pairs
 from flowrl.memory.head_memory import TILED_FROM
 from flowrl.memory.role_memory import RoleModel
@@ -118,7 +118,7 @@ def _update_seconds(model: RoleModel, rates: DeviceRates, link: float) -> float:
     if not model.is_sharded:
         seconds += 2 * 4 * model.trained_parameters * (ranks - 1) / ranks / (link * LINK.value)
     if model.engine.offload == "optimizer":
-        seconds += 2 * 2 * model.param_bytes * own / PAGEABLE.value
+        seconds += 2 * 2 * model.param_bytes * own / (rates.host * LINK.value)
     return seconds
 
 

@@ -299,15 +299,23 @@ class _StepEstimator:
             for role, memory in device.roles.items():
                 if memory is None or not memory.offloads or len(device.roles) == 1:
                     continue
-                num_bytes = 2 * (memory.weights + memory.optimizer)
-                # vLLM's host memory is pinned.
-                rate = self._rates.host * LINK.value if role not in self._models else PAGEABLE.value
-                seconds[device.node, device.device] += num_bytes / rate
+                num_bytes = memory.weights * self._weight_copies(role) + 2 * memory.optimizer
+                seconds[device.node, device.device] += num_bytes / (self._rates.host * LINK.value)
                 moved = max(moved, num_bytes)
         if not seconds:
             return None
         details = f"up to {moved / 1e9:.1f} GB of a role per GPU"
         return Phase("switch", "switch", frozenset(seconds), max(seconds.values()), details)
+
+    def _weight_copies(self, role: str) -> int:
+        """Returns how often the weights of a role are copied in a step: to host memory if they have changed, and back.
+
+        A rollout may drop its weights instead, because the weight sync replaces them.
+        """
+        config, settings = self._config, self._settings.get(role)
+        if isinstance(config, RolloutRunConfig) and role == "rollout":
+            return 0 if config.rollout.transfer.drop_weights else 2
+        return 1 if settings is not None and not isinstance(settings, TrainedConfig) else 2
 
     def _sync(self, config: RolloutRunConfig) -> Phase | None:
         transport, rates = choose_transports(config, self._planned)["rollout"], self._rates

@@ -46,8 +46,8 @@ def render_time(step: StepTime) -> str:
     )
 
 
-_TRAINING: tuple[Efficiency, ...] = (TRAINING, MEMORY, LINK, PAGEABLE)
-_ROLLOUT = (*_TRAINING, GENERATION, STEP, EAGER_STEP, SYNC)
+_TRAINING: tuple[Efficiency, ...] = (TRAINING, MEMORY, LINK)
+_ROLLOUT = (*_TRAINING, GENERATION, STEP, EAGER_STEP, SYNC, PAGEABLE)
 """Assumptions of every run, and of runs with a rollout."""
 
 

@@ -3,8 +3,8 @@
 Entry points: `Actor`, `Critic`, `EnvironmentWorker`, `Judge`, `Reference`, `Reward`, `RewardModel`, `Rollout` and
 `TrainedRewardModel`. `Loss` describes a loss for the trained roles. `LANGUAGE_MODELING` is the loss of SFT, and `PTX`
 is the same loss on text in a policy update. `groups.pyi` has the types of the groups, for type checkers and editors.
-May import `flowrl.algorithms`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.engines`,
-`flowrl.environments` and `flowrl.rewards`.
+May import `flowrl.algorithms`, `flowrl.config`, `flowrl.controller`, `flowrl.data`, `flowrl.devices.device`,
+`flowrl.engines`, `flowrl.environments` and `flowrl.rewards`.
 """
 
 from flowrl.workers.actor import Actor

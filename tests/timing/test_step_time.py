@@ -79,7 +79,7 @@ def test_a_detached_rollout_overlaps_and_is_not_switched() -> None:
 
 def test_sleep_and_offload_copy_weights_and_optimizer_out_and_in() -> None:
     """Qwen2.5-1.5B has 1,543,714,304 parameters. vLLM copies 2 bytes of each over PCIe at 0.8 x 64 GB/s. An idle actor
-    copies weights and Adam's moments, 12 bytes, at 2.8 GB/s.
+    copies weights and Adam's moments, 12 bytes.
     """
     parameters = 1_543_714_304
     sleeping, idle = (
@@ -87,7 +87,24 @@ def test_sleep_and_offload_copy_weights_and_optimizer_out_and_in() -> None:
         for setting in ("seed=0", "actor.engine.offload=idle")
     )
     assert sleeping.seconds == pytest.approx(2 * 2 * parameters / (0.8 * 64e9))
-    assert idle.seconds - sleeping.seconds == pytest.approx(2 * 12 * parameters / 2.8e9)
+    assert idle.seconds - sleeping.seconds == pytest.approx(2 * 12 * parameters / (0.8 * 64e9))
+
+
+def test_dropped_weights_are_not_copied_and_those_of_a_reference_only_return() -> None:
+    def switch(*settings: str) -> float:
+        phases = estimate("grpo/qwen1.5b.yaml", *settings, devices=1).phases
+        return next(phase.seconds for phase in phases if phase.name == "switch")
+
+    link = 0.8 * 64e9
+    assert switch("rollout.transfer.drop_weights=true") == 0
+    reference = (
+        "actor.kl_loss_coef=0.01",
+        "placement.roles.reference=main",
+        "reference.engine.offload=idle",
+        "reference.model.path=Qwen/Qwen2.5-1.5B",
+        "reference.model.dtype=bfloat16",
+    )
+    assert switch(*reference) - switch() == pytest.approx(2 * 1_543_714_304 / link)
 
 
 @pytest.mark.parametrize(

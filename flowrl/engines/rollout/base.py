@@ -187,7 +187,7 @@ _FIX = {
     EngineState.SERVING: "begin an update first",
     EngineState.UPDATING: "commit or abort the update first",
     EngineState.ASLEEP: "wake it up first",
-    EngineState.BROKEN: "it lacks weights of one version: send a complete update",
+    EngineState.BROKEN: "its weights are missing or of two versions: send a complete update",
 }
 
 
