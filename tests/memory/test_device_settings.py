@@ -446,7 +446,7 @@ def test_a_plan_prints_the_settings_of_its_devices(capsys: pytest.CaptureFixture
     actor = next(words for words in lines[first:] if words[:1] == ["actor"])
     assert rollout[1:] == ["vllm", "bfloat16*", "bfloat16*", "2.0", "GB", "512", "yes", "yes"]
     assert actor[3:5] == ["float32", "bfloat16*"]
-    assert any("engine.compile," in words for words in lines[first:])
+    assert any({"engine.compile,", "vllm.async_scheduling,"} <= {*words} for words in lines[first:])
 
 
 def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:

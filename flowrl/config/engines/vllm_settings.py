@@ -36,10 +36,18 @@ class VllmConfig(Config):
     graphs: bool = True
     """Use CUDA graphs and compilation on GPUs. The start is slower and decoding is faster."""
 
+    async_scheduling: bool | Literal["auto"] = False
+    """Schedule each step while the previous one computes, so that a GPU does not wait for the scheduler. `auto` does so
+    on GPUs. vLLM has no asynchronous scheduling on CPUs."""
+
     sleep: bool | None = None
     """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
     on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. False lets other roles use the devices
     anyway."""
+
+    def schedules_ahead(self, *, on_gpus: bool) -> bool:
+        """Returns whether vLLM shall use its asynchronous scheduler."""
+        return on_gpus if self.async_scheduling == "auto" else self.async_scheduling
 
     @property
     def cache_bytes(self) -> int:

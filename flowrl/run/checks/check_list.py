@@ -179,6 +179,7 @@ _CHECKS = (
     Check("placement", Level.CONFIG, placement_checks.check_nodes, Need.START),
     *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.describe_devices),
     *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.check_quantization),
+    *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.check_async_scheduling),
     *_of_plan(
         "placement", Level.CONFIG, Need.TRAINING, placement_checks.check_engines, placement_checks.check_adapters
     ),

@@ -14,6 +14,7 @@ from flowrl.config import (
     RolloutRunConfig,
     RunConfig,
     TrainedConfig,
+    keys_of,
     models_of,
     shards_model,
 )
@@ -100,6 +101,18 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
             raise ConfigError(problem)
     if isinstance(config, RolloutRunConfig):
         config.check_served_dtype(planned.kind)
+
+
+def check_async_scheduling(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if `vllm.async_scheduling` is true on CPUs."""
+    keys = keys_of(config)
+    for role, value in config.role_settings.items():
+        settings = value.vllm if isinstance(value, RolloutConfig | JudgeConfig) else None
+        if planned.kind == "cpu" and settings is not None and settings.async_scheduling is True:
+            raise ConfigError(
+                f"{keys[role]}.vllm.async_scheduling is true, which vLLM supports on GPUs only, but placement.device "
+                f"is {planned.kind}: set auto or false"
+            )
 
 
 def check_head_sizes(config: RunConfig, planned: Plan) -> None:

@@ -65,6 +65,7 @@ RUNS = (
         placement=_SPLIT,
         num_gpus=2,
     ),
+    VllmRun("vLLM with asynchronous scheduling", gpu_settings=("rollout.vllm.async_scheduling=true",)),
     VllmRun("vLLM with int8", ("rollout.quantization=int8",), package="torchao"),
     VllmRun(
         "vLLM with int4",

@@ -23,7 +23,13 @@ from flowrl.config import (
 )
 from flowrl.controller.placement.plan import Inventory, plan
 from flowrl.memory.device_settings import resolve_settings
-from flowrl.run.checks.placement_checks import check_bfloat16, check_determinism, check_quantization, warn_about_offload
+from flowrl.run.checks.placement_checks import (
+    check_async_scheduling,
+    check_bfloat16,
+    check_determinism,
+    check_quantization,
+    warn_about_offload,
+)
 from flowrl.weight_sync.transfer import check_cuda_ipc
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings, plan_run
@@ -220,6 +226,18 @@ def test_number_formats_that_the_device_does_not_support_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization .*int4.* placement\.device .*cpu"):
         plan_run(quantized_run("int4"))
     assert plan_run(quantized_run("int8")).kind == "cpu"
+
+
+def test_asynchronous_scheduling_is_rejected_on_cpus_unless_it_is_auto() -> None:
+    def run_with_async(value: object) -> RolloutRun:
+        rollout = {"engine": "vllm", "max_response_tokens": 8, "vllm": {"async_scheduling": value}}
+        return quantized_run("int8").model_copy(update={"rollout": RolloutConfig.model_validate(rollout)})
+
+    run = run_with_async(True)
+    with rejects("rollout.vllm.async_scheduling", "placement.device", "cpu", "auto", error=ConfigError):
+        plan_run(run)
+    check_async_scheduling(run, plan(run.placement, Inventory((1,), "cuda"), run.roles, run.dedicated_roles()))
+    assert plan_run(run_with_async("auto")).kind == plan_run(run_with_async(False)).kind == "cpu"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -1,6 +1,9 @@
 """Rollout engine on vLLM. vLLM's engine core runs in the caller's process.
 
-vLLM computes only in `poll` and `generate`. Generation and weight updates therefore never overlap and need no locks.
+vLLM schedules steps only in `poll` and `generate`. With asynchronous scheduling, one step can still run when these
+calls return. Operations on weights and memory first process its results (`_finish_steps`). Generation and weight
+updates therefore never overlap and need no locks.
+
 vLLM changes torch.distributed and the environment variables of its process, so the process must be dedicated to the
 rollout.
 
@@ -71,7 +74,13 @@ from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from flowrl.engines.rollout.vllm.nccl_transfer import TransferGroup  # noqa: E402
-from flowrl.engines.rollout.vllm.preemptions import CountingScheduler, scheduler_of  # noqa: E402
+from flowrl.engines.rollout.vllm.scheduling import (  # noqa: E402
+    CountingAsyncScheduler,
+    CountingScheduler,
+    has_scheduled_steps,
+    pause_scheduling,
+    scheduler_of,
+)
 from flowrl.engines.rollout.vllm.tp_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
 from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402
@@ -112,7 +121,7 @@ class VllmRollout:
             config: sampling and engine settings.
             tp: tensor-parallel size. The engine uses `tp` devices of this process's node.
             can_sleep: True enables `sleep`, which frees GPU memory.
-        Raises ModelError if the model cannot be loaded.
+        Raises ModelError if the model cannot be loaded, and RolloutError if vLLM disables asynchronous scheduling.
         """
         self._config = config
         self._serving = ServingState()
@@ -138,7 +147,10 @@ class VllmRollout:
         self._tp = tp
         # In torch's deterministic mode, vLLM's sampler would raise an error. Its batch-invariant mode replaces it.
         torch.use_deterministic_algorithms(False)
-        self._engine = start_engine(_engine_args(model, config, tp, can_sleep))
+        args = _engine_args(model, config, tp, can_sleep)
+        self._engine = start_engine(args)
+        if args.async_scheduling and not self._engine.vllm_config.scheduler_config.async_scheduling:
+            raise RolloutError("vllm.async_scheduling is true, which vLLM supports on GPUs only: set auto or false")
         call_workers(self._engine, "init_weight_transfer_engine", {})
         self._engine.set_weight_version(str(self.version))
 
@@ -220,6 +232,15 @@ class VllmRollout:
             if response is not None:
                 self._finished[response.request_id] = response
 
+    def _finish_steps(self) -> None:
+        """Processes the results of all scheduled steps, whose tokens have the current version. Unfinished requests
+        continue with the next step.
+        """
+        if has_scheduled_steps(self._engine):
+            with pause_scheduling(self._engine):
+                while has_scheduled_steps(self._engine):
+                    self._step()
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drops the requests with these ids, even if they have finished. Ignores unknown ids."""
         request_ids = set(request_ids)
@@ -291,6 +312,7 @@ class VllmRollout:
     def begin_update(self, version: int) -> None:
         """Begins an update to `version`. Running requests pause and continue with the new weights."""
         self._serving.check_begin()
+        self._finish_steps()
         with self._end_update_on_error():
             call_workers(self._engine, "start_weight_update")
         self._serving.begin(version, self._tied)
@@ -338,6 +360,7 @@ class VllmRollout:
 
     def compare_weights(self, samples: WeightSamples) -> Compared:
         self._serving.require(EngineState.SERVING, "compare weights", WEIGHTS)
+        self._finish_steps()
         return compare_weights(self._engine, samples)
 
     @contextmanager
@@ -360,6 +383,7 @@ class VllmRollout:
         self._serving.check_sleep()
         if self._running:
             raise RolloutError(f"{len(self._running)} requests are running: finish or abort them before sleep")
+        self._finish_steps()
         if not keep_weights:
             self._serving.drop_weights()
         self._engine.sleep(level=1 if keep_weights else 2)
@@ -415,6 +439,7 @@ def _cache_bytes(settings: VllmConfig, tp: int) -> int:
 
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
+    schedules_ahead = settings.schedules_ahead(on_gpus=has_gpu())
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
@@ -433,9 +458,8 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
         gpu_memory_utilization=0.01,
         enable_sleep_mode=can_sleep and has_gpu(),
         logprobs_mode="processed_logprobs",
-        # Each step must return its results at once, because the weight version changes between steps.
-        async_scheduling=False,
-        scheduler_cls=CountingScheduler,
+        async_scheduling=schedules_ahead,
+        scheduler_cls=CountingAsyncScheduler if schedules_ahead else CountingScheduler,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         disable_log_stats=True,

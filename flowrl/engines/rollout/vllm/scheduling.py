@@ -1,0 +1,66 @@
+"""vLLM's schedulers with a counter of preemptions, and the steps that vLLM schedules ahead of their results.
+
+A scheduler preempts a running request if the KV cache has no free block for its next token. Later, vLLM computes the
+keys and values of all its tokens again. vLLM's own counter needs the statistics of every step, which are disabled.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm import LLMEngine
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class CountingScheduler(Scheduler):
+    """vLLM's scheduler with a counter of preemptions."""
+
+    _num_preemptions = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # Any: those of the base class
+        # The set already contains requests that a weight update has preempted, to discard the old keys and values.
+        before = len(self.reset_preempted_req_ids)
+        output = super().schedule(*args, **kwargs)
+        self._num_preemptions += len(output.preempted_req_ids or ()) - before
+        return output
+
+    def pop_preemptions(self) -> int:
+        """Returns the number of preemptions since the last call."""
+        num_preemptions, self._num_preemptions = self._num_preemptions, 0
+        return num_preemptions
+
+
+class CountingAsyncScheduler(CountingScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler with a counter of preemptions."""
+
+
+def scheduler_of(engine: LLMEngine) -> CountingScheduler:
+    """Returns the scheduler of an engine whose core runs in this process."""
+    scheduler = _core_of(engine).scheduler
+    assert isinstance(scheduler, CountingScheduler)
+    return scheduler
+
+
+def has_scheduled_steps(engine: LLMEngine) -> bool:
+    """Returns whether the results of a scheduled step are not processed yet. Always false without the asynchronous
+    scheduler.
+    """
+    return bool(_core_of(engine).batch_queue)
+
+
+@contextmanager
+def pause_scheduling(engine: LLMEngine) -> Iterator[None]:
+    """Inside the `with` block, the engine's steps process the results of scheduled steps, and schedule no tokens."""
+    core = _core_of(engine)
+    core.pause_scheduler(mode="keep", clear_cache=False)
+    try:
+        yield
+    finally:
+        core.resume_scheduler()
+
+
+def _core_of(engine: LLMEngine) -> Any:  # Any: vLLM's EngineCore, which its in-process client does not type
+    client: Any = engine.engine_core
+    return client.engine_core
