@@ -3,12 +3,12 @@
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.input_paths import MAX_POSITIONS, find_model_problem, read_vocabulary_size
@@ -31,7 +31,6 @@ __all__ = [
     "Message",
     "MissingEmbeddingError",
     "Speaker",
-    "UnknownTokens",
     "compare_vocabularies",
     "has_same_rendering",
 ]
@@ -50,16 +49,6 @@ _OPENED_TAGS = re.compile(r"(?:<\w+>\s*)+\Z")
 
 _MAX_LAYOUTS = 1000
 """Maximum number of cached layouts."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnknownTokens:
-    """Parts of a text that are not in the vocabulary of a tokenizer."""
-
-    num_tokens: int
-    """Number of tokens of the text. A dropped character counts as one token."""
-    parts: tuple[str, ...]
-    """One entry per unknown token."""
 
 
 class MissingEmbeddingError(DataError):
@@ -391,26 +380,6 @@ class ChatTokenizer:
         probes = (("a", "b c"), ("a\n", "b c"), ("]", " b"), (":", "b"), (f"a{end}", "b c"), (f"a{end}", "\nb"))
         return all(self.encode(a + b) == self.encode(a) + self.encode(b) for a, b in probes)
 
-    def find_unknown(self, texts: Sequence[str]) -> list[UnknownTokens]:
-        """Returns the parts of each text that the tokenizer replaces by its unknown token, or drops. White space never
-        counts as dropped. A tokenizer without offsets (`is_fast` is false) reports no dropped characters.
-        """
-        is_fast = self.tokenizer.is_fast
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=is_fast)
-        unknown_id, unknown_token = self._tokenizer.unk_token_id, self._tokenizer.unk_token
-        result = []
-        for row, text in enumerate(texts):
-            ids = encoded["input_ids"][row]
-            if not is_fast:
-                result.append(UnknownTokens(len(ids), (unknown_token,) * ids.count(unknown_id)))
-                continue
-            spans = encoded["offset_mapping"][row]
-            replaced = [text[slice(*span)] for token, span in zip(ids, spans, strict=True) if token == unknown_id]
-            covered = {position for span in spans for position in range(*span)}
-            dropped = [c for position, c in enumerate(text) if position not in covered and not c.isspace()]
-            result.append(UnknownTokens(len(ids) + len(dropped), (*replaced, *dropped)))
-        return result
-
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -423,34 +392,56 @@ class ChatTokenizer:
         assert isinstance(text, str)
         return text
 
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, keeps_special: bool) -> list[str]:
+        """Returns the text of each row of token ids, as `decode_all` (`keeps_special`) or `decode` does."""
+        if self._backend is None or len(rows) < 2:
+            return [(self.decode_all if keeps_special else self.decode)(ids) for ids in rows]
+        return self._backend.decode_batch([list(ids) for ids in rows], skip_special_tokens=not keeps_special)
+
     def decode_response(self, ids: Sequence[int]) -> str:
-        """Returns the text of a response, without special tokens and without the stop sequence that ended it.
+        """Returns the text of a response, as `decode_responses` does."""
+        return self.decode_responses([ids])[0]
+
+    def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        """Returns the text of each response, without special tokens and without the stop sequence that ended it.
 
         Rewards, environments, saved rows and generated files contain this text.
         """
-        return self.decode(self.split_stop(ids)[0])
+        return self.decode_batch([self.split_stop(ids)[0] for ids in responses], keeps_special=False)
 
-    def decode_tags(self, prompt_ids: Sequence[int], ids: Sequence[int], text: str) -> str:
-        """Returns the tags that the prompt opened, followed by the text of the response with special tokens.
+    def decode_tags(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], texts: Sequence[str]
+    ) -> list[str]:
+        """Returns the tags that each prompt opened, followed by the text of its response with special tokens.
 
         Parsers of tags read this text, because a tokenizer may have a tag such as `<tool_call>` as a special token, and
         the generation prompt of a chat template may open `<think>`. The text excludes the tokens that ended the
         response, and the tokens for BOS, EOS, padding and unknown text.
 
         Args:
-            prompt_ids: all tokens before the response.
-            ids: the response.
-            text: `decode_response(ids)`.
+            prompts: all tokens before each response.
+            responses: the responses.
+            texts: `decode_responses(responses)`.
         """
-        body = self.split_stop(ids)[0]
-        if not self._special_ids.isdisjoint(body):
-            # The model's generation config and `rollout.stop_ids` may have further end tokens.
-            while body and body[-1] in self._special_ids and not _TAG.fullmatch(self.decode_all(body[-1:]).strip()):
-                body.pop()
-            own = self._tokenizer
-            control = {own.bos_token_id, own.eos_token_id, own.pad_token_id, own.unk_token_id}
-            text = self.decode_all([token for token in body if token not in control])
-        return self.opened_tags(prompt_ids, text) + text
+        bodies = ((row, self.split_stop(ids)[0]) for row, ids in enumerate(responses))
+        special = {row: self._remove_control(body) for row, body in bodies if not self._special_ids.isdisjoint(body)}
+        decoded = dict(zip(special, self.decode_batch(list(special.values()), keeps_special=True), strict=True))
+        tagged = [decoded.get(row, text) for row, text in enumerate(texts)]
+        return [self.opened_tags(ids, text) + text for ids, text in zip(prompts, tagged, strict=True)]
+
+    def _remove_control(self, body: list[int]) -> list[int]:
+        """Returns a response without special tokens at its end that are no tags, and without tokens for BOS, EOS,
+        padding and unknown text.
+        """
+        end = len(body)
+        # The model's generation config and `rollout.stop_ids` may have further end tokens.
+        while end and body[end - 1] in self._special_ids:
+            if _TAG.fullmatch(self.decode_all(body[end - 1 : end]).strip()):
+                break
+            end -= 1
+        own = self._tokenizer
+        control = {own.bos_token_id, own.eos_token_id, own.pad_token_id, own.unk_token_id}
+        return [token for token in body[:end] if token not in control]
 
     def opened_tags(self, prompt_ids: Sequence[int], text: str) -> str:
         """Returns the tags at the end of a prompt that are `<think>`, or that the text of the response closes."""
@@ -524,6 +515,9 @@ class ChatTokenizer:
         tokenizer = self._tokenizer
         # CodeLlama's tokenizer splits a text at its fill token before the call.
         if not tokenizer.is_fast or tokenizer.split_special_tokens or getattr(tokenizer, "fill_token", None):
+            return None
+        own, usual = type(tokenizer), PreTrainedTokenizerFast
+        if own.decode is not usual.decode or own._decode is not usual._decode:  # those of speech models
             return None
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()

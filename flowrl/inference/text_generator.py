@@ -253,7 +253,7 @@ class TextGenerator:
         stop = self._stops.find(response.token_ids)
         ids = response.token_ids if stop is None else response.token_ids[: stop.num_tokens]
         text = self.chat.decode_response(ids) if stop is None else stop.text
-        tagged = self._stops.cut(self.chat.decode_tags((), ids, text))
+        tagged = self._stops.cut(self.chat.decode_tags([()], [ids], [text])[0])
         tagged = self.chat.opened_tags(request.token_ids, tagged) + tagged
         reason = "length" if response.truncated and stop is None else "stop"
         return GeneratedText(request, ids, text, tagged, reason, sum(response.logprobs[: len(ids)]))

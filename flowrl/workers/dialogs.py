@@ -122,11 +122,13 @@ class Dialogs:
     def send(self, finished: Sequence[tuple["Episode", Response]]) -> None:
         """Sends responses to their environments."""
         requests, servers = [], []
-        for episode, response in finished:
+        ids = [response.token_ids for _, response in finished]
+        texts = self._tokenizer.decode_responses(ids)
+        contexts = [episode.request.context for episode, _ in finished]
+        all_tagged = self._tokenizer.decode_tags(contexts, ids, texts)
+        for (episode, response), text, tagged in zip(finished, texts, all_tagged, strict=True):
             dialog = _dialog(episode)
             dialog.response = response
-            text = self._tokenizer.decode_response(response.token_ids)
-            tagged = self._tokenizer.decode_tags(episode.request.context, response.token_ids, text)
             step = ModelResponse(
                 text,
                 tuple(response.token_ids),

@@ -115,26 +115,41 @@ class Episode:
     def id(self) -> str:
         return self.request.request_id
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments of a complete response."""
+        assert self.response is not None, "the response is complete"
+        return *self.request.segments, Segment.policy(self.response)
 
-def describe_segments(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
-    """Returns the parts of a complete response, in order. Adjacent segments of one producer are one part.
+
+def describe_segments(episodes: Sequence[Episode], tokenizer: ChatTokenizer) -> list[list[dict[str, Any]]]:
+    """Returns the parts of each complete response, in order. Adjacent segments of one producer are one part.
 
     A part has `kind` (`policy` or `environment`), `start` and `end` (indices of response tokens) and `text`, with
     special tokens. A failed episode without tokens of the policy has no parts.
     """
-    assert episode.response is not None, "the response is complete"
-    segments = (*episode.request.segments, Segment.policy(episode.response))
+    rows = [list(_merge_segments(episode)) for episode in episodes]
+    texts = iter(tokenizer.decode_batch([ids for row in rows for _, ids in row], keeps_special=True))
+    described = []
+    for row in rows:
+        ends = itertools.accumulate(len(ids) for _, ids in row)
+        described.append(
+            [
+                {"kind": kind, "start": end - len(ids), "end": end, "text": next(texts)}
+                for (kind, ids), end in zip(row, ends, strict=True)
+            ]
+        )
+    return described
+
+
+def _merge_segments(episode: Episode) -> Iterator[tuple[str, list[int]]]:
+    """Yields the kind and the token ids of each part of a response."""
+    segments = episode.segments
     if all(version < 0 for segment in segments for version in segment.versions or ()):
-        return []
-    parts: list[dict[str, Any]] = []
-    start = 0
+        return
     for is_policy, own in itertools.groupby(segments, lambda segment: segment.is_policy):
-        ids = [token for segment in own for token in segment.token_ids]
-        kind, text = "policy" if is_policy else "environment", tokenizer.decode_all(ids)
-        if ids:
-            parts.append({"kind": kind, "start": start, "end": start + len(ids), "text": text})
-        start += len(ids)
-    return parts
+        if ids := [token for segment in own for token in segment.token_ids]:
+            yield "policy" if is_policy else "environment", ids
 
 
 class Episodes:
@@ -197,25 +212,28 @@ class Episodes:
         if self._environment is not None:
             self._ended += [episode.id for episode in complete]
         if self._reward is not None:
-            self._reward.send((episode.id, self._scored_row(episode)) for episode in complete)
+            ids = [episode.id for episode in complete]
+            self._reward.send(zip(ids, self._scored_rows(complete), strict=True))
         else:
             self._remove(episode.id for episode in complete)
         return continued
 
-    def _scored_row(self, episode: Episode) -> dict[str, Any]:
-        """Returns the columns that a reward function can receive."""
-        assert episode.response is not None
-        segments = (*episode.request.segments, Segment.policy(episode.response))
-        token_ids = [token for segment in segments for token in segment.token_ids]
-        finish_reason = "length" if episode.response.truncated else "stop"
-        text = self._tokenizer.decode_response(token_ids)
-        return {
-            **episode.columns,
-            "response": text,
-            "tagged_response": self._tokenizer.decode_tags(episode.request.token_ids, token_ids, text),
-            "token_ids": token_ids,
-            "finish_reason": finish_reason,
-        }
+    def _scored_rows(self, episodes: Sequence[Episode]) -> list[dict[str, Any]]:
+        """Returns the columns that a reward function can receive, one mapping per complete episode."""
+        ids = [[token for segment in episode.segments for token in segment.token_ids] for episode in episodes]
+        texts = self._tokenizer.decode_responses(ids)
+        prompts = [episode.request.token_ids for episode in episodes]
+        tagged = self._tokenizer.decode_tags(prompts, ids, texts)
+        return [
+            {
+                **episode.columns,
+                "response": texts[row],
+                "tagged_response": tagged[row],
+                "token_ids": ids[row],
+                "finish_reason": "length" if episode.response and episode.response.truncated else "stop",
+            }
+            for row, episode in enumerate(episodes)
+        ]
 
     def receive(self, timeout_s: float | None) -> list[Request]:
         """Receives scores and observations. Returns the requests for the next segments of episodes that continue.
@@ -444,7 +462,7 @@ def episodes_to_tensordict(
     names = [name for name in score if name not in (TURN_REWARDS, EPISODE)]
     scores = score_columns([episode.scores for episode in episodes], names)
     prompts = [episode.request.token_ids for episode in episodes]
-    segments = {SEGMENTS: [describe_segments(episode, tokenizer) for episode in episodes]} if with_segments else {}
+    segments = {SEGMENTS: describe_segments(episodes, tokenizer)} if with_segments else {}
     table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
     if TURN_REWARDS not in score:
         return table
@@ -477,8 +495,8 @@ def responses_to_tensordict(
         ),
     }
     ids = responses.token_lists()
-    texts = [tokenizer.decode_response(row) for row in ids]
-    tagged = [tokenizer.decode_tags(*row) for row in zip(prompts, ids, texts, strict=True)]
+    texts = tokenizer.decode_responses(ids)
+    tagged = tokenizer.decode_tags(prompts, ids, texts)
     rows = {
         "truncated": responses.truncated,
         "response": texts,

@@ -162,8 +162,8 @@ class Judge(Worker["JudgeGroup"]):
             except PromptError as error:
                 judgments[requests.pop(error.row).request_id] = _Judgment(None, f"the judge's prompt {error.reason}")
                 continue
-            for response in responses:
-                text = self.tokenizer.decode_response(response.token_ids)
+            texts = self.tokenizer.decode_responses([response.token_ids for response in responses])
+            for response, text in zip(responses, texts, strict=True):
                 judgments[response.request_id] = _Judgment(self._parse(text), text)
             break
         return [judgments[f"judge-{index}"] for index in range(len(rows))]

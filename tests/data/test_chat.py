@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, WhisperTokenizer
 
 from flowrl.data.chat import ChatTokenizer, DataError, Message, MissingEmbeddingError
 from flowrl.data.template import ConversationTemplate
@@ -119,6 +119,29 @@ def test_decoding_omits_special_tokens(tmp_path: Path) -> None:
     assert chat.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "ba"
 
 
+def make_whisper(folder: Path) -> ChatTokenizer:
+    """Returns a tokenizer that removes time stamps from the decoded text."""
+    vocabulary = {"<|endoftext|>": 0, "a": 1, "b": 2, "<|0.00|>": 3}
+    WhisperTokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
+    return ChatTokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes", "decodes otherwise"])
+def test_rows_decoded_together_have_the_text_of_each_alone(tmp_path: Path, kind: str) -> None:
+    chat = {
+        "characters": lambda: ChatTokenizer(tokenizer(tmp_path, special=TAGS)),
+        "bytes": lambda: ChatTokenizer(save_byte_tokenizer(tmp_path, text_template="<begin> $A <end>")),
+        "decodes otherwise": lambda: make_whisper(tmp_path),
+    }[kind]()
+    everything = list(range(len(chat)))
+    rows = [[], everything, everything[::-1], everything[:1], everything[1:3], [chat.eos_id], [len(chat) + 5, 1]]
+    for number in (0, 1, len(rows)):
+        assert chat.decode_batch(rows[:number], keeps_special=True) == [chat.decode_all(ids) for ids in rows[:number]]
+        assert chat.decode_batch(rows[:number], keeps_special=False) == [chat.decode(ids) for ids in rows[:number]]
+    assert chat.decode_responses(rows) == [chat.decode_response(ids) for ids in rows]
+    assert kind != "decodes otherwise" or chat.decode_batch([[1, 3, 2], [3]], keeps_special=True) == ["ab", ""]
+
+
 THINKING = ConversationTemplate(
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
@@ -129,7 +152,7 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 def decode_tags(chat: ChatTokenizer, prompt: str, response: str) -> str:
     ids = chat.encode(response)
-    return chat.decode_tags(chat.encode(prompt), ids, chat.decode_response(ids))
+    return chat.decode_tags([chat.encode(prompt)], [ids], [chat.decode_response(ids)])[0]
 
 
 @pytest.mark.parametrize("special", [(), TAGS])
@@ -141,7 +164,16 @@ def test_the_text_for_parsers_has_tags_that_the_prompt_opened_or_that_are_specia
     text = chat.decode_response(ids)
     assert text == ("ab" if special else "a</think><tool_call>b</tool_call>")
     expected = "<think>\na</think><tool_call>b</tool_call>"
-    assert chat.decode_tags(chat.encode_prompt(ASKED), ids, text) == expected
+    assert chat.decode_tags([chat.encode_prompt(ASKED)], [ids], [text]) == [expected]
+
+
+def test_the_texts_for_parsers_of_several_rows_are_in_their_order(tmp_path: Path) -> None:
+    chat = ChatTokenizer(tokenizer(tmp_path, "<|endoftext|>", "<|im_end|>", TAGS), THINKING)
+    texts = ("a", "", "<tool_call>b</tool_call><|im_end|>", "c</think>")
+    responses = [chat.encode(text) for text in texts]
+    prompts = [chat.encode(text) for text in ("", "<think>", "", "<think>\n")]
+    tagged = chat.decode_tags(prompts, responses, chat.decode_responses(responses))
+    assert tagged == ["a", "<think>", "<tool_call>b</tool_call>", "<think>\nc</think>"]
 
 
 @pytest.mark.parametrize(
@@ -245,25 +277,6 @@ def test_a_template_or_an_end_token_without_an_embedding_is_rejected(tmp_path: P
         chat.check_chat_template()
     with rejects(tmp_path / "end", 9, error=MissingEmbeddingError):
         make_larger(tmp_path / "end", eos="<i>")
-
-
-def test_dropped_characters_are_unknown_and_white_space_is_not(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    known, partly, none = ChatTokenizer(tmp_path).find_unknown(["37+58", "37 é 5", "xy"])
-    assert (known.num_tokens, known.parts) == (5, ())
-    assert (partly.num_tokens, partly.parts) == (4, ("é",))
-    assert (none.num_tokens, none.parts) == (2, ("x", "y"))
-
-
-def test_characters_that_become_the_unknown_token_are_unknown(tmp_path: Path) -> None:
-    core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="<unk>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}"
-    )
-    saved.save_pretrained(tmp_path)
-    (unknown,) = ChatTokenizer(tmp_path).find_unknown(["aéa"])
-    assert (unknown.num_tokens, unknown.parts) == (3, ("é",))
 
 
 def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from shutil import copytree
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flowrl.config import DataConfig, ModelConfig
@@ -15,8 +15,9 @@ from flowrl.data.reading.reader import count_rows
 from flowrl.rewards.reward_function import RewardError
 from flowrl.run.datasets import SftExamples, read_prompts
 from flowrl.run.datasets.prompt_data import read_stream
-from flowrl.run.datasets.tokenized_data import read_files
+from flowrl.run.datasets.tokenized_data import find_unknown, read_files
 from recipes.grpo.config import GRPOConfig
+from recipes.quickstart.prepare import save_tokenizer
 from tests.configs import grpo_settings
 from tests.errors import missing_facts, rejects
 from tests.small_task import prepare_small
@@ -165,6 +166,25 @@ def test_more_than_one_percent_of_unknown_tokens_is_reported(
     for message, file in zip(messages, (tmp_path / "a", examples), strict=False):
         assert not missing_facts(message, file, num_known + 1, data / "model")
         assert "'é', 'ü'" in message
+
+
+def test_dropped_characters_are_unknown_and_white_space_is_not(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    known, partly, none = find_unknown(ChatTokenizer(tmp_path), ["37+58", "37 é 5", "xy"])
+    assert (known.num_tokens, known.parts) == (5, ())
+    assert (partly.num_tokens, partly.parts) == (4, ("é",))
+    assert (none.num_tokens, none.parts) == (2, ("x", "y"))
+
+
+def test_characters_that_become_the_unknown_token_are_unknown(tmp_path: Path) -> None:
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}"
+    )
+    saved.save_pretrained(tmp_path)
+    (unknown,) = find_unknown(ChatTokenizer(tmp_path), ["aéa"])
+    assert (unknown.num_tokens, unknown.parts) == (3, ("é",))
 
 
 def test_unknown_words_of_known_characters_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

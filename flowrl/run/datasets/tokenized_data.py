@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -277,14 +278,46 @@ class Concatenated(Sequence[Row], Generic[Row]):
 # Unknown tokens.
 
 
+@dataclass(frozen=True, slots=True)
+class UnknownTokens:
+    """Parts of a text that are not in the vocabulary of a tokenizer."""
+
+    num_tokens: int
+    """Number of tokens of the text. A dropped character counts as one token."""
+    parts: tuple[str, ...]
+    """One entry per unknown token."""
+
+
+def find_unknown(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[UnknownTokens]:
+    """Returns the parts of each text that the tokenizer replaces by its unknown token, or drops. White space never
+    counts as dropped. A tokenizer without offsets (`is_fast` is false) reports no dropped characters.
+    """
+    core: Any = tokenizer.tokenizer  # Any: transformers types token ids too loosely
+    is_fast = core.is_fast
+    encoded = core(list(texts), add_special_tokens=False, return_offsets_mapping=is_fast)
+    unknown_id, unknown_token = core.unk_token_id, core.unk_token
+    result = []
+    for row, text in enumerate(texts):
+        ids = encoded["input_ids"][row]
+        if not is_fast:
+            result.append(UnknownTokens(len(ids), (unknown_token,) * ids.count(unknown_id)))
+            continue
+        spans = encoded["offset_mapping"][row]
+        replaced = [text[slice(*span)] for token, span in zip(ids, spans, strict=True) if token == unknown_id]
+        covered = {position for span in spans for position in range(*span)}
+        dropped = [c for position, c in enumerate(text) if position not in covered and not c.isspace()]
+        result.append(UnknownTokens(len(ids) + len(dropped), (*replaced, *dropped)))
+    return result
+
+
 def warn_of_unknown_tokens(conversations: Sequence[Conversation], tokenizer: ChatTokenizer) -> None:
     """Logs a warning if more than `MAX_UNKNOWN_FRACTION` of the tokens of the messages are unknown."""
     texts = [(text, conversation) for conversation in conversations for text in _texts(conversation)]
     parts_of_texts = {part for text, _ in texts for part in (*text, *text.split())}
     # Tokenizing the distinct characters and words is much faster than tokenizing the file again.
-    if not any(unknown.parts for unknown in tokenizer.find_unknown(sorted(parts_of_texts))):
+    if not any(unknown.parts for unknown in find_unknown(tokenizer, sorted(parts_of_texts))):
         return
-    unknown_by_text = list(zip(tokenizer.find_unknown([text for text, _ in texts]), texts, strict=True))
+    unknown_by_text = list(zip(find_unknown(tokenizer, [text for text, _ in texts]), texts, strict=True))
     num_unknown = sum(len(unknown.parts) for unknown, _ in unknown_by_text)
     num_tokens = sum(unknown.num_tokens for unknown, _ in unknown_by_text)
     if num_unknown <= MAX_UNKNOWN_FRACTION * num_tokens:
