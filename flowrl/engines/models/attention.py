@@ -31,8 +31,8 @@ FLASH = "flash_attention_2"
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
-"""Argument of torch's kernel that enables grouped-query attention. It is None if this torch version lacks the
-argument.
+"""Argument of torch's kernel that enables grouped-query attention. It is None if this torch version lacks the argument,
+as 2.11 does. Keys and values are then repeated, because no GPU has run the kernel of such a version without repetition.
 """
 
 
