@@ -39,6 +39,7 @@ MAY_DIFFER = (
     "*engine.offload",
     "*engine.gradient_checkpointing",
     "*engine.sequence_parallel_norms",
+    "*engine.overlap_all_reduce",
     "*engine.packing",
     "*engine.max_tokens_per_microbatch",
 )

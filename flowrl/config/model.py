@@ -175,6 +175,11 @@ class EngineConfig(Config):
     a minute more. `auto` compiles on GPUs.
     """
 
+    overlap_all_reduce: bool | Literal["auto"] = False
+    """Sum the gradients of replicas in buckets during the last backward pass of `update`, instead of all at once after
+    it. `auto` does so on GPUs. Only for ddp.
+    """
+
     packing: Literal["auto", "always", "never"] = "auto"
     """Sequence packing. `auto` packs if the model supports it, except in float32 on GPUs. Without packing, sequences of
     similar length are padded.
@@ -230,6 +235,11 @@ class EngineConfig(Config):
                 raise ValueError(
                     f"{name} is {value}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
                 )
+        if self.strategy in ("single", "fsdp") and self.overlap_all_reduce is True:
+            raise ValueError(
+                f"overlap_all_reduce is true, but strategy is {self.strategy}, which all-reduces no gradients: remove "
+                f"it, or set strategy: ddp"
+            )
         return self
 
 

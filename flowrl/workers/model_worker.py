@@ -184,9 +184,16 @@ class TrainedWorker(ModelWorker[GroupType]):
             loss: a loss, or a function for `Loss(function)`. None is the loss that the settings select.
             weight: weight of the loss in the step.
         """
+        return self._add_gradient(batch, loss, weight, is_last=False)
+
+    def _add_gradient(
+        self, batch: TensorDict, loss: Loss | LossFunction | None, weight: float, *, is_last: bool
+    ) -> dict[str, Metric]:
         bound = self._bind(batch, loss)
         groups = bound.loss.row_groups
-        metrics = self.engine.forward_backward(batch, bound, bound.outputs, groups=groups, weight=weight)
+        metrics = self.engine.forward_backward(
+            batch, bound, bound.outputs, groups=groups, weight=weight, is_last=is_last
+        )
         return _with_prefix(self._prefix(bound.loss), metrics)
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
@@ -204,7 +211,7 @@ class TrainedWorker(ModelWorker[GroupType]):
 
         The step includes the gradients of earlier calls of `forward_backward`.
         """
-        metrics = self.forward_backward(batch, loss, weight)
+        metrics = self._add_gradient(batch, loss, weight, is_last=True)
         return merge_metrics([metrics, self.optim_step()])
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False, balance="tokens", resolve=resolve_loss)

@@ -14,6 +14,7 @@ from flowrl.config import (
     CriticConfig,
     DataConfig,
     DataFile,
+    EngineConfig,
     EnvironmentConfig,
     EvaluationConfig,
     JudgeConfig,
@@ -105,6 +106,11 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         (PPOConfig, PPO | {"backend": "inline", "address": "auto"}, ("address", "auto", "backend", "ray")),
         (GRPOConfig, GRPO | {"algorithm": {"estimator": "gae"}}, ("algorithm.estimator", "gae", "grpo")),
         (GRPOConfig, GRPO | {"samples_per_prompt": 1}, ("samples_per_prompt", 1)),
+        (
+            EngineConfig,
+            {"strategy": "fsdp", "overlap_all_reduce": True},
+            ("overlap_all_reduce", "true", "strategy", "fsdp", "ddp"),
+        ),
         (
             RolloutConfig,
             {"max_response_tokens": 8, "quantization": "fp8"},

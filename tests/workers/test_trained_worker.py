@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,7 +19,9 @@ from flowrl.config import ActorConfig, CriticConfig, ModelConfig, OptimizerConfi
 from flowrl.controller.dispatch import split_batch
 from flowrl.controller.errors import WorkerUserError
 from flowrl.controller.worker import get_contract
+from flowrl.data.metric import Metric
 from flowrl.engines.models.loading import load_policy
+from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.model_flops import model_flops
 from flowrl.workers import PTX, Actor, Critic, Loss, Reference, RewardModel
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
@@ -30,6 +32,16 @@ ROOT = Path(__file__).parents[2]
 IDS, LENGTHS = [2, 3, 12, 4, 14, 5, 6, 1, 7, 8, 12, 3, 2, 3, 9, 1, 5, 12, 3], [8, 4, 4, 3]
 MASK = [False] * 5 + [True] * 3 + [False] * 2 + [True] * 2 + [False] + [True] * 3 + [False] + [True] * 2
 OPTIMIZER = OptimizerConfig(lr=0.01)
+
+
+class RecordedEngine(FsdpEngine):
+    """Records which losses are the last of their optimizer steps."""
+
+    are_last: ClassVar[list[bool]] = []
+
+    def forward_backward(self, *arguments: Any, is_last: bool = False, **settings: Any) -> dict[str, Metric]:
+        self.are_last.append(is_last)
+        return super().forward_backward(*arguments, is_last=is_last, **settings)
 
 
 @pytest.fixture
@@ -52,6 +64,14 @@ def actor_of(cluster: Cluster, model: ModelConfig, **settings: Any) -> WorkerGro
 
 def logprobs_of(actor: WorkerGroup) -> Tensor:
     return actor.logprobs(rows()).get("logprobs")
+
+
+def test_the_loss_of_an_update_is_the_last_of_its_step(cluster: Cluster, model: ModelConfig) -> None:
+    actor = actor_of(cluster, model, engine={"kind": "tests.workers.test_trained_worker:RecordedEngine"})
+    for method in (actor.forward_backward, actor.update, actor.forward_backward):
+        method(rows()).get()
+    actor.optim_step().get()
+    assert RecordedEngine.are_last == [False, True, False]
 
 
 def preferred(logprobs: Tensor, advantages: Tensor) -> Tensor:

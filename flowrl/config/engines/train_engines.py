@@ -50,6 +50,7 @@ TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
             "sequence_parallel_norms",
             "attention",
             "compile",
+            "overlap_all_reduce",
             "packing",
             "max_tokens_per_microbatch",
         ),

@@ -5,14 +5,21 @@ below 1/256 of its value.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.tensor import DTensor, Replicate
 
 from flowrl.engines.parallel.rank_mesh import RankMesh
+
+BUCKET_BYTES = 2**26
+"""Least number of bytes of a bucket, except the bucket of the first layers. The latency of an all-reduce is then small
+compared with its transfer, and the gradients of 1.5B weights have 90 buckets.
+"""
 
 
 class Gradients(Protocol):
@@ -20,6 +27,16 @@ class Gradients(Protocol):
 
     def zero(self) -> None:
         """Sets the gradients to zero before the backward passes."""
+        ...
+
+    def begin_sum(self) -> None:
+        """Begins the sum of the gradients over all ranks, before the backward passes of the last loss."""
+        ...
+
+    def last_pass(self) -> AbstractContextManager[None]:
+        """Sums gradients as soon as the body, the last backward pass, has completed them. A rank without rows does not
+        call this.
+        """
         ...
 
     def sum(self) -> None:
@@ -39,14 +56,66 @@ class Gradients(Protocol):
     def free(self) -> None: ...
 
 
+class _Bucket(NamedTuple):
+    """Adjacent gradients, which one all-reduce sums."""
+
+    gradients: Tensor
+    """Part of a buffer, [N]."""
+    incomplete: set[int]
+    """Ids of the parameters whose gradients the last backward pass has not completed."""
+
+
+class _BucketSum:
+    """Sums buckets over ranks. All ranks issue the same collectives, because buckets begin in a fixed order: a bucket
+    waits for those before it, also if its own gradients are complete.
+    """
+
+    def __init__(self, buckets: Sequence[_Bucket], group: ProcessGroup) -> None:
+        self._buckets, self._group = buckets, group
+        self._index = {number: bucket for bucket in buckets for number in bucket.incomplete}
+        self._works: list[Work] = []
+
+    def complete(self, parameter: Tensor) -> None:
+        """Begins the buckets that are complete with the gradient of this parameter."""
+        self._index[id(parameter)].incomplete.remove(id(parameter))  # KeyError if its all-reduce may have begun
+        while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].incomplete:
+            self._begin_next()
+
+    def begin_rest(self) -> None:
+        """Begins all other buckets, also those with parameters that the last backward pass has not reached."""
+        while len(self._works) < len(self._buckets):
+            self._begin_next()
+
+    def abandon(self) -> None:
+        """Begins all other buckets with NaN after an error of this rank, so that no other rank takes a step on
+        incomplete gradients. Does not wait, because other ranks may have ended.
+        """
+        for bucket in self._buckets[len(self._works) :]:
+            bucket.gradients.fill_(math.nan)
+        self.begin_rest()
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def _begin_next(self) -> None:
+        gradients = self._buckets[len(self._works)].gradients
+        work = distributed.all_reduce(gradients, group=self._group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        self._works.append(work)
+
+
 class ReplicatedGradients:
     """Full gradients on every rank. They are views of one buffer per dtype, so that `sum` needs no copy for its
     all-reduce.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
-        self._parameters, self._mesh = parameters, mesh
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh, *, overlaps: bool = False) -> None:
+        """`overlaps` sums gradients in buckets, from the last layer to the first, during the last backward pass."""
+        self._parameters, self._mesh, self._overlaps = parameters, mesh, overlaps
         self._buffers: list[Tensor] = []
+        self._sum: _BucketSum | None = None
+        """The sum of this step, from `begin_sum` to `sum`."""
         _allow_other_dtypes(parameters)
 
     def zero(self) -> None:
@@ -58,16 +127,53 @@ class ReplicatedGradients:
 
     def _use(self, buffer: Tensor) -> None:
         """Stores gradients in `buffer`: those of all parameters whose gradients are summed in its dtype."""
-        parameters = [parameter for parameter in self._parameters if _sum_dtype(parameter) == buffer.dtype]
+        parameters = self._summed_in(buffer.dtype)
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, gradient in zip(parameters, buffer.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
         self._buffers.append(buffer)
 
-    def sum(self) -> None:
+    def _summed_in(self, dtype: torch.dtype) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if _sum_dtype(parameter) == dtype]
+
+    def _buckets(self) -> Iterator[_Bucket]:
+        """Yields the buckets of each buffer, from the last parameters to the first. Without overlap, a buffer is one
+        bucket.
+        """
+        for buffer in self._buffers:
+            start = end = buffer.numel()
+            incomplete: set[int] = set()
+            for parameter in reversed(self._summed_in(buffer.dtype)):
+                start -= parameter.numel()
+                incomplete.add(id(parameter))
+                is_full = self._overlaps and buffer[start:end].nbytes >= BUCKET_BYTES
+                if is_full or start == 0:
+                    yield _Bucket(buffer[start:end], incomplete)
+                    end, incomplete = start, set()
+
+    def begin_sum(self) -> None:
         if self._mesh.data is not None:
-            for buffer in self._buffers:
-                distributed.all_reduce(buffer, group=self._mesh.data)
+            self._sum = _BucketSum(list(self._buckets()), self._mesh.data)
+
+    @contextmanager
+    def last_pass(self) -> Iterator[None]:
+        if not self._overlaps or self._sum is None:
+            yield
+            return
+        hooks = [parameter.register_post_accumulate_grad_hook(self._sum.complete) for parameter in self._parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def sum(self) -> None:
+        if self._sum is None:
+            self.begin_sum()
+        if self._sum is not None:
+            self._sum.begin_rest()
+            self._sum.wait()
+            self._sum = None
 
     def cast(self) -> None:
         _cast(self._parameters)
@@ -81,8 +187,10 @@ class ReplicatedGradients:
             buffer.mul_(factor)
 
     def free(self) -> None:
+        if self._sum is not None and self._overlaps:
+            self._sum.abandon()  # the loss has failed, and other ranks may have begun more buckets
         _free(self._parameters)
-        self._buffers = []
+        self._buffers, self._sum = [], None
 
 
 class ShardedGradients:
@@ -97,6 +205,13 @@ class ShardedGradients:
         for parameter in self._parameters:
             if _sum_dtype(parameter) != parameter.dtype:
                 parameter.grad = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
+
+    def begin_sum(self) -> None:
+        """Does nothing, because FSDP2 sums the gradients of a layer during each pass."""
+
+    def last_pass(self) -> AbstractContextManager[None]:
+        """Returns a context without effect, as `begin_sum`."""
+        return nullcontext()
 
     def sum(self) -> None:
         for parameter in self._parameters:

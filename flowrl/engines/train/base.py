@@ -205,6 +205,7 @@ class TrainEngine(SavedEngine, Protocol):
         *,
         groups: Groups | None = None,
         weight: float = 1.0,
+        is_last: bool = False,
     ) -> dict[str, Metric]:
         """Adds the gradient of `weight` times a loss to the gradient of the next optimizer step.
 
@@ -214,6 +215,8 @@ class TrainEngine(SavedEngine, Protocol):
             outputs: outputs that the loss reads. Their mask marks the trained tokens.
             groups: rows that must be in the same micro-batch. None if the loss treats each row separately.
             weight: weight of the loss in the step.
+            is_last: whether the next call is `optim_step`. The engine may then sum the gradients over the ranks during
+                the backward pass.
         Returns: metrics of `loss`, merged over micro-batches. Empty if no rank has a trained token.
         Raises the error of `loss`, or UserError if rows of a group are missing. In both cases, all gradients since the
         last optimizer step are dropped.

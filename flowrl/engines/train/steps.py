@@ -82,19 +82,26 @@ class OptimizerSteps:
         self._gradients, self._config, self._with_state = gradients, config, with_state
         self._num_losses: int | None = None
         """Number of losses with trained tokens in the accumulated gradient. None before the first loss of a step."""
+        self._has_last_loss = False
 
     @property
     def loss_factor(self) -> float:
         """Factor of the losses before the backward pass."""
         return 1.0 if self.loss_scale is None else self.loss_scale.factor
 
-    def begin_loss(self, counts: Denominators) -> bool:
-        """Begins the backward passes of a loss. Returns whether the loss has trained tokens and thus a gradient."""
+    def begin_loss(self, counts: Denominators, *, is_last: bool = False) -> bool:
+        """Begins the backward passes of a loss, the last of the step if `is_last`. Returns whether the loss has trained
+        tokens and thus a gradient.
+        """
+        assert not self._has_last_loss, "an optimizer step follows the last loss, whose gradients may be summed"
+        self._has_last_loss = is_last
         self._num_losses = self._num_losses or 0
         if counts.tokens == 0:
             return False
         if self._num_losses == 0:
             self._gradients.zero()
+        if is_last:
+            self._gradients.begin_sum()
         self._num_losses += 1
         return True
 
@@ -109,7 +116,7 @@ class OptimizerSteps:
 
     def drop(self) -> None:
         """Drops the accumulated gradient."""
-        self._num_losses = None
+        self._num_losses, self._has_last_loss = None, False
         self._gradients.free()
 
     def take(self) -> dict[str, Metric]:
@@ -125,7 +132,7 @@ class OptimizerSteps:
                 "optim_step has no gradient, because no forward_backward has succeeded since the last optimizer step: "
                 "call forward_backward first"
             )
-        has_gradient, self._num_losses = self._num_losses > 0, None
+        has_gradient, self._num_losses, self._has_last_loss = self._num_losses > 0, None, False
         if not has_gradient:
             return {"skipped_update": Max(1.0)}
         self._gradients.sum()

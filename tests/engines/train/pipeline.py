@@ -126,6 +126,7 @@ class PipelineEngine(ModuleEngine):
         *,
         groups: Groups | None = None,
         weight: float = 1.0,
+        is_last: bool = False,
     ) -> dict[str, Metric]:
         assert outputs.mask is not None, "a loss has a mask"
         metrics: list[Mapping[str, Metric]] = []

@@ -111,12 +111,21 @@ def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
             r"strategy auto .*strategy: fsdp",
         ),
         (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"engine\.shard_ranks .*\b3\b"),
+        (on(1), {"overlap_all_reduce": True}, r"actor\.engine\.overlap_all_reduce .*one rank.*auto"),
+        (on(2, tp=2), {"overlap_all_reduce": True}, r"actor\.engine\.overlap_all_reduce .*tp 2.*auto"),
     ],
 )
 def test_an_engine_that_its_ranks_cannot_run_is_rejected(placement: Placement, engine: dict, pattern: str) -> None:
 
     with pytest.raises(ConfigError, match=pattern):
         plan_run(run_with(placement, **engine))
+
+
+@pytest.mark.parametrize(
+    ("placement", "overlap"), [(on(2), True), (on(2, sp=2), True), (on(1), "auto"), (on(2, tp=2), "auto")]
+)
+def test_replicas_can_overlap_their_all_reduce(placement: Placement, overlap: bool | str) -> None:
+    assert plan_run(run_with(placement, overlap_all_reduce=overlap))
 
 
 def test_a_model_on_one_rank_can_be_sharded() -> None:

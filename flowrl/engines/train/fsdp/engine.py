@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -132,20 +133,12 @@ class FsdpEngine(ModuleEngine):
         dtype = self._compute_dtype or weight_dtype
         self._is_packing = can_pack_rows(model, engine, self.device.type, dtype)
         for language_model in language_models(model):
-            if engine.gradient_checkpointing:
-                language_model.gradient_checkpointing_enable({"use_reentrant": False})
-            # With sequence-parallel norms, transformers would create attention masks of the length of a sequence shard.
-            # In float32 on a GPU, its attention would save the attention weights of all pairs of tokens.
-            needs_own = engine.sequence_parallel_norms or not has_grouped_kernel(self.device.type, dtype)
-            without_masks = self._is_packing or (needs_own and packing_obstacle(language_model) is None)
-            choose_attention(language_model, engine, self.device, dtype, without_masks=without_masks)
-            if mesh.sequence is not None:
-                enable_ulysses_attention(language_model, mesh.sequence)
+            self._prepare(language_model, dtype)
         sequence_sharding = make_sequence_sharding(engine, mesh)
         if sequence_sharding is not None:
             assert isinstance(model, SequenceShardable), "sequence parallelism needs a SequenceShardable"
             model.sequence_sharding = sequence_sharding
-        if engine.compile is True or (engine.compile == "auto" and self.device.type == "cuda"):
+        if self._is_enabled(engine.compile):
             for layer in layers(model):
                 layer.compile(dynamic=True)  # shapes differ between micro-batches
             if isinstance(model, PolicyModel):
@@ -158,12 +151,33 @@ class FsdpEngine(ModuleEngine):
             shard_model(model, mesh, engine, self._compute_dtype)
             load_shards(model, home)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._gradients: Gradients = (ShardedGradients if self.is_sharded else ReplicatedGradients)(parameters, mesh)
+        if self.is_sharded:
+            self._gradients: Gradients = ShardedGradients(parameters, mesh)
+        else:
+            overlaps = self._is_enabled(engine.overlap_all_reduce)
+            self._gradients = ReplicatedGradients(parameters, mesh, overlaps=overlaps)
         if optimizer is not None:
             is_float16 = engine.compute_dtype == "float16"
             self._steps = OptimizerSteps(
                 parameters, self._gradients, optimizer, is_float16=is_float16, with_state=self._with_optimizer_state
             )
+
+    def _prepare(self, language_model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Enables gradient checkpointing, and selects the attention of queries, keys and values of a dtype."""
+        engine, sequence = self._engine, self.mesh.sequence
+        if engine.gradient_checkpointing:
+            language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        # With sequence-parallel norms, transformers would create attention masks of the length of a sequence shard.
+        # In float32 on a GPU, its attention would save the attention weights of all pairs of tokens.
+        needs_own = engine.sequence_parallel_norms or not has_grouped_kernel(self.device.type, dtype)
+        without_masks = self._is_packing or (needs_own and packing_obstacle(language_model) is None)
+        choose_attention(language_model, engine, self.device, dtype, without_masks=without_masks)
+        if sequence is not None:
+            enable_ulysses_attention(language_model, sequence)
+
+    def _is_enabled(self, value: bool | Literal["auto"]) -> bool:
+        """Returns whether a setting is on. `auto` is on on GPUs."""
+        return self.device.type == "cuda" if value == "auto" else value
 
     def pop_usage(self) -> dict[str, float]:
         """Returns the model FLOPs and the tokens of the passes since the last call, as this rank's share. It is
@@ -220,19 +234,22 @@ class FsdpEngine(ModuleEngine):
         *,
         groups: Groups | None = None,
         weight: float = 1.0,
+        is_last: bool = False,
     ) -> dict[str, Metric]:
         """Adds the gradient of `weight` times a loss to the gradient of the next optimizer step. See `TrainEngine`."""
         steps, metrics = self.steps, []
         with steps.dropping_on_failure():
             micros, num_own, denominators = self._split(batch, outputs, groups)
-            if not steps.begin_loss(denominators):
+            if not steps.begin_loss(denominators, is_last=is_last):
                 return {}
             self._add_usage(batch, outputs, is_training=True)
             factor = steps.loss_factor * weight
             with self._training():
                 for i, micro in enumerate(micros):
                     term, micro_metrics = self._loss_term(micro, loss, outputs, denominators)
-                    (term * factor).backward()
+                    is_last_pass = is_last and i == num_own - 1
+                    with self._gradients.last_pass() if is_last_pass else nullcontext():
+                        (term * factor).backward()
                     if i < num_own:
                         metrics.append(micro_metrics)
         return merge_metrics(metrics)
@@ -266,7 +283,7 @@ class FsdpEngine(ModuleEngine):
 
     def update(self, batch: TensorDictBase, loss: LossTerm, outputs: Outputs) -> dict[str, Metric]:
         """Takes one optimizer step on one loss: `forward_backward` and then `optim_step`. Returns their metrics."""
-        metrics = self.forward_backward(batch, loss, outputs)
+        metrics = self.forward_backward(batch, loss, outputs, is_last=True)
         return merge_metrics([metrics, self.optim_step()])
 
     # Weights.
