@@ -38,6 +38,7 @@ MAY_DIFFER = (
     "*engine.reshard_after_forward",
     "*engine.offload",
     "*engine.gradient_checkpointing",
+    "*engine.offload_activations",
     "*engine.sequence_parallel_norms",
     "*engine.overlap_all_reduce",
     "*engine.packing",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from flowrl.config.base import Config, DeviceKind, FilePath, OptionValues, check_name
+from flowrl.config.base import Config, Dependency, DeviceKind, FilePath, OptionValues, check_name
 from flowrl.config.engines.train_engines import (
     DEFAULT_TRAIN_ENGINE,
     TrainCapabilities,
@@ -132,6 +132,14 @@ class OptimizerConfig(Config):
 class EngineConfig(Config):
     """Execution of a model: parallelism, memory and kernels. These settings change results only by rounding."""
 
+    DEPENDENCIES = (
+        Dependency(
+            ("offload_activations",),
+            lambda engine: engine.gradient_checkpointing,
+            "gradient_checkpointing is false: set it to true, or remove offload_activations",
+        ),
+    )
+
     kind: TrainEngineName = DEFAULT_TRAIN_ENGINE
     """Training engine: `fsdp`, or a user's class (docs/extend.md). `fsdp` also runs unsharded models."""
 
@@ -163,6 +171,11 @@ class EngineConfig(Config):
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. This needs less memory and about a third more time."""
+
+    offload_activations: bool = False
+    """With gradient_checkpointing: keep the saved inputs of layers in host memory until the backward pass. This needs
+    less GPU memory for long sequences. Only for GPUs.
+    """
 
     sequence_parallel_norms: bool = False
     """With tp: shard norms, residuals and the head over the sequence. This saves memory for long sequences."""

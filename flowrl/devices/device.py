@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -54,6 +55,20 @@ class MemoryUsage:
         at that time do not count, because torch could use them for other tensors.
         """
         return 1 - (self.free + self.reserved - self.peak) / self.total
+
+
+class OffloadedTensor(Protocol):
+    """A tensor of a device in host memory."""
+
+    def prefetch(self) -> None:
+        """Starts to copy the tensor back to the device, unless a copy is already there or on its way. Does not wait."""
+        ...
+
+    def restore(self) -> Tensor:
+        """Returns the tensor on the device, which this object then no longer holds there. Later operations of the
+        current stream see it.
+        """
+        ...
 
 
 class Device(Protocol):
@@ -136,6 +151,12 @@ class Device(Protocol):
         """
         ...
 
+    def offload(self, tensor: Tensor) -> OffloadedTensor:
+        """Starts to copy a tensor to host memory, while later operations run. The caller may drop the tensor at once,
+        but not change it. For the CPU, keeps the tensor.
+        """
+        ...
+
     def random_state(self) -> Tensor:
         """Returns the state of torch's random number generator of the device."""
         ...
@@ -148,6 +169,18 @@ class Device(Protocol):
         Must run before the process uses the device. torch then raises RuntimeError in other operations.
         """
         ...
+
+
+class _KeptTensor:
+    """A tensor that is in host memory already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def prefetch(self) -> None: ...
+
+    def restore(self) -> Tensor:
+        return self._tensor
 
 
 class CpuDevice:
@@ -191,6 +224,9 @@ class CpuDevice:
 
     def fetch(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         return lambda: dict(tensors)
+
+    def offload(self, tensor: Tensor) -> OffloadedTensor:
+        return _KeptTensor(tensor)
 
     def random_state(self) -> Tensor:
         return torch.get_rng_state()
@@ -295,6 +331,13 @@ class CudaDevice:
 
         return wait
 
+    def offload(self, tensor: Tensor) -> OffloadedTensor:
+        return _PinnedTensor(tensor, self._host_copies)
+
+    @cached_property
+    def _host_copies(self) -> "_HostCopies":
+        return _HostCopies(self)
+
     def random_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.index)
 
@@ -304,6 +347,63 @@ class CudaDevice:
     def make_deterministic(self) -> None:
         _CPU.make_deterministic()
         os.environ |= _DETERMINISTIC
+
+
+class _HostCopies:
+    """A stream for copies between a GPU and host memory, and the pinned buffers of these copies."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.index, self.stream = device.index, torch.cuda.Stream(device.index)
+        self._allocate = device.host_buffer
+        self._free: list[Tensor] = []
+
+    def take_buffer(self, num_bytes: int) -> Tensor:
+        """Returns a buffer of at least `num_bytes`. A new one replaces all free buffers that are smaller."""
+        while self._free:
+            buffer = self._free.pop()
+            if len(buffer) >= num_bytes:
+                return buffer
+            self.stream.synchronize()  # a copy may still use the buffer, which is freed now
+        return self._allocate(num_bytes)
+
+    def return_buffer(self, buffer: Tensor) -> None:
+        """Makes a buffer free. Its copies may still run, because all copies of buffers are on one stream."""
+        self._free.append(buffer)
+
+
+class _PinnedTensor:
+    """A tensor in pinned host memory."""
+
+    def __init__(self, tensor: Tensor, copies: _HostCopies) -> None:
+        self._copies, buffer = copies, copies.take_buffer(tensor.nbytes)
+        weakref.finalize(self, copies.return_buffer, buffer).atexit = False
+        self._host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._prefetched: tuple[Tensor, torch.cuda.Event] | None = None
+        copies.stream.wait_stream(torch.cuda.current_stream(copies.index))
+        with torch.cuda.stream(copies.stream):
+            self._host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(copies.stream)  # torch then reuses the memory of the tensor only after the copy
+
+    def prefetch(self) -> None:
+        if self._prefetched is not None:
+            return
+        stream = self._copies.stream
+        tensor = torch.empty_like(self._host, device=f"cuda:{self._copies.index}")
+        # Operations that run now may use a freed tensor whose memory is reused.
+        stream.wait_stream(torch.cuda.current_stream(self._copies.index))
+        with torch.cuda.stream(stream):
+            tensor.copy_(self._host, non_blocking=True)
+        tensor.record_stream(stream)  # if it is dropped during the copy
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        self._prefetched = tensor, copied
+
+    def restore(self) -> Tensor:
+        self.prefetch()
+        assert self._prefetched is not None
+        (tensor, copied), self._prefetched = self._prefetched, None
+        torch.cuda.current_stream(self._copies.index).wait_event(copied)
+        return tensor
 
 
 _ALIGNMENT = 16

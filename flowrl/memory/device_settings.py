@@ -48,6 +48,7 @@ Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
 UNTESTED_FEATURES = (
     "engine.compile",
     "engine.overlap_all_reduce",
+    "engine.offload_activations",
     "vllm.async_scheduling",
     "rollout.transfer.drop_weights",
     "rollout.transfer.via cuda_ipc with engine.offload idle",

@@ -66,7 +66,8 @@ class RoleMemory:
     """Term of `flowrl.memory.device_constants` -> bytes that stay allocated in any case, even if the role offloads."""
 
     host: Mapping[str, int] = field(default_factory=dict)
-    """Term -> bytes of a rank on a GPU in host memory: a sleeping vLLM, offloaded state, checkpoint snapshots."""
+    """Term -> bytes of a rank on a GPU in host memory: a sleeping vLLM, offloaded state and activations, checkpoint
+    snapshots."""
 
     @property
     def resident(self) -> int:
@@ -123,6 +124,11 @@ class RoleModel:
     @property
     def offloads_when_idle(self) -> bool:
         return self.device_type == "cuda" and self.engine.offload == "idle"
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether the saved inputs of layers stay in host memory until the backward pass."""
+        return self.device_type == "cuda" and self.engine.offload_activations
 
     @property
     def non_layer(self) -> int:
@@ -246,7 +252,8 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
     offloads_optimizer = is_gpu and model.engine.offload == "optimizer"
     gradients = 0 if model.offloads_parameters else model.gradients
     checkpoint_copy = model.trained + moments if copies_checkpoints else 0
-    calls = [_update(model, gradients, model.num_tokens(rows), entropy), inference_call(model, rows, "forward")]
+    num_tokens = model.num_tokens(rows)
+    calls = [_update(model, gradients, num_tokens, entropy), inference_call(model, rows, "forward")]
     if offloads_optimizer:
         calls.append(CallMemory("step", gradients=gradients, optimizer=moments))
     return RoleMemory(
@@ -256,7 +263,7 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
         offloads=model.offloads_when_idle,
         checkpoint_copy=0 if is_gpu else checkpoint_copy,
         fixed=model.fixed,
-        host=_host_memory(model, moments, checkpoint_copy),
+        host=_host_memory(model, moments, checkpoint_copy, _offloaded_activations(model, num_tokens)),
     )
 
 
@@ -264,11 +271,11 @@ def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
     """Returns the memory of a model that only runs forward passes, such as a reference or reward model."""
     weights = 0 if model.offloads_parameters else model.weights
     calls = (inference_call(model, rows, name),)
-    host = _host_memory(model, 0, 0)
+    host = _host_memory(model, 0, 0, 0)
     return RoleMemory(weights, 0, calls, offloads=model.offloads_when_idle, fixed=model.fixed, host=host)
 
 
-def _host_memory(model: RoleModel, moments: int, checkpoint_copy: int) -> dict[str, int]:
+def _host_memory(model: RoleModel, moments: int, checkpoint_copy: int, activations: int) -> dict[str, int]:
     """Returns the bytes of a rank on a GPU in host memory, by term.
 
     `offload: optimizer` offloads Adam's moments. `offload: idle` offloads weights and moments, because gradients are
@@ -281,7 +288,15 @@ def _host_memory(model: RoleModel, moments: int, checkpoint_copy: int) -> dict[s
         offloaded = model.weights + moments + (model.gradients if moments else 0)
     elif model.offloads_when_idle:
         offloaded = model.weights + moments
-    return {name: count for name, count in (("offloaded", offloaded), ("checkpoints", checkpoint_copy)) if count}
+    terms = {"offloaded": offloaded, "activations": activations, "checkpoints": checkpoint_copy}
+    return {name: count for name, count in terms.items() if count}
+
+
+def _offloaded_activations(model: RoleModel, num_tokens: int) -> int:
+    """Returns the bytes of the inputs of all layers except the last, which stays on the device."""
+    if not model.offloads_activations:
+        return 0
+    return (model.size.layers - 1) * model.trace(num_tokens, is_training=True).per_layer
 
 
 def inference_call(model: RoleModel, rows: int | None, name: str) -> CallMemory:
@@ -299,7 +314,9 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
     element = 4 if model.precision == "float32" else 2
     # With sequence parallelism, the attention output is saved before and after the all-to-all between heads and shards.
     exchanged = num_tokens * element * size.queries if model.mesh.sp > 1 else 0
-    kept = layers.kept(size.layers) + size.layers * (0 if model.engine.gradient_checkpointing else exchanged)
+    # The input of a layer in its backward pass, and that of the layer before, which returns from host memory.
+    num_kept = min(size.layers, 2) if model.offloads_activations else size.layers
+    kept = layers.kept(num_kept) + size.layers * (0 if model.engine.gradient_checkpointing else exchanged)
     head = model.head(num_tokens, entropy)
     is_full_finetuning = model.lora is None
     embedding_gradient = (2 if model.precision == "half" else 4) * size.embedding if is_full_finetuning else 0

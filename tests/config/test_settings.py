@@ -108,6 +108,11 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         (GRPOConfig, GRPO | {"samples_per_prompt": 1}, ("samples_per_prompt", 1)),
         (
             EngineConfig,
+            {"offload_activations": True},
+            ("offload_activations", "true", "gradient_checkpointing", "false"),
+        ),
+        (
+            EngineConfig,
             {"strategy": "fsdp", "overlap_all_reduce": True},
             ("overlap_all_reduce", "true", "strategy", "fsdp", "ddp"),
         ),

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from flowrl.devices.device import Device, MemoryUsage
+from flowrl.devices.device import Device, MemoryUsage, OffloadedTensor
 
 
 class RecordedDevice:
@@ -65,6 +65,10 @@ class RecordedDevice:
 
     def fetch(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         return self._device.fetch(tensors)
+
+    def offload(self, tensor: Tensor) -> OffloadedTensor:
+        self._record("offload")
+        return self._device.offload(tensor)
 
     def random_state(self) -> Tensor:
         return self._device.random_state()

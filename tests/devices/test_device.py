@@ -76,6 +76,20 @@ def test_random_numbers_continue_from_a_restored_state(name: str, device: Device
     assert torch.equal(torch.rand(4, device=name), expected)
 
 
+def test_offloaded_tensors_return_after_their_memory_was_reused(name: str, device: Device) -> None:
+    """The second round reuses the host memory of the first, and needs more for the longest tensor."""
+    for lengths in ((1000, 10), (10, 3000)):
+        values = [torch.arange(n, device=name).to(dtype) for n in lengths for dtype in (torch.bfloat16, torch.int64)]
+        expected = [value.cpu() for value in values]
+        offloaded = [device.offload(value) for value in values]
+        del values
+        _ = [torch.full((n,), -1, device=name) for n in lengths]
+        offloaded[0].prefetch()
+        for moved, value in zip(offloaded, expected, strict=True):
+            restored = moved.restore()
+            assert restored.device == torch.device(name) and torch.equal(restored.cpu(), value)
+
+
 def test_a_host_buffer_receives_the_copy_of_a_tensor(name: str, device: Device) -> None:
     tensor = torch.arange(200, dtype=torch.uint8, device=name)
     buffer = device.host_buffer(200)

@@ -10,12 +10,13 @@ from huggingface_hub import constants
 
 from flowrl.cli import main
 from flowrl.config import ConfigError, EngineConfig, LoraConfig, RolloutConfig, load
+from flowrl.config.base import DeviceKind
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget, render_memory
 from flowrl.memory.model_size import PUBLISHED, model_size_from_config, read_model_size
-from flowrl.memory.role_memory import RoleModel, training_role
+from flowrl.memory.role_memory import RoleMemory, RoleModel, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, hf_memory, num_slots
 from flowrl.run.checks.check_list import check_start
 from recipes.ppo.config import PPOConfig
@@ -83,6 +84,27 @@ def test_offloaded_adam_state_is_loaded_for_the_step() -> None:
     resident = training_role(role_model(offload="optimizer"), 8, "none", copies_checkpoints=False)
     assert resident.optimizer == 0
     assert resident.calls[-1].optimizer == 2 * resident.weights
+
+
+def test_offloaded_activations_move_from_the_gpu_to_host_memory() -> None:
+    """Each of 30 layers saves 8 x 1024 tokens of 4096 16-bit numbers: 64 MiB. Two of these inputs stay on the GPU. The
+    model has an adapter, because the gradients of all weights need more memory than the activations.
+    """
+    kept, moved = (_adapter_role(offload_activations=offloads) for offloads in (False, True))
+    assert kept.calls[0].activations - moved.calls[0].activations == 28 * 2**26
+    assert (kept.host, moved.host) == ({}, {"activations": 29 * 2**26})
+    assert kept.calls[1] == moved.calls[1] and kept.resident == moved.resident
+
+
+def test_activations_on_a_cpu_are_in_host_memory_already() -> None:
+    kept, moved = (_adapter_role("cpu", offload_activations=offloads) for offloads in (False, True))
+    assert kept == moved
+
+
+def _adapter_role(device_type: DeviceKind = "cuda", **settings: bool) -> RoleMemory:
+    model = role_model(gradient_checkpointing=True, **settings)
+    model = replace(model, lora=LoraConfig(rank=4), device_type=device_type)
+    return training_role(model, 8, "none", copies_checkpoints=False)
 
 
 def test_checkpoint_snapshot_uses_no_gpu_memory() -> None:

@@ -47,6 +47,7 @@ TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
             "offload",
             "compute_dtype",
             "gradient_checkpointing",
+            "offload_activations",
             "sequence_parallel_norms",
             "attention",
             "compile",

@@ -61,6 +61,13 @@ def test_offload_on_cpus_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert not missing_facts(record.getMessage(), "actor.engine.offload", "idle")
 
 
+def test_offload_of_activations_on_cpus_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config = run_with(on(1), gradient_checkpointing=True, offload_activations=True)
+    warn_about_offload(config, plan_run(config))
+    (record,) = caplog.records
+    assert not missing_facts(record.getMessage(), "actor.engine.offload_activations", "true")
+
+
 def test_offload_on_gpus_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     config = run_with(Placement(device="cuda", pools={"all": "all"}, roles={"actor": "all"}), offload="idle")
     warn_about_offload(config, plan_run(config, [1]))

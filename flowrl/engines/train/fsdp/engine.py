@@ -67,6 +67,7 @@ from flowrl.engines.train.base import (
     count_targets,
     mask_outputs,
 )
+from flowrl.engines.train.fsdp.activation_offload import offload_inputs
 from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outputs, score_outputs, value_outputs
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
 from flowrl.engines.train.model_flops import model_flops
@@ -163,10 +164,12 @@ class FsdpEngine(ModuleEngine):
             )
 
     def _prepare(self, language_model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Enables gradient checkpointing, and selects the attention of queries, keys and values of a dtype."""
+        """Enables gradient checkpointing and its offload, and selects the attention for activations of a dtype."""
         engine, sequence = self._engine, self.mesh.sequence
         if engine.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        if engine.offload_activations:
+            offload_inputs(language_model, layers(language_model), get_device(self.device))
         # With sequence-parallel norms, transformers would create attention masks of the length of a sequence shard.
         # In float32 on a GPU, its attention would save the attention weights of all pairs of tokens.
         needs_own = engine.sequence_parallel_norms or not has_grouped_kernel(self.device.type, dtype)
