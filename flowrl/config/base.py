@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -140,16 +141,25 @@ def find_capabilities(
 
 def missing_members(cls: type, protocols: Iterable[type], *, with_properties: bool = True) -> list[str]:
     """Returns the methods of protocols that a class lacks, and also the properties unless `with_properties` is
-    false.
+    false. A method that lacks a keyword-only parameter is returned as `method(parameter)`.
     """
 
-    def has(name: str, member: object) -> bool:
+    def missing(name: str, member: Any) -> Iterator[str]:
+        own = getattr(cls, name, None)
         if isinstance(member, property):
-            return not with_properties or hasattr(cls, name)
-        return callable(getattr(cls, name, None))
+            if with_properties and not hasattr(cls, name):
+                yield name
+        elif not callable(own):
+            yield name
+        elif inspect.isfunction(member) and inspect.isfunction(own):
+            known = inspect.signature(own).parameters
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+            for parameter in inspect.signature(member).parameters.values():
+                if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in known and not takes_any:
+                    yield f"{name}({parameter.name})"
 
     members = {name: member for protocol in protocols for name, member in vars(protocol).items() if name[0] != "_"}
-    return [name for name, member in members.items() if not has(name, member)]
+    return [lacking for name, member in members.items() for lacking in missing(name, member)]
 
 
 def check_members(what: str, missing: Sequence[str]) -> None:

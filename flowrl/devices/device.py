@@ -332,11 +332,11 @@ class CudaDevice:
         return wait
 
     def offload(self, tensor: Tensor) -> OffloadedTensor:
-        return _PinnedTensor(tensor, self._host_copies)
+        return _PinnedTensor(tensor, self._pinned_buffers)
 
     @cached_property
-    def _host_copies(self) -> "_HostCopies":
-        return _HostCopies(self)
+    def _pinned_buffers(self) -> "_PinnedBuffers":
+        return _PinnedBuffers(self)
 
     def random_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.index)
@@ -349,7 +349,7 @@ class CudaDevice:
         os.environ |= _DETERMINISTIC
 
 
-class _HostCopies:
+class _PinnedBuffers:
     """A stream for copies between a GPU and host memory, and the pinned buffers of these copies."""
 
     def __init__(self, device: CudaDevice) -> None:
@@ -374,7 +374,7 @@ class _HostCopies:
 class _PinnedTensor:
     """A tensor in pinned host memory."""
 
-    def __init__(self, tensor: Tensor, copies: _HostCopies) -> None:
+    def __init__(self, tensor: Tensor, copies: _PinnedBuffers) -> None:
         self._copies, buffer = copies, copies.take_buffer(tensor.nbytes)
         weakref.finalize(self, copies.return_buffer, buffer).atexit = False
         self._host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

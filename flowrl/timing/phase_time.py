@@ -36,7 +36,9 @@ class PassTime:
     compute_s: float
     """Time of the matrix products, including recomputed ones."""
     overlapped_s: float
-    """Time of FSDP's collectives and of copies of offloaded weights, which overlap with the matrix products."""
+    """Time of FSDP's collectives, of an overlapped all-reduce and of copies of offloaded weights, which overlap with
+    the matrix products.
+    """
     exposed_s: float
     """Time of the other collectives, of the optimizer, and of copies of its state."""
     model_flops: float
@@ -65,7 +67,14 @@ def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: Device
     overlapped = num_microbatches * _fsdp_seconds(model, rates, link, is_training=is_training)
     exposed = _layer_seconds(model, load.rows * load.length, link, is_training=is_training)
     if is_training:
-        exposed += _update_seconds(model, rates, link)
+        exposed += _update_seconds(model, rates)
+        all_reduce = _all_reduce_seconds(model, link)
+        # `auto` overlaps on GPUs.
+        overlapped, exposed = (
+            (overlapped + all_reduce, exposed)
+            if model.engine.overlap_all_reduce
+            else (overlapped, exposed + all_reduce)
+        )
     return PassTime(
         compute_s=repeats * (needed + recomputed) / (num_devices * peak * TRAINING.value),
         overlapped_s=repeats * overlapped,
@@ -111,12 +120,18 @@ def _layer_seconds(model: RoleModel, num_tokens: int, link: float, *, is_trainin
     return num_bytes / (link * LINK.value)
 
 
-def _update_seconds(model: RoleModel, rates: DeviceRates, link: float) -> float:
-    """Returns the time of an update after its last backward pass: DDP's all-reduce, AdamW, and copies of its state."""
-    ranks, own = model.mesh.dp * model.mesh.sp, model.trained_parameters / model.num_shards
+def _all_reduce_seconds(model: RoleModel, link: float) -> float:
+    """Returns the time of DDP's all-reduce of the gradients of an update."""
+    if model.is_sharded:
+        return 0.0
+    ranks = model.mesh.dp * model.mesh.sp
+    return 2 * 4 * model.trained_parameters * (ranks - 1) / ranks / (link * LINK.value)
+
+
+def _update_seconds(model: RoleModel, rates: DeviceRates) -> float:
+    """Returns the time of an update after its last all-reduce: AdamW, and copies of its state."""
+    own = model.trained_parameters / model.num_shards
     seconds = _ADAM_BYTES * own / (rates.memory * MEMORY.value)
-    if not model.is_sharded:
-        seconds += 2 * 4 * model.trained_parameters * (ranks - 1) / ranks / (link * LINK.value)
     if model.engine.offload == "optimizer":
         seconds += 2 * 2 * model.param_bytes * own / (rates.host * LINK.value)
     return seconds

@@ -462,7 +462,7 @@ class Rollout(Worker["RolloutGroup"]):
 
     def offload(self, *, keep_weights: bool) -> None:
         if self.context.can_offload and self._sleeping.asleep != TAGS:
-            self._sleeping.sleep(**({"keep_weights": False} if self._expects_update else {}))
+            self._sleeping.sleep(keep_weights=not self._expects_update)
 
     def onload(self) -> None:
         self.onload_parts(tuple(TAGS))

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from pydantic import ValidationError
@@ -25,7 +25,7 @@ from flowrl.config import (
     parse,
     to_yaml,
 )
-from flowrl.config.base import CUSTOM, check_import_name, members_of
+from flowrl.config.base import CUSTOM, check_import_name, members_of, missing_members
 from tests.errors import rejects
 
 MODEL = {"model": {"path": "model"}, "optimizer": {"lr": 1e-4}}
@@ -201,3 +201,28 @@ def test_a_file_that_fails_is_imported_again(tmp_path: Path) -> None:
 def test_a_malformed_name_of_a_function_is_rejected(name: str) -> None:
     with pytest.raises(ImportNameError):
         check_import_name(name)
+
+
+class Speaker(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def speak(self, text: str, *, loudly: bool = False) -> None: ...
+
+
+class Complete:
+    name = "complete"
+
+    def speak(self, text: str, **settings: bool) -> None: ...
+
+
+class Quiet:
+    def speak(self, text: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("cls", "missing"), [(Complete, []), (Quiet, ["name", "speak(loudly)"]), (object, ["name", "speak"])]
+)
+def test_missing_members_are_methods_properties_and_keyword_only_parameters(cls: type, missing: list[str]) -> None:
+    assert missing_members(cls, [Speaker]) == missing
+    assert missing_members(cls, [Speaker], with_properties=False) == [name for name in missing if name != "name"]
