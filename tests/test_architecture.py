@@ -54,11 +54,13 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "flowrl.engines.rollout": {
         "sampling": set(),
         "weight_check": set(),
-        "cuda_ipc": set(),
-        "base": {"weight_check"},
+        "cuda_ipc": {"weight_metadata"},
+        "weight_metadata": set(),
+        "broadcast": {"weight_metadata"},
+        "base": {"broadcast", "weight_check"},
         "response_tensors": {"sampling", "base"},
         "hf": {"sampling", "base", "weight_check"},
-        "vllm": {"sampling", "base", "weight_check", "cuda_ipc"},
+        "vllm": {"sampling", "base", "weight_check", "weight_metadata", "cuda_ipc", "broadcast"},
     },
     "flowrl.algorithms": {
         "masking": set(),

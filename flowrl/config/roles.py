@@ -282,9 +282,14 @@ class ScoringModelConfig(RoleConfig):
 class TransferConfig(Config):
     """Weight sync from the actor to a rollout in other processes."""
 
-    via: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
+    via: Literal["auto", "object_store", "cuda_ipc", "nccl", "gloo"] = "auto"
     """Transport of the weights. If the engine supports it, `auto` selects cuda_ipc on the actor's GPUs and nccl on
-    other GPUs. Otherwise, `auto` selects object_store.
+    other GPUs. Otherwise, `auto` selects object_store. `gloo` is nccl for CPUs.
+    """
+
+    senders: Literal["one", "all"] = "one"
+    """Senders of nccl and gloo. `one`: the actor's first rank gathers and sends all weights. `all`: each rank sends its
+    own part, without a gather, except for LoRA and tensor-parallel actors.
     """
 
     bucket_mb: PositiveFloat = 500.0
@@ -407,8 +412,9 @@ class RolloutConfig(RoleConfig):
                 f"temperature: 1.0, or engine: {others}"
             )
         via = self.transfer.via
-        if via in ("cuda_ipc", "nccl") and via not in capabilities.gpu_transports:
-            others = name_alternatives(lambda known: via in known.gpu_transports)
+        needed = "nccl" if via == "gloo" else via  # both are broadcasts
+        if needed in ("cuda_ipc", "nccl") and needed not in capabilities.gpu_transports:
+            others = name_alternatives(lambda known: needed in known.gpu_transports)
             raise ValueError(f"transfer.via is {via}, which {key} does not support: set auto, or engine: {others}")
         return self
 

@@ -3,8 +3,7 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -107,10 +106,6 @@ class Device(Protocol):
         """Waits for the operations on all streams of the device."""
         ...
 
-    def keep_stream(self) -> AbstractContextManager[None]:
-        """Restores the current stream after a block whose code may replace it."""
-        ...
-
     def release_cached(self) -> None:
         """Returns the freed blocks in torch's cache to the device, so that other processes can allocate them."""
         ...
@@ -196,9 +191,6 @@ class CpuDevice:
 
     def synchronize(self) -> None: ...
 
-    def keep_stream(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def release_cached(self) -> None: ...
 
     def release_ipc(self) -> None: ...
@@ -267,14 +259,6 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
-
-    @contextmanager
-    def keep_stream(self) -> Iterator[None]:
-        stream = torch.cuda.current_stream(self.index)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(stream)
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()

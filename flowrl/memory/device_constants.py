@@ -80,7 +80,7 @@ SAMPLER_COPIES = Constant(
 TRANSFER_BUCKETS = Constant(
     2,
     "buckets of a weight sync",
-    "flowrl: cuda_ipc.py; vLLM 0.32: packed_tensor.py:132, reload/layerwise.py:185",
+    "flowrl: cuda_ipc.py, broadcast.py; vLLM 0.32: reload/layerwise.py:185",
 )
 FRAGMENTATION = Constant(
     0.15,

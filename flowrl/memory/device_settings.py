@@ -51,6 +51,7 @@ UNTESTED_FEATURES = (
     "engine.offload_activations",
     "vllm.async_scheduling",
     "rollout.transfer.drop_weights",
+    "rollout.transfer.senders all",
     "rollout.transfer.via cuda_ipc with engine.offload idle",
 )
 """Settings of features that are off by default, because they have not run on a GPU."""

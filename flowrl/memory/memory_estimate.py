@@ -24,6 +24,7 @@ from flowrl.config import (
     RunConfig,
     ScoringModelConfig,
     TrainedConfig,
+    TransferConfig,
     import_attribute,
     keys_of,
     models_of,
@@ -31,7 +32,7 @@ from flowrl.config import (
 from flowrl.controller.placement.plan import Plan, RolePlan, Slot
 from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.data.dtypes import ITEMSIZE
-from flowrl.memory.device_constants import CPU_PROCESS, CUDA_PROCESS, FRAGMENTATION, TRANSFER_BUCKETS, nccl_bytes
+from flowrl.memory.device_constants import CPU_PROCESS, CUDA_PROCESS, FRAGMENTATION, nccl_bytes
 from flowrl.memory.head_memory import Entropy
 from flowrl.memory.model_size import ModelSize, find_size_problem, read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inference_role, training_role
@@ -282,7 +283,8 @@ class _Estimator:
             entropy: Entropy = "gradient" if trains_entropy else "value"
             copies = self._config.checkpoint.every > 0 and self._config.checkpoint.asynchronous
             memory = training_role(model, self._rows(role_plan, "minibatch_size"), entropy, copies_checkpoints=copies)
-            return self._with_broadcast(memory, model) if slot == role_plan.slots[0] else memory
+            sends = role_plan.slots.index(slot) < model.num_senders(self._transfer)
+            return self._with_broadcast(memory, model) if sends else memory
         rows = self._rows(role_plan, "batch_size")
         if isinstance(role_config, ReferenceConfig) and self._is_actor_without_adapter(role_config, role_plan, slot):
             actor = self.role_model("actor")
@@ -292,19 +294,23 @@ class _Estimator:
         return inference_role(model, rows, "logprobs" if model.is_policy else "score")
 
     def _with_broadcast(self, memory: RoleMemory, model: RoleModel) -> RoleMemory:
-        """Adds the weight sync over NCCL to the memory of the first rank of an actor, which sends all weights.
-
-        vLLM's sender holds the weights of a bucket and their packed copy.
+        """Adds the weight sync over NCCL to the memory of a rank of an actor that sends weights: the packed part of a
+        bucket, and one weight.
         """
         config = self._config
         if self._transports.get("rollout") != "nccl" or model is not self.role_model("actor"):
             return memory
         assert isinstance(config, RolloutRunConfig), "the run has a rollout"
         element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
-        buckets = int(TRANSFER_BUCKETS.value) * bucket_bytes(model.size, element, config.rollout.transfer)
-        call = CallMemory("broadcast_weights", gathered=model.exported(element), buffers=buckets)
+        count = model.num_senders(config.rollout.transfer)
+        bucket = bucket_bytes(model.size, element, config.rollout.transfer) // count
+        call = CallMemory("broadcast_weights", gathered=model.exported(element) // count, buffers=bucket)
         fixed = {**memory.fixed, "NCCL": memory.fixed.get("NCCL", 0) + nccl_bytes(1)}
         return replace(memory, calls=(*memory.calls, call), fixed=fixed)
+
+    @property
+    def _transfer(self) -> TransferConfig:
+        return self._config.rollout.transfer if isinstance(self._config, RolloutRunConfig) else TransferConfig()
 
     def object_store(self, node: int) -> int:
         """Returns the bytes of the last weights sent through the object store, which has a copy on the node of the
@@ -362,7 +368,7 @@ class _Estimator:
             offloads=offloads,
             is_evicted_by_actor=offloads and self._shares_device(slot, {"actor"} & self._planned.roles.keys()),
             transport=self._transports.get("rollout"),
-            sender=actor if self._transports.get("rollout") == "cuda_ipc" else None,
+            sender=actor if self._transports.get("rollout") in ("cuda_ipc", "nccl") else None,
         )
         return import_attribute(rollout.capabilities.memory)(load)
 

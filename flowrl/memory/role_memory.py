@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flowrl.config import EngineConfig, LoraConfig, shards_model
+from flowrl.config import EngineConfig, LoraConfig, TransferConfig, shards_model
 from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.device_constants import nccl_bytes
@@ -182,6 +182,12 @@ class RoleModel:
     def merged(self) -> int:
         """Bytes of the weights that have an adapter."""
         return self.param_bytes * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
+
+    def num_senders(self, transfer: TransferConfig) -> int:
+        """Returns the number of ranks that broadcast the weights: the first ones of the role."""
+        if transfer.senders == "one" or self.mesh.tp > 1 or self.lora is not None or self.is_inline:
+            return 1
+        return self.num_shards if self.is_sharded else self.mesh.size
 
     def exported(self, element_bytes: int) -> int:
         """Returns the bytes of the largest weight that a weight sync gathers, casts or merges with its adapter.

@@ -74,7 +74,7 @@ class RolloutLoad:
     transport: Transport | None = None
     """Transport of weights from the actor; None for an engine whose weights never change."""
     sender: RoleModel | None = None
-    """The actor that sends the weights from another process on the device, or None."""
+    """The actor, if it sends the weights from another process on this GPU or from other GPUs."""
 
 
 def hf_memory(load: RolloutLoad) -> RoleMemory:
@@ -149,7 +149,7 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
     fixed = {"vLLM process": int(VLLM_PROCESS.value)} if is_gpu else {}
     if is_gpu and settings.graphs:
         fixed["CUDA graphs"] = int(CUDA_GRAPHS.value)
-    if is_gpu and (num_communicators := (num_devices > 1) + (load.transport == "nccl")):
+    if is_gpu and (num_communicators := (num_devices > 1) + _num_broadcasts(load)):
         fixed["NCCL"] = nccl_bytes(num_communicators)
     if is_gpu and num_devices > 1:
         fixed["all-reduce"] = int(ALL_REDUCE.value)
@@ -166,17 +166,26 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
     )
 
 
+def _num_broadcasts(load: RolloutLoad) -> int:
+    """Returns the number of broadcasts of a bucket: one per sender."""
+    if load.transport != "nccl":
+        return 0
+    return 1 if load.sender is None else load.sender.num_senders(load.config.transfer)
+
+
 def _load_weights(load: RolloutLoad) -> CallMemory:
     """Returns the memory of loading one bucket into vLLM, on each of its devices.
 
     vLLM keeps received weights until their module is complete, and then builds the module a second time. For CUDA IPC,
-    the bucket and the exported weight of the sender are on the same device.
+    the bucket and the exported weight of the sender are on the same device. Parts of several senders are concatenated.
     """
     module = max(load.size.embedding, load.size.layer) * load.param_bytes
-    exported = 0 if load.sender is None else load.sender.exported(load.param_bytes)
+    sender = load.sender if load.transport == "cuda_ipc" else None
+    exported = 0 if sender is None else sender.exported(load.param_bytes)
     buckets = 0
     if load.transport in _GPU_LOADS:
-        buckets = int(TRANSFER_BUCKETS.value) * bucket_bytes(load.size, load.param_bytes, load.config.transfer)
+        num_buckets = int(TRANSFER_BUCKETS.value) + (_num_broadcasts(load) > 1)
+        buckets = num_buckets * bucket_bytes(load.size, load.param_bytes, load.config.transfer)
     name = _GPU_LOADS.get(load.transport or "", "load_weights")
     return CallMemory(
         name,

@@ -57,7 +57,7 @@ class _BucketTransfer:
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
     ) -> None:
-        self._actor, self._rollout = actor, rollout
+        self._actor, self._rollout, self._config = actor, rollout, config
         self._bucketing = (config.bucket_mb, dtype)
         self._num_buckets: Future = actor.num_buckets.submit(*self._bucketing)
 
@@ -101,8 +101,8 @@ class CudaIpcTransfer(_BucketTransfer):
         self._actor.release_weights.submit(after=done)
 
 
-class NcclTransfer(_BucketTransfer):
-    """Broadcasts buckets with NCCL from the actor's first GPU to all GPUs of the rollout."""
+class BroadcastTransfer(_BucketTransfer):
+    """Broadcasts buckets from the actor's first rank, or from all of its ranks, to all devices of the rollout."""
 
     updates_all_replicas = True
 
@@ -110,14 +110,12 @@ class NcclTransfer(_BucketTransfer):
     """Descriptions of the buckets, after `connect`."""
 
     def connect(self) -> None:
-        """Creates the NCCL group of the actor's first rank and all rollout devices. Runs only once."""
+        """Creates the groups of the senders and all rollout devices. Runs only once."""
         if self._metadata:
             return
         num_buckets = self._num_buckets.get()
-        host, port = self._actor.open_transfer_group()
         num_receivers = sum(1 + len(slot.tp_devices) for slot in self._rollout.slots)
-        buffer_bytes = int(self._bucketing[0] * 1e6)
-        group = {"host": host, "port": port, "world_size": 1 + num_receivers, "buffer_bytes": buffer_bytes}
+        group = self._actor.open_transfer_group(num_receivers, self._config.senders == "all")
         self._rollout.join_transfer_group.submit(group)
         self._actor.join_transfer_group.submit(group)
         self._metadata = [
@@ -146,7 +144,8 @@ class NcclTransfer(_BucketTransfer):
 TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
     "object_store": ObjectStoreTransfer,
     "cuda_ipc": CudaIpcTransfer,
-    "nccl": NcclTransfer,
+    "nccl": BroadcastTransfer,
+    "gloo": BroadcastTransfer,
 }
 
 

@@ -1,7 +1,6 @@
 """Worker that trains the policy, computes log-probabilities, and exports weights to the rollout."""
 
 import socket
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,10 @@ from flowrl.devices.device import release_unused_memory
 from flowrl.engines.models.loading import LanguageModel
 from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.models.weights import to_arrays, weight_buckets
-from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, WeightMetadata
-from flowrl.engines.train.base import Outputs, SharedModel, TrainEngine
+from flowrl.engines.rollout.broadcast import BroadcastSender, TransferGroup
+from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender
+from flowrl.engines.rollout.weight_metadata import WeightMetadata
+from flowrl.engines.train.base import Outputs, PartExport, SharedModel, TrainEngine
 from flowrl.workers.losses.configured_losses import LANGUAGE_MODELING, distillation_loss, policy_loss
 from flowrl.workers.losses.loss import Loss
 from flowrl.workers.losses.preference_losses import preference_loss
@@ -218,31 +219,41 @@ class Actor(TrainedWorker["ActorGroup"]):
         self._ipc.release()
 
     @register(Dispatch.RANK_ZERO, memory=())
-    def open_transfer_group(self) -> tuple[str, int]:
-        """Returns the address and port of the rendezvous of the NCCL transfer group.
+    def open_transfer_group(self, num_receivers: int, all_send: bool) -> TransferGroup:
+        """Returns the rendezvous of a broadcast to `num_receivers` devices. With `all_send`, each rank that can export
+        a part of the weights sends it, otherwise rank 0 sends all.
 
         Listens on the port until `join_transfer_group`, so that no other process can take it.
         """
-        self._listener = socket.create_server((self.context.address, 0))
-        return self.context.address, self._listener.getsockname()[1]
+        self._listener: socket.socket | None = socket.create_server((self.context.address, 0))
+        num_senders = self.engine.weight_part[1] if all_send and isinstance(self.engine, PartExport) else 1
+        return TransferGroup(self.context.address, self._listener.getsockname()[1], num_senders, num_receivers)
 
-    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
-        """Joins the NCCL transfer group. Blocks until all ranks have joined."""
-        from flowrl.engines.rollout.vllm.nccl_transfer import (  # noqa: PLC0415 (vLLM is optional)
-            NcclSender,
-            TransferGroup,
-        )
-
-        self._nccl: NcclSender = NcclSender(TransferGroup(**group), self._listener, torch.device(self.device))
+    @register(Dispatch.ALL_TO_ONE, blocking=False, memory=())
+    def join_transfer_group(self, group: TransferGroup) -> None:
+        """Joins a broadcast if this rank sends. Blocks until all receivers have joined."""
+        index: int | None = None if self.rank else 0
+        if group.num_senders > 1:
+            assert isinstance(self.engine, PartExport), "several ranks send parts"
+            index, _ = self.engine.weight_part
+        listener, self._listener = (self._listener, None) if self.rank == 0 else (None, None)
+        device = torch.device(self.device)
+        self._sender = None if index is None else BroadcastSender(group, index, device, listener)
+        self._num_senders = group.num_senders
 
     @register(Dispatch.ALL_TO_ONE, blocking=False)
     def broadcast_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> None:
-        """Broadcasts a bucket from rank 0 to the transfer group. All other ranks only take part in the all-gathers."""
-        weights = self.engine.export_weights(self._buckets(bucket_mb, dtype)[bucket], _dtype(dtype))
-        self.context.add_usage(weight_bytes=sum(self.describe_weights(bucket, bucket_mb, dtype).sizes))
-        if self.rank == 0:
-            self._nccl.send(weights)
+        """Broadcasts a bucket. If only rank 0 sends, all other ranks take part in the all-gathers."""
+        metadata = self.describe_weights(bucket, bucket_mb, dtype)
+        self.context.add_usage(weight_bytes=sum(metadata.sizes))
+        if self._num_senders > 1:
+            if self._sender is not None:
+                assert isinstance(self.engine, PartExport), "several ranks send parts"
+                self._sender.send(self.engine.export_part(metadata.names, _dtype(dtype)), metadata)
+            return
+        weights = (weight for _, weight in self.engine.export_weights(metadata.names, _dtype(dtype)))
+        if self._sender is not None:
+            self._sender.send(weights, metadata)
         else:
             for _ in weights:
                 pass

@@ -12,8 +12,10 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric
 from flowrl.engines.models.weight_samples import WeightSamples
-from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
+from flowrl.engines.rollout.broadcast import TransferGroup
+from flowrl.engines.rollout.cuda_ipc import IpcBucket
 from flowrl.engines.rollout.weight_check import Compared
+from flowrl.engines.rollout.weight_metadata import WeightMetadata
 from flowrl.workers.channel import ServerAddress
 from flowrl.workers.dialogs import EnvironmentServers
 from flowrl.workers.losses.loss import Loss, LossFunction
@@ -95,15 +97,16 @@ class ActorGroup(TypedGroup):
         """Returns the memory of the IPC buffer to the GPU."""
 
     @blocking
-    def open_transfer_group(self) -> tuple[str, int]:
-        """Returns the address and port of the rendezvous of the NCCL transfer group.
+    def open_transfer_group(self, num_receivers: OrFuture[int], all_send: OrFuture[bool]) -> TransferGroup:
+        """Returns the rendezvous of a broadcast to `num_receivers` devices. With `all_send`, each rank that can export
+        a part of the weights sends it, otherwise rank 0 sends all.
 
         Listens on the port until `join_transfer_group`, so that no other process can take it.
         """
 
     @nonblocking
-    def join_transfer_group(self, group: OrFuture[Mapping[str, Any]]) -> None:
-        """Joins the NCCL transfer group. Blocks until all ranks have joined."""
+    def join_transfer_group(self, group: OrFuture[TransferGroup]) -> None:
+        """Joins a broadcast if this rank sends. Blocks until all receivers have joined."""
 
     @nonblocking
     def broadcast_weights(
@@ -112,7 +115,7 @@ class ActorGroup(TypedGroup):
         bucket_mb: OrFuture[float],
         dtype: OrFuture[str | None] = None,
     ) -> None:
-        """Broadcasts a bucket from rank 0 to the transfer group. All other ranks only take part in the all-gathers."""
+        """Broadcasts a bucket. If only rank 0 sends, all other ranks take part in the all-gathers."""
 
     @nonblocking
     def forward_backward(
@@ -451,8 +454,8 @@ class RolloutGroup(TypedGroup):
         """
 
     @nonblocking
-    def join_transfer_group(self, group: OrFuture[Mapping[str, Any]]) -> list[None]:
-        """Joins the NCCL transfer group with all devices of this replica. Blocks until all ranks have joined."""
+    def join_transfer_group(self, group: OrFuture[TransferGroup]) -> list[None]:
+        """Joins a broadcast with all devices of this replica. Blocks until all members have joined."""
 
     @nonblocking
     def load_broadcast(

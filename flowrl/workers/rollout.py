@@ -55,7 +55,9 @@ from flowrl.workers.episodes import (
 )
 
 if TYPE_CHECKING:
-    from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
+    from flowrl.engines.rollout.broadcast import TransferGroup
+    from flowrl.engines.rollout.cuda_ipc import IpcBucket
+    from flowrl.engines.rollout.weight_metadata import WeightMetadata
     from flowrl.workers.groups import RolloutGroup
 
 RESPONSE_COLUMNS = (
@@ -429,11 +431,11 @@ class Rollout(Worker["RolloutGroup"]):
         self._load_bucket(shared[0].merged(shared), sum(shared[0].metadata.sizes), version, bucket, of)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
-    def join_transfer_group(self, group: Mapping[str, Any]) -> None:  # Any: the fields of `TransferGroup`
-        """Joins the NCCL transfer group with all devices of this replica. Blocks until all ranks have joined."""
+    def join_transfer_group(self, group: "TransferGroup") -> None:
+        """Joins a broadcast with all devices of this replica. Blocks until all members have joined."""
         self._check_not_replayed()
         assert isinstance(self.engine, BroadcastEngine), "nccl requires an engine with this transport"
-        self.engine.join_transfer_group(group, 1 + self.rank * self.context.num_tp_devices)
+        self.engine.join_transfer_group(group, self.rank * self.context.num_tp_devices)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
     def load_broadcast(self, metadata: "WeightMetadata", version: int, bucket: int, of: int) -> None:

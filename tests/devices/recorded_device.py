@@ -1,7 +1,6 @@
 """A device that records its operations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -28,9 +27,6 @@ class RecordedDevice:
     def synchronize(self) -> None:
         self._record("synchronize")
         self._device.synchronize()
-
-    def keep_stream(self) -> AbstractContextManager[None]:
-        return self._device.keep_stream()
 
     def release_cached(self) -> None:
         self._record("release cached")

@@ -167,6 +167,10 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     if case.lora:
         results["reference"] = _reference_logprobs(policy, first)
         results["adapter"] = adapter_state(language_model)
+    index, count = policy.weight_part
+    names = [name for name, *_ in policy.weight_shapes()]
+    parts = () if index is None or count == 1 else policy.export_part(names)
+    results["part"] = index, count, {name: part.clone() for name, part in zip(names, parts, strict=False)}
     results["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
     results["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
     results["wrong samples"] = _wrong_samples(language_model)

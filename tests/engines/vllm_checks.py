@@ -15,8 +15,9 @@ from flowrl.controller.worker import Worker
 from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.models.weights import to_tensors
 from flowrl.engines.rollout.base import Request, Response, Segment, find_missing_methods
-from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
+from flowrl.engines.rollout.cuda_ipc import IpcSender
 from flowrl.engines.rollout.response_tensors import make_requests, stack_responses
+from flowrl.engines.rollout.weight_metadata import WeightMetadata
 from flowrl.workers import Rollout
 
 if TYPE_CHECKING:

@@ -188,7 +188,7 @@ def test_a_merge_with_an_adapter_needs_its_float32_sums(stored: int, sent: int, 
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_weight_sync_over_nccl_needs_two_buckets_on_the_first_actor_and_on_each_rollout(tp: int) -> None:
+def test_a_weight_sync_over_nccl_needs_one_bucket_on_the_first_actor_and_two_on_each_rollout(tp: int) -> None:
     """Of two actor ranks, the first sends. The group has a communicator on each of its devices."""
     placement = {"device": "cuda", "pools": {"train": [2], "make": [2]}, "memory_gb": 80}
     roles = {"actor": "train", "reference": "train", "reward": "train", "rollout": {"pool": "make", "tp": tp}}
@@ -196,7 +196,7 @@ def test_a_weight_sync_over_nccl_needs_two_buckets_on_the_first_actor_and_on_eac
     config = stated.model_copy(update={"placement": Placement.model_validate(placement | {"roles": roles})})
     first, second, *rollouts = estimate_memory(config, plan_run(config, [4]), read_sizes(config))
     broadcast = call_of(memory_of(first, "actor"), "broadcast_weights")
-    assert (broadcast.buffers, broadcast.gathered) == (2 * 500_000_000, EMBEDDING)
+    assert (broadcast.buffers, broadcast.gathered) == (500_000_000, EMBEDDING)
     assert "broadcast_weights" not in {call.name for call in memory_of(second, "actor").calls}
     # Of all ranks and of the shards; on the first rank also of the transfer group.
     communicator = 32 * 10_485_760
@@ -208,6 +208,31 @@ def test_a_weight_sync_over_nccl_needs_two_buckets_on_the_first_actor_and_on_eac
         load = call_of(rollout, "load_broadcast")
         assert (load.buffers, load.gathered) == (2 * 500_000_000, EMBEDDING)
         assert rollout.fixed["NCCL"] == tp * communicator
+
+
+def test_each_of_several_senders_needs_a_part_of_a_bucket_and_a_communicator_on_each_rollout() -> None:
+    """A rollout also concatenates the parts of a bucket."""
+    roles = {"actor": "train", "reference": "train", "reward": "train", "rollout": "make"}
+    placement = {"device": "cuda", "pools": {"train": [2], "make": [1]}, "memory_gb": 80, "roles": roles}
+    settings = ("rollout.transfer.bucket_mb=500", "rollout.transfer.senders=all")
+
+    def plan_of(*engine: str) -> tuple[RoleMemory, RoleMemory, RoleMemory]:
+        config = grpo("Qwen/Qwen2.5-1.5B", *settings, *engine)
+        config = config.model_copy(update={"placement": Placement.model_validate(placement)})
+        first, second, rollout = estimate_memory(config, plan_run(config, [3]), read_sizes(config))
+        return memory_of(first, "actor"), memory_of(second, "actor"), memory_of(rollout, "rollout")
+
+    communicator = 32 * 10_485_760
+    *actors, rollout = plan_of("actor.engine.strategy=fsdp")
+    for actor in actors:
+        broadcast = call_of(actor, "broadcast_weights")
+        assert (broadcast.buffers, broadcast.gathered) == (250_000_000, EMBEDDING // 2)
+        assert actor.fixed["NCCL"] == 3 * communicator
+    assert call_of(rollout, "load_broadcast").buffers == 3 * 500_000_000
+    assert rollout.fixed["NCCL"] == 2 * communicator
+    first, second, rollout = plan_of("actor.engine.strategy=fsdp", "actor.lora.rank=8")
+    assert "broadcast_weights" not in {call.name for call in second.calls}, "the adapter is merged on the first rank"
+    assert call_of(first, "broadcast_weights") and rollout.fixed["NCCL"] == communicator
 
 
 def test_each_tensor_parallel_device_has_a_vllm_process_with_its_buffers() -> None:

@@ -169,16 +169,16 @@ def train_and_kill(config: GRPOConfig, at_steps: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sync", "async"])
+@pytest.mark.parametrize(("schedule", "transport"), [("sync", "object_store"), ("async", "gloo")])
 def test_episodes_of_two_turns_are_trained_with_vllm(
-    ray_session: None, grpo_config: Callable[..., GRPOConfig], schedule: str
+    ray_session: None, grpo_config: Callable[..., GRPOConfig], schedule: str, transport: str
 ) -> None:
     roles = dict.fromkeys(GRPOConfig.possible_roles(), "train") | {"rollout": "make", "environment": "score"}
     config = grpo_config(
         backend="ray",
         placement={"device": "cpu", "pools": {"train": [1], "make": [1], "score": [1]}, "roles": roles},
         schedule={"kind": "async", "max_staleness": 1} if schedule == "async" else {"kind": "sync"},
-        rollout=VLLM | {"max_response_tokens": 24},
+        rollout=VLLM | {"max_response_tokens": 24, "transfer": {"bucket_mb": 0.5, "via": transport}},
         reward=None,
         environment={"name": "tests.recipes.turns:TwoTurns", "workers": 2},
         report={"rollouts": {"every": 1, "rows": 100}},

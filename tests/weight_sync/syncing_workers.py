@@ -87,12 +87,12 @@ class RecordingActor(Recording):
         self.write("release_weights", after=after)
 
     @register(Dispatch.RANK_ZERO, memory=())
-    def open_transfer_group(self) -> tuple[str, int]:
-        self.write("open_transfer_group")
-        return "there", 1234
+    def open_transfer_group(self, num_receivers: int, all_send: bool) -> Any:
+        self.write("open_transfer_group", num_receivers=num_receivers, all_send=all_send)
+        return "the group"
 
-    @register(Dispatch.RANK_ZERO, blocking=False, memory=())
-    def join_transfer_group(self, group: Mapping[str, Any]) -> None:
+    @register(Dispatch.ALL_TO_ONE, blocking=False, memory=())
+    def join_transfer_group(self, group: Any) -> None:
         self.write("join_transfer_group", group=group)
         self.meet("rollout", "join_transfer_group", "join_transfer_group")
 
@@ -120,7 +120,7 @@ class RecordingRollout(Recording):
         return f"{self.rank} has loaded {bucket} of {version}"
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
-    def join_transfer_group(self, group: Mapping[str, Any]) -> None:
+    def join_transfer_group(self, group: Any) -> None:
         self.write("join_transfer_group", group=group)
         self.meet("actor", "join_transfer_group", "join_transfer_group")
 

@@ -147,9 +147,10 @@ def test_nccl_group_is_joined_once_and_buckets_are_received_before_they_are_sent
     bucket_calls = [("rollout", "load_broadcast"), ("actor", "broadcast_weights")]
     actual = calls(lines)
     assert actual == [("actor", "num_buckets"), *joined, *[("actor", "describe_weights")] * 3, *bucket_calls * 3]
-    link = {"host": "there", "port": 1234, "world_size": 1 + 4, "buffer_bytes": 2_000_000}
+    assert arguments(lines, "open_transfer_group") == [{"num_receivers": 4, "all_send": False}]
     replicas = range(4 // tp)
-    assert [line[3] for line in lines if line[2] == "join_transfer_group"] == [{"group": link}] * (len(replicas) + 1)
+    joins = [line[3] for line in lines if line[2] == "join_transfer_group"]
+    assert joins == [{"group": "the group"}] * (len(replicas) + 2)
     expected = [{"metadata": f"description {i}", "version": 7, "bucket": i, "of": 3} for i in BUCKETS]
     assert [arguments(lines, "load_broadcast", rank) for rank in replicas] == [expected] * len(replicas)
     # All actor ranks gather a bucket; rank 0 sends it.

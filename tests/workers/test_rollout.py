@@ -10,13 +10,13 @@ from flowrl.workers import Rollout
 
 
 class RecordingEngine:
-    """Records the ranks with which it would join a transfer group."""
+    """Records the indices with which it would join a transfer group."""
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
 
-    def join_transfer_group(self, group: Any, first_rank: int) -> None:
-        self.ranks.append(first_rank)
+    def join_transfer_group(self, group: Any, first: int) -> None:
+        self.ranks.append(first)
 
 
 def rollout(rank: int = 0, *, world_size: int = 1, leads: int = 1, replaced: bool = False) -> Any:
@@ -42,8 +42,8 @@ def test_recovered_process_rejects_gpu_transfers(method: str, arguments: tuple) 
 
 
 @pytest.mark.parametrize("leads", [1, 2, 4])
-def test_replicas_join_a_transfer_group_with_consecutive_ranks_after_the_actor(leads: int) -> None:
+def test_the_devices_of_all_replicas_join_a_transfer_group_in_order(leads: int) -> None:
     replicas = [rollout(rank, world_size=3, leads=leads) for rank in range(3)]
     for worker in replicas:
         worker.join_transfer_group({})
-    assert [worker.engine.ranks for worker in replicas] == [[1], [1 + leads], [1 + 2 * leads]]
+    assert [worker.engine.ranks for worker in replicas] == [[0], [leads], [2 * leads]]

@@ -103,14 +103,15 @@ def test_an_actor_shares_its_weights_without_vllm(cluster: Cluster, model: Model
 
 def test_no_other_process_can_take_the_port_of_the_transfer_group(cluster: Cluster, model: ModelConfig) -> None:
     actor = actor_of(cluster, model)
-    host, port = actor.open_transfer_group()
+    address = (group := actor.open_transfer_group(1, all_send=False)).host, group.port
     with pytest.raises(OSError, match="in use"):
-        socket.create_server((host, port))
-    with socket.create_connection((host, port)):
+        socket.create_server(address)
+    with socket.create_connection(address):
         actor.run(close_listener)
 
 
 def close_listener(worker: Actor) -> None:
+    assert worker._listener is not None
     worker._listener.close()
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, models_of
 from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
 
-Transport = Literal["shared", "local", "object_store", "cuda_ipc", "nccl"]
+Transport = Literal["shared", "local", "object_store", "cuda_ipc", "nccl", "gloo"]
 """Name of a transport. `shared` transfers nothing, because the rollout uses the weights in the actor's processes. With
 `local`, the rollout runs in the actor's processes and copies the weights there.
 """
@@ -65,12 +65,12 @@ def choose_transport(
     transport = _transport_between(actor, rollout, kind, config, shares_model)
     if transport == "cuda_ipc" and offloads and config.transfer.via == "auto":
         return "object_store"  # until CUDA IPC between roles that offload has run on a GPU
-    if transport != "nccl" or not per_replica:
+    if transport not in ("nccl", "gloo") or not per_replica:
         return transport
-    if config.transfer.via == "nccl":
+    if config.transfer.via != "auto":
         raise PlacementError(
-            f"{rollout.role}.transfer.via is nccl, which updates all replicas together, but schedule.interrupt is "
-            f"false, which updates each replica by itself: set schedule.interrupt: true, or "
+            f"{rollout.role}.transfer.via is {transport}, which updates all replicas together, but "
+            f"schedule.interrupt is false, which updates each replica by itself: set schedule.interrupt: true, or "
             f"{rollout.role}.transfer.via: auto"
         )
     return "object_store"
@@ -83,10 +83,12 @@ def _transport_between(
     gpu_transports = config.capabilities.gpu_transports
     if not config.capabilities.own_process and set(rollout.slots) == set(actor.slots):
         return _transport_in_process(actor, rollout, config, shares_model)
-    if via == "object_store" or (via == "auto" and kind != "cuda"):
+    if kind != "cuda":
+        return _transport_on_cpus(rollout, via)
+    if via == "object_store":
         return "object_store"
     setting = f"{rollout.role}.transfer.via is {via}"
-    if kind != "cuda":
+    if via == "gloo":
         raise PlacementError(f"{setting}, but placement.device is {kind}: set {rollout.role}.transfer.via: auto")
     rollout_gpus, actor_gpus = (
         {device for slot in role.slots for device in slot.node_devices} for role in (rollout, actor)
@@ -111,6 +113,16 @@ def _transport_between(
             )
         return "object_store"
     return "nccl" if "nccl" in gpu_transports else "object_store"
+
+
+def _transport_on_cpus(rollout: RolePlan, via: str) -> Transport:
+    if via == "gloo":
+        return "gloo"
+    if via not in ("auto", "object_store"):
+        raise PlacementError(
+            f"{rollout.role}.transfer.via is {via}, but placement.device is cpu: set {rollout.role}.transfer.via: auto"
+        )
+    return "object_store"
 
 
 def _transport_in_process(actor: RolePlan, rollout: RolePlan, config: RolloutConfig, shares_model: bool) -> Transport:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowrl.data.dtypes import dtype_name
@@ -73,6 +74,35 @@ def full_weights(
     weights = _unique_weights(model)
     for name in weights if names is None else names:
         yield name, weights[name].gather(_export_dtype(weights[name], dtype)).detach()
+
+
+def part_of_weights(
+    model: nn.Module, index: int, count: int, names: Sequence[str], dtype: torch.dtype | None = None
+) -> Iterator[Tensor]:
+    """Yields one of `count` parts of weights without communication: the rows of `find_rows`.
+
+    Args:
+        model: a model without adapters. If FSDP2 shards it, over `count` ranks of which this is rank `index`.
+        index, count: part of each weight.
+        names, dtype: see `full_weights`.
+    """
+    weights = _unique_weights(model)
+    for name in names:
+        stored, cast = weights[name].stored, _export_dtype(weights[name], dtype)
+        if isinstance(stored, DTensor):
+            own = stored.to_local()
+        else:
+            rows = stored if stored.ndim else stored[None]
+            own = rows[slice(*find_rows(len(rows), index, count))]
+        yield own.detach().to(cast)
+
+
+def find_rows(num_rows: int, index: int, count: int) -> tuple[int, int]:
+    """Returns first row and end of one of `count` parts, as FSDP2 shards rows: all parts have the same number of rows,
+    except the last ones, which may have fewer or none.
+    """
+    size = -(-num_rows // count)
+    return min(index * size, num_rows), min((index + 1) * size, num_rows)
 
 
 def export_weights(

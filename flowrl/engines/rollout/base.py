@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flowrl.config import EngineCapabilities, ModelConfig, RolloutConfig, UserError, import_attribute
 from flowrl.config.base import check_members, missing_members
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from flowrl.engines.models.weight_samples import WeightSamples
+    from flowrl.engines.rollout.broadcast import TransferGroup
     from flowrl.engines.rollout.weight_check import Compared
 
 
@@ -492,10 +493,12 @@ class PreemptingEngine(Protocol):
 
 @runtime_checkable
 class BroadcastEngine(Protocol):
-    """An engine with the transport `nccl`. Its `receive` also accepts the `WeightMetadata` of a broadcast."""
+    """An engine with the transport `nccl`. Its `receive` also accepts the `WeightMetadata` of a broadcast, and then
+    receives the weights with a `BroadcastReceiver` on each device.
+    """
 
-    def join_transfer_group(self, group: Mapping[str, Any], first_rank: int) -> None:  # Any: of `TransferGroup`
-        """Joins the group of a broadcast with all devices. Their ranks are consecutive, starting at `first_rank`."""
+    def join_transfer_group(self, group: "TransferGroup", first: int) -> None:
+        """Creates the receiver of each device. Their indices are consecutive, starting at `first`."""
         ...
 
 

@@ -13,35 +13,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from flowrl.data.dtypes import dtype_name, torch_dtype
+from flowrl.data.dtypes import torch_dtype
 from flowrl.devices.device import get_device
+from flowrl.engines.rollout.weight_metadata import WeightMetadata
 
 _DEVICE_INDEX = 6
 """Position of the device index in the arguments with which torch opens an IPC buffer."""
-
-
-@dataclass(frozen=True)
-class WeightMetadata:
-    """Names, dtypes and shapes of the weights in a bucket, in the order in which they are sent."""
-
-    names: tuple[str, ...]
-    dtype_names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> "WeightMetadata":
-        names, dtypes, shapes = zip(*weights, strict=True)
-        return cls(names, tuple(dtype_name(dtype) for dtype in dtypes), tuple(map(tuple, shapes)))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Size of each weight in bytes."""
-        sizes = zip(self.dtype_names, self.shapes, strict=True)
-        return [torch_dtype(name).itemsize * torch.Size(shape).numel() for name, shape in sizes]
-
-    def lists(self) -> tuple[list[str], list[str], list[list[int]]]:
-        """Returns the fields as lists, as vLLM's weight update requires."""
-        return list(self.names), list(self.dtype_names), [list(shape) for shape in self.shapes]
 
 
 @dataclass(frozen=True)

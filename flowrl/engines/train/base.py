@@ -291,6 +291,20 @@ class TrainEngine(SavedEngine, Protocol):
 
 
 @runtime_checkable
+class PartExport(Protocol):
+    """An engine whose ranks can export parts of the weights without communication."""
+
+    @property
+    def weight_part(self) -> tuple[int | None, int]:
+        """Index of the part that this rank exports, and the number of parts. None: other ranks export all parts."""
+        ...
+
+    def export_part(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+        """Yields this rank's part of weights. The arguments are those of `export_weights`."""
+        ...
+
+
+@runtime_checkable
 class SharedModel(Protocol):
     """Methods of an engine whose capability `shares_weights` is true."""
 

@@ -16,7 +16,8 @@ from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.wire import Construction, Request
 from flowrl.controller.worker import Dispatch, get_contract, register
 from flowrl.engines.models.weights import full_weights, weight_buckets, weight_shapes
-from flowrl.engines.rollout.cuda_ipc import IpcSender, WeightMetadata
+from flowrl.engines.rollout.cuda_ipc import IpcSender
+from flowrl.engines.rollout.weight_metadata import WeightMetadata
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.workers.model_worker import ModelWorker

@@ -53,6 +53,8 @@ def transport(
         ("cuda", "a", "a", {"via": "object_store"}, "object_store"),
         ("cuda", "a", "a", {"via": "cuda_ipc"}, "cuda_ipc"),
         ("cuda", "a", "b", {"via": "nccl"}, "nccl"),
+        ("cpu", "a", "b", {"via": "gloo"}, "gloo"),
+        ("cpu", "a", "a", {"via": "gloo"}, "gloo"),
     ],
 )
 def test_the_fastest_available_transport_is_chosen(
@@ -69,6 +71,7 @@ def test_the_fastest_available_transport_is_chosen(
         ("cuda", "a", "b", "cuda_ipc", "auto"),
         ("cuda", "a", "a", "nccl", "auto"),
         ("cuda", "a[0:2]", "a[1:]", "nccl", "object_store"),
+        ("cuda", "a", "b", "gloo", "auto"),
     ],
 )
 def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str, via: str, fix: str) -> None:
@@ -76,8 +79,10 @@ def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str
         transport(kind, actor, rollout, via=via)
 
 
-def test_per_replica_updates_exclude_nccl() -> None:
+def test_per_replica_updates_exclude_broadcasts() -> None:
     assert transport("cuda", "a", "b", per_replica=True) == "object_store"
+    with pytest.raises(PlacementError, match=r"rollout\.transfer\.via .*\bgloo\b.*schedule\.interrupt"):
+        transport("cpu", "a", "b", via="gloo", per_replica=True)
     assert transport("cpu", "a", "a", engine="hf", per_replica=True) == "shared"
     with pytest.raises(PlacementError, match=r"rollout\.transfer\.via .*nccl.*schedule\.interrupt: true"):
         transport("cuda", "a", "b", via="nccl", per_replica=True)

@@ -139,6 +139,19 @@ def test_weight_samples_are_slices_of_the_exported_weights(results: list[dict], 
 
 
 @pytest.mark.parametrize("name", cases())
+def test_the_parts_of_all_ranks_are_the_exported_weights(results: list[dict], name: str):
+    case = CASES[name]
+    parts = [results[rank][name]["part"] for rank in range(case.ranks)]
+    own = {index: part for index, _, part in parts if index is not None}
+    ((count,),) = {(count,) for _, count, _ in parts}
+    assert sorted(own) == list(range(count))
+    assert (count == 1) == (case.ranks == 1 or case.tp > 1 or case.lora)
+    for weight_name, weight in results[0][name]["policy"].items() if count > 1 else ():
+        rows = [own[index][weight_name.removeprefix("language_model.")] for index in range(count)]
+        assert torch.equal(torch.cat(rows), weight), weight_name
+
+
+@pytest.mark.parametrize("name", cases())
 def test_an_idle_engine_of_every_strategy_holds_no_memory(results: list[dict], name: str):
     """A CPU with a memory of its own stands for a GPU."""
     assert all(results[rank][name]["held while idle"] == 0 for rank in range(CASES[name].ranks))

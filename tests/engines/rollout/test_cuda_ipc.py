@@ -13,7 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl.devices import device as devices
 from flowrl.engines.models.weights import full_weights, weight_buckets, weight_shapes
 from flowrl.engines.rollout import cuda_ipc
-from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, WeightMetadata, read_bucket
+from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender, read_bucket
+from flowrl.engines.rollout.weight_metadata import WeightMetadata
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines.ipc_receiver import Receiver, start_receiver
 
@@ -80,14 +81,6 @@ def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.rand(shape) < 0.5
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).view(dtype).view(shape)
-
-
-def test_metadata_has_names_dtypes_shapes_and_sizes() -> None:
-    weights = [("embed", torch.zeros(2, 3)), ("norm", torch.ones(4).bfloat16()), ("scale", torch.tensor(7))]
-    metadata = describe(weights)
-    assert metadata == WeightMetadata(("embed", "norm", "scale"), ("float32", "bfloat16", "int64"), ((2, 3), (4,), ()))
-    assert metadata.sizes == [24, 8, 8]
-    assert metadata.lists() == (["embed", "norm", "scale"], ["float32", "bfloat16", "int64"], [[2, 3], [4], []])
 
 
 def test_a_merged_bucket_has_the_handles_of_all_ranks() -> None:

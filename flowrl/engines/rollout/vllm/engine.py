@@ -16,7 +16,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,9 +41,11 @@ from flowrl.engines.rollout.base import (
     check_requests,
     eos_ids,
 )
-from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata
+from flowrl.engines.rollout.broadcast import TransferGroup
+from flowrl.engines.rollout.cuda_ipc import IpcBucket
 from flowrl.engines.rollout.sampling import segment_key
 from flowrl.engines.rollout.vllm.quantization import quantization_options
+from flowrl.engines.rollout.weight_metadata import WeightMetadata
 
 _SETTINGS = {
     # Run the engine core in this process.
@@ -73,7 +74,6 @@ from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from flowrl.engines.rollout.vllm.nccl_transfer import TransferGroup  # noqa: E402
 from flowrl.engines.rollout.vllm.scheduling import (  # noqa: E402
     CountingAsyncScheduler,
     CountingScheduler,
@@ -317,14 +317,14 @@ class VllmRollout:
             call_workers(self._engine, "start_weight_update")
         self._serving.begin(version, self._tied)
 
-    def join_transfer_group(self, group: Mapping[str, Any], first_rank: int) -> None:  # Any: of `TransferGroup`
-        """Joins an NCCL transfer group with all workers of the replica. Their ranks are consecutive, starting at
-        `first_rank`.
+    def join_transfer_group(self, group: TransferGroup, first: int) -> None:
+        """Joins the receivers of a broadcast with all workers of the replica. Their indices are consecutive, starting
+        at `first`.
         """
-        call_workers(self._engine, "join_transfer_group", TransferGroup(**group), first_rank)
+        call_workers(self._engine, "join_transfer_group", group, first)
 
     def receive(self, weights: Mapping[str, np.ndarray] | IpcBucket | WeightMetadata) -> None:
-        """Loads some of the weights. They arrive as exported arrays, as an IPC bucket, or by NCCL broadcast."""
+        """Loads some of the weights. They arrive as exported arrays, as an IPC bucket, or by a broadcast."""
         self._serving.require_update("receive weights")
         if isinstance(weights, IpcBucket | WeightMetadata):
             with self._end_update_on_error():

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from multiprocessing import connection, parent_process
 from typing import Any
 
@@ -26,8 +25,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from flowrl.engines.rollout.cuda_ipc import IpcBucket, WeightMetadata, read_bucket
-from flowrl.engines.rollout.vllm.nccl_transfer import NcclReceiver, TransferGroup, with_tied_names
+from flowrl.engines.rollout.broadcast import BroadcastReceiver, TransferGroup
+from flowrl.engines.rollout.cuda_ipc import IpcBucket, read_bucket
+from flowrl.engines.rollout.weight_metadata import WeightMetadata, with_tied_names
 
 TRANSFER = "flowrl_tensors"
 """Name of `TensorTransfer` in vLLM's registry."""
@@ -101,8 +101,10 @@ class Tensors(WeightTransferUpdateInfo):
 
 
 class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
-    """vLLM weight transfer engine for all transports. It delegates NCCL to vLLM's own engine."""
+    """vLLM weight transfer engine for all transports."""
 
+    receiver: BroadcastReceiver | None = None
+    """Receiver of a broadcast, after `join_transfer_group`."""
     init_info_cls = NoInit
     update_info_cls = Tensors
 
@@ -116,11 +118,11 @@ class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
     @torch.no_grad()
     def receive_weights(self, update_info: Tensors) -> None:
         weights = update_info.weights
-        if isinstance(weights, WeightMetadata):
-            self.nccl_receiver.receive(weights, update_info.tied)
-            return
         load: Any = self.model.load_weights  # a method of vLLM's models, which torch does not type
-        if isinstance(weights, IpcBucket):
+        if isinstance(weights, WeightMetadata):
+            assert self.receiver is not None, "the engine has joined the broadcast"
+            load(with_tied_names(self.receiver.receive(weights), update_info.tied))
+        elif isinstance(weights, IpcBucket):
             load(with_tied_names(read_bucket(weights, self.device), update_info.tied))
         else:
             load((weights.map() if isinstance(weights, SharedTensors) else weights).items())
@@ -128,12 +130,8 @@ class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
-    @cached_property
-    def nccl_receiver(self) -> NcclReceiver:
-        return NcclReceiver(lambda kind, model: kind(self.config, self.vllm_config, self.device, model), self.model)
-
     def shutdown(self) -> None:
-        self.nccl_receiver.shutdown()
+        self.receiver = None
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, TensorTransfer)
@@ -151,6 +149,8 @@ class WorkerExtension:
     """Methods that vLLM adds to its workers (`worker_extension_cls`)."""
 
     weight_transfer_engine: Any
+    rank: int
+    device: torch.device
     _weight_update_active: bool
 
     def attempt(self, method: str, *args: Any) -> tuple[str, str] | None:  # Any: the method's own
@@ -165,8 +165,8 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}", traceback.format_exc()
         return None
 
-    def join_transfer_group(self, group: TransferGroup, first_rank: int) -> None:
-        self.weight_transfer_engine.nccl_receiver.join(group, first_rank)
+    def join_transfer_group(self, group: TransferGroup, first: int) -> None:
+        self.weight_transfer_engine.receiver = BroadcastReceiver(group, first + self.rank, self.device)
 
     def end_update(self) -> None:
         """Ends a failed update, so that another update can begin. Layers that received no weights keep their old

@@ -41,11 +41,11 @@ from flowrl.engines.models.loading import (
     load_reward_model,
     num_embeddings,
 )
-from flowrl.engines.models.lora import adapter_disabled, add_adapter
+from flowrl.engines.models.lora import adapter_disabled, adapter_layers, add_adapter
 from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
 from flowrl.engines.models.sharded_loading import load_shards, move_loaded
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
-from flowrl.engines.models.weights import WeightShape, full_weights, weight_shapes
+from flowrl.engines.models.weights import WeightShape, full_weights, part_of_weights, weight_shapes
 from flowrl.engines.parallel.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.parallel.sharding import (
@@ -320,6 +320,27 @@ class FsdpEngine(ModuleEngine):
         self, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         return full_weights(self._saved, names, dtype)
+
+    @property
+    def weight_part(self) -> tuple[int | None, int]:
+        """Part of the weights that this rank can send: its FSDP2 shard, or an equal share of a replica's rows.
+
+        Rank 0 exports all weights if they are merged with an adapter, or sharded by tensor parallelism.
+        """
+        rank, num_ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
+        if self.mesh.tp > 1 or adapter_layers(self.model):
+            return (None if rank else 0), 1
+        if not self.is_sharded:
+            return rank, num_ranks
+        assert self.mesh.devices is not None, "a sharded model has a mesh"
+        shards = self.mesh.devices["shard"]
+        is_first_copy = self.mesh.devices["replicate"].get_local_rank() == 0
+        return (shards.get_local_rank() if is_first_copy else None), shards.size()
+
+    def export_part(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+        index, count = self.weight_part
+        assert index is not None and count > 1, "this rank exports a part without the others"
+        return part_of_weights(self._saved, index, count, names, dtype)
 
     def weight_samples(
         self, version: int, *, subset: int = 0, num_subsets: int | None = None, dtype: torch.dtype | None = None

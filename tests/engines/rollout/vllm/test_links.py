@@ -1,6 +1,7 @@
 """GPU transports to real vLLM: their parts without a GPU, and end to end with GPUs."""
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -11,13 +12,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ActorConfig, ModelConfig, RolloutConfig, RunConfig
+from flowrl.controller.worker import Worker
 from flowrl.weight_sync.transfer import WeightSync
 from flowrl.workers import LANGUAGE_MODELING, Actor, Rollout
 from tests.engines import tiny, vllm_link_checks
 from tests.engines.closeness import FLOAT32_RTOL, reduction_rtol, relative_error
 from tests.engines.rollout.vllm.test_engine import PROMPTS, SIZES, TF32_RTOL
 from tests.engines.vllm_link_checks import WEIGHTS, Bare
-from tests.errors import missing_facts
 
 pytestmark = [
     pytest.mark.vllm,
@@ -34,58 +35,11 @@ def call_worker(ray_session: None) -> Iterator[Callable[..., Any]]:
         yield lambda check, *args: group.run(check, *args)[0]
 
 
-def test_vllm_rejects_inconsistent_metadata(call_worker: Callable[..., Any]) -> None:
-    assert "`dtype_names`" in call_worker(vllm_link_checks.update_with_missing_dtype)
-
-
-def test_a_bucket_has_the_layout_of_vllm(call_worker: Callable[..., Any]) -> None:
-    actual = call_worker(vllm_link_checks.unpack_bucket)
-    assert list(actual) == list(WEIGHTS)
-    assert all(
-        torch.equal(actual[name], weight) and actual[name].dtype == weight.dtype for name, weight in WEIGHTS.items()
-    )
-
-
-@pytest.mark.parametrize(("leads", "num_replicas"), [(1, 1), (1, 3), (2, 2)])
-def test_every_worker_of_every_replica_has_its_own_rank(
-    leads: int, num_replicas: int, call_worker: Callable[..., Any]
-) -> None:
-    ranks, info = call_worker(vllm_link_checks.transfer_ranks, leads, num_replicas)
-    assert [0, *ranks] == list(range(info["world_size"])), "the actor is 0"
-    assert (info["master_address"], info["master_port"]) == ("127.0.0.1", 4321)
-    assert info["packed"] and info["packed_buffer_size_bytes"] == 1000
-
-
 def test_an_ipc_bucket_is_loaded_with_tied_weights_under_each_name(call_worker: Callable[..., Any]) -> None:
     loaded = call_worker(vllm_link_checks.load_ipc_bucket)
     assert [name for name, _ in loaded] == ["embed", "head", "third", "norm", "bias"]
     expected = WEIGHTS | dict.fromkeys(("head", "third"), WEIGHTS["embed"])
     assert all(torch.equal(weight, expected[name]) for name, weight in loaded)
-
-
-def test_the_nccl_receiver_gets_rank_and_buffer_size(call_worker: Callable[..., Any]) -> None:
-    assert call_worker(vllm_link_checks.nccl_receiver) == (1000, (3, "parallel"))
-
-
-def test_a_disabled_communicator_is_an_error(call_worker: Callable[..., Any]) -> None:
-    errors = call_worker(vllm_link_checks.errors_of_disabled_nccl)
-    assert [missing_facts(error, "rollout.transfer.via", "object_store") for error in errors] == [set(), set()]
-
-
-def test_vllm_still_has_the_functions_of_the_nccl_transport(call_worker: Callable[..., Any]) -> None:
-    """A vLLM version that renames one of them would otherwise fail on GPUs only."""
-    expected = {
-        "packed_nccl_broadcast_producer": ["iterator", "group", "src", "post_iter_func", "buffer_size_bytes"],
-        "PyNcclCommunicator": ["group", "device"],
-        "create": ["host", "port", "rank", "world_size"],
-        "__init__": ["self", "config", "vllm_config", "device", "model"],
-        "init_transfer_engine": ["self", "init_info"],
-        "receive_weights": ["self", "update_info"],
-        "shutdown": ["self"],
-    }
-    actual = call_worker(vllm_link_checks.signatures)
-    assert {name: actual[name][: len(names)] for name, names in expected.items()} == expected
-    assert "listen_socket" in actual["create"]
 
 
 def test_attention_in_float32_has_no_products_in_tf32(call_worker: Callable[..., Any]) -> None:
@@ -108,27 +62,39 @@ GPU_DTYPES = pytest.mark.parametrize(("dtype", "limit"), [("float32", TF32_RTOL)
 
 
 def check_updates(
-    folder: Path, device: Any, rollout_pool: str, via: str, dtype: Literal["float32", "bfloat16"]
+    folder: Path,
+    device: Any,
+    rollout_pool: str,
+    transfer: str | dict[str, str],
+    dtype: Literal["float32", "bfloat16"],
+    num_devices: int = 1,
 ) -> float:
-    """Trains, syncs and generates twice; returns the largest relative error of log-probabilities."""
+    """Trains, syncs and generates twice; returns the largest relative error of log-probabilities.
+
+    With several devices, FSDP2 shards the actor over them, and one replica of the rollout uses as many.
+    """
+    transfer = {"via": transfer} if isinstance(transfer, str) else transfer
     torch.manual_seed(0)
     # Small weights, so that bfloat16 rounding errors of logits are small.
     sizes = {**SIZES, "initializer_range": 0.05}
     trained = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
     tiny.save(trained.to(getattr(torch, dtype)), folder)  # pyright: ignore (transformers narrows `to`)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    pools = {"main": [1]} | ({"other": [1]} if rollout_pool == "other" else {})
-    placement = Placement.model_validate(
-        {"device": device, "pools": pools, "roles": {"actor": "main", "rollout": rollout_pool}}
-    )
+    pools = {"main": [num_devices]} | ({"other": [num_devices]} if rollout_pool == "other" else {})
+    roles = {"actor": "main", "rollout": {"pool": rollout_pool, "tp": num_devices}}
+    placement = Placement.model_validate({"device": device, "pools": pools, "roles": roles})
     model = ModelConfig(path=folder, dtype=dtype)
     config = SplitRun.model_validate(
         {
             "output": folder / "out",
             "steps": 1,
             "placement": placement,
-            "actor": {"model": model, "optimizer": {"lr": 0.005}},
-            "rollout": {"engine": "vllm", "max_response_tokens": 12, "transfer": {"via": via, "bucket_mb": 0.05}},
+            "actor": {
+                "model": model,
+                "optimizer": {"lr": 0.005},
+                "engine": {"strategy": "fsdp" if num_devices > 1 else "auto"},
+            },
+            "rollout": {"engine": "vllm", "max_response_tokens": 12, "transfer": {"bucket_mb": 0.05} | transfer},
         }
     )
     rows = [{"prompt_ids": ids, "prompt_id": i, "sample": 0} for i, ids in enumerate(PROMPTS)]
@@ -149,7 +115,12 @@ def check_updates(
             errors.append(relative_error(responses.get("rollout_logprobs")[mask], logprobs[mask]))
             moved = actor.logprobs(before).get("logprobs") - before.get("rollout_logprobs")
             assert moved[before.get("response_mask")].abs().mean() > 0.05, "the step changed nothing that would show"
+        assert not any(actor.run(has_vllm))
     return max(errors)
+
+
+def has_vllm(worker: Worker) -> bool:
+    return "vllm" in sys.modules
 
 
 @pytest.mark.slow
@@ -158,6 +129,24 @@ def test_an_update_through_the_object_store_arrives(
     dtype: Any, limit: float, ray_session: None, tmp_path: Path
 ) -> None:
     assert check_updates(tmp_path / "model", "cpu", "other", "auto", dtype) < limit
+
+
+@pytest.mark.slow
+@DTYPES
+def test_an_update_through_a_broadcast_arrives(dtype: Any, limit: float, ray_session: None, tmp_path: Path) -> None:
+    """gloo, which stands for NCCL."""
+    assert check_updates(tmp_path / "model", "cpu", "other", "gloo", dtype) < limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("senders", ["one", "all"])
+def test_the_parts_of_a_sharded_actor_arrive_on_all_devices_of_a_replica(
+    senders: Literal["one", "all"], ray_session: None, tmp_path: Path
+) -> None:
+    """Two ranks with shards send to two tensor-parallel devices."""
+    transfer = {"via": "gloo", "senders": senders}
+    limit = FLOAT32_RTOL
+    assert check_updates(tmp_path / "model", "cpu", "other", transfer, "float32", num_devices=2) < limit
 
 
 @pytest.mark.gpu

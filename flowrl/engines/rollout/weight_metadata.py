@@ -1,0 +1,49 @@
+"""Descriptions of weights that one process sends and another receives."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.data.dtypes import dtype_name, torch_dtype
+from flowrl.engines.models.weights import find_rows
+
+
+@dataclass(frozen=True)
+class WeightMetadata:
+    """Names, dtypes and shapes of the weights in a bucket, in the order in which they are sent."""
+
+    names: tuple[str, ...]
+    dtype_names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> "WeightMetadata":
+        names, dtypes, shapes = zip(*weights, strict=True)
+        return cls(names, tuple(dtype_name(dtype) for dtype in dtypes), tuple(map(tuple, shapes)))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Size of each weight in bytes."""
+        return [tensor.nbytes for tensor in self.part(0, 1)]
+
+    def part(self, index: int, count: int) -> list[Tensor]:
+        """Returns one of `count` parts of each weight, as meta tensors: consecutive rows, as in a shard of FSDP2.
+
+        A weight without dimensions is in part 0. The other parts then have no elements, as those beyond the last row.
+        """
+        tensors = []
+        for name, shape in zip(self.dtype_names, self.shapes, strict=True):
+            rows, *rest = shape or (1,)
+            start, stop = find_rows(rows, index, count)
+            own = shape if count == 1 else (stop - start, *rest)
+            tensors.append(torch.empty(own, dtype=torch_dtype(name), device="meta"))
+        return tensors
+
+
+def with_tied_names(
+    weights: Iterable[tuple[str, Tensor]], tied: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields each weight under its name and its tied names. `tied` maps a name to its tied names."""
+    return ((alias, weight) for name, weight in weights for alias in (name, *tied.get(name, ())))
