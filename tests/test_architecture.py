@@ -54,8 +54,8 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "flowrl.engines.rollout": {
         "sampling": set(),
         "weight_check": set(),
-        "cuda_ipc": {"weight_metadata"},
         "weight_metadata": set(),
+        "cuda_ipc": {"weight_metadata"},
         "broadcast": {"weight_metadata"},
         "base": {"broadcast", "weight_check"},
         "response_tensors": {"sampling", "base"},
