@@ -25,6 +25,7 @@ MAY_DIFFER = (
     "placement.*",
     "devices",
     "threads",
+    "fork_workers",
     "call_timeout_s",
     "start_timeout_s",
     "steps",

@@ -244,6 +244,11 @@ class RunConfig(Config):
     variable, the usable CPUs of a node are divided evenly among its processes.
     """
 
+    fork_workers: bool | Literal["auto"] = "auto"
+    """Fork the worker processes on this machine from a server that has already imported torch, which starts them
+    faster. `auto` does so with a placement on CPUs. A server that has used CUDA during its imports forks nothing.
+    """
+
     call_timeout_s: PositiveFloat | None = 1800.0
     """Timeout of one worker call in seconds. After the timeout, its process counts as stuck. Null disables the
     timeout.

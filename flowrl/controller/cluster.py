@@ -74,6 +74,7 @@ class Cluster:
         num_threads: torch CPU threads per process. None uses OMP_NUM_THREADS; without it, the usable CPUs of a node
             are divided among its processes.
         prepare: modules that worker processes import early: in the fork server, or else in the task worker.
+        forks: whether a fork server starts the processes on this machine. `auto`: if the placement is on CPUs.
         call_timeout_s: timeout in seconds of calls, unless the method sets `timeout_s`.
         start_timeout_s: timeout in seconds of constructors, and of the start of a replacement process.
         deterministic: whether all processes use only operations whose results are the same bit by bit in each run.
@@ -96,6 +97,7 @@ class Cluster:
         dedicated: tuple[str, ...] = (),
         num_threads: int | None = None,
         prepare: tuple[str, ...] = (),
+        forks: bool | Literal["auto"] = "auto",
         call_timeout_s: float | None = 1800.0,
         start_timeout_s: float | None = 1800.0,
         deterministic: bool = False,
@@ -110,7 +112,7 @@ class Cluster:
         self.notify = notify or _log.warning
         """Shows the user a message. Programs with a progress display replace this function."""
         if backend == "ray":
-            backend = _make_ray_backend(address, self._notify, prepare)
+            backend = _make_ray_backend(address, self._notify, prepare, forks)
         self._backend: Backend = InlineBackend() if backend == "inline" else backend
         self.calls = Calls(self._backend, call_timeout_s, start_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
@@ -369,7 +371,9 @@ class Cluster:
 _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
 
 
-def _make_ray_backend(address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...]) -> Backend:
+def _make_ray_backend(
+    address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...], forks: bool | Literal["auto"]
+) -> Backend:
     from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (lazy: inline runs need no ray)
 
-    return RayBackend(address, notify, prepare)
+    return RayBackend(address, notify, prepare, forks)

@@ -50,6 +50,7 @@ UNTESTED_FEATURES = (
     "engine.overlap_all_reduce",
     "engine.offload_activations",
     "vllm.async_scheduling",
+    "fork_workers",
     "rollout.transfer.drop_weights",
     "rollout.transfer.senders all",
     "rollout.transfer.via cuda_ipc with engine.offload idle",

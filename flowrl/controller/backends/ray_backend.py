@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pickle import PicklingError
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray._private.state as ray_state
@@ -206,9 +206,15 @@ class RayBackend:
     is_remote = True
     clock: Clock = time
 
-    def __init__(self, address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...] = ()) -> None:
-        """`prepare` lists modules that the fork server imports."""
-        self._prepare = prepare
+    def __init__(
+        self,
+        address: str | None,
+        notify: Callable[[str], None],
+        prepare: tuple[str, ...] = (),
+        forks: bool | Literal["auto"] = "auto",
+    ) -> None:
+        """`prepare` lists modules that the fork server imports. `forks` is that of `Cluster`."""
+        self._prepare, self._fork_setting = prepare, forks
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[
             tuple[str, int, bool], Any
@@ -240,8 +246,14 @@ class RayBackend:
             self._nodes.reserve(pool, kind)
 
     def _forks(self, kind: str) -> bool:
-        """Returns whether the fork server starts the processes: only on this machine, and not with CUDA."""
-        return self._nodes.address is None and kind == "cpu"
+        """Returns whether the fork server starts the processes, which is possible only on this machine."""
+        forks = kind == "cpu" if self._fork_setting == "auto" else self._fork_setting
+        return bool(forks) and self._nodes.address is None
+
+    @property
+    def _knows_exits(self) -> bool:
+        """Whether the fork server is the parent of the processes. Python has started them if it has ended by itself."""
+        return self._uses_fork_server and fork_server().is_running
 
     def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
         _raise_if_ray_ended(group.name, 0, group.slots[0].node, "start")
@@ -387,7 +399,7 @@ class RayBackend:
 
     def describe_end(self, slot: Slot) -> str | None:
         name = self._names.get((slot.pool, slot.rank))
-        if name is None or not self._uses_fork_server or (end := fork_server().find_exit(name)) is None:
+        if name is None or not self._knows_exits or (end := fork_server().find_exit(name)) is None:
             return None
         process_id, status = end
         now_s, is_own_kill, exit_code = time.monotonic(), process_id in self._killed, os.waitstatus_to_exitcode(status)
@@ -404,7 +416,7 @@ class RayBackend:
         names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
         local = {name: slot for name, slot in names.items() if self._is_local(slot)}
         # The fork server also knows processes that ended before the first check.
-        find_ended = fork_server().find_ended if self._uses_fork_server else self._liveness.find_ended
+        find_ended = fork_server().find_ended if self._knows_exits else self._liveness.find_ended
         return [local[name] for name in find_ended(local)]
 
     def lost_nodes(self) -> Mapping[int, str]:

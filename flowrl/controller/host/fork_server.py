@@ -67,8 +67,9 @@ class ForkServer:
             code = _START.format(
                 path=sys.path, listener=listener.fileno(), modules=(*PRELOADED, *modules), exits=str(self._exits)
             )
-            # The server must not start OpenMP threads. Workers set their own number of threads.
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            # The server must not start OpenMP threads. Workers set their own number of threads. Nor may it use the CUDA
+            # driver, with which no forked process could work, so torch looks for GPUs without the driver.
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
@@ -77,6 +78,11 @@ class ForkServer:
                 start_new_session=True,  # a terminal's Ctrl-C must reach only the driver
             )
         atexit.register(self.end)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server runs. It ends by itself if its imports have used CUDA. Ray then starts Python instead."""
+        return self._process.poll() is None
 
     @property
     def py_executable(self) -> str:
@@ -190,6 +196,8 @@ def main(listener: int, modules: Sequence[str], exits: str) -> None:
     with _end_with_driver():
         for name in modules:
             importlib.import_module(name)
+        if _has_used_cuda():
+            os._exit(0)
     # Without this, the garbage collector would write to shared pages and thereby copy them.
     gc.collect()
     gc.freeze()
@@ -201,6 +209,14 @@ def main(listener: int, modules: Sequence[str], exits: str) -> None:
     if request is None:
         os._exit(0)  # a normal exit takes more than a second, because it deletes all imported modules
     _run_request(request)
+
+
+def _has_used_cuda() -> bool:
+    if "torch" not in sys.modules:
+        return False
+    from flowrl.devices.device import used_device  # noqa: PLC0415 (only if torch is there)
+
+    return used_device("cuda") is not None
 
 
 @contextlib.contextmanager

@@ -137,6 +137,33 @@ def test_without_a_server_the_process_is_started_by_python(program: Path, tmp_pa
 
 
 @pytest.mark.slow
+def test_the_server_looks_for_gpus_without_the_cuda_driver(server: ForkServer, program: Path, tmp_path: Path) -> None:
+    facts, _, _ = start(server.py_executable, program, tmp_path / "facts")
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    assert f"{name}=1".encode() in Path(f"/proc/{facts['parent']}/environ").read_bytes().split(b"\0")
+    assert name not in facts["env"]
+
+
+USES_CUDA = """
+import torch
+torch.cuda._initialized = True  # as after the first use of a GPU
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_has_used_cuda_forks_nothing(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uses_cuda.py").write_text(USES_CUDA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = ForkServer(("uses_cuda",))
+    facts, output, _ = start(server.py_executable, program, tmp_path / "facts")
+    assert output == "output\n" and "torch" not in facts["modules"]
+    wait(lambda: not server.is_running)
+    server.end()
+
+
+@pytest.mark.slow
 def test_an_invalid_start_request_does_not_affect_others(server: ForkServer, program: Path, tmp_path: Path) -> None:
     code = f"""
 import socket
@@ -347,6 +374,17 @@ def test_hosts_and_their_replacements_are_forked(open_cluster: ClusterMaker, ray
     assert judge.score(Batch.from_columns({"x": [1, 2]})).get("score").tolist() == [3, 4]
     (process_id, forked_by), _ = judge.run(parent_processes)
     assert process_id != lost and forked_by == server
+
+
+@pytest.mark.slow
+def test_hosts_that_are_not_forked_are_replaced_too(open_cluster: ClusterMaker, ray_session: None) -> None:
+    cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1, forks=False)
+    judge = cluster.group("judge", Scorer, 1)
+    judge.load(2)
+    ((lost, starter),) = judge.run(parent_processes)
+    assert psutil.Process(starter).name() == "raylet"
+    os.kill(lost, signal.SIGKILL)
+    assert judge.score(Batch.from_columns({"x": [1]})).get("score").tolist() == [3]
 
 
 def test_child_processes_of_a_host_end_with_it(open_cluster: ClusterMaker, ray_session: None) -> None:
