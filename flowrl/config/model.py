@@ -189,8 +189,8 @@ class EngineConfig(Config):
     """
 
     overlap_all_reduce: bool | Literal["auto"] = False
-    """Sum the gradients of replicas in buckets during the last backward pass of `update`, instead of all at once after
-    it. `auto` does so on GPUs. Only for ddp.
+    """With ddp: all-reduce the gradients in buckets during the last backward pass of `update`, instead of once after
+    it. `auto` does so on GPUs.
     """
 
     packing: Literal["auto", "always", "never"] = "auto"
@@ -250,8 +250,8 @@ class EngineConfig(Config):
                 )
         if self.strategy in ("single", "fsdp") and self.overlap_all_reduce is True:
             raise ValueError(
-                f"overlap_all_reduce is true, but strategy is {self.strategy}, which all-reduces no gradients: remove "
-                f"it, or set strategy: ddp"
+                f"overlap_all_reduce is true, but strategy is {self.strategy}, and only ddp supports it: remove "
+                f"overlap_all_reduce, or set strategy: ddp"
             )
         return self
 

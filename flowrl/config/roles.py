@@ -284,22 +284,23 @@ class TransferConfig(Config):
 
     via: Literal["auto", "object_store", "cuda_ipc", "nccl", "gloo"] = "auto"
     """Transport of the weights. If the engine supports it, `auto` selects cuda_ipc on the actor's GPUs and nccl on
-    other GPUs. Otherwise, `auto` selects object_store. `gloo` is nccl for CPUs.
+    other GPUs. Otherwise, and on GPUs of an actor with `engine.offload: idle`, `auto` selects object_store. `gloo` is a
+    broadcast as `nccl`, for CPUs.
     """
 
     senders: Literal["one", "all"] = "one"
-    """Senders of nccl and gloo. `one`: the actor's first rank gathers and sends all weights. `all`: each rank sends its
-    own part, without a gather, except for LoRA and tensor-parallel actors.
+    """Senders of nccl and gloo. `one`: the actor's first rank gathers and sends all weights. `all`: each rank of one
+    copy of the model sends its part without a gather; with LoRA or tp, this is the same as `one`.
     """
 
     bucket_mb: PositiveFloat = 500.0
     """Size of a bucket of weights in MB (10^6 bytes). A larger weight forms its own bucket. On GPUs, sender and
-    receiver need one bucket each with cuda_ipc, and two each with nccl. The object store holds all buckets of the
-    latest version."""
+    receiver need one bucket each with cuda_ipc. With nccl, the senders together need one bucket, and each receiver
+    needs two, or three with `senders: all`. The object store holds all buckets of the latest version."""
 
     drop_weights: bool = False
-    """Drop the weights of a rollout that sleeps between the generation of a step and the next weight sync, instead of
-    copying them to host memory. Needs schedule sync and an engine that sleeps.
+    """Drop the rollout's weights when it sleeps after the generation of a step, instead of copying them to host memory.
+    The next weight sync replaces them. Needs schedule sync and an engine that sleeps.
     """
 
 

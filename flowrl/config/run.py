@@ -245,8 +245,9 @@ class RunConfig(Config):
     """
 
     fork_workers: bool | Literal["auto"] = "auto"
-    """Fork the worker processes on this machine from a server that has already imported torch, which starts them
-    faster. `auto` does so with a placement on CPUs. A server that has used CUDA during its imports forks nothing.
+    """Fork the worker processes of a local run from a server that has already imported torch, so that they start
+    faster. `auto` forks them if the placement is on CPUs. No effect with `address`. If an import of the server has used
+    CUDA, Python starts the processes instead.
     """
 
     call_timeout_s: PositiveFloat | None = 1800.0

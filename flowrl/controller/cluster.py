@@ -74,7 +74,7 @@ class Cluster:
         num_threads: torch CPU threads per process. None uses OMP_NUM_THREADS; without it, the usable CPUs of a node
             are divided among its processes.
         prepare: modules that worker processes import early: in the fork server, or else in the task worker.
-        forks: whether a fork server starts the processes on this machine. `auto`: if the placement is on CPUs.
+        fork_workers: whether a fork server starts the processes of a local run. `auto`: if the placement is on CPUs.
         call_timeout_s: timeout in seconds of calls, unless the method sets `timeout_s`.
         start_timeout_s: timeout in seconds of constructors, and of the start of a replacement process.
         deterministic: whether all processes use only operations whose results are the same bit by bit in each run.
@@ -97,7 +97,7 @@ class Cluster:
         dedicated: tuple[str, ...] = (),
         num_threads: int | None = None,
         prepare: tuple[str, ...] = (),
-        forks: bool | Literal["auto"] = "auto",
+        fork_workers: bool | Literal["auto"] = "auto",
         call_timeout_s: float | None = 1800.0,
         start_timeout_s: float | None = 1800.0,
         deterministic: bool = False,
@@ -112,7 +112,7 @@ class Cluster:
         self.notify = notify or _log.warning
         """Shows the user a message. Programs with a progress display replace this function."""
         if backend == "ray":
-            backend = _make_ray_backend(address, self._notify, prepare, forks)
+            backend = _make_ray_backend(address, self._notify, prepare, fork_workers)
         self._backend: Backend = InlineBackend() if backend == "inline" else backend
         self.calls = Calls(self._backend, call_timeout_s, start_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
@@ -338,7 +338,7 @@ class Cluster:
         self.calls.recovery.start_attempt(list(ended_slots), self.calls.next_call_id())
         for failure_group in ended:
             self.calls.failures.clear(failure_group)
-            self._eviction.ledger.forget(failure_group.slots)
+            self._eviction.forget(failure_group.slots)
             self._started.discard(failure_group.name)
             self._joined.discard(failure_group.name)
         self._reusable = {
@@ -372,8 +372,8 @@ _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
 
 
 def _make_ray_backend(
-    address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...], forks: bool | Literal["auto"]
+    address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...], fork_workers: bool | Literal["auto"]
 ) -> Backend:
     from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (lazy: inline runs need no ray)
 
-    return RayBackend(address, notify, prepare, forks)
+    return RayBackend(address, notify, prepare, fork_workers)

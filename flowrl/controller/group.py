@@ -57,6 +57,10 @@ class DeviceOwnership:
     def is_shared(self, slot: Slot) -> bool:
         return slot in self._sharers
 
+    def sharers(self, slot: Slot) -> tuple[Slot, ...]:
+        """Returns the other processes on the devices of a process."""
+        return self._sharers.get(slot, ())
+
     def claim_for_worker(self, slot: Slot, can_offload: bool) -> list[Slot]:
         """Calls `claim` for a new worker. `can_offload` allows later calls to evict the process."""
         if can_offload and slot in self._sharers:
@@ -100,18 +104,46 @@ class DeviceEviction:
     def __init__(self, ledger: DeviceOwnership, backend: Backend, calls: Calls, kind: str) -> None:
         self.ledger = ledger
         self._backend, self._calls, self._kind = backend, calls, kind
+        self._pending: dict[Slot, tuple[CallRef, set[Slot]]] = {}
+        """Evicted process -> its eviction, and the processes on its devices that have not waited for it. A process with
+        several devices is evicted once, for a call on any of them.
+        """
 
     def before(self, slot: Slot) -> list[CallRef]:
         """Evicts other processes before a call to a process. Returns the evictions that the call must wait for."""
-        return self._evict_all(self.ledger.claim(slot))
+        return self._evict_all(slot, self.ledger.claim(slot))
 
     def before_first(self, slot: Slot, *, can_offload: bool) -> list[CallRef]:
         """Evicts other processes before the construction of a worker. Returns the evictions to wait for."""
-        return self._evict_all(self.ledger.claim_for_worker(slot, can_offload))
+        return self._evict_all(slot, self.ledger.claim_for_worker(slot, can_offload))
 
-    def _evict_all(self, evicted: Iterable[Slot]) -> list[CallRef]:
-        # A failed pool has no processes left.
-        return [self._evict(slot) for slot in evicted if self._calls.failures.get_error(slot.pool) is None]
+    def before_joining(self, slot: Slot) -> list[CallRef]:
+        """Evicts nobody before a call to a process that joins the owners of its devices. Returns the evictions that the
+        call must wait for.
+        """
+        self.ledger.join(slot)
+        return self._evict_all(slot, ())
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """Forgets processes that have ended."""
+        self.ledger.forget(slots)
+        for slot in slots:
+            self._pending.pop(slot, None)
+
+    def _evict_all(self, slot: Slot, evicted: Iterable[Slot]) -> list[CallRef]:
+        """Evicts processes before a call to `slot`. Returns these and earlier evictions that the call must wait for."""
+        self._pending.pop(slot, None)
+        for other in evicted:
+            if self._calls.failures.get_error(other.pool) is None:  # a failed pool has no processes left
+                self._pending[other] = self._evict(other), set(self.ledger.sharers(other))
+        awaited = []
+        for other, (eviction, waiting) in list(self._pending.items()):
+            if slot in waiting:
+                awaited.append(eviction)
+                waiting.remove(slot)
+            if not waiting:
+                del self._pending[other]
+        return awaited
 
     def _evict(self, slot: Slot) -> CallRef:
         role, rank = self._calls.recovery.get_first_role(slot)
@@ -395,11 +427,8 @@ class WorkerGroup:
         """
         if contract.memory == ():
             return {}
-        if not contract.evicts:
-            for index in indices:
-                self._eviction.ledger.join(self.slots[index])
-            return {}
-        evictions = {i: evicted for i in indices if (evicted := self._eviction.before(self.slots[i]))}
+        prepare = self._eviction.before if contract.evicts else self._eviction.before_joining
+        evictions = {i: awaited for i in indices if (awaited := prepare(self.slots[i]))}
         if not evictions or not self.cls.collective:
             return evictions
         # All ranks wait for all evictions: no rank may enter a collective while a peer waits for its device.

@@ -126,8 +126,8 @@ def register(
         resolve: `(contract, worker class, arguments of the call, settings) -> contract`, for columns or groups that
             depend on the arguments. `settings` is the result of `Worker.call_settings`. The driver calls it before it
             sends a call. It may raise `ContractError`.
-        evicts: whether other processes on the devices of the worker are evicted before the call. With False, they keep
-            their memory, which the call reads. The next call of the worker that evicts evicts them.
+        evicts: whether the call first evicts other processes from the devices of the worker. Set False if the call
+            reads the device memory of these processes. The next call with `evicts` evicts them.
     Raises:
         ValueError: the dispatch mode is unknown, the declaration is inconsistent, or the method has `*args`.
     """

@@ -30,6 +30,9 @@ _DETERMINISTIC = {
 }
 """Environment variables of a process with deterministic operations on GPUs."""
 
+_BUFFER_BITS = 4
+"""Number of leading bits of the sizes of reused buffers. A buffer is at most 1/8 larger than needed."""
+
 _PORTABLE = 1
 """Flag of cudaHostRegister that pins memory for all GPUs of the process."""
 
@@ -64,8 +67,8 @@ class OffloadedTensor(Protocol):
         ...
 
     def restore(self) -> Tensor:
-        """Returns the tensor on the device, which this object then no longer holds there. Later operations of the
-        current stream see it.
+        """Returns the tensor on the device, and drops this object's reference to it. Later operations of the current
+        stream wait for the copy.
         """
         ...
 
@@ -126,11 +129,11 @@ class Device(Protocol):
         """
         ...
 
-    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Starts to copy tensors of the device to `host_buffer` memory, given as (destination, source).
+    def copy_to_host(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Starts to copy tensors of the device to `host_buffer` memory. `copies` are pairs (destination, source).
 
-        The copies follow the operations on the current stream. Later operations do not wait for them. Returns a
-        function that does.
+        The copies wait for earlier operations of the current stream. Later operations do not wait for the copies.
+        Returns a function that waits for them.
         """
         ...
 
@@ -206,7 +209,7 @@ class CpuDevice:
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    def copy_to_host(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         for destination, source in copies:
             destination.copy_(source)
         return lambda: None
@@ -287,7 +290,7 @@ class CudaDevice:
             weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
         return buffer
 
-    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    def copy_to_host(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         stream = torch.cuda.Stream(self.index)
         stream.wait_stream(torch.cuda.current_stream(self.index))
         with torch.cuda.stream(stream):
@@ -342,13 +345,15 @@ class _PinnedBuffers:
         self._free: list[Tensor] = []
 
     def take_buffer(self, num_bytes: int) -> Tensor:
-        """Returns a buffer of at least `num_bytes`. A new one replaces all free buffers that are smaller."""
+        """Returns a free buffer of at least `num_bytes`, or allocates one. Frees the smaller buffers that it finds."""
         while self._free:
             buffer = self._free.pop()
             if len(buffer) >= num_bytes:
                 return buffer
             self.stream.synchronize()  # a copy may still use the buffer, which is freed now
-        return self._allocate(num_bytes)
+        # Micro-batches differ in size by a few tokens, and a new buffer takes time to pin.
+        step = 1 << max(0, num_bytes.bit_length() - _BUFFER_BITS)
+        return self._allocate(-(-num_bytes // step) * step)
 
     def return_buffer(self, buffer: Tensor) -> None:
         """Makes a buffer free. Its copies may still run, because all copies of buffers are on one stream."""
@@ -373,7 +378,7 @@ class _PinnedTensor:
             return
         stream = self._copies.stream
         tensor = torch.empty_like(self._host, device=f"cuda:{self._copies.index}")
-        # Operations that run now may use a freed tensor whose memory is reused.
+        # The new tensor may reuse memory that earlier operations still read.
         stream.wait_stream(torch.cuda.current_stream(self._copies.index))
         with torch.cuda.stream(stream):
             tensor.copy_(self._host, non_blocking=True)
@@ -428,6 +433,14 @@ def used_device(name: str) -> Device | None:
     An operation would then create a CUDA context, which needs 0.5 GB of GPU memory.
     """
     return get_device(name) if name == "cpu" or torch.cuda.is_initialized() else None
+
+
+def can_fork() -> bool:
+    """Returns whether forked processes could use CUDA. They cannot if an import has already used its driver."""
+    process_id = os.fork()
+    if process_id == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    return not torch.cuda.is_initialized() and os.waitpid(process_id, 0)[1] == 0
 
 
 def use_exact_float32() -> None:

@@ -46,18 +46,18 @@ GPUS = {
 
 
 def find_rates(device_name: str) -> DeviceRates | None:
-    """Returns the rates of a GPU from the name that its driver reports, or None for another GPU.
+    """Returns the rates of a GPU from the name that its driver reports, or None if `GPUS` does not have this GPU.
 
-    Cards with PCIe or NVL have lower rates than the modules of `GPUS`, and a MIG instance has only a part of them.
+    PCIe and NVL cards, MIG instances and the A100 with 40 GB have lower rates.
     """
     words = set(device_name.lower().replace("-", " ").split())
-    if words & {"pcie", "nvl", "mig"}:
+    if words & {"pcie", "nvl", "mig", "40gb"}:
         return None
     return next((rates for name, rates in GPUS.items() if name in words), None)
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class AssumedRate:
     """The part of a peak rate that programs reach, or the time of an operation without a peak rate."""
 
     value: float
@@ -67,42 +67,42 @@ class Efficiency:
     source: str
 
 
-TRAINING = Efficiency(
+TRAINING = AssumedRate(
     0.40,
     "40 % of the peak FLOP/s in passes, recomputation included",
     "torchtitan: 33 to 39 %; prime-rl at 64k tokens: 40 %; docs/step_time.md",
 )
-GENERATION = Efficiency(
+GENERATION = AssumedRate(
     0.50,
     "50 % of the peak FLOP/s in generation",
     "8B, 256 + 256 tokens, 44 requests/s: github.com/vllm-project/vllm/pull/11078",
 )
-MEMORY = Efficiency(
+MEMORY = AssumedRate(
     0.65,
     "65 % of the memory bandwidth in decode steps",
     "8B, one sequence, 136 tokens/s: github.com/sgl-project/sglang/issues/1008",
 )
-LINK = Efficiency(
+LINK = AssumedRate(
     0.80,
     "80 % of NVLink, network and PCIe",
     "360 of 450 GB/s in an all-gather of 8 x H100: github.com/NVIDIA/nccl-tests/issues/326",
 )
-SYNC = Efficiency(
+WEIGHT_SYNC = AssumedRate(
     0.17,
     "17 % of a link in a weight sync",
     "8.25 GB/s over 400 Gb/s, 32 x H100: verl, checkpoint_engine/README.md",
 )
-PAGEABLE = Efficiency(
+PAGEABLE_COPY = AssumedRate(
     2.8e9,
     "2.8 GB/s between the GPU and host memory that is not pinned",
     "H200: github.com/sgl-project/sglang/pull/32032",
 )
-STEP = Efficiency(
+DECODE_WAIT = AssumedRate(
     0.002,
     "2 ms per decode step for vLLM's scheduler",
     "2 to 3 ms, 256 sequences: github.com/vllm-project/vllm/issues/10634",
 )
-EAGER_STEP = Efficiency(
+EAGER_DECODE_WAIT = AssumedRate(
     0.025,
     "25 ms per decode step without CUDA graphs",
     "26 ms, with graphs 3 ms: github.com/sgl-project/sglang/pull/33293",

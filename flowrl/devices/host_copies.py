@@ -11,10 +11,10 @@ from flowrl.devices.device import Device, packed_size, unpack_bytes
 
 _WORD = 4
 _NUM_SUMS = 1021
-"""Number of sums in a digest. It is prime, so that rows of a matrix which change places also change the sums."""
+"""Number of sums in a digest. It is prime, so that an exchange of two rows of a matrix usually changes the digest."""
 
-_DIGESTED = 16 * _WORD * _NUM_SUMS
-"""Size in bytes from which memory has a digest. Less memory is copied each time."""
+_MIN_DIGEST_BYTES = 16 * _WORD * _NUM_SUMS
+"""Minimum size of memory with a digest, in bytes. Smaller memory is always copied."""
 
 
 @dataclass
@@ -23,59 +23,62 @@ class _Copy:
 
     host: Tensor
     """Bytes in host memory."""
+    buffer: Tensor
+    """Host memory of several copies, which stays pinned as long as this object exists."""
     digest: Tensor | None = None
-    """Digest of the bytes; None if they are always copied."""
+    """Digest of the bytes; None if they must be copied again."""
 
 
 class HostCopies:
-    """Keeps copies of tensors in host memory while their memory on a device is free.
+    """Keeps copies of tensors in host memory while other roles use their device memory.
 
-    `free` releases the memory of tensors, which stay valid objects, but must not be used until `restore`. Memory whose
-    content equals its copy is not copied again, such as that of frozen weights. Host memory is pinned, and allocated
-    once. For the CPU, nothing is copied or released.
+    `offload` releases the device memory of tensors. They remain valid objects, but must not be used until `onload`.
+    Memory is not copied again if its digest equals that of its copy, for example for frozen weights. After a training
+    step, `mark_changed` is required. Host memory is pinned, and allocated again only if a tensor changes its size. On
+    the CPU, all methods do nothing.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._copies: dict[int, _Copy] = {}
         """Maps the address of a storage object to the copy of its memory."""
-        self._freed: dict[int, UntypedStorage] = {}
+        self._offloaded: dict[int, UntypedStorage] = {}
         self._wait: Callable[[], None] | None = None
-        """Waits for the copies of the last `save`."""
+        """Waits for the copies of the last `start_copy`."""
 
-    def save(self, tensors: Iterable[Tensor]) -> None:
+    def start_copy(self, tensors: Iterable[Tensor]) -> None:
         """Starts to copy tensors to host memory. Later operations on the device may run at the same time.
 
-        A tensor that changes before the copy has ended is copied again by `free`.
+        A tensor that changes afterwards is copied again by `offload`.
         """
         if self._device.has_own_memory:
-            self._save(_storages(tensors))
+            self._start_copy(_storages(tensors))
 
-    def free(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copies tensors to host memory, waits for the copies, and releases the memory of the tensors."""
         if not self._device.has_own_memory:
             return
         storages = _storages(tensors)
-        self._save(storages)
+        self._start_copy(storages)
         self._finish()
         for storage in storages:
-            self._freed[storage._cdata] = storage
+            self._offloaded[storage._cdata] = storage
             storage.resize_(0)
 
-    def restore(self) -> None:
-        """Allocates the memory of all freed tensors and starts to copy their contents back. Does not wait: later
+    def onload(self) -> None:
+        """Allocates the memory of all offloaded tensors and starts to copy their contents back. Does not wait: later
         operations of the current stream see the contents.
         """
-        for key, storage in self._freed.items():
+        for key, storage in self._offloaded.items():
             host = self._copies[key].host
             storage.resize_(host.nbytes)
             _bytes_of(storage).copy_(host, non_blocking=True)
-        self._freed = {}
+        self._offloaded = {}
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of a freed tensor in host memory. Returns other tensors themselves."""
+        """Returns a copy of an offloaded tensor in host memory. Returns other tensors themselves."""
         storage = _local(tensor).untyped_storage()
-        if storage._cdata not in self._freed:
+        if storage._cdata not in self._offloaded:
             return tensor
         copied = torch.empty_like(tensor, device="cpu")
         local, host = _local(tensor), self._copies[storage._cdata].host.view(tensor.dtype)
@@ -83,14 +86,20 @@ class HostCopies:
         _local(copied).copy_(host.as_strided(local.size(), local.stride(), start))
         return copied
 
+    def mark_changed(self, tensors: Iterable[Tensor]) -> None:
+        """Makes the next copy of tensors unconditional. A digest may miss the few small changes of a training step."""
+        for storage in _storages(tensors):
+            if (copied := self._copies.get(storage._cdata)) is not None:
+                copied.digest = None
+
     def forget(self) -> None:
         """Drops all copies, after other tensors have replaced the copied ones."""
         if self._copies:
             self._finish()
-            self._device.wait_for_stream()  # for the copies of `restore`
-        self._copies, self._freed = {}, {}
+            self._device.wait_for_stream()  # for the copies of `onload`
+        self._copies, self._offloaded = {}, {}
 
-    def _save(self, storages: Sequence[UntypedStorage]) -> None:
+    def _start_copy(self, storages: Sequence[UntypedStorage]) -> None:
         self._finish()
         new = [storage for storage in storages if self._lacks(storage)]
         if new:
@@ -103,7 +112,7 @@ class HostCopies:
                 pairs.append((copied.host, memory))
             copied.digest = digest
         if pairs:
-            self._wait = self._device.save(pairs)
+            self._wait = self._device.copy_to_host(pairs)
 
     def _lacks(self, storage: UntypedStorage) -> bool:
         known = self._copies.get(storage._cdata)
@@ -113,7 +122,7 @@ class HostCopies:
         memories = [_bytes_of(storage) for storage in storages]
         buffer = self._device.host_buffer(packed_size(memories))
         for storage, host in zip(storages, unpack_bytes(buffer, memories), strict=True):
-            self._copies[storage._cdata] = _Copy(host)
+            self._copies[storage._cdata] = _Copy(host, buffer)
 
     def _finish(self) -> None:
         if self._wait is not None:
@@ -142,11 +151,11 @@ def _digests(memories: Sequence[Tensor]) -> list[Tensor | None]:
 
     On a GPU, they take about one hundredth of the time of copies to the host. Returns None for little memory.
     """
-    large = [memory for memory in memories if memory.nbytes >= _DIGESTED]
+    large = [memory for memory in memories if memory.nbytes >= _MIN_DIGEST_BYTES]
     if not large:
         return [None] * len(memories)
     sums = iter(torch.stack([_digest(memory) for memory in large]).cpu())
-    return [next(sums) if memory.nbytes >= _DIGESTED else None for memory in memories]
+    return [next(sums) if memory.nbytes >= _MIN_DIGEST_BYTES else None for memory in memories]
 
 
 def _digest(memory: Tensor) -> Tensor:
@@ -155,5 +164,5 @@ def _digest(memory: Tensor) -> Tensor:
     words = memory[: num_rows * row].view(torch.int32).view(num_rows, _NUM_SUMS)
     digest = words.sum(0, dtype=torch.int64)
     rest = memory[num_rows * row :].long()
-    places = torch.arange(len(rest), device=memory.device)
-    return digest.scatter_add_(0, places // _WORD, rest << (8 * (places % _WORD)))
+    positions = torch.arange(len(rest), device=memory.device)
+    return digest.scatter_add_(0, positions // _WORD, rest << (8 * (positions % _WORD)))

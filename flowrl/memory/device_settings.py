@@ -6,7 +6,7 @@ the devices, and the memory check), `fit_engine` (values of an engine outside of
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -20,10 +20,12 @@ from flowrl.config import (
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
+    TransferConfig,
     VllmConfig,
     default_compute_dtype,
     find_tokenizer_role,
     keys_of,
+    models_of,
     shards_model,
 )
 from flowrl.config.base import DeviceKind
@@ -45,17 +47,35 @@ _logger = logging.getLogger(__name__)
 Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
 """Settings of a role that generates text."""
 
-UNTESTED_FEATURES = (
-    "engine.compile",
-    "engine.overlap_all_reduce",
-    "engine.offload_activations",
-    "vllm.async_scheduling",
-    "fork_workers",
-    "rollout.transfer.drop_weights",
-    "rollout.transfer.senders all",
-    "rollout.transfer.via cuda_ipc with engine.offload idle",
-)
-"""Settings of features that are off by default, because they have not run on a GPU."""
+UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
+    "engine.compile": lambda config: any(value.engine.compile for value in models_of(config).values()),
+    "engine.overlap_all_reduce": lambda config: any(
+        value.engine.overlap_all_reduce for value in models_of(config).values()
+    ),
+    "engine.offload_activations": lambda config: any(
+        value.engine.offload_activations for value in models_of(config).values()
+    ),
+    "vllm.async_scheduling": lambda config: any(
+        settings.async_scheduling for value in config.role_settings.values() if (settings := _vllm_of(value))
+    ),
+    "fork_workers": lambda config: config.fork_workers is True,
+    "rollout.transfer.drop_weights": lambda config: any(each.drop_weights for each in _transfers(config)),
+    "rollout.transfer.senders all": lambda config: any(each.senders == "all" for each in _transfers(config)),
+    "rollout.transfer.via cuda_ipc with engine.offload idle": lambda config: (
+        any(each.via == "cuda_ipc" for each in _transfers(config))
+        and any(value.engine.offload == "idle" for value in models_of(config).values())
+    ),
+}
+"""Settings of features that are off by default, because they have not run on a GPU -> whether a run uses them."""
+
+
+def _vllm_of(value: RoleConfig) -> VllmConfig | None:
+    return value.vllm if isinstance(value, RolloutConfig | JudgeConfig) else None
+
+
+def _transfers(config: RunConfig) -> list[TransferConfig]:
+    return [value.transfer for value in config.role_settings.values() if isinstance(value, RolloutConfig)]
+
 
 _LARGE_GPU = 70 * 2**30
 """Memory in bytes from which vLLM decodes 1,024 sequences by default (vLLM 0.32: engine/arg_utils.py:2923-2941)."""
@@ -295,7 +315,11 @@ def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
     lines += aligned(rows, len(heads))
     lines += [f"warning: {warning}" for warning in find_costly_settings(fitted, planned)]
     if planned.kind == "cuda":
-        lines.append(f"off by default until they have run on a GPU: {', '.join(UNTESTED_FEATURES)}")
+        used = [name for name, is_used in UNTESTED_FEATURES.items() if is_used(stated)]
+        unused = [name for name in UNTESTED_FEATURES if name not in used]
+        lines.append(f"off by default until they have run on a GPU: {', '.join(unused)}")
+        if used:
+            lines.append(f"on, but have not run on a GPU: {', '.join(used)}")
     return "\n".join(lines)
 
 

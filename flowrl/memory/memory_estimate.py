@@ -108,14 +108,14 @@ class DeviceMemory:
 
     def resident(self, role: str, caller: str, call: CallMemory) -> int:
         """Returns the resident bytes of `role` while a call of `caller` (possibly the same role) runs."""
-        memory, caller_memory = self.roles[role], self.roles[caller]
+        memory, caller_memory = self.roles[role], self.roles.get(caller)
         if memory is None:
             return 0
         if role == caller:
             return memory.resident_during(call)
         if not memory.offloads:
             return memory.resident
-        shares = call.beside_actor or (caller_memory is not None and caller_memory.shares_actor_weights)
+        shares = call.has_actor_weights or (caller_memory is not None and caller_memory.shares_actor_weights)
         is_shared = role == "actor" and shares
         return memory.weights if is_shared else 0
 

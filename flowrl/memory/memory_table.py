@@ -207,7 +207,7 @@ def _total_cells(device: DeviceMemory, budget: MemoryBudget) -> list[str]:
     if not device.is_known:
         return ["all", "unknown", *[""] * 9]
     resident = sum(device.resident(other, role, call) for other in device.roles) + device.process
-    return [f"all{limit}", "", "", _gb(resident), f"{role}.{call.name}", *[""] * 5, _gb(needed)]
+    return [f"all{limit}", "", "", _gb(resident), f"{role}.{call.name}" if role else "", *[""] * 5, _gb(needed)]
 
 
 def _gb(count: float) -> str:

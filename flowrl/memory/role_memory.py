@@ -35,7 +35,7 @@ class CallMemory:
     """Bytes of buckets of transferred weights, and of the logits and probabilities of a sampler."""
     without_cache: bool = False
     """Whether the role's KV cache is not allocated during the call, because a sleeping vLLM wakes only its weights."""
-    beside_actor: bool = False
+    has_actor_weights: bool = False
     """Whether the weights of an actor that offloads stay on the device during the call."""
 
     @property

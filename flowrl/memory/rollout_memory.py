@@ -192,7 +192,7 @@ def _load_weights(load: RolloutLoad) -> CallMemory:
         gathered=module + exported,
         buffers=buckets,
         without_cache=load.is_evicted_by_actor,
-        beside_actor=load.transport == "cuda_ipc",
+        has_actor_weights=load.transport == "cuda_ipc",
     )
 
 

@@ -126,7 +126,7 @@ def _cluster(config: RolloutRunConfig) -> Cluster:
         dedicated=config.dedicated_roles(),
         num_threads=config.threads,
         prepare=("flowrl.workers",),
-        forks=config.fork_workers,
+        fork_workers=config.fork_workers,
         call_timeout_s=config.call_timeout_s,
         start_timeout_s=config.start_timeout_s,
     )

@@ -134,7 +134,7 @@ def _start_cluster(checked: CheckedRun, progress: LiveProgress) -> Cluster:
         dedicated=config.dedicated_roles(),
         num_threads=config.threads,
         prepare=("flowrl.run.advantages", "flowrl.workers"),
-        forks=config.fork_workers,
+        fork_workers=config.fork_workers,
         call_timeout_s=config.call_timeout_s,
         start_timeout_s=config.start_timeout_s,
         deterministic=config.deterministic,

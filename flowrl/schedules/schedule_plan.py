@@ -24,6 +24,7 @@ _TRANSPORT_LABELS: dict[Transport, str] = {
     "object_store": "object store",
     "cuda_ipc": "CUDA IPC",
     "nccl": "NCCL",
+    "gloo": "gloo",
 }
 
 
@@ -45,7 +46,7 @@ def check_schedule(config: RunConfig, planned: Plan) -> None:
 
 
 def _check_drop(config: RolloutRunConfig, planned: Plan) -> None:
-    """Raises `ConfigError` if the rollout does not sleep, or may generate between two weight syncs."""
+    """Raises `ConfigError` if the rollout does not sleep, or generates while the actor trains."""
     start, fix = "rollout.transfer.drop_weights is true, but", "set rollout.transfer.drop_weights: false"
     if config.schedule.kind != "sync":
         raise ConfigError(
@@ -55,7 +56,7 @@ def _check_drop(config: RolloutRunConfig, planned: Plan) -> None:
     if not config.rollout.can_sleep(on_gpus=planned.kind == "cuda"):
         setting = config.rollout.name_setting("sleep")
         raise ConfigError(
-            f"{start} rollout keeps its devices while other roles use them: {fix}"
+            f"{start} the rollout does not sleep, so it keeps its weights while other roles use the devices: {fix}"
             f"{'' if setting is None else f', or rollout.{setting}: true'}"
         )
 

@@ -50,7 +50,8 @@ class PassTime:
 
 
 def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: DeviceRates, link: float) -> PassTime:
-    """Returns the time of passes over rows. `link` has the bytes per second between the ranks of a model's copy."""
+    """Returns the time of passes over rows. `link` has the bytes per second between the ranks that
+    gather or all-reduce the model."""
     is_training, repeats, sp = load.num_updates > 0, max(1, load.num_updates), model.mesh.sp
     lengths, targets = [load.length] * load.rows, load.targets * load.rows
     needed = flops.count(lengths, targets, is_training=is_training)

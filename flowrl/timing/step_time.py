@@ -26,7 +26,15 @@ from flowrl.config import (
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.data.dtypes import ITEMSIZE
-from flowrl.devices.device_rates import EAGER_STEP, LINK, MEMORY, PAGEABLE, STEP, SYNC, DeviceRates
+from flowrl.devices.device_rates import (
+    DECODE_WAIT,
+    EAGER_DECODE_WAIT,
+    LINK,
+    MEMORY,
+    PAGEABLE_COPY,
+    WEIGHT_SYNC,
+    DeviceRates,
+)
 from flowrl.engines.train.model_flops import ModelFlops, planned_flops
 from flowrl.memory.device_settings import FittedRun
 from flowrl.memory.memory_estimate import explain_unknown_sizes, read_role_models
@@ -36,7 +44,7 @@ from flowrl.timing.phase_time import GenerationLoad, PassLoad, generation_time, 
 Stage = Literal["generation", "switch", "scoring", "update", "sync"]
 """Part of a step. Phases of one stage run at the same time if their devices differ."""
 
-Device = tuple[int, int]
+DeviceIndex = tuple[int, int]
 """Index of a node, and index of a device on it."""
 
 
@@ -59,7 +67,7 @@ class Phase:
 
     name: str
     stage: Stage
-    devices: frozenset[Device]
+    devices: frozenset[DeviceIndex]
     seconds: float
     details: str
     model_flops: float = 0.0
@@ -86,7 +94,7 @@ class StepTime:
 
     @property
     def num_devices(self) -> int:
-        return len(frozenset[Device]().union(*(phase.devices for phase in self.phases)))
+        return len(frozenset[DeviceIndex]().union(*(phase.devices for phase in self.phases)))
 
     @property
     def mfu(self) -> float:
@@ -101,8 +109,8 @@ def step_seconds(phases: Sequence[Phase], *, is_overlapped: bool) -> float:
     Stages run one after another. In a stage, phases on the same device add up, and the slowest device determines the
     time. With `is_overlapped`, generation and the other stages run at the same time, unless they share devices.
     """
-    busy: defaultdict[Device, float] = defaultdict(float)
-    stages: defaultdict[Stage, defaultdict[Device, float]] = defaultdict(lambda: defaultdict(float))
+    busy: defaultdict[DeviceIndex, float] = defaultdict(float)
+    stages: defaultdict[Stage, defaultdict[DeviceIndex, float]] = defaultdict(lambda: defaultdict(float))
     for phase in phases:
         for device in phase.devices:
             busy[device] += phase.seconds
@@ -158,7 +166,16 @@ def _find_omitted(config: RunConfig) -> Iterator[str]:
     """Yields the parts of a step that are not estimated."""
     if any(isinstance(value, JudgeConfig) for value in config.role_settings.values()):
         yield "judges"
+    engines = [value.engine for value in models_of(config).values()]
+    if any(engine.offload_activations for engine in engines):
+        yield "engine.offload_activations"
+    if any(engine.compile for engine in engines):
+        yield "engine.compile"
     if isinstance(config, RolloutRunConfig):
+        if config.rollout.vllm is not None and config.rollout.vllm.async_scheduling:
+            yield "vllm.async_scheduling"
+        if config.rollout.transfer.senders == "all":
+            yield "transfer.senders all"
         if config.environment is not None or config.rollout.environment is not None:
             yield "the environment and its turns"
         if config.dynamic_sampling is not None:
@@ -230,12 +247,12 @@ class _StepEstimator:
         assert flops is not None, "models of known size have matrices of known kinds"
         return flops
 
-    def _devices(self, role: str) -> frozenset[Device]:
+    def _devices(self, role: str) -> frozenset[DeviceIndex]:
         return frozenset(device for slot in self._planned.slots(role) for device in slot.node_devices)
 
     def _link(self, *roles: str, num_devices: int) -> float:
         """Returns the bytes per second between `num_devices` devices of some roles: NVLink if a node has them all."""
-        nodes = Counter(node for node, _ in frozenset[Device]().union(*map(self._devices, roles)))
+        nodes = Counter(node for node, _ in frozenset[DeviceIndex]().union(*map(self._devices, roles)))
         return self._rates.nvlink if num_devices <= min(nodes.values()) else self._rates.network
 
     def _pass(self, role: str, name: str, stage: Stage, rows: int, num_updates: int) -> Phase:
@@ -278,7 +295,7 @@ class _StepEstimator:
             token_bytes=size.cached_values * element / num_devices,
             cache_bytes=memory.kv_cache or math.inf,
             num_devices=num_devices,
-            step_s=(STEP if is_vllm and settings.graphs else EAGER_STEP).value,
+            step_s=(DECODE_WAIT if is_vllm and settings.graphs else EAGER_DECODE_WAIT).value,
             summed_bytes=size.layers * 2 * size.hidden * element * 2 * (num_devices - 1) / num_devices,
         )
         flops = planned_flops(size.config, has_head=True)
@@ -293,7 +310,7 @@ class _StepEstimator:
 
     def _switch(self) -> Phase | None:
         """Returns the copies between GPUs and host memory with which roles leave their devices and return."""
-        seconds: defaultdict[Device, float] = defaultdict(float)
+        seconds: defaultdict[DeviceIndex, float] = defaultdict(float)
         moved = 0
         for device in self._fitted.devices:
             for role, memory in device.roles.items():
@@ -327,9 +344,9 @@ class _StepEstimator:
         is_alone = self._planned.roles["actor"].mesh.size == 1
         rate: Mapping[str, float] = {
             "local": rates.memory / 2 * MEMORY.value,
-            "cuda_ipc": SYNC.value * (rates.memory / 4 if is_alone else link),
-            "nccl": SYNC.value * link,
-            "object_store": PAGEABLE.value / 2,
+            "cuda_ipc": WEIGHT_SYNC.value * (rates.memory / 4 if is_alone else link),
+            "nccl": WEIGHT_SYNC.value * link,
+            "object_store": PAGEABLE_COPY.value / 2,
         }
         if transport == "shared":
             return None

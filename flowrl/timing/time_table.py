@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 from flowrl.controller.placement.plan_table import aligned
 from flowrl.devices.device_rates import (
-    EAGER_STEP,
+    DECODE_WAIT,
+    EAGER_DECODE_WAIT,
     GENERATION,
     LINK,
     MEMORY,
-    PAGEABLE,
-    STEP,
-    SYNC,
+    PAGEABLE_COPY,
     TRAINING,
-    Efficiency,
+    WEIGHT_SYNC,
+    AssumedRate,
 )
-from flowrl.timing.step_time import Device, StepTime
+from flowrl.timing.step_time import DeviceIndex, StepTime
 
 
 def render_time(step: StepTime) -> str:
@@ -46,11 +46,11 @@ def render_time(step: StepTime) -> str:
     )
 
 
-_TRAINING: tuple[Efficiency, ...] = (TRAINING, MEMORY, LINK)
-_ROLLOUT = (*_TRAINING, GENERATION, STEP, EAGER_STEP, SYNC, PAGEABLE)
+_TRAINING: tuple[AssumedRate, ...] = (TRAINING, MEMORY, LINK)
+_ROLLOUT = (*_TRAINING, GENERATION, DECODE_WAIT, EAGER_DECODE_WAIT, WEIGHT_SYNC, PAGEABLE_COPY)
 """Assumptions of every run, and of runs with a rollout."""
 
 
-def _describe_devices(devices: Sequence[Device]) -> str:
+def _describe_devices(devices: Sequence[DeviceIndex]) -> str:
     first, *others = (f"{node}:{device}" for node, device in devices)
     return f"{first} to {others[-1]}" if others else first

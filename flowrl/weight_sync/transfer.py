@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from flowrl.config import ConfigError, RolloutConfig, RunConfig, TransferConfig
+from flowrl.config import ConfigError, RolloutConfig, RunConfig, TrainedConfig, TransferConfig, models_of
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.weight_transport import (
     Transport,
@@ -165,6 +165,23 @@ def check_cuda_ipc(config: RunConfig, planned: Plan, problem: tuple[str, str] | 
         raise ConfigError(
             f"{role}.transfer.via is {value.transfer.via}, which selects CUDA IPC on these devices, but {reason}: {fix}"
         )
+
+
+def check_senders(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if `transfer.senders: all` has no effect."""
+    transports, actor = choose_transports(config, planned), models_of(config).get("actor")
+    for role, value in config:
+        if not isinstance(value, RolloutConfig) or value.transfer.senders == "one":
+            continue
+        transport, tp, reason = transports.get(role), planned.roles["actor"].mesh.tp, None
+        if transport not in ("nccl", "gloo"):
+            reason = f"the transport of its weights is {transport}, which has no senders"
+        elif isinstance(actor, TrainedConfig) and actor.lora is not None:
+            reason = "the first rank of the actor sends all weights, because it merges the LoRA adapter"
+        elif tp > 1:
+            reason = f"the first rank of the actor sends all weights, because the actor has tp {tp}"
+        if reason is not None:
+            raise ConfigError(f"{role}.transfer.senders is all, but {reason}: set {role}.transfer.senders: one")
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,8 @@ class Actor(TrainedWorker["ActorGroup"]):
     def share_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None, after: object = None) -> IpcBucket:
         """Copies a bucket into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the bucket.
 
-        `after` is a future that delays this call until the rollout has read the previous bucket. The weights are on
-        the device since `begin_sharing`.
+        `after` is a future that delays this call until the rollout has read the previous bucket. `begin_sharing` must
+        run first, because it keeps the weights on the device.
         """
         metadata = self.describe_weights(bucket, bucket_mb, dtype)
         self.context.add_usage(weight_bytes=sum(metadata.sizes))
@@ -221,7 +221,7 @@ class Actor(TrainedWorker["ActorGroup"]):
     @register(Dispatch.RANK_ZERO, memory=())
     def open_transfer_group(self, num_receivers: int, all_send: bool) -> TransferGroup:
         """Returns the rendezvous of a broadcast to `num_receivers` devices. With `all_send`, each rank that can export
-        a part of the weights sends it, otherwise rank 0 sends all.
+        a part of the weights sends it. Otherwise, rank 0 sends all weights.
 
         Listens on the port until `join_transfer_group`, so that no other process can take it.
         """
@@ -231,7 +231,7 @@ class Actor(TrainedWorker["ActorGroup"]):
 
     @register(Dispatch.ALL_TO_ONE, blocking=False, memory=())
     def join_transfer_group(self, group: TransferGroup) -> None:
-        """Joins a broadcast if this rank sends. Blocks until all receivers have joined."""
+        """Joins a broadcast if this rank sends. Waits until all receivers have joined."""
         index: int | None = None if self.rank else 0
         if group.num_senders > 1:
             assert isinstance(self.engine, PartExport), "several ranks send parts"

@@ -88,8 +88,8 @@ class ActorGroup(TypedGroup):
     ) -> list[IpcBucket]:
         """Copies a bucket into this GPU's IPC buffer and returns the IPC handle. The next call overwrites the bucket.
 
-        `after` is a future that delays this call until the rollout has read the previous bucket. The weights are on
-        the device since `begin_sharing`.
+        `after` is a future that delays this call until the rollout has read the previous bucket. `begin_sharing` must
+        run first, because it keeps the weights on the device.
         """
 
     @nonblocking
@@ -99,14 +99,14 @@ class ActorGroup(TypedGroup):
     @blocking
     def open_transfer_group(self, num_receivers: OrFuture[int], all_send: OrFuture[bool]) -> TransferGroup:
         """Returns the rendezvous of a broadcast to `num_receivers` devices. With `all_send`, each rank that can export
-        a part of the weights sends it, otherwise rank 0 sends all.
+        a part of the weights sends it. Otherwise, rank 0 sends all weights.
 
         Listens on the port until `join_transfer_group`, so that no other process can take it.
         """
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[TransferGroup]) -> None:
-        """Joins a broadcast if this rank sends. Blocks until all receivers have joined."""
+        """Joins a broadcast if this rank sends. May block until all members have joined."""
 
     @nonblocking
     def broadcast_weights(
@@ -455,7 +455,7 @@ class RolloutGroup(TypedGroup):
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[TransferGroup]) -> list[None]:
-        """Joins a broadcast with all devices of this replica. Blocks until all members have joined."""
+        """Joins a broadcast with all devices of this replica. May block until all members have joined."""
 
     @nonblocking
     def load_broadcast(

@@ -432,9 +432,9 @@ class Rollout(Worker["RolloutGroup"]):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=())
     def join_transfer_group(self, group: "TransferGroup") -> None:
-        """Joins a broadcast with all devices of this replica. Blocks until all members have joined."""
+        """Joins a broadcast with all devices of this replica. Waits until all members have joined."""
         self._check_not_replayed()
-        assert isinstance(self.engine, BroadcastEngine), "nccl requires an engine with this transport"
+        assert isinstance(self.engine, BroadcastEngine), "a broadcast requires an engine with the transport nccl"
         self.engine.join_transfer_group(group, self.rank * self.context.num_tp_devices)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))

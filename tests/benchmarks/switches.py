@@ -45,10 +45,10 @@ def copied_mb(device: CountingDevice, engine: FsdpEngine, work: Callable[[FsdpEn
     """Returns the megabytes that the engine copies to host memory when it leaves its device after some work."""
     for _ in range(2):  # the first time, everything is copied
         work(engine)
-        device.saved = 0
+        device.copied = 0
         engine.offload()
         engine.onload()
-    return device.saved / 1e6
+    return device.copied / 1e6
 
 
 def compute(engine: FsdpEngine) -> None:

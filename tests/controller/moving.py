@@ -17,7 +17,7 @@ class Moving(Worker):
         can_offload: whether the worker can be offloaded.
     """
 
-    stateless = True
+    stateless = replicated = True
 
     def __init__(self, diary: Path, can_offload: bool = True) -> None:
         self.diary, self.offloaded = diary, frozenset()
@@ -65,6 +65,14 @@ class Training(Moving):
     """Has state that cannot be restored."""
 
     stateless = False
+
+
+class Slow(Moving):
+    """Its offload takes half a second."""
+
+    def offload(self, *, keep_weights: bool) -> None:
+        time.sleep(0.5)
+        super().offload(keep_weights=keep_weights)
 
 
 class Stuck(Moving):

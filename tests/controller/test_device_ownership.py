@@ -11,7 +11,7 @@ from flowrl.controller.errors import FlowError
 from flowrl.controller.group import DeviceOwnership
 from flowrl.controller.placement.plan import Slot
 from tests.conftest import ClusterMaker
-from tests.controller.moving import Moving, Stuck, Training
+from tests.controller.moving import Moving, Slow, Stuck, Training
 
 HOST = Slot("main", 0, 0, 0, device=0)
 LEADER = Slot("main/rollout", 0, 0, 0, device=0, device_pool="main", tp_devices=(1,))
@@ -168,3 +168,37 @@ def test_a_replaced_process_is_loaded_at_its_next_call(ray_session, open_cluster
     assert two.lines()[before + 5 :] == expected, "a process without workers is not offloaded"
     two.rollout.work().get()
     assert two.lines()[before + 7 :] == ["actor offload", *recovery]
+
+
+@pytest.mark.parametrize("ranks", ["each other", "alone"])
+def test_every_process_on_the_devices_of_a_leader_waits_for_its_eviction(
+    ranks: str, ray_session: None, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    """Each rank of the actor is on one of the two devices. The calls are not collective."""
+    roles = {"actor": "main", "rollout": {"pool": "main", "tp": 2}}
+    cluster: Cluster = open_cluster("ray", {"main": [2]}, roles, dedicated=("rollout",), num_threads=1)
+    diary = tmp_path / "diary"
+    actor = cluster.group("actor", Moving, diary, False)
+    rollout = cluster.group("rollout", Slow, diary)
+    for _ in range(2):
+        rollout.work.submit()
+        if ranks == "alone":
+            for rank in (1, 0):
+                actor.replica(rank).work.submit()
+        else:
+            actor.work.submit()
+    cluster.wait_for_calls()
+    turn = ["rollout work", "rollout offload", "actor work", "actor work", "rollout onload weights and cache"]
+    lines = [line for line in diary.read_text().splitlines() if "start" not in line]
+    assert lines == [*turn, *turn[:-1]]
+
+
+def test_an_eviction_is_awaited_once_by_each_process_on_the_devices(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    two = Two(open_cluster, "inline", tmp_path)
+    eviction = two.cluster._eviction
+    (actor,), (rollout,) = two.actor.slots, two.rollout.slots
+    eviction.before(rollout)
+    assert len(eviction.before(actor)) == 1
+    assert eviction.before(actor) == []
+    assert eviction.before_joining(rollout) == []
+    assert len(eviction.before(rollout)) == 1

@@ -1,5 +1,6 @@
 """A device that records its operations."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -44,14 +45,16 @@ class RecordedDevice:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         self._record("host buffer")
-        return self._device.host_buffer(num_bytes)
+        buffer = self._device.host_buffer(num_bytes)
+        weakref.finalize(buffer, self._record, "unpin").atexit = False  # as that of a GPU
+        return buffer
 
-    def save(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        self._record("save")
-        wait = self._device.save(copies)
+    def copy_to_host(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        self._record("copy to host")
+        wait = self._device.copy_to_host(copies)
 
         def recorded() -> None:
-            self._record("saved")
+            self._record("copied")
             wait()
 
         return recorded

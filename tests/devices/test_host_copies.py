@@ -26,11 +26,11 @@ class CountingDevice(RecordedDevice):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device, lambda _: None)
-        self.saved = 0
+        self.copied = 0
 
-    def save(self, copies):
-        self.saved += sum(source.nbytes for _, source in copies)
-        return super().save(copies)
+    def copy_to_host(self, copies):
+        self.copied += sum(source.nbytes for _, source in copies)
+        return super().copy_to_host(copies)
 
 
 @pytest.fixture(params=["cpu", GPU])
@@ -51,18 +51,18 @@ def test_freed_tensors_hold_no_memory_until_they_are_restored(name: str, device:
     tensors = [torch.randn(LARGE, device=name), torch.randn(7, 3, device=name), torch.arange(5, device=name)]
     expected = [tensor.clone() for tensor in tensors]
     copies = HostCopies(device)
-    copies.free(tensors)
+    copies.offload(tensors)
     assert held(*tensors) == 0
-    copies.restore()
+    copies.onload()
     assert all(map(torch.equal, tensors, expected))
 
 
 def test_tensors_that_share_memory_are_copied_once(name: str, device: CountingDevice) -> None:
     whole = torch.randn(4, LARGE, device=name)
     expected, copies = whole.clone(), HostCopies(device)
-    copies.free([whole[1], whole, nn.Parameter(whole[2:])])
-    assert device.saved == expected.nbytes
-    copies.restore()
+    copies.offload([whole[1], whole, nn.Parameter(whole[2:])])
+    assert device.copied == expected.nbytes
+    copies.onload()
     assert torch.equal(whole, expected)
 
 
@@ -82,24 +82,39 @@ def test_only_a_tensor_that_has_changed_is_copied_again(name: str, device: Count
     weights = torch.randn(2, LARGE + 3, dtype=torch.bfloat16, device=name)
     copies = HostCopies(device)
     for _ in range(2):
-        copies.free([weights])
-        copies.restore()
+        copies.offload([weights])
+        copies.onload()
     change(weights)
     expected = weights.clone()
-    copies.free([weights])
-    copies.restore()
+    copies.offload([weights])
+    copies.onload()
     assert torch.equal(weights, expected)
-    assert device.saved == num_copied * weights.nbytes
+    assert device.copied == num_copied * weights.nbytes
+
+
+def test_changes_that_a_digest_misses_are_copied_after_a_step(name: str, device: CountingDevice) -> None:
+    """A digest adds words at a distance of 1,021, so that opposite changes of two of them cancel."""
+    weights = torch.ones(LARGE, dtype=torch.float32, device=name)
+    copies = HostCopies(device)
+    copies.offload([weights])
+    copies.onload()
+    weights.view(torch.int32)[0] += 1
+    weights.view(torch.int32)[1021] -= 1
+    expected = weights.clone()
+    copies.mark_changed([weights])
+    copies.offload([weights])
+    copies.onload()
+    assert torch.equal(weights, expected)
 
 
 def test_a_tensor_that_changes_after_the_save_is_freed_with_its_last_content(name: str, device: CountingDevice) -> None:
     weights = torch.zeros(LARGE, device=name)
     copies = HostCopies(device)
-    copies.save([weights])
+    copies.start_copy([weights])
     assert held(weights) == weights.nbytes
     weights += 1
-    copies.free([weights])
-    copies.restore()
+    copies.offload([weights])
+    copies.onload()
     assert weights.unique().tolist() == [1]
 
 
@@ -108,10 +123,12 @@ def test_host_memory_is_allocated_once(name: str) -> None:
     copies = HostCopies(RecordedDevice(get_device(name), operations.append))
     weights = [torch.zeros(LARGE, device=name), torch.zeros(3, device=name)]
     for _ in range(3):
-        copies.free(weights)
-        copies.restore()
+        copies.offload(weights)
+        copies.onload()
         weights[0] += 1
-    assert operations.count("host buffer") == 1
+    assert operations.count("host buffer") == 1 and "unpin" not in operations
+    copies.forget()
+    assert operations[-1] == "unpin"
 
 
 def test_memory_that_grows_gets_new_host_memory(name: str, device: CountingDevice) -> None:
@@ -119,8 +136,8 @@ def test_memory_that_grows_gets_new_host_memory(name: str, device: CountingDevic
     copies = HostCopies(device)
     for size in (3, 50_000, 2):
         tensor.resize_(size).fill_(size)
-        copies.free([tensor])
-        copies.restore()
+        copies.offload([tensor])
+        copies.onload()
         assert tensor.tolist() == [size] * size
 
 
@@ -128,28 +145,28 @@ def test_a_freed_tensor_can_be_read_from_host_memory(name: str, device: Counting
     whole = torch.randn(6, LARGE, device=name)
     expected, part, kept = whole.cpu().clone(), whole[2:5, 10:90], torch.ones(3, device=name)
     copies = HostCopies(device)
-    copies.free([torch.ones(5, device=name), part])
+    copies.offload([torch.ones(5, device=name), part])
     read = copies.read(part)
     assert torch.equal(read, expected[2:5, 10:90])
     assert copies.read(kept) is kept
     read.zero_()
-    copies.restore()
+    copies.onload()
     assert torch.equal(whole.cpu(), expected)
 
 
 def test_forgotten_tensors_stay_free(name: str, device: CountingDevice) -> None:
     tensor = torch.randn(LARGE, device=name)
     copies = HostCopies(device)
-    copies.free([tensor])
+    copies.offload([tensor])
     copies.forget()
-    copies.restore()
+    copies.onload()
     assert held(tensor) == 0
 
 
 def test_nothing_is_copied_on_a_cpu() -> None:
     tensor = torch.randn(LARGE)
     address, copies = tensor.data_ptr(), HostCopies(get_device("cpu"))
-    copies.free([tensor])
+    copies.offload([tensor])
     assert tensor.data_ptr() == address != 0
 
 
@@ -165,11 +182,11 @@ def test_the_shard_of_a_sharded_tensor_is_freed_read_and_restored(mesh: DeviceMe
     expected = torch.randn(8, LARGE)
     sharded = distribute_tensor(expected.clone(), mesh, [Shard(0)])
     copies = HostCopies(CountingDevice(get_device("cpu")))
-    copies.free([sharded])
+    copies.offload([sharded])
     assert held(sharded.to_local()) == 0
     read = copies.read(sharded)
     assert isinstance(read, DTensor) and isinstance(sharded, DTensor)
     assert read.placements == sharded.placements
     assert torch.equal(read.full_tensor(), expected)
-    copies.restore()
+    copies.onload()
     assert torch.equal(sharded.full_tensor(), expected)

@@ -451,6 +451,25 @@ def test_a_plan_prints_the_settings_of_its_devices(capsys: pytest.CaptureFixture
     assert " ".join(untested).endswith(f" {', '.join(UNTESTED_FEATURES)}")
 
 
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("actor.engine.compile=true", "engine.compile"),
+        ("rollout.vllm.async_scheduling=auto", "vllm.async_scheduling"),
+        ("rollout.transfer.drop_weights=true", "rollout.transfer.drop_weights"),
+        ("fork_workers=true", "fork_workers"),
+    ],
+)
+def test_a_plan_names_the_untested_features_of_the_run(
+    setting: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = (f"actor.model.path={QWEN}", "placement=single", "placement.device=cuda", "placement.memory_gb=80")
+    assert main(["plan", str(ROOT / "recipes/grpo/arithmetic.yaml"), *values, *VLLM, setting, "--devices", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    off, on = (next(line for line in lines if line.startswith(start)) for start in ("off by default", "on, but"))
+    assert name not in off.replace(",", "").split() and on.split()[-1] == name
+
+
 def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:
     config = run_on("cuda", *VLLM)
     assert isinstance(config.actor, TrainedConfig)

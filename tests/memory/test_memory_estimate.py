@@ -13,7 +13,7 @@ from flowrl.config import ConfigError, EngineConfig, LoraConfig, RolloutConfig, 
 from flowrl.config.base import DeviceKind
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh
-from flowrl.memory.memory_estimate import estimate_memory, explain_unknown_sizes, read_sizes
+from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, explain_unknown_sizes, read_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget, render_memory
 from flowrl.memory.model_size import PUBLISHED, model_size_from_config, read_model_size
 from flowrl.memory.role_memory import RoleMemory, RoleModel, training_role
@@ -384,3 +384,10 @@ def test_the_documented_plan_of_published_peaks_is_the_estimate(name: str) -> No
         model = RoleModel(size, engine, Mesh(1, 1, 1, 1), "cuda", 4, True, num_tokens, lora)
         memory = training_role(model, None, "value", copies_checkpoints=False)
         assert f"{(memory.resident + memory.calls[0].total) / 2**30:.1f}" == shown
+
+
+def test_a_device_with_only_a_reward_function_has_no_peak_call() -> None:
+    device = DeviceMemory(0, 0, {"reward": RoleMemory(0, 0, ())}, {"process": 500_000_000})
+    assert device.peak[:2] == (500_000_000, "")
+    (total,) = [line for line in render_memory([device], MemoryBudget()).splitlines() if " all " in line]
+    assert total.split()[-2:] == ["0.5", "0.5"]

@@ -67,7 +67,7 @@ def test_a_sleeping_vllm_wakes_only_its_weights_to_load_new_ones() -> None:
 
 def test_weights_of_an_actor_that_offloads_stay_on_the_device_only_while_the_rollout_copies_them() -> None:
     actor = RoleMemory(7, 14, (CallMemory("update", gradients=7, activations=2),), offloads=True)
-    load = CallMemory("load_ipc", gathered=3, buffers=2, without_cache=True, beside_actor=True)
+    load = CallMemory("load_ipc", gathered=3, buffers=2, without_cache=True, has_actor_weights=True)
     generate = CallMemory("generate", activations=4)
     rollout = RoleMemory(6, 0, (generate, load), offloads=True, kv_cache=8)
     device = DeviceMemory(0, 0, {"actor": actor, "rollout": rollout}, {}, processes=APART)
@@ -82,7 +82,7 @@ def test_weights_of_an_actor_that_offloads_stay_on_the_device_only_while_the_rol
 def test_cuda_ipc_counts_the_weights_of_an_actor_that_offloads(via: str, expected: dict[str, bool]) -> None:
     config = grpo("Qwen/Qwen2.5-1.5B", "actor.engine.offload=idle", f"rollout.transfer.via={via}")
     rollout = memory_of(only_device(config), "rollout")
-    assert {call.name: call.beside_actor for call in rollout.calls if call.name != "generate"} == expected
+    assert {call.name: call.has_actor_weights for call in rollout.calls if call.name != "generate"} == expected
 
 
 @pytest.mark.parametrize(
@@ -216,23 +216,16 @@ def test_each_of_several_senders_needs_a_part_of_a_bucket_and_a_communicator_on_
     placement = {"device": "cuda", "pools": {"train": [2], "make": [1]}, "memory_gb": 80, "roles": roles}
     settings = ("rollout.transfer.bucket_mb=500", "rollout.transfer.senders=all")
 
-    def plan_of(*engine: str) -> tuple[RoleMemory, RoleMemory, RoleMemory]:
-        config = grpo("Qwen/Qwen2.5-1.5B", *settings, *engine)
-        config = config.model_copy(update={"placement": Placement.model_validate(placement)})
-        first, second, rollout = estimate_memory(config, plan_run(config, [3]), read_sizes(config))
-        return memory_of(first, "actor"), memory_of(second, "actor"), memory_of(rollout, "rollout")
-
-    communicator = 32 * 10_485_760
-    *actors, rollout = plan_of("actor.engine.strategy=fsdp")
-    for actor in actors:
+    config = grpo("Qwen/Qwen2.5-1.5B", "actor.engine.strategy=fsdp", *settings)
+    config = config.model_copy(update={"placement": Placement.model_validate(placement)})
+    first, second, last = estimate_memory(config, plan_run(config, [3]), read_sizes(config))
+    rollout, communicator = memory_of(last, "rollout"), 32 * 10_485_760
+    for actor in (memory_of(first, "actor"), memory_of(second, "actor")):
         broadcast = call_of(actor, "broadcast_weights")
         assert (broadcast.buffers, broadcast.gathered) == (250_000_000, EMBEDDING // 2)
         assert actor.fixed["NCCL"] == 3 * communicator
     assert call_of(rollout, "load_broadcast").buffers == 3 * 500_000_000
     assert rollout.fixed["NCCL"] == 2 * communicator
-    first, second, rollout = plan_of("actor.engine.strategy=fsdp", "actor.lora.rank=8")
-    assert "broadcast_weights" not in {call.name for call in second.calls}, "the adapter is merged on the first rank"
-    assert call_of(first, "broadcast_weights") and rollout.fixed["NCCL"] == communicator
 
 
 def test_each_tensor_parallel_device_has_a_vllm_process_with_its_buffers() -> None:

@@ -1,13 +1,14 @@
 """Schedules and routes that a plan rejects, and the data flow graph of `flowrl plan`, whose text is the feature."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from flowrl.config import ConfigError, Placement, load
 from flowrl.controller.placement.plan import Inventory, PlacementError, plan
-from flowrl.schedules.schedule_plan import check_routes, check_schedule, render_graph, trainer_routes
+from flowrl.controller.placement.weight_transport import Transport
+from flowrl.schedules.schedule_plan import _TRANSPORT_LABELS, check_routes, check_schedule, render_graph, trainer_routes
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import plan_run, ppo_settings
@@ -222,6 +223,10 @@ def test_routes_are_drawn():
 )
 def test_the_first_line_describes_the_schedule(replicas: int, schedule: dict[str, Any], text: str):
     assert text in drawn(replicas, 1, schedule).splitlines()[0]
+
+
+def test_every_transport_has_a_label():
+    assert set(_TRANSPORT_LABELS) == set(get_args(Transport))
 
 
 def test_shared_weights_have_no_transport():

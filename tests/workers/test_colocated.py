@@ -102,14 +102,22 @@ def test_only_the_weights_of_an_actor_that_offloads_stay_beside_those_of_the_rol
     config = TransferConfig(bucket_mb=0.3)
     num_buckets = run.actor.num_buckets(config.bucket_mb).get()
     share, read = "wait for stream", ["rollout receive", "wait for stream"]
-    moments, weights = ["host buffer", "save", "saved"], ["save"]
+    moments, weights = ["host buffer", "copy to host", "copied"], ["copy to host"]
     assert run.step(CudaIpcTransfer(run.actor, run.rollout, config)) == [
         *("rollout generate", *EVICTED_ROLLOUT, "actor update"),
         *("actor offload", *moments, *weights, "release cached", share, "rollout wake weights", *read),
         *["release ipc", share, *read] * (num_buckets - 1),
         *("release ipc", "release cached"),
-        # The weights were saved while the rollout loaded them. Only small ones, such as norms, are saved again.
-        *("actor offload", "saved", "save", "saved", "release cached", "rollout wake kv_cache", "rollout generate"),
+        # The weights were copied while the rollout loaded them. Only small ones, such as norms, are copied again.
+        *(
+            "actor offload",
+            "copied",
+            "copy to host",
+            "copied",
+            "release cached",
+            "rollout wake kv_cache",
+            "rollout generate",
+        ),
     ]
 
 

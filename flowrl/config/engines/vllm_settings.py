@@ -45,7 +45,7 @@ class VllmConfig(Config):
     on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. False lets other roles use the devices
     anyway."""
 
-    def schedules_ahead(self, *, on_gpus: bool) -> bool:
+    def uses_async_scheduling(self, *, on_gpus: bool) -> bool:
         """Returns whether vLLM shall use its asynchronous scheduler."""
         return on_gpus if self.async_scheduling == "auto" else self.async_scheduling
 

@@ -211,10 +211,10 @@ class RayBackend:
         address: str | None,
         notify: Callable[[str], None],
         prepare: tuple[str, ...] = (),
-        forks: bool | Literal["auto"] = "auto",
+        fork_workers: bool | Literal["auto"] = "auto",
     ) -> None:
-        """`prepare` lists modules that the fork server imports. `forks` is that of `Cluster`."""
-        self._prepare, self._fork_setting = prepare, forks
+        """`prepare` lists modules that the fork server imports. `fork_workers` is that of `Cluster`."""
+        self._prepare, self._fork_workers = prepare, fork_workers
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[
             tuple[str, int, bool], Any
@@ -247,12 +247,12 @@ class RayBackend:
 
     def _forks(self, kind: str) -> bool:
         """Returns whether the fork server starts the processes, which is possible only on this machine."""
-        forks = kind == "cpu" if self._fork_setting == "auto" else self._fork_setting
-        return bool(forks) and self._nodes.address is None
+        is_forking = kind == "cpu" if self._fork_workers == "auto" else self._fork_workers
+        return bool(is_forking) and self._nodes.address is None
 
     @property
-    def _knows_exits(self) -> bool:
-        """Whether the fork server is the parent of the processes. Python has started them if it has ended by itself."""
+    def _has_exit_codes(self) -> bool:
+        """Whether the fork server has started the processes. If it has exited, Python starts them instead."""
         return self._uses_fork_server and fork_server().is_running
 
     def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
@@ -278,17 +278,18 @@ class RayBackend:
         retries = -1 if restarts else 0
         actor = ray.remote(_RayHost).options(max_restarts=restarts, max_task_retries=retries, **options)
         folder = str(temporary_folder()) if self._nodes.address is None else None
-        self._hosts[key] = host = actor.remote(self._names[key], folder, *self._find_shared_gpus(slot))
+        gpus = self._find_shared_gpus(slot) if "num_gpus" in options else ()
+        self._hosts[key] = host = actor.remote(self._names[key], folder, *gpus)
         # With task retries, Ray sends a call again to the replacement process.
         for is_resent in (False, True):
             retries = {"num_returns": 2, "max_task_retries": -1 if is_resent else 0}
             self._methods[(*key, is_resent)] = host.call_encoded.options(**retries)
 
     def _find_shared_gpus(self, slot: Slot) -> list[ray.ObjectRef]:
-        """Returns the ids of the GPUs of a slot after the first, if other processes use them, too.
+        """Returns a reference to the id of each GPU of a slot except for the first, if other processes share them.
 
-        Ray assigns fractions of one GPU to a process. A task that takes the slot's fraction of each other GPU for a
-        moment finds its id.
+        Ray assigns a process a fraction of only one GPU. For each other GPU, a short task therefore takes the same
+        fraction of that GPU and returns its id.
         """
         if slot.num_devices >= 1:
             return []
@@ -399,7 +400,7 @@ class RayBackend:
 
     def describe_end(self, slot: Slot) -> str | None:
         name = self._names.get((slot.pool, slot.rank))
-        if name is None or not self._knows_exits or (end := fork_server().find_exit(name)) is None:
+        if name is None or not self._has_exit_codes or (end := fork_server().find_exit(name)) is None:
             return None
         process_id, status = end
         now_s, is_own_kill, exit_code = time.monotonic(), process_id in self._killed, os.waitstatus_to_exitcode(status)
@@ -416,7 +417,7 @@ class RayBackend:
         names = {self._names[key]: slot for slot in slots if (key := (slot.pool, slot.rank)) in self._hosts}
         local = {name: slot for name, slot in names.items() if self._is_local(slot)}
         # The fork server also knows processes that ended before the first check.
-        find_ended = fork_server().find_ended if self._knows_exits else self._liveness.find_ended
+        find_ended = fork_server().find_ended if self._has_exit_codes else self._liveness.find_ended
         return [local[name] for name in find_ended(local)]
 
     def lost_nodes(self) -> Mapping[int, str]:

@@ -67,8 +67,8 @@ class ForkServer:
             code = _START.format(
                 path=sys.path, listener=listener.fileno(), modules=(*PRELOADED, *modules), exits=str(self._exits)
             )
-            # The server must not start OpenMP threads. Workers set their own number of threads. Nor may it use the CUDA
-            # driver, with which no forked process could work, so torch looks for GPUs without the driver.
+            # The server must not start OpenMP threads. Workers set their own number of threads. It must not initialize
+            # the CUDA driver, because forked processes could not use it. torch therefore detects GPUs through NVML.
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -81,7 +81,7 @@ class ForkServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server runs. It ends by itself if its imports have used CUDA. Ray then starts Python instead."""
+        """Whether the server runs. It exits if one of its imports has used CUDA. Ray then starts Python instead."""
         return self._process.poll() is None
 
     @property
@@ -196,7 +196,7 @@ def main(listener: int, modules: Sequence[str], exits: str) -> None:
     with _end_with_driver():
         for name in modules:
             importlib.import_module(name)
-        if _has_used_cuda():
+        if not _can_fork():
             os._exit(0)
     # Without this, the garbage collector would write to shared pages and thereby copy them.
     gc.collect()
@@ -211,12 +211,12 @@ def main(listener: int, modules: Sequence[str], exits: str) -> None:
     _run_request(request)
 
 
-def _has_used_cuda() -> bool:
+def _can_fork() -> bool:
     if "torch" not in sys.modules:
-        return False
-    from flowrl.devices.device import used_device  # noqa: PLC0415 (only if torch is there)
+        return True
+    from flowrl.devices.device import can_fork  # noqa: PLC0415 (only if torch is there)
 
-    return used_device("cuda") is not None
+    return can_fork()
 
 
 @contextlib.contextmanager

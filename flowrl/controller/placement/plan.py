@@ -230,8 +230,8 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
         first, shares = replica[0], [slot.num_devices for slot in replica]
         if kind == "cuda" and min(shares) < max(shares) == 1:
             raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp} with a replica of which only some devices are those of other "
-                f"roles: let the other roles use all devices of the replica or none, or set tp: 1"
+                f"placement.roles.{role} has tp {mesh.tp}, but other roles use only some devices of a replica: place "
+                f"other roles on all devices of the replica or on none, or set tp: 1"
             )
         # Ray assigns fractions of one GPU only. `RayBackend` finds the other shared GPUs of a replica.
         is_shared = kind == "cuda" and max(shares) < 1

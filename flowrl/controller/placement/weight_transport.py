@@ -53,7 +53,8 @@ def choose_transport(
     shares_model: bool = True,
     offloads: bool = False,
 ) -> Transport:
-    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
+    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport, but the
+    object store instead of CUDA IPC if the actor offloads.
 
     Args:
         kind: device kind of the placement, `cpu` or `cuda`.

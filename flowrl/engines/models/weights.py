@@ -76,13 +76,15 @@ def full_weights(
         yield name, weights[name].gather(_export_dtype(weights[name], dtype)).detach()
 
 
-def part_of_weights(
+def export_weight_part(
     model: nn.Module, index: int, count: int, names: Sequence[str], dtype: torch.dtype | None = None
 ) -> Iterator[Tensor]:
-    """Yields one of `count` parts of weights without communication: the rows of `find_rows`.
+    """Yields part `index` of `count` of each weight without communication. A part has the rows of `find_rows`.
+
+    A weight without dimensions has shape [1] in part 0 and [0] in the other parts.
 
     Args:
-        model: a model without adapters. If FSDP2 shards it, over `count` ranks of which this is rank `index`.
+        model: a model without adapters. If FSDP2 shards it, this is rank `index` of `count` ranks with shards.
         index, count: part of each weight.
         names, dtype: see `full_weights`.
     """
@@ -98,8 +100,8 @@ def part_of_weights(
 
 
 def find_rows(num_rows: int, index: int, count: int) -> tuple[int, int]:
-    """Returns first row and end of one of `count` parts, as FSDP2 shards rows: all parts have the same number of rows,
-    except the last ones, which may have fewer or none.
+    """Returns the first row and the end (exclusive) of part `index` of `count`, as FSDP2 shards rows. A part has
+    ceil(num_rows / count) rows, and the last ones may have fewer or none.
     """
     size = -(-num_rows // count)
     return min(index * size, num_rows), min((index + 1) * size, num_rows)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from flowrl.engines.parallel.rank_mesh import RankMesh
 
 BUCKET_BYTES = 2**26
-"""Least number of bytes of a bucket, except the bucket of the first layers. The latency of an all-reduce is then small
-compared with its transfer, and the gradients of 1.5B weights have 90 buckets.
+"""Minimum size of a bucket of gradients in bytes; the last bucket may be smaller. The latency of its all-reduce is then
+small compared with its transfer.
 """
 
 

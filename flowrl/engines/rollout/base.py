@@ -188,7 +188,7 @@ _FIX = {
     EngineState.SERVING: "begin an update first",
     EngineState.UPDATING: "commit or abort the update first",
     EngineState.ASLEEP: "wake it up first",
-    EngineState.BROKEN: "its weights are missing or of two versions: send a complete update",
+    EngineState.BROKEN: "send a complete update, because weights are missing or mixed from two versions",
 }
 
 

@@ -46,10 +46,11 @@ class BroadcastSender:
         self._device, self._index, self._count = device, index, group.num_senders
         self._store = _open_store(group, listener)
         self._group = _join(self._store, group, index, 0, device)
+        _meet([self._group], device)
 
     def send(self, weights: Iterable[Tensor], metadata: WeightMetadata) -> None:
-        """Broadcasts this sender's part of the weights in a bucket, possibly from another device. Every receiver must
-        call `BroadcastReceiver.receive` at the same time.
+        """Broadcasts this sender's parts of the weights in a bucket. `weights` has one part per weight, on any device.
+        Every receiver must call `BroadcastReceiver.receive` for the same bucket.
         """
         parts = metadata.part(self._index, self._count)
         buffer = torch.empty(packed_size(parts), dtype=torch.uint8, device=self._device)
@@ -67,6 +68,7 @@ class BroadcastReceiver:
         self._device = device
         self._store = _open_store(group)
         self._groups = [_join(self._store, group, sender, 1 + index, device) for sender in range(group.num_senders)]
+        _meet(self._groups, device)
 
     def receive(self, metadata: WeightMetadata) -> list[tuple[str, Tensor]]:
         """Receives the weights that the metadata describes."""
@@ -104,6 +106,13 @@ def _join(
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
     return distributed.ProcessGroupNCCL(own, rank, size, options)
+
+
+def _meet(groups: Iterable[Any], device: torch.device) -> None:  # Any: as above
+    """Waits for all members, which NCCL first connects in a collective."""
+    for group in groups:
+        _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+    get_device(device).wait_for_stream()
 
 
 def _broadcast(group: Any, buffer: Tensor) -> distributed.Work:  # Any: as above

@@ -22,7 +22,7 @@ from flowrl.report.trackers.open_trackers import check_trackers
 from flowrl.run.checks import config_checks, file_checks, placement_checks
 from flowrl.run.checks.checked_run import CheckedRun
 from flowrl.schedules.schedule_plan import check_schedule
-from flowrl.weight_sync.transfer import check_cuda_ipc
+from flowrl.weight_sync.transfer import check_cuda_ipc, check_senders
 
 
 class Level(IntEnum):
@@ -185,6 +185,7 @@ _CHECKS = (
     ),
     *_of_plan("placement", Level.CONFIG, Need.TRAINING, placement_checks.check_determinism, check_schedule),
     *_of_plan("placement", Level.CONFIG, Need.TRAINING, placement_checks.check_profile, choose_transports),
+    *_of_plan("placement", Level.CONFIG, Need.TRAINING, check_senders),
     *_of_plan("placement", Level.FILES, Need.NONE, placement_checks.check_head_sizes),
     *_of_plan("placement", Level.FILES, Need.TRAINING, placement_checks.check_model_sizes),
     *_of_plan("memory", Level.CONFIG, Need.TRAINING, placement_checks.warn_about_offload),

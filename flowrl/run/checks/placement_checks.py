@@ -216,8 +216,8 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
     if engine.overlap_all_reduce is True and (mesh.size == 1 or shards_model(engine, mesh.tp)):
         reason = "has one rank" if mesh.size == 1 else f"has tp {mesh.tp}, which shards the model"
         raise ConfigError(
-            f"{key}.overlap_all_reduce is true, but {role} {reason}, so no gradients are all-reduced: remove it, or "
-            f"set it to auto"
+            f"{key}.overlap_all_reduce is true, but {role} {reason}, and only replicated models on several ranks "
+            f"support it: remove {key}.overlap_all_reduce, or set it to auto"
         )
     if engine.shard_ranks is not None and mesh.dp % engine.shard_ranks:
         raise ConfigError(

@@ -12,4 +12,7 @@ from flowrl.config import VllmConfig
 )
 def test_auto_schedules_ahead_on_gpus(value: bool | Literal["auto"], on_cpus: bool, on_gpus: bool) -> None:
     settings = VllmConfig(async_scheduling=value)
-    assert (settings.schedules_ahead(on_gpus=False), settings.schedules_ahead(on_gpus=True)) == (on_cpus, on_gpus)
+    assert (settings.uses_async_scheduling(on_gpus=False), settings.uses_async_scheduling(on_gpus=True)) == (
+        on_cpus,
+        on_gpus,
+    )

@@ -378,7 +378,7 @@ def test_hosts_and_their_replacements_are_forked(open_cluster: ClusterMaker, ray
 
 @pytest.mark.slow
 def test_hosts_that_are_not_forked_are_replaced_too(open_cluster: ClusterMaker, ray_session: None) -> None:
-    cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1, forks=False)
+    cluster = open_cluster("ray", {"main": [1]}, {"judge": "main"}, num_threads=1, fork_workers=False)
     judge = cluster.group("judge", Scorer, 1)
     judge.load(2)
     ((lost, starter),) = judge.run(parent_processes)

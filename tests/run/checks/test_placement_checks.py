@@ -9,6 +9,7 @@ from flowrl.config import (
     ActorConfig,
     ConfigError,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     Placement,
@@ -30,7 +31,7 @@ from flowrl.run.checks.placement_checks import (
     check_quantization,
     warn_about_offload,
 )
-from flowrl.weight_sync.transfer import check_cuda_ipc
+from flowrl.weight_sync.transfer import check_cuda_ipc, check_senders
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings, plan_run
 from tests.errors import missing_facts, rejects
@@ -409,6 +410,31 @@ def test_cuda_ipc_is_rejected_on_a_machine_that_lacks_it(
         return
     with rejects("rollout.transfer.via", via, "VARIABLE", "unset", "object_store", error=ConfigError):
         check_cuda_ipc(config, planned, problem)
+
+
+def split_run(tp: int = 1, lora: LoraConfig | None = None, **transfer: str) -> GRPOConfig:
+    """Returns a run whose actor sends its weights to a vLLM rollout on other CPU devices."""
+    roles = {"actor": {"pool": "train", "tp": tp}, "reward": "train", "rollout": "make"}
+    placement = Placement.model_validate({"device": "cpu", "pools": {"train": [2], "make": [1]}, "roles": roles})
+    settings = grpo_settings(
+        model=Path("m"), rollout={"engine": "vllm", "max_response_tokens": 1, "transfer": transfer}
+    )
+    config = GRPOConfig.model_validate(settings | {"placement": placement, "reference": None})
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"lora": lora})})
+
+
+@pytest.mark.parametrize(
+    ("config", "facts"),
+    [
+        (split_run(senders="all"), ["object_store"]),
+        (split_run(senders="all", via="gloo", lora=LoraConfig(rank=2)), ["LoRA"]),
+        (split_run(senders="all", via="gloo", tp=2), ["tp", 2]),
+    ],
+)
+def test_several_senders_without_effect_are_rejected(config: GRPOConfig, facts: list[object]) -> None:
+    with rejects("rollout.transfer.senders", *facts, error=ConfigError):
+        check_senders(config, plan_run(config))
+    check_senders(split_run(senders="all", via="gloo"), plan_run(split_run(senders="all", via="gloo")))
 
 
 def on_gpu(*roles: str) -> Placement:

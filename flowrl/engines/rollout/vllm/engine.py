@@ -439,7 +439,7 @@ def _cache_bytes(settings: VllmConfig, tp: int) -> int:
 
 def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
-    schedules_ahead = settings.schedules_ahead(on_gpus=has_gpu())
+    schedules_ahead = settings.uses_async_scheduling(on_gpus=has_gpu())
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,

@@ -23,7 +23,7 @@ MIN_BYTES = 2**20
 
 
 class _SavedInput:
-    """A saved input of a layer, which refers to an input of the layer before.."""
+    """The saved input of a layer, on the device or in host memory. It refers to that of the layer before."""
 
     def __init__(self, kept: Tensor | None, moved: OffloadedTensor | None, next_: "_SavedInput | None") -> None:
         self._kept, self.moved = kept, moved
@@ -91,8 +91,8 @@ def offload_inputs(model: PreTrainedModel, layers: Sequence[nn.Module], device: 
     """
     if not layers or not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         raise EngineError(
-            f"engine.offload_activations is true, but the layers of {type(model).__name__} do not save their inputs "
-            f"themselves: remove it"
+            f"engine.offload_activations is true, but the layers of {type(model).__name__} do not support gradient "
+            f"checkpointing per layer: remove engine.offload_activations"
         )
     offload = _InputOffload(model, device)
     for layer in layers:

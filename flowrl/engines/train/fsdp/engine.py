@@ -45,7 +45,7 @@ from flowrl.engines.models.lora import adapter_disabled, adapter_layers, add_ada
 from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
 from flowrl.engines.models.sharded_loading import load_shards, move_loaded
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
-from flowrl.engines.models.weights import WeightShape, full_weights, part_of_weights, weight_shapes
+from flowrl.engines.models.weights import WeightShape, export_weight_part, full_weights, weight_shapes
 from flowrl.engines.parallel.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.parallel.sharding import (
@@ -72,6 +72,7 @@ from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outpu
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
 from flowrl.engines.train.model_flops import model_flops
 from flowrl.engines.train.module_engine import ModuleEngine
+from flowrl.engines.train.module_state import OPTIMIZER
 from flowrl.engines.train.steps import OptimizerSteps
 
 
@@ -122,9 +123,7 @@ class FsdpEngine(ModuleEngine):
         self.mesh, self.group = mesh, mesh.all_ranks
         self.is_sharded = is_sharded(engine, mesh)
         home = torch.device("cpu") if self.is_sharded and engine.offload == "parameters" else self.device
-        self._saved_weights, self._saved_gradients, self._saved_moments = (
-            HostCopies(get_device(home)) for _ in range(3)
-        )
+        self._host_weights, self._host_gradients, self._host_moments = (HostCopies(get_device(home)) for _ in range(3))
         self._compute, self._engine = compute, engine
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else torch_dtype(engine.compute_dtype)
@@ -340,7 +339,7 @@ class FsdpEngine(ModuleEngine):
     def export_part(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
         index, count = self.weight_part
         assert index is not None and count > 1, "this rank exports a part without the others"
-        return part_of_weights(self._saved, index, count, names, dtype)
+        return export_weight_part(self._saved, index, count, names, dtype)
 
     def weight_samples(
         self, version: int, *, subset: int = 0, num_subsets: int | None = None, dtype: torch.dtype | None = None
@@ -364,34 +363,45 @@ class FsdpEngine(ModuleEngine):
         """Moves optimizer state to host memory until the next optimizer step, and weights and accumulated gradients
         until `onload`. With `keep_weights`, weights and gradients stay, and weights are copied in the background.
         """
-        self._free_optimizer_state()
+        self._offload_optimizer_state()
         weights = [*self.model.parameters(), *self.model.buffers()]
         if keep_weights:
-            self._saved_weights.save(weights)
+            self._host_weights.start_copy(weights)
         else:
-            self._saved_weights.free(weights)
-            self._saved_gradients.free(weight.grad for weight in weights if weight.grad is not None)
+            self._host_weights.offload(weights)
+            self._host_gradients.offload(weight.grad for weight in weights if weight.grad is not None)
 
     def onload(self) -> None:
-        self._saved_weights.restore()
-        self._saved_gradients.restore()
-        self._saved_gradients.forget()  # the gradients of the next step have other memory
+        self._host_weights.onload()
+        self._host_gradients.onload()
+        self._host_gradients.forget()  # the gradients of the next step have other memory
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         state = super().save_state(with_optimizer=with_optimizer)
-        return {name: self._saved_moments.read(tensor) for name, tensor in state.items()}
+        return {name: self._host_moments.read(tensor) for name, tensor in state.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
         super().load_state(tensors, counters)
-        self._saved_moments.forget()
+        self._host_weights.mark_changed(self.model.parameters())
+        if not any(name.startswith(OPTIMIZER) for name in tensors):
+            return
+        self._host_moments.forget()  # the optimizer has other tensors now
         if self._engine.offload == "optimizer":
-            self._free_optimizer_state()
+            self._offload_optimizer_state()
 
-    def _free_optimizer_state(self) -> None:
-        """Moves the state of the optimizer to host memory, except numbers such as Adam's step counts."""
+    def optim_step(self) -> dict[str, Metric]:
+        try:
+            return super().optim_step()
+        finally:
+            self._host_weights.mark_changed(weight for weight in self.model.parameters() if weight.requires_grad)
+
+    def _offload_optimizer_state(self) -> None:
+        self._host_moments.offload(self._optimizer_tensors())
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """Returns the state of the optimizer, except for numbers such as Adam's step counts."""
         states = () if self.optimizer is None else self.optimizer.state.values()
-        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
-        self._saved_moments.free(tensors)
+        return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
 
     def _split(
         self, batch: TensorDictBase, outputs: Outputs, groups: Groups | None
@@ -445,10 +455,11 @@ class FsdpEngine(ModuleEngine):
     @contextmanager
     def _with_optimizer_state(self) -> Iterator[None]:
         """Moves offloaded optimizer state to the device of the weights for an optimizer step."""
-        self._saved_moments.restore()
+        self._host_moments.onload()
         yield
+        self._host_moments.mark_changed(self._optimizer_tensors())
         if self._engine.offload == "optimizer":
-            self._free_optimizer_state()
+            self._offload_optimizer_state()
 
 
 def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
