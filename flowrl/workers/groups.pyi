@@ -106,7 +106,7 @@ class ActorGroup(TypedGroup):
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[TransferGroup]) -> None:
-        """Joins a broadcast if this rank sends. May block until all members have joined."""
+        """Joins a broadcast if this rank sends. Waits until all receivers have joined."""
 
     @nonblocking
     def broadcast_weights(
@@ -455,7 +455,7 @@ class RolloutGroup(TypedGroup):
 
     @nonblocking
     def join_transfer_group(self, group: OrFuture[TransferGroup]) -> list[None]:
-        """Joins a broadcast with all devices of this replica. May block until all members have joined."""
+        """Joins a broadcast with all devices of this replica. Waits until all members have joined."""
 
     @nonblocking
     def load_broadcast(
