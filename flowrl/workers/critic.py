@@ -29,6 +29,9 @@ class Critic(TrainedWorker["CriticGroup"]):
 
     config: CriticConfig
 
+    def __init__(self, config: CriticConfig) -> None:
+        super().__init__(config)
+
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("values",), balance="tokens")
     def values(self, batch: TensorDict) -> TensorDict:
         """Returns the value `[T]` of the state before each token. The value at position 0 is 0."""

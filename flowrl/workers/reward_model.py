@@ -26,6 +26,9 @@ class TrainedRewardModel(TrainedWorker["TrainedRewardModelGroup"]):
 
     config: RewardModelConfig
 
+    def __init__(self, config: RewardModelConfig) -> None:
+        super().__init__(config)
+
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("input_ids",), writes=("scores",), balance="tokens")
     def scores(self, batch: TensorDict) -> TensorDict:
         """Returns the score of each row under the current weights, `[B]`."""
