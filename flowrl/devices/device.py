@@ -170,15 +170,17 @@ class Device(Protocol):
 
 
 class _KeptTensor:
-    """A tensor that is in host memory already."""
+    """A tensor of the CPU, which keeps its memory until it is restored."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor: Tensor | None = tensor
 
     def prefetch(self) -> None: ...
 
     def restore(self) -> Tensor:
-        return self._tensor
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "a tensor is restored once"
+        return tensor
 
 
 class CpuDevice:
@@ -440,7 +442,8 @@ def can_fork() -> bool:
     process_id = os.fork()
     if process_id == 0:
         os._exit(torch.cuda._is_in_bad_fork())
-    return not torch.cuda.is_initialized() and os.waitpid(process_id, 0)[1] == 0
+    status = os.waitpid(process_id, 0)[1]
+    return status == 0 and not torch.cuda.is_initialized()
 
 
 def use_exact_float32() -> None:

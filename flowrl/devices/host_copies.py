@@ -33,13 +33,14 @@ class HostCopies:
     """Keeps copies of tensors in host memory while other roles use their device memory.
 
     `offload` releases the device memory of tensors. They remain valid objects, but must not be used until `onload`.
-    Memory is not copied again if its digest equals that of its copy, for example for frozen weights. After a training
-    step, `mark_changed` is required. Host memory is pinned, and allocated again only if a tensor changes its size. On
-    the CPU, all methods do nothing.
+    With `compares`, memory is not copied again if its digest equals that of its copy, for example for frozen weights.
+    After a training step, `mark_changed` is required. Host memory is pinned, and allocated again only if a tensor
+    changes its size. On the CPU, all methods do nothing.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, *, compares: bool = True) -> None:
+        """`compares` is False for tensors that change between all offloads, of which digests are a waste of time."""
+        self._device, self._compares = device, compares
         self._copies: dict[int, _Copy] = {}
         """Maps the address of a storage object to the copy of its memory."""
         self._offloaded: dict[int, UntypedStorage] = {}
@@ -105,7 +106,7 @@ class HostCopies:
         if new:
             self._allocate(new)
         changed = [(_bytes_of(storage), self._copies[storage._cdata]) for storage in storages]
-        digests = _digests([memory for memory, _ in changed])
+        digests = _digests([memory for memory, _ in changed]) if self._compares else [None] * len(changed)
         pairs = []
         for (memory, copied), digest in zip(changed, digests, strict=True):
             if digest is None or copied.digest is None or not torch.equal(digest, copied.digest):

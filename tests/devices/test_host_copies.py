@@ -107,6 +107,16 @@ def test_changes_that_a_digest_misses_are_copied_after_a_step(name: str, device:
     assert torch.equal(weights, expected)
 
 
+def test_tensors_that_always_change_are_copied_without_a_comparison(name: str, device: CountingDevice) -> None:
+    weights = torch.ones(2, LARGE, dtype=torch.float32, device=name)
+    copies = HostCopies(device, compares=False)
+    for _ in range(2):
+        copies.offload([weights])
+        copies.onload()
+    assert torch.equal(weights, torch.ones(2, LARGE, device=name))
+    assert device.copied == 2 * weights.nbytes
+
+
 def test_a_tensor_that_changes_after_the_save_is_freed_with_its_last_content(name: str, device: CountingDevice) -> None:
     weights = torch.zeros(LARGE, device=name)
     copies = HostCopies(device)

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented there)
 
 from flowrl.devices.device import COLLECTIVE_TIMEOUT, get_device, packed_size, unpack_bytes
-from flowrl.engines.rollout.weight_metadata import WeightMetadata
+from flowrl.engines.rollout.weight_metadata import WeightMetadata, pack
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,7 @@ class BroadcastSender:
         """Broadcasts this sender's parts of the weights in a bucket. `weights` has one part per weight, on any device.
         Every receiver must call `BroadcastReceiver.receive` for the same bucket.
         """
-        parts = metadata.part(self._index, self._count)
-        buffer = torch.empty(packed_size(parts), dtype=torch.uint8, device=self._device)
-        for part, weight in zip(unpack_bytes(buffer, parts), weights, strict=True):
-            part.copy_(weight.detach())
-        _broadcast(self._group, buffer).wait()
+        _broadcast(self._group, pack(weights, metadata.part(self._index, self._count), self._device)).wait()
         get_device(self._device).wait_for_stream()
 
 

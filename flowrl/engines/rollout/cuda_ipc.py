@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from flowrl.data.dtypes import torch_dtype
-from flowrl.devices.device import get_device
-from flowrl.engines.rollout.weight_metadata import WeightMetadata
+from flowrl.devices.device import get_device, unpack_bytes
+from flowrl.engines.rollout.weight_metadata import WeightMetadata, pack
 
 _DEVICE_INDEX = 6
 """Position of the device index in the arguments with which torch opens an IPC buffer."""
@@ -52,10 +51,7 @@ class IpcSender:
         buffer.
         """
         self._drop_buffer()
-        sizes = metadata.sizes
-        self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        for part, (_, weight) in zip(self._buffer.split(sizes), weights, strict=True):
-            part.copy_(_bytes(weight))
+        self._buffer = pack((weight for _, weight in weights), metadata.part(0, 1), self._device)
         # The receiver's stream does not wait for the copies on this stream.
         get_device(self._device).wait_for_stream()
         return IpcBucket(metadata, {get_device(self._device).id: reduce_tensor(self._buffer)})
@@ -82,14 +78,6 @@ def read_bucket(bucket: IpcBucket, device: torch.device) -> list[tuple[str, Tens
     if own.index is not None:
         arguments = (*arguments[:_DEVICE_INDEX], own.index, *arguments[_DEVICE_INDEX + 1 :])
     metadata = bucket.metadata
-    parts = rebuild(*arguments).split(metadata.sizes)
-    # Copied before `view`, because the offset of a weight need not be a multiple of its element size.
-    copies = [part.clone() for part in parts]
+    copies = [part.clone() for part in unpack_bytes(rebuild(*arguments), metadata.part(0, 1))]
     own.wait_for_stream()
-    dtypes = [torch_dtype(name) for name in metadata.dtype_names]
-    weights = zip(metadata.names, copies, dtypes, metadata.shapes, strict=True)
-    return [(name, copied.view(dtype).view(shape)) for name, copied, dtype, shape in weights]
-
-
-def _bytes(weight: Tensor) -> Tensor:
-    return weight.detach().contiguous().view(-1).view(torch.uint8)
+    return list(zip(metadata.names, copies, strict=True))

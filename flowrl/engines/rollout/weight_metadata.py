@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.data.dtypes import dtype_name, torch_dtype
+from flowrl.devices.device import packed_size, unpack_bytes
 from flowrl.engines.models.weights import find_rows
 
 
@@ -40,6 +41,17 @@ class WeightMetadata:
             own = shape if count == 1 else (stop - start, *rest)
             tensors.append(torch.empty(own, dtype=torch_dtype(name), device="meta"))
         return tensors
+
+
+def pack(weights: Iterable[Tensor], layout: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Copies weights, possibly from another device, into a new buffer of bytes, which `unpack_bytes` splits.
+
+    `layout` has a meta tensor with the shape and dtype of each weight.
+    """
+    buffer = torch.empty(packed_size(layout), dtype=torch.uint8, device=device)
+    for part, weight in zip(unpack_bytes(buffer, layout), weights, strict=True):
+        part.copy_(weight.detach())
+    return buffer
 
 
 def with_tied_names(

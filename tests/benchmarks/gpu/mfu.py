@@ -29,6 +29,7 @@ _STEPS_S = 8.0
 _CELL_S = _STEPS_S + 4.0
 _COMPILE_S = 60.0
 _WARMUP, _REPEATS = 2, 5
+_NUM_TOKENS = 16_384
 _NUM_KERNELS = 10
 
 
@@ -43,12 +44,17 @@ class TrainingSetup:
     entropy: bool = False
     """Whether the loss contains the entropy."""
     compile: bool = False
+    offload_activations: bool = False
+    length: int = 1024
+    """Tokens of a row. All rows together have 16,384 tokens, or one row is longer."""
 
     @property
     def name(self) -> str:
         precision = "autocast" if self.weights == "float32" else "bf16 weights"
-        options = {"checkpointing": self.checkpointing, "entropy": self.entropy, "compile": self.compile}
-        return ", ".join([self.size, precision, *(option for option, is_set in options.items() if is_set)])
+        names = ("checkpointing", "entropy", "compile", "offload_activations")
+        options = [name.replace("_", " ") for name in names if getattr(self, name)]
+        length = [f"rows of {self.length:,}"] if self.length != 1024 else []
+        return ", ".join([self.size, precision, *options, *length])
 
 
 SETUPS = (
@@ -60,19 +66,28 @@ SETUPS = (
     TrainingSetup("0.5B", checkpointing=True),
     TrainingSetup("0.5B", entropy=True),
 )
-COMPILED = TrainingSetup("0.5B", compile=True)
+LONG = (
+    TrainingSetup("1.5B", checkpointing=True, length=32_768),
+    TrainingSetup("1.5B", checkpointing=True, offload_activations=True, length=32_768),
+    TrainingSetup("1.5B", checkpointing=True, offload_activations=True),
+)
+COMPILED = (TrainingSetup("1.5B", checkpointing=True, compile=True), TrainingSetup("0.5B", compile=True))
 
 
 def mfu_cells(device: torch.device) -> list[Cell]:
-    """Returns a cell per setup without compilation, and the kernels of the second one."""
-    cells = [_update_cell(setup, device, _CELL_S) for setup in SETUPS]
-    kernels = Cell(f"longest kernels, {SETUPS[1].name}", lambda: _find_longest_kernels(SETUPS[1], device), _CELL_S)
-    return [*cells[:2], kernels, *cells[2:]]
+    """Returns a cell per setup without compilation, and the kernels of the first two."""
+    cells = [_update_cell(setup, device, _CELL_S) for setup in (*SETUPS, *LONG)]
+    return [*cells[:2], *(_kernels_cell(setup, device, _CELL_S) for setup in SETUPS[:2]), *cells[2:]]
 
 
 def compile_cells(device: torch.device) -> list[Cell]:
-    """Returns the cell with compilation, which takes longer than the others together."""
-    return [_update_cell(COMPILED, device, _COMPILE_S)]
+    """Returns the cells with compilation, which take longer than the others together."""
+    cells = [_update_cell(setup, device, _COMPILE_S) for setup in COMPILED]
+    return [cells[0], _kernels_cell(COMPILED[0], device, _COMPILE_S / 2), *cells[1:]]
+
+
+def _kernels_cell(setup: TrainingSetup, device: torch.device, expected_s: float) -> Cell:
+    return Cell(f"longest kernels, {setup.name}", lambda: _find_longest_kernels(setup, device), expected_s)
 
 
 def _update_cell(setup: TrainingSetup, device: torch.device, expected_s: float) -> Cell:
@@ -85,7 +100,8 @@ class TimedEngine:
     def __init__(self, setup: TrainingSetup, device: torch.device) -> None:
         """Builds the engine and 16 rows of 1,024 tokens. On a CPU, the model is tiny and has 4 rows of 16 tokens."""
         self._device = device
-        size, num_rows, length = (setup.size, 16, 1024) if device.type == "cuda" else ("tiny", 4, 16)
+        num_rows = max(1, _NUM_TOKENS // setup.length)
+        size, num_rows, length = (setup.size, num_rows, setup.length) if device.type == "cuda" else ("tiny", 4, 16)
         self._config = model_config(size)
         self._outputs = WITH_ENTROPY if setup.entropy else LOGPROBS
         self._lengths = [length] * num_rows
@@ -94,6 +110,7 @@ class TimedEngine:
             compute_dtype="bfloat16" if setup.weights == "float32" else None,
             gradient_checkpointing=setup.checkpointing,
             compile=setup.compile,
+            offload_activations=setup.offload_activations,
             max_tokens_per_microbatch=num_rows * length,
         )
         model = build_model(size, device, torch.float32 if setup.weights == "float32" else torch.bfloat16)
@@ -116,8 +133,7 @@ class TimedEngine:
 
 
 def _measure(setup: TrainingSetup, device: torch.device) -> str:
-    if setup.compile and device.type == "cpu":
-        raise CellSkipped("compilation for a CPU takes minutes")
+    _check_compiler(setup, device)
     free_memory(device)
     engine = TimedEngine(setup, device)
     first_s = engine.step()
@@ -138,7 +154,10 @@ def _measure(setup: TrainingSetup, device: torch.device) -> str:
 
 
 def _find_longest_kernels(setup: TrainingSetup, device: torch.device) -> str:
-    """Prints the kernels with the largest total time in one step, on a CPU the operators."""
+    """Prints the kernels with the largest total time in one step, and the calls for which the host waits for the GPU.
+    On a CPU, prints operators.
+    """
+    _check_compiler(setup, device)
     free_memory(device)
     engine = TimedEngine(setup, device)
     for _ in range(_WARMUP):
@@ -146,16 +165,24 @@ def _find_longest_kernels(setup: TrainingSetup, device: torch.device) -> str:
     is_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as profiled:  # else torch warns
-        engine.step()
+        step_ms = engine.step() * 1e3
+    events = profiled.key_averages()
     if is_gpu:
         # Without the calls on the CPU that start kernels.
-        events = [event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA]
-        times = [(event.self_device_time_total / 1e3, event.count, event.key) for event in events]
+        kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+        times = [(event.self_device_time_total / 1e3, event.count, event.key) for event in kernels]
     else:
-        times = [(event.self_cpu_time_total / 1e3, event.count, event.key) for event in profiled.key_averages()]
+        times = [(event.self_cpu_time_total / 1e3, event.count, event.key) for event in events]
     total_ms = sum(milliseconds for milliseconds, _, _ in times)
     longest = sorted(times, reverse=True)[:_NUM_KERNELS]
     for milliseconds, count, name in longest:
         print_line(f"  {milliseconds:8.2f} ms {milliseconds / total_ms:6.1%} {count:5d} x {name[:90]}")
+    waits = {event.key: event.count for event in events if "Synchronize" in event.key}
     share = sum(milliseconds for milliseconds, _, _ in longest) / total_ms
-    return f"{len(longest)} kernels above take {share:.0%} of {total_ms:.1f} ms"
+    found = f"{len(longest)} kernels above take {share:.0%} of {total_ms:.1f} ms in a step of {step_ms:.1f} ms"
+    return f"{found}, {sum(count for _, count, _ in times):,} kernels, waits {waits or 'none'}"
+
+
+def _check_compiler(setup: TrainingSetup, device: torch.device) -> None:
+    if setup.compile and device.type == "cpu":
+        raise CellSkipped("compilation for a CPU takes minutes")

@@ -123,7 +123,8 @@ class FsdpEngine(ModuleEngine):
         self.mesh, self.group = mesh, mesh.all_ranks
         self.is_sharded = is_sharded(engine, mesh)
         home = torch.device("cpu") if self.is_sharded and engine.offload == "parameters" else self.device
-        self._host_weights, self._host_gradients, self._host_moments = (HostCopies(get_device(home)) for _ in range(3))
+        self._host_weights = HostCopies(get_device(home))
+        self._host_gradients, self._host_moments = (HostCopies(get_device(home), compares=False) for _ in range(2))
         self._compute, self._engine = compute, engine
         self._max_tokens = engine.max_tokens_per_microbatch * (1 if mesh.sequence is None else mesh.sequence.size())
         self._compute_dtype = None if engine.compute_dtype is None else torch_dtype(engine.compute_dtype)
@@ -457,7 +458,6 @@ class FsdpEngine(ModuleEngine):
         """Moves offloaded optimizer state to the device of the weights for an optimizer step."""
         self._host_moments.onload()
         yield
-        self._host_moments.mark_changed(self._optimizer_tensors())
         if self._engine.offload == "optimizer":
             self._offload_optimizer_state()
 
