@@ -131,10 +131,10 @@ class HostCopies:
             self._wait = None
 
 
+@torch.no_grad()
 def _local(tensor: Tensor) -> Tensor:
     """Returns the tensor, or the shard of a sharded tensor."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

@@ -30,10 +30,8 @@ FLASH = "flash_attention_2"
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
-"""Argument of torch's kernel that enables grouped-query attention. It is None if this torch version lacks the argument,
-as 2.11 does. Keys and values are then repeated, because no GPU has run the kernel of such a version without repetition.
-"""
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Argument of torch's kernel that enables grouped-query attention. torch 2.11 lacks it, and its kernel groups heads."""
 
 
 # Not frozen: torch.compile traces into frozen dataclasses and would recompile each layer for every micro-batch.
@@ -191,12 +189,6 @@ def has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
     return device_type != "cuda" or dtype in _HALF_PRECISION
 
 
-def repeats_packed_heads(device_type: str, dtype: torch.dtype) -> bool:
-    """Returns whether attention over packed rows repeats keys and values that query heads share."""
-    is_varlen = device_type == "cuda" and dtype in _HALF_PRECISION
-    return _GROUPED is None if is_varlen else not has_grouped_kernel(device_type, dtype)
-
-
 def _kernel_dtype(query: Tensor) -> torch.dtype:
     """Returns the dtype in which torch computes attention, which autocast may lower."""
     device_type = query.device.type
@@ -219,12 +211,7 @@ def _has_varlen_kernel(query: Tensor, value: Tensor, dtype: torch.dtype) -> bool
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, pack: Pack, scaling: float | None, window: int | None
 ) -> Tensor:
-    grouped: dict[str, Any] = {}  # Any: keyword arguments of the kernel
-    if query.shape[1] != key.shape[1]:
-        if _GROUPED is None:
-            key, value = repeat_heads(query, key, value)
-        else:
-            grouped = _GROUPED
+    grouped: dict[str, Any] = _GROUPED if query.shape[1] != key.shape[1] else {}  # Any: the kernel's arguments
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     attended = varlen_attn(
         query,

@@ -224,15 +224,20 @@ class ShardedGradients:
     def norm(self) -> float:
         assert self._mesh.all_ranks is not None
         num_ranks = self._mesh.all_ranks.size()
+        groups: dict[int, list[Tensor]] = {}
+        for gradient in self._sharded():
+            groups.setdefault(_num_shards(gradient), []).append(_local(gradient))
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            assert isinstance(gradient, DTensor), "a sharded model's gradients are sharded"
+        for num_shards, locals_ in groups.items():
+            squares = torch.stack(torch._foreach_norm(locals_)).double().square()
             # Several ranks may hold the same shard, which would be counted several times.
-            num_copies = num_ranks // _num_shards(gradient)
-            norm = torch.linalg.vector_norm(gradient.to_local())
-            total += norm.double().square().to(total.device) / num_copies
+            total += squares.sum().to(total.device) * (num_shards / num_ranks)
         return math.sqrt(self._mesh.sum(total).item())
+
+    def _sharded(self) -> Iterator[DTensor]:
+        for parameter in self._parameters:
+            assert isinstance(parameter.grad, DTensor), "a sharded model's gradients are sharded"
+            yield parameter.grad
 
     @property
     def _device(self) -> torch.device:
@@ -240,12 +245,16 @@ class ShardedGradients:
         return torch.device(self._mesh.devices.device_type)
 
     def scale(self, factor: float) -> None:
-        for parameter in self._parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor)
+        torch._foreach_mul_([_local(gradient) for gradient in self._sharded()], factor)
 
     def free(self) -> None:
         _free(self._parameters)
+
+
+@torch.no_grad()
+def _local(gradient: DTensor) -> Tensor:
+    """Returns the shard of a gradient. Operations on shards avoid torch's dispatch of DTensors, 0.1 ms each."""
+    return gradient.to_local()
 
 
 def _sum_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -265,7 +274,8 @@ def _allow_other_dtypes(parameters: Sequence[nn.Parameter]) -> None:
 def _cast(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         assert parameter.grad is not None
-        parameter.grad = parameter.grad.to(parameter.dtype)
+        if parameter.grad.dtype != parameter.dtype:
+            parameter.grad = parameter.grad.to(parameter.dtype)
 
 
 def _num_shards(gradient: DTensor) -> int:

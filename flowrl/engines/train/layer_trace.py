@@ -22,10 +22,10 @@ from flowrl.data.dtypes import torch_dtype
 from flowrl.engines.models.attention import (
     ROWS,
     Pack,
+    has_grouped_kernel,
     pack_rows,
     packing_obstacle,
     repeat_heads,
-    repeats_packed_heads,
     rows_attention,
 )
 from flowrl.engines.models.loading import has_attention_softcap
@@ -141,7 +141,7 @@ def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
         return model, None
     dtype = torch_dtype(traced.compute_dtype or traced.weight_dtype)
     # Without packing, too, because transformers would create masks for fake tensors that a run does not need.
-    model.set_attn_implementation(_REPEATED if repeats_packed_heads(traced.device_type, dtype) else ROWS)
+    model.set_attn_implementation(ROWS if has_grouped_kernel(traced.device_type, dtype) else _REPEATED)
     # One kernel attends within all packed rows on a GPU in half precision. It saves what attention over padded rows of
     # equal length saves. Otherwise, packed rows are split, and their results are concatenated.
     is_one_kernel = traced.device_type == "cuda" and dtype.itemsize == 2 and not has_softcap

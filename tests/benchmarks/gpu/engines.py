@@ -223,6 +223,7 @@ def _compare_peak(size: str, device: torch.device, folder: Path, *settings: str)
         f"data.max_prompt_tokens={length // 4}",
         f"rollout.max_response_tokens={length - length // 4}",
         "algorithm.estimator=reinforce_plus_plus",
+        "actor.kl_loss_coef=0",  # without a reference, as below
         *settings,
     ]
     stated = load("recipes/grpo/arithmetic.yaml", overrides, GRPOConfig)

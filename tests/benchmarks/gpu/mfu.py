@@ -1,6 +1,8 @@
 """Speed of training steps: tokens/s, TFLOP/s, MFU and peak memory, and the kernels of one step."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,9 +11,11 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from flowrl.config import EngineConfig, OptimizerConfig
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from tests.benchmarks.gpu.cells import Cell, CellSkipped, print_line
+from tests.benchmarks.gpu.engines import one_rank_mesh
 from tests.benchmarks.gpu.flops import peak_tflops, training_flops
 from tests.benchmarks.gpu.models import (
     LOGPROBS,
@@ -30,7 +34,7 @@ _CELL_S = _STEPS_S + 4.0
 _COMPILE_S = 60.0
 _WARMUP, _REPEATS = 2, 5
 _NUM_TOKENS = 16_384
-_NUM_KERNELS = 10
+_NUM_KERNELS = 24
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class TrainingSetup:
 
     size: Literal["0.5B", "1.5B"]
     weights: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights. float32 computes in bfloat16 with autocast."""
+    """Dtype of the weights. float32 computes in bfloat16, with autocast or FSDP2."""
+    strategy: Literal["single", "fsdp"] = "single"
     checkpointing: bool = False
     entropy: bool = False
     """Whether the loss contains the entropy."""
@@ -50,7 +55,8 @@ class TrainingSetup:
 
     @property
     def name(self) -> str:
-        precision = "autocast" if self.weights == "float32" else "bf16 weights"
+        compute = "FSDP2" if self.strategy == "fsdp" else "autocast"
+        precision = compute if self.weights == "float32" else "bf16 weights"
         names = ("checkpointing", "entropy", "compile", "offload_activations")
         options = [name.replace("_", " ") for name in names if getattr(self, name)]
         length = [f"rows of {self.length:,}"] if self.length != 1024 else []
@@ -58,8 +64,9 @@ class TrainingSetup:
 
 
 SETUPS = (
-    TrainingSetup("1.5B", checkpointing=True),
+    TrainingSetup("1.5B", strategy="fsdp", checkpointing=True),
     TrainingSetup("0.5B"),
+    TrainingSetup("1.5B", checkpointing=True),
     TrainingSetup("1.5B", "bfloat16", checkpointing=True),
     TrainingSetup("0.5B", "bfloat16"),
     TrainingSetup("1.5B", "bfloat16"),
@@ -71,7 +78,11 @@ LONG = (
     TrainingSetup("1.5B", checkpointing=True, offload_activations=True, length=32_768),
     TrainingSetup("1.5B", checkpointing=True, offload_activations=True),
 )
-COMPILED = (TrainingSetup("1.5B", checkpointing=True, compile=True), TrainingSetup("0.5B", compile=True))
+COMPILED = (
+    TrainingSetup("1.5B", strategy="fsdp", checkpointing=True, compile=True),
+    TrainingSetup("1.5B", checkpointing=True, compile=True),
+    TrainingSetup("0.5B", compile=True),
+)
 
 
 def mfu_cells(device: torch.device) -> list[Cell]:
@@ -97,7 +108,7 @@ def _update_cell(setup: TrainingSetup, device: torch.device, expected_s: float) 
 class TimedEngine:
     """A training engine with one micro-batch per step."""
 
-    def __init__(self, setup: TrainingSetup, device: torch.device) -> None:
+    def __init__(self, setup: TrainingSetup, device: torch.device, mesh: RankMesh = SINGLE_PROCESS) -> None:
         """Builds the engine and 16 rows of 1,024 tokens. On a CPU, the model is tiny and has 4 rows of 16 tokens."""
         self._device = device
         num_rows = max(1, _NUM_TOKENS // setup.length)
@@ -107,6 +118,7 @@ class TimedEngine:
         self._lengths = [length] * num_rows
         self._rows = make_rows(num_rows, length, self._config.vocab_size)
         engine = EngineConfig(
+            strategy=setup.strategy,
             compute_dtype="bfloat16" if setup.weights == "float32" else None,
             gradient_checkpointing=setup.checkpointing,
             compile=setup.compile,
@@ -114,7 +126,19 @@ class TimedEngine:
             max_tokens_per_microbatch=num_rows * length,
         )
         model = build_model(size, device, torch.float32 if setup.weights == "float32" else torch.bfloat16)
-        self._engine = FsdpEngine(PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-6), engine, device=device)
+        self._engine = FsdpEngine(
+            PolicyModel(model), policy_outputs, OptimizerConfig(lr=1e-6), engine, mesh=mesh, device=device
+        )
+
+    @classmethod
+    @contextmanager
+    def start(cls, setup: TrainingSetup, device: torch.device) -> Iterator["TimedEngine"]:
+        """Yields an engine, with the process group that FSDP2 needs. Raises CellSkipped for compilation on a CPU."""
+        if setup.compile and device.type == "cpu":
+            raise CellSkipped("compilation for a CPU takes minutes")
+        free_memory(device)
+        with one_rank_mesh(device) if setup.strategy == "fsdp" else nullcontext(SINGLE_PROCESS) as mesh:
+            yield cls(setup, device, mesh)
 
     @property
     def num_tokens(self) -> int:
@@ -133,9 +157,11 @@ class TimedEngine:
 
 
 def _measure(setup: TrainingSetup, device: torch.device) -> str:
-    _check_compiler(setup, device)
-    free_memory(device)
-    engine = TimedEngine(setup, device)
+    with TimedEngine.start(setup, device) as engine:
+        return _time_steps(engine, device)
+
+
+def _time_steps(engine: TimedEngine, device: torch.device) -> str:
     first_s = engine.step()
     start_s = time.perf_counter()
     times = [engine.step() for _ in range(_WARMUP - 1)]
@@ -157,15 +183,13 @@ def _find_longest_kernels(setup: TrainingSetup, device: torch.device) -> str:
     """Prints the kernels with the largest total time in one step, and the calls for which the host waits for the GPU.
     On a CPU, prints operators.
     """
-    _check_compiler(setup, device)
-    free_memory(device)
-    engine = TimedEngine(setup, device)
-    for _ in range(_WARMUP):
-        engine.step()
     is_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
-    with profile(activities=[activity], acc_events=True) as profiled:  # else torch warns
-        step_ms = engine.step() * 1e3
+    with TimedEngine.start(setup, device) as engine:
+        for _ in range(_WARMUP):
+            engine.step()
+        with profile(activities=[activity], acc_events=True) as profiled:  # else torch warns
+            step_ms = engine.step() * 1e3
     events = profiled.key_averages()
     if is_gpu:
         # Without the calls on the CPU that start kernels.
@@ -181,8 +205,3 @@ def _find_longest_kernels(setup: TrainingSetup, device: torch.device) -> str:
     share = sum(milliseconds for milliseconds, _, _ in longest) / total_ms
     found = f"{len(longest)} kernels above take {share:.0%} of {total_ms:.1f} ms in a step of {step_ms:.1f} ms"
     return f"{found}, {sum(count for _, count, _ in times):,} kernels, waits {waits or 'none'}"
-
-
-def _check_compiler(setup: TrainingSetup, device: torch.device) -> None:
-    if setup.compile and device.type == "cpu":
-        raise CellSkipped("compilation for a CPU takes minutes")

@@ -100,20 +100,8 @@ def test_key_heads_are_repeated_where_no_kernel_groups_them(device: str, dtype: 
     assert recorded.counts == [num_heads]
 
 
-HAS_ARGUMENT = attention._GROUPED is not None
-"""Whether this version of torch has the argument for grouped-query attention."""
-
-
-@pytest.mark.parametrize(
-    "has_argument",
-    [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_ARGUMENT, reason="this torch lacks the argument"))],
-)
-def test_keys_are_saved_once_per_key_head_if_the_kernel_of_packed_rows_groups_them(
-    has_argument: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_saved_once_per_key_head_in_the_kernel_of_packed_rows() -> None:
     """torch's kernel has shapes for fake tensors on any device. It saves keys and values [T, H, E]."""
-    if not has_argument:
-        monkeypatch.setattr(attention, "_GROUPED", None)
     pack, saved = pack_rows(LENGTHS), []
     with FakeTensorMode(), saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
         inputs = [torch.empty(1, heads, 30, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
@@ -121,19 +109,7 @@ def test_keys_are_saved_once_per_key_head_if_the_kernel_of_packed_rows_groups_th
         attended = attention._attend_varlen(inputs[0], inputs[1], inputs[2], fake, None, None)
     assert attended.shape == (1, 30, 4, 8)
     # Queries and the output have four heads.
-    assert (saved.count((30, 2, 8)), saved.count((30, 4, 8))) == ((2, 2) if has_argument else (0, 4))
-    assert attention.repeats_packed_heads("cuda", torch.bfloat16) is not has_argument
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or HAS_ARGUMENT, reason="needs a GPU and a torch like 2.11")
-@pytest.mark.parametrize("variant", ["plain", "scaled", "a window"])
-def test_the_kernel_of_packed_rows_groups_heads_also_without_an_argument(
-    variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If it passes, `_attend_varlen` need not repeat keys and values on any version of torch."""
-    monkeypatch.setattr(attention, "_GROUPED", {})
-    test_attention_on_a_gpu_equals_attention_on_a_cpu(variant, torch.bfloat16)
+    assert (saved.count((30, 2, 8)), saved.count((30, 4, 8))) == (2, 2)
 
 
 @pytest.mark.gpu

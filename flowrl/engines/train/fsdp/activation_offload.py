@@ -74,8 +74,10 @@ class _InputOffload:
         return saved
 
     def _can_move(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is large. Moving a weight, or a part of a tensor, would free no memory."""
-        if isinstance(tensor, DTensor) or tensor.nbytes < MIN_BYTES:
+        """Returns whether a tensor is large and on the device. Moving a weight, or a part of a tensor, would free no
+        memory.
+        """
+        if isinstance(tensor, DTensor) or tensor.nbytes < MIN_BYTES or tensor.is_cpu == self._device.has_own_memory:
             return False
         return tensor.untyped_storage().nbytes() == tensor.nbytes and _address(tensor) not in self._weights
 

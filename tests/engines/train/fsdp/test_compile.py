@@ -35,25 +35,36 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 """Name -> settings of the engine, and bound of the relative difference of the norms of the gradients."""
 
 
-def make_engine(mesh: RankMesh, **settings: Any) -> FsdpEngine:
+GPU_CASES = ["padded rows", "fsdp and checkpointing", "autocast to bfloat16", "fsdp in bfloat16"]
+"""Cases with different kernels on GPUs, where rows are packed only in bfloat16."""
+
+
+def make_engine(mesh: RankMesh, device: str = "cpu", **settings: Any) -> FsdpEngine:
     # As large a vocabulary as the head needs to be computed in tiles.
     model = PolicyModel(qwen2(initializer_range=0.1, vocab_size=9000))
     config = EngineConfig.model_validate({"strategy": "single", "max_tokens_per_microbatch": 40, **settings})
-    return FsdpEngine(model, policy_outputs, OptimizerConfig(lr=1e-3), config, mesh=mesh)
+    return FsdpEngine(model, policy_outputs, OptimizerConfig(lr=1e-3), config, mesh=mesh, device=device)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_compiled_layers_train_the_same_weights_and_compile_once(case: str) -> None:
+def gpu_case(case: str) -> Any:
+    skips = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.param(case, "cuda:0", marks=[pytest.mark.gpu, skips], id=f"{case} on a GPU")
+
+
+@pytest.mark.parametrize(
+    ("case", "device"), [*(pytest.param(case, "cpu", id=case) for case in CASES), *map(gpu_case, GPU_CASES)]
+)
+def test_compiled_layers_train_the_same_weights_and_compile_once(case: str, device: str) -> None:
     """The steps have several micro-batches with different numbers of rows and tokens. torch compiles padded rows twice:
     for micro-batches of one row, and for all others.
     """
     settings, rtol = CASES[case]
     results = []
-    with one_rank_mesh(torch.device("cpu")) as mesh:
+    with one_rank_mesh(torch.device(device)) as mesh:
         for is_compiled in (False, True):
             torch._dynamo.reset()
             counters.clear()
-            trained = make_engine(mesh, compile=is_compiled, **settings)
+            trained = make_engine(mesh, device, compile=is_compiled, **settings)
             first = trained.forward(table(7, 0), LOGPROBS)["logprobs"]
             norms = [trained.update(table(n, n), policy_loss, POLICY)["grad_norm"].result() for n in (9, 1)]
             trained.forward(table(1, 2), LOGPROBS)
