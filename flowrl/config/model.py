@@ -148,8 +148,8 @@ class EngineConfig(Config):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer
-    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp for one GPU, and if the placement has
-    tp; otherwise single for one rank, and ddp for several. `backend: inline` runs every model without FSDP2."""
+    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp if the placement has tp; otherwise
+    single for one rank, and ddp for several. `backend: inline` runs every model without FSDP2."""
 
     shard_ranks: PositiveInt | None = None
     """Number of data-parallel ranks that share one sharded copy of the model (HSDP). Null uses the ranks of a node if
@@ -183,9 +183,9 @@ class EngineConfig(Config):
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention kernels: torch SDPA, or flash-attn on GPUs in half precision. `auto` uses flash-attn if possible."""
 
-    compile: bool | Literal["auto"] = False
+    compile: bool | Literal["auto"] = "auto"
     """Compile each layer, and the operations of a language model's head, with torch.compile. The first step takes about
-    a minute more. `auto` compiles on GPUs.
+    half a minute more. `auto` compiles on GPUs, except with fsdp, with `deterministic`, or without a C compiler.
     """
 
     overlap_all_reduce: bool | Literal["auto"] = False

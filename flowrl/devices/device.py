@@ -2,11 +2,14 @@
 
 import gc
 import os
+import shutil
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -435,6 +438,13 @@ def used_device(name: str) -> Device | None:
     An operation would then create a CUDA context, which needs 0.5 GB of GPU memory.
     """
     return get_device(name) if name == "cpu" or torch.cuda.is_initialized() else None
+
+
+def can_compile() -> bool:
+    """Returns whether torch.compile can build kernels for GPUs: Triton needs a C compiler and the headers of Python."""
+    headers = sysconfig.get_config_var("INCLUDEPY")
+    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "gcc", "clang"))
+    return has_compiler and headers is not None and Path(headers, "Python.h").exists()
 
 
 def can_fork() -> bool:

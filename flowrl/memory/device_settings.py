@@ -48,7 +48,9 @@ Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
 """Settings of a role that generates text."""
 
 UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
-    "engine.compile": lambda config: any(value.engine.compile for value in models_of(config).values()),
+    "engine.compile with fsdp": lambda config: any(
+        value.engine.compile is True and value.engine.strategy == "fsdp" for value in models_of(config).values()
+    ),
     "engine.overlap_all_reduce": lambda config: any(
         value.engine.overlap_all_reduce for value in models_of(config).values()
     ),
@@ -95,7 +97,7 @@ def resolve_settings(config: RunConfig, planned: Plan) -> RunConfig:
         return config
     matches_rollout = isinstance(config, RolloutRunConfig) and config.rollout.capabilities.matches_trainer
     roles = {
-        role: _resolve_role(value, planned.roles[role].mesh.size == 1 and config.backend == "ray", matches_rollout)
+        role: _resolve_role(value, matches_rollout)
         for role, value in config.role_settings.items()
         if role in planned.roles
     }
@@ -113,25 +115,20 @@ def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig
     return config.model_copy(update=changes)
 
 
-def _resolve_role(value: RoleConfig, is_alone: bool, matches_rollout: bool) -> RoleConfig:
-    """Returns the settings of a role on GPUs.
-
-    Args:
-        is_alone: whether one process, other than the driver, runs the role.
-        matches_rollout: whether the rollout has the log-probabilities of an actor that computes in float32.
+def _resolve_role(value: RoleConfig, matches_rollout: bool) -> RoleConfig:
+    """Returns the settings of a role on GPUs. `matches_rollout`: whether the rollout has the log-probabilities of an
+    actor that computes in float32.
     """
     if isinstance(value, JudgeConfig):
         return _with_dtype(value, default_dtype(value.engine, value.model, "cuda"))
     if not isinstance(value, ModelRoleConfig) or value.model is None or value.engine.kind != DEFAULT_TRAIN_ENGINE:
         return value
-    changes = {}
-    if value.engine.strategy == "auto" and is_alone:
-        changes["strategy"] = "fsdp"  # the dtypes of several GPUs; autocast computes norms and sums in float32
     # The loss compares the actor's log-probabilities with those of the rollout, which computes in float32.
     is_compared = matches_rollout and isinstance(value, ActorConfig) and value.old_logprobs == "rollout"
-    if value.engine.compute_dtype is None and not is_compared:
-        changes["compute_dtype"] = default_compute_dtype(value.model, "cuda")
-    return value.model_copy(update={"engine": value.engine.model_copy(update=changes)})
+    if value.engine.compute_dtype is not None or is_compared:
+        return value
+    compute_dtype = default_compute_dtype(value.model, "cuda")
+    return value.model_copy(update={"engine": value.engine.model_copy(update={"compute_dtype": compute_dtype})})
 
 
 def default_dtype(engine: str, model: ModelConfig, device: DeviceKind) -> Literal["float32", "bfloat16", "float64"]:

@@ -169,8 +169,6 @@ def _find_omitted(config: RunConfig) -> Iterator[str]:
     engines = [value.engine for value in models_of(config).values()]
     if any(engine.offload_activations for engine in engines):
         yield "engine.offload_activations"
-    if any(engine.compile for engine in engines):
-        yield "engine.compile"
     if isinstance(config, RolloutRunConfig):
         if config.rollout.vllm is not None and config.rollout.vllm.async_scheduling:
             yield "vllm.async_scheduling"

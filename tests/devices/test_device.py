@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from flowrl.devices.device import (
     Device,
     MemoryUsage,
+    can_compile,
     get_device,
     packed_size,
     release_unused_memory,
@@ -53,6 +56,22 @@ def test_a_tensor_is_counted_as_allocated_memory(name: str, device: Device) -> N
         assert 0 <= memory.allocated <= memory.peak <= memory.total
         assert memory.allocated <= memory.reserved <= memory.total
         assert 0 <= memory.free < memory.total
+
+
+def test_triton_needs_a_compiler_and_the_headers_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "Python.h").touch()
+    for name in ("compiler", "gcc"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setitem(sysconfig.get_config_vars(), "INCLUDEPY", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert can_compile()
+    (tmp_path / "gcc").unlink()
+    assert not can_compile()
+    monkeypatch.setenv("CC", str(tmp_path / "compiler"))
+    assert can_compile()
+    (tmp_path / "Python.h").unlink()
+    assert not can_compile()
 
 
 def test_free_blocks_in_the_cache_of_torch_are_not_in_use_at_the_peak() -> None:

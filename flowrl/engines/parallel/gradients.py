@@ -229,9 +229,9 @@ class ShardedGradients:
             groups.setdefault(_num_shards(gradient), []).append(_local(gradient))
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for num_shards, locals_ in groups.items():
-            squares = torch.stack(torch._foreach_norm(locals_)).double().square()
+            square = nn.utils.get_total_norm(locals_).double().square()
             # Several ranks may hold the same shard, which would be counted several times.
-            total += squares.sum().to(total.device) * (num_shards / num_ranks)
+            total += square.to(total.device) * (num_shards / num_ranks)
         return math.sqrt(self._mesh.sum(total).item())
 
     def _sharded(self) -> Iterator[DTensor]:
@@ -245,7 +245,8 @@ class ShardedGradients:
         return torch.device(self._mesh.devices.device_type)
 
     def scale(self, factor: float) -> None:
-        torch._foreach_mul_([_local(gradient) for gradient in self._sharded()], factor)
+        for gradient in self._sharded():
+            _local(gradient).mul_(factor)
 
     def free(self) -> None:
         _free(self._parameters)

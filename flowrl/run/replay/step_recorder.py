@@ -21,7 +21,6 @@ from flowrl.data.checksums import FileChecksum, write_json_with_checksum
 from flowrl.data.metric import Logged
 from flowrl.engines.checkpoint.state_checksums import state_checksums
 from flowrl.health.findings import Finding
-from flowrl.memory.device_settings import resolve_settings
 from flowrl.report.run_observer import RunObserver
 from flowrl.run.monitoring.health_log import HealthLog
 from flowrl.run.replay.call_log import CallLog, Described, describe
@@ -47,10 +46,10 @@ def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Describe
 
 
 def find_sharded_roles(config: RunConfig, planned: Plan) -> set[str]:
-    """Returns the roles whose model is an FSDP2 module, which `strategy: auto` also creates for a single GPU."""
+    """Returns the roles whose model is an FSDP2 module, which may also have one rank."""
     if config.backend == "inline":
         return set()
-    engines = {role: value.engine for role, value in models_of(resolve_settings(config, planned)).items()}
+    engines = {role: value.engine for role, value in models_of(config).items()}
     return {
         role
         for role, engine in engines.items()

@@ -139,10 +139,9 @@ def test_replicas_can_overlap_their_all_reduce(placement: Placement, overlap: bo
 def test_a_model_on_one_rank_can_be_sharded() -> None:
     """Its parameters then stay in host memory, except for the running layer."""
     assert plan_run(run_with(on(1), strategy="fsdp", offload="parameters"))
-    gpu = on(1).model_copy(update={"device": "cuda"})
-    assert plan_run(run_with(gpu, offload="parameters"), [1])
-    with rejects("offload", "parameters", "fsdp", error=ConfigError):  # `auto` shards one rank on GPUs only
-        plan_run(run_with(on(1), offload="parameters"))
+    for placement in (on(1), on(1).model_copy(update={"device": "cuda"})):
+        with rejects("offload", "parameters", "fsdp", error=ConfigError):
+            plan_run(run_with(placement, offload="parameters"), [1])
 
 
 class KlRun(ActorRun):

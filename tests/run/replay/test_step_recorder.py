@@ -148,9 +148,8 @@ def test_a_column_that_cannot_be_stored_skips_the_recording(config: Callable[...
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (("placement.device=cuda",), {"actor", "critic", "reference"}),  # FSDP2 is the default of one GPU
-        (("placement.device=cuda", "critic.engine.strategy=single"), {"actor", "reference"}),
-        (("placement.device=cuda", "backend=inline"), set()),
+        (("placement.device=cuda",), set()),
+        (("placement.device=cuda", "actor.engine.strategy=fsdp"), {"actor"}),
         (("placement.device=cpu",), set()),
         (("placement.device=cpu", "critic.engine.strategy=fsdp"), {"critic"}),
     ],

@@ -4,11 +4,11 @@ Every rank takes part in the same collectives, even if it has no rows. In a shar
 micro-batches therefore run dummy micro-batches.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -28,7 +28,7 @@ from flowrl.config import (
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Metric, merge_metrics
-from flowrl.devices.device import get_device
+from flowrl.devices.device import can_compile, get_device
 from flowrl.devices.host_copies import HostCopies
 from flowrl.engines.models.attention import has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import (
@@ -74,6 +74,11 @@ from flowrl.engines.train.model_flops import model_flops
 from flowrl.engines.train.module_engine import ModuleEngine
 from flowrl.engines.train.module_state import OPTIMIZER
 from flowrl.engines.train.steps import OptimizerSteps
+
+_logger = logging.getLogger(__name__)
+
+_MAX_GRAPHS = 64
+"""Number of compiled variants of a layer's code: per size of a model, with and without gradients, and with padding."""
 
 
 class FsdpEngine(ModuleEngine):
@@ -139,7 +144,9 @@ class FsdpEngine(ModuleEngine):
         if sequence_sharding is not None:
             assert isinstance(model, SequenceShardable), "sequence parallelism needs a SequenceShardable"
             model.sequence_sharding = sequence_sharding
-        if self._is_enabled(engine.compile):
+        if self._compiles():
+            # torch limits the graphs of the same code to 8, and all models of a process share the code of their layers.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
             for layer in layers(model):
                 layer.compile(dynamic=True)  # shapes differ between micro-batches
             if isinstance(model, PolicyModel):
@@ -155,7 +162,7 @@ class FsdpEngine(ModuleEngine):
         if self.is_sharded:
             self._gradients: Gradients = ShardedGradients(parameters, mesh)
         else:
-            overlaps = self._is_enabled(engine.overlap_all_reduce)
+            overlaps = self.device.type == "cuda" if engine.overlap_all_reduce == "auto" else engine.overlap_all_reduce
             self._gradients = ReplicatedGradients(parameters, mesh, overlaps=overlaps)
         if optimizer is not None:
             is_float16 = engine.compute_dtype == "float16"
@@ -178,9 +185,20 @@ class FsdpEngine(ModuleEngine):
         if sequence is not None:
             enable_ulysses_attention(language_model, sequence)
 
-    def _is_enabled(self, value: bool | Literal["auto"]) -> bool:
-        """Returns whether a setting is on. `auto` is on on GPUs."""
-        return self.device.type == "cuda" if value == "auto" else value
+    def _compiles(self) -> bool:
+        """Returns whether to compile. `auto` does so on GPUs, except for layers of FSDP2, which have not run compiled,
+        and except in deterministic mode, because torch selects kernels by their times.
+        """
+        if self._engine.compile != "auto":
+            return self._engine.compile
+        if self.device.type == "cpu" or self.is_sharded or torch.are_deterministic_algorithms_enabled():
+            return False
+        if not can_compile():
+            _logger.warning(
+                "layers are not compiled: install gcc and the headers of Python, or set engine.compile: false"
+            )
+            return False
+        return True
 
     def pop_usage(self) -> dict[str, float]:
         """Returns the model FLOPs and the tokens of the passes since the last call, as this rank's share. It is

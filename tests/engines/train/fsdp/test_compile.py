@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 
 GPU_CASES = ["padded rows", "fsdp and checkpointing", "autocast to bfloat16", "fsdp in bfloat16"]
 """Cases with different kernels on GPUs, where rows are packed only in bfloat16."""
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def make_engine(mesh: RankMesh, device: str = "cpu", **settings: Any) -> FsdpEngine:
@@ -46,13 +47,12 @@ def make_engine(mesh: RankMesh, device: str = "cpu", **settings: Any) -> FsdpEng
     return FsdpEngine(model, policy_outputs, OptimizerConfig(lr=1e-3), config, mesh=mesh, device=device)
 
 
-def gpu_case(case: str) -> Any:
-    skips = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.param(case, "cuda:0", marks=[pytest.mark.gpu, skips], id=f"{case} on a GPU")
-
-
 @pytest.mark.parametrize(
-    ("case", "device"), [*(pytest.param(case, "cpu", id=case) for case in CASES), *map(gpu_case, GPU_CASES)]
+    ("case", "device"),
+    [
+        *(pytest.param(case, "cpu", id=case) for case in CASES),
+        *(pytest.param(case, "cuda:0", marks=ON_GPU, id=f"{case} on a GPU") for case in GPU_CASES),
+    ],
 )
 def test_compiled_layers_train_the_same_weights_and_compile_once(case: str, device: str) -> None:
     """The steps have several micro-batches with different numbers of rows and tokens. torch compiles padded rows twice:
@@ -79,8 +79,18 @@ def test_compiled_layers_train_the_same_weights_and_compile_once(case: str, devi
     assert results[1][1] == pytest.approx(results[0][1], rel=rtol)
 
 
-def test_auto_compiles_nothing_on_a_cpu() -> None:
+@pytest.mark.parametrize(
+    ("device", "strategy", "is_compiled"),
+    [
+        ("cpu", "single", False),
+        pytest.param("cuda:0", "single", True, marks=ON_GPU),
+        pytest.param("cuda:0", "fsdp", False, marks=ON_GPU),
+    ],
+)
+def test_auto_compiles_on_gpus_without_fsdp(device: str, strategy: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
     counters.clear()
-    with one_rank_mesh(torch.device("cpu")) as mesh:
-        make_engine(mesh, compile="auto").update(table(9), policy_loss, POLICY)
-    assert not counters["stats"]["unique_graphs"]
+    with one_rank_mesh(torch.device(device)) as mesh:
+        engine = make_engine(mesh, device, compile="auto", strategy=strategy, compute_dtype="bfloat16")
+        engine.update(table(9), policy_loss, POLICY)
+    assert bool(counters["stats"]["unique_graphs"]) is is_compiled
