@@ -122,16 +122,16 @@ mapfile -t other_files < <(printf '%s\n' "${files[@]}" | grep -v /vllm/)
 
 case $part in
 first)
-    # Expected ends: 55, 115, 165. GRPO begins only if 60 s remain.
+    # Expected ends: 40, 120, 180, without the last measurement of compilation.
     measure "memory of two processes" 80 "$packages" memory
-    measure "speed of training steps" 140 "$packages" mfu
+    measure "speed of training steps" 150 "$packages" mfu
     measure "speed with compilation" "$seconds" "$packages" compile
-    measure "learning" "$seconds" "$packages rich" grpo
     ;;
 second)
-    # Expected ends: 140, 210. Of the engines, the last measurement is skipped on a slow host.
-    measure "engines" 155 "$packages" engines
-    run_tests "tests marked gpu" "$seconds" "$packages pytest" "${other_files[@]}"
+    # Expected ends: 85, 140, 225. Of the engines, the last measurement is skipped on a slow host.
+    measure "engines" 110 "$packages" engines
+    run_tests "tests marked gpu" 165 "$packages pytest" "${other_files[@]}"
+    measure "learning" "$seconds" "$packages rich" grpo
     ;;
 vllm)
     measure "GRPO with vLLM" 3600 "$packages ray vllm" vllm

@@ -211,6 +211,12 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
             f"{key}.sequence_parallel_norms is true, but placement.roles.{role} has tp 1, so no ranks share a "
             f"layer: remove it, or set tp"
         )
+    if engine.compile is True and mesh.tp > 1:
+        # torch 2.13 exceeds Python's recursion limit with symbolic shapes of DTensors.
+        raise ConfigError(
+            f"{key}.compile is true, but placement.roles.{role} has tp {mesh.tp}, which torch.compile does not support "
+            f"with micro-batches of different sizes: set it to auto or false, or remove tp"
+        )
     if not shards_model(engine, mesh.tp):
         _check_unsharded_settings(key, role_plan, engine)
     if engine.overlap_all_reduce is True and (mesh.size == 1 or shards_model(engine, mesh.tp)):

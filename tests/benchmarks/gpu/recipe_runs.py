@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,12 @@ def run_program(module: str, *arguments: str, end_s: float = math.inf) -> bool:
 
 
 def grpo_cells(folder: Path, device: str, end_s: float) -> list[Cell]:
-    """Returns the cell of GRPO in one process, without Ray. The run ends before the Unix time `end_s`."""
-    return [Cell("GRPO, engine hf, inline", lambda: _train_inline(Task(folder, device, end_s), device), _EXPECTED_S)]
+    """Returns the cells of GRPO in one process, and in processes of Ray. Runs end before the Unix time `end_s`."""
+    task = Task(folder, device, end_s)
+    return [
+        Cell("GRPO, engine hf, inline", lambda: _train_inline(task, device), _EXPECTED_S),
+        Cell("GRPO, engine hf, Ray", lambda: _train_with_ray(task, device), _EXPECTED_S / 2),
+    ]
 
 
 def _train_inline(task: Task, device: str) -> str:
@@ -181,3 +186,11 @@ def _train_inline(task: Task, device: str) -> str:
     if device == "cuda":
         run.check_gain(figures)
     return figures
+
+
+def _train_with_ray(task: Task, device: str) -> str:
+    """Trains with the fork server, and with an actor that offloads, for ten steps."""
+    if find_spec("ray") is None:
+        raise CellSkipped("missing: ray")
+    settings = ("fork_workers=true", "actor.engine.offload=idle", *single_device(device))
+    return task.train_grpo("ray", *settings, num_steps=10).describe()

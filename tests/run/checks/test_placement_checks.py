@@ -1,6 +1,7 @@
 """Roles that cannot run on their devices are rejected before anything starts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,13 @@ def test_a_model_on_one_rank_can_be_sharded() -> None:
     for placement in (on(1), on(1).model_copy(update={"device": "cuda"})):
         with rejects("offload", "parameters", "fsdp", error=ConfigError):
             plan_run(run_with(placement, offload="parameters"), [1])
+
+
+@pytest.mark.parametrize("compiles", ["auto", False, True])
+def test_tensor_parallel_layers_are_not_compiled(compiles: bool | str) -> None:
+    run = run_with(on(2, tp=2), compile=compiles)
+    with rejects("actor.engine.compile", "tp", error=ConfigError) if compiles is True else nullcontext():
+        assert plan_run(run)
 
 
 class KlRun(ActorRun):
