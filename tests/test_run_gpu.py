@@ -111,6 +111,7 @@ def test_the_script_fails_if_there_is_a_gpu_and_nothing_runs(tmp_path: Path) -> 
     assert split_summary(results)[1] == [
         "SKIPPED engines: missing: transformers",
         "SKIPPED tests marked gpu: missing: transformers",
+        "SKIPPED learning: missing: transformers",
         "FAILED every program was skipped",
     ]
 
@@ -118,12 +119,8 @@ def test_the_script_fails_if_there_is_a_gpu_and_nothing_runs(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("part", "failing", "names"),
     [
-        (
-            "first",
-            "memory",
-            ["memory of two processes", "speed of training steps", "learning", "speed with compilation"],
-        ),
-        ("second", "engines", ["engines", "tests marked gpu"]),
+        ("first", "memory", ["memory of two processes", "speed of training steps", "speed with compilation"]),
+        ("second", "engines", ["engines", "tests marked gpu", "learning"]),
         ("vllm", "vllm", ["GRPO with vLLM", "tests of vLLM marked gpu"]),
     ],
 )
@@ -171,10 +168,9 @@ def test_each_program_receives_the_time_at_which_it_is_ended(tmp_path: Path) -> 
     start_s = time.time()
     run_script(tmp_path, "first", interpreter(tmp_path))
     calls = re.findall(r"benchmarks\.gpu .*--end (\d+) (\w+)", (tmp_path / "calls").read_text())
-    assert [cells for _, cells in calls] == ["memory", "mfu", "grpo", "compile"]
+    assert [cells for _, cells in calls] == ["memory", "mfu", "compile"]
     ends_s = [int(end) - start_s for end, _ in calls]
     assert 0 < ends_s[0] < ends_s[1] < ends_s[2] <= 240
-    assert ends_s[3] == pytest.approx(ends_s[2], abs=2)
 
 
 @pytest.mark.slow

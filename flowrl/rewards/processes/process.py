@@ -77,6 +77,13 @@ class Launcher:
                 start_new_session=True,
             )
 
+    def make_folder(self) -> str:
+        """Creates a folder for a process. Raises ConnectionError if the launcher, and thus its folder, has ended."""
+        try:
+            return tempfile.mkdtemp(dir=self.folder)
+        except FileNotFoundError as error:
+            raise ConnectionError(f"the folder {self.folder} of the launcher has been removed") from error
+
     def start(self, settings: Mapping[str, Any], descriptors: list[int]) -> None:
         """Requests a new process. Raises OSError if the launcher has ended."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -107,9 +114,10 @@ class ScoringProcess:
         # The process can change the flags of its own end, and could make reads of the pool block.
         self._reclaimed_rows = os.open(f"/proc/self/fd/{rows}", os.O_RDONLY)
         self.has_ended = False
-        # A process that is killed cannot remove its temporary files.
-        self._folder = tempfile.mkdtemp(dir=launcher.folder)
+        self._folder = None
         try:
+            # A process that is killed cannot remove its temporary files.
+            self._folder = launcher.make_folder()
             for descriptor in (stacks, rows):  # a signal handler writes the stacks
                 os.set_blocking(descriptor, False)
             launcher.start(
@@ -240,7 +248,8 @@ class ScoringProcess:
             end.close()
         for descriptor in (self.output, self.stacks, self._rows, self._reclaimed_rows):
             os.close(descriptor)
-        remove_tree(self._folder)
+        if self._folder is not None:
+            remove_tree(self._folder)
 
     def status(self) -> int | None:
         """Returns the exit status as in `subprocess`, or None if it is unknown."""

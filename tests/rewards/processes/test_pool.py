@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrl.data.folders.private_folder import MARKER, create_folder
+from flowrl.data.folders.private_folder import MARKER, create_folder, remove_tree
 from flowrl.rewards.processes.launcher import MAX_SHARED_MEMORY_MB
 from flowrl.rewards.processes.pool import FunctionSpec, Outcome, PoolLimits, ScoringPool
+from flowrl.rewards.processes.process import Launcher, ScoringProcess, environment_of
 from tests.rewards.processes import misbehaving
 from tests.rewards.processes.attacks import SHARED_MEMORY_KEY, reach
 from tests.slow_cases import one_of
@@ -499,6 +500,17 @@ def test_a_killed_launcher_is_replaced(mark: str) -> None:
         (launcher,) = [pid for pid, parent in parents.items() if parent == os.getpid()]
         os.kill(launcher, signal.SIGKILL)
         assert pool.submit("sync", {"response": "ab", "kind": ""}).result(timeout=200).score == 2
+
+
+def test_a_launcher_whose_folder_is_removed_has_ended() -> None:
+    """A process of its own removes the folder, possibly before the pool has noticed the end of the launcher."""
+    launcher = Launcher(environment_of(os.environ, allow_network=False))
+    remove_tree(launcher.folder)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConnectionError):
+        ScoringProcess(0, launcher, {})
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    launcher.close()
 
 
 def test_the_folder_of_a_killed_pool_is_removed(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
