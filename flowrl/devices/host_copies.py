@@ -89,6 +89,8 @@ class HostCopies:
 
     def mark_changed(self, tensors: Iterable[Tensor]) -> None:
         """Makes the next copy of tensors unconditional. A digest may miss the few small changes of a training step."""
+        if not self._copies:
+            return
         for storage in _storages(tensors):
             if (copied := self._copies.get(storage._cdata)) is not None:
                 copied.digest = None
