@@ -185,8 +185,8 @@ class EngineConfig(Config):
 
     compile: bool | Literal["auto"] = "auto"
     """Compile each layer, and the operations of a language model's head, with torch.compile. The first step takes about
-    half a minute more. `auto` compiles on GPUs, except with fsdp, with `deterministic`, or without a C compiler.
-    """
+    20 seconds longer. `auto` compiles on GPUs, except with fsdp, with `deterministic: true`, and on hosts without a C
+    compiler or Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp: all-reduce the gradients in buckets during the last backward pass of `update`, instead of once after

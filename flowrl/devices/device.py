@@ -173,7 +173,7 @@ class Device(Protocol):
 
 
 class _KeptTensor:
-    """A tensor of the CPU, which keeps its memory until it is restored."""
+    """The `OffloadedTensor` of the CPU. It holds the tensor in place, and drops its reference in `restore`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
@@ -182,7 +182,7 @@ class _KeptTensor:
 
     def restore(self) -> Tensor:
         tensor, self._tensor = self._tensor, None
-        assert tensor is not None, "a tensor is restored once"
+        assert tensor is not None, "the tensor has already been restored"
         return tensor
 
 

@@ -33,13 +33,13 @@ class HostCopies:
     """Keeps copies of tensors in host memory while other roles use their device memory.
 
     `offload` releases the device memory of tensors. They remain valid objects, but must not be used until `onload`.
-    With `compares`, memory is not copied again if its digest equals that of its copy, for example for frozen weights.
-    After a training step, `mark_changed` is required. Host memory is pinned, and allocated again only if a tensor
-    changes its size. On the CPU, all methods do nothing.
+    With `compares`, memory whose digest equals that of its copy is not copied again, for example that of a frozen
+    weight. Call `mark_changed` after a training step, because a digest can miss small changes. Host memory is pinned,
+    and allocated again only if a tensor changes its size. On the CPU, all methods do nothing.
     """
 
     def __init__(self, device: Device, *, compares: bool = True) -> None:
-        """`compares` is False for tensors that change between all offloads, of which digests are a waste of time."""
+        """Set `compares` to False for tensors that change before every offload. Their digests would only cost time."""
         self._device, self._compares = device, compares
         self._copies: dict[int, _Copy] = {}
         """Maps the address of a storage object to the copy of its memory."""

@@ -116,8 +116,8 @@ def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig
 
 
 def _resolve_role(value: RoleConfig, matches_rollout: bool) -> RoleConfig:
-    """Returns the settings of a role on GPUs. `matches_rollout`: whether the rollout has the log-probabilities of an
-    actor that computes in float32.
+    """Returns the settings of a role on GPUs. With `matches_rollout`, the rollout computes the log-probabilities of an
+    actor in float32, so such an actor keeps float32.
     """
     if isinstance(value, JudgeConfig):
         return _with_dtype(value, default_dtype(value.engine, value.model, "cuda"))

@@ -31,7 +31,8 @@ FLASH = "flash_attention_2"
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Argument of torch's kernel that enables grouped-query attention. torch 2.11 lacks it, and its kernel groups heads."""
+"""Argument of torch's kernel that enables grouped-query attention. Empty for torch 2.11, whose kernel groups heads
+without an argument."""
 
 
 # Not frozen: torch.compile traces into frozen dataclasses and would recompile each layer for every micro-batch.

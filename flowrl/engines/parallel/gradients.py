@@ -254,7 +254,9 @@ class ShardedGradients:
 
 @torch.no_grad()
 def _local(gradient: DTensor) -> Tensor:
-    """Returns the shard of a gradient. Operations on shards avoid torch's dispatch of DTensors, 0.1 ms each."""
+    """Returns the shard of a gradient. Operations on shards avoid the dispatch of DTensors, which takes about 0.1 ms
+    of CPU time per operation.
+    """
     return gradient.to_local()
 
 

@@ -44,9 +44,8 @@ class WeightMetadata:
 
 
 def pack(weights: Iterable[Tensor], layout: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Copies weights, possibly from another device, into a new buffer of bytes, which `unpack_bytes` splits.
-
-    `layout` has a meta tensor with the shape and dtype of each weight.
+    """Returns a new buffer of bytes on a device with copies of weights, possibly from another device. `unpack_bytes`
+    splits it. `layout` has a meta tensor with the shape and dtype of each weight.
     """
     buffer = torch.empty(packed_size(layout), dtype=torch.uint8, device=device)
     for part, weight in zip(unpack_bytes(buffer, layout), weights, strict=True):

@@ -78,11 +78,13 @@ class Launcher:
             )
 
     def make_folder(self) -> str:
-        """Creates a folder for a process. Raises ConnectionError if the launcher, and thus its folder, has ended."""
+        """Creates the temporary folder of a process. Raises ConnectionError if the launcher has ended, because its
+        folder is then removed.
+        """
         try:
             return tempfile.mkdtemp(dir=self.folder)
         except FileNotFoundError as error:
-            raise ConnectionError(f"the folder {self.folder} of the launcher has been removed") from error
+            raise ConnectionError(f"the launcher has ended: its folder {self.folder} has been removed") from error
 
     def start(self, settings: Mapping[str, Any], descriptors: list[int]) -> None:
         """Requests a new process. Raises OSError if the launcher has ended."""

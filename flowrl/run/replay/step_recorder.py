@@ -46,7 +46,7 @@ def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Describe
 
 
 def find_sharded_roles(config: RunConfig, planned: Plan) -> set[str]:
-    """Returns the roles whose model is an FSDP2 module, which may also have one rank."""
+    """Returns the roles that FSDP2 shards, including roles with one rank."""
     if config.backend == "inline":
         return set()
     engines = {role: value.engine for role, value in models_of(config).items()}

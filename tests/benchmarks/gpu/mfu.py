@@ -51,7 +51,7 @@ class TrainingSetup:
     compile: bool = False
     offload_activations: bool = False
     length: int = 1024
-    """Tokens of a row. All rows together have 16,384 tokens, or one row is longer."""
+    """Tokens per row. A step has 16,384 tokens, or one row if the row is longer."""
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ COMPILED = (
     TrainingSetup("0.5B", compile=True),
     TrainingSetup("1.5B", strategy="fsdp", checkpointing=True, compile=True),
 )
-"""The last one has not ended within 50 s on an H200."""
+"""Setups with compilation. On an H200, the first step of compiled FSDP2 did not finish within 50 s."""
 
 
 def mfu_cells(device: torch.device) -> list[Cell]:
@@ -110,7 +110,7 @@ class TimedEngine:
     """A training engine with one micro-batch per step."""
 
     def __init__(self, setup: TrainingSetup, device: torch.device, mesh: RankMesh = SINGLE_PROCESS) -> None:
-        """Builds the engine and 16 rows of 1,024 tokens. On a CPU, the model is tiny and has 4 rows of 16 tokens."""
+        """Builds the engine and one micro-batch of rows. On a CPU, the model is tiny and has 4 rows of 16 tokens."""
         self._device = device
         num_rows = max(1, _NUM_TOKENS // setup.length)
         size, num_rows, length = (setup.size, num_rows, setup.length) if device.type == "cuda" else ("tiny", 4, 16)

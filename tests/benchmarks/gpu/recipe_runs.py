@@ -189,7 +189,7 @@ def _train_inline(task: Task, device: str) -> str:
 
 
 def _train_with_ray(task: Task, device: str) -> str:
-    """Trains with the fork server, and with an actor that offloads, for ten steps."""
+    """Trains ten steps with Ray, `fork_workers` and `offload: idle`."""
     if find_spec("ray") is None:
         raise CellSkipped("missing: ray")
     settings = ("fork_workers=true", "actor.engine.offload=idle", *single_device(device))

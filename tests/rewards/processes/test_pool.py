@@ -503,7 +503,7 @@ def test_a_killed_launcher_is_replaced(mark: str) -> None:
 
 
 def test_a_launcher_whose_folder_is_removed_has_ended() -> None:
-    """A process of its own removes the folder, possibly before the pool has noticed the end of the launcher."""
+    """A separate process removes the folder of a launcher that has ended, possibly before the pool notices the end."""
     launcher = Launcher(environment_of(os.environ, allow_network=False))
     remove_tree(launcher.folder)
     num_descriptors = len(os.listdir("/proc/self/fd"))

@@ -140,13 +140,16 @@ def test_replicas_can_overlap_their_all_reduce(placement: Placement, overlap: bo
 def test_a_model_on_one_rank_can_be_sharded() -> None:
     """Its parameters then stay in host memory, except for the running layer."""
     assert plan_run(run_with(on(1), strategy="fsdp", offload="parameters"))
+
+
+def test_parameters_of_a_model_that_is_not_sharded_are_not_offloaded() -> None:
     for placement in (on(1), on(1).model_copy(update={"device": "cuda"})):
         with rejects("offload", "parameters", "fsdp", error=ConfigError):
             plan_run(run_with(placement, offload="parameters"), [1])
 
 
 @pytest.mark.parametrize("compiles", ["auto", False, True])
-def test_tensor_parallel_layers_are_not_compiled(compiles: bool | str) -> None:
+def test_compile_true_is_rejected_with_tp(compiles: bool | str) -> None:
     run = run_with(on(2, tp=2), compile=compiles)
     with rejects("actor.engine.compile", "tp", error=ConfigError) if compiles is True else nullcontext():
         assert plan_run(run)

@@ -74,8 +74,8 @@ class _InputOffload:
         return saved
 
     def _can_move(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is large and on the device. Moving a weight, or a part of a tensor, would free no
-        memory.
+        """Returns whether a copy in host memory frees device memory: the tensor is on the device, has at least
+        `MIN_BYTES`, and is neither a weight nor a view of a larger tensor.
         """
         if isinstance(tensor, DTensor) or tensor.nbytes < MIN_BYTES or tensor.is_cpu == self._device.has_own_memory:
             return False

@@ -78,7 +78,8 @@ from flowrl.engines.train.steps import OptimizerSteps
 _logger = logging.getLogger(__name__)
 
 _MAX_GRAPHS = 64
-"""Number of compiled variants of a layer's code: per size of a model, with and without gradients, and with padding."""
+"""Maximum number of graphs that torch compiles from the code of a layer. Model sizes, passes with and without
+gradients, and padded rows have graphs of their own."""
 
 
 class FsdpEngine(ModuleEngine):
@@ -144,7 +145,7 @@ class FsdpEngine(ModuleEngine):
         if sequence_sharding is not None:
             assert isinstance(model, SequenceShardable), "sequence parallelism needs a SequenceShardable"
             model.sequence_sharding = sequence_sharding
-        if self._compiles():
+        if self._is_compiled():
             # torch limits the graphs of the same code to 8, and all models of a process share the code of their layers.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
             for layer in layers(model):
@@ -185,9 +186,10 @@ class FsdpEngine(ModuleEngine):
         if sequence is not None:
             enable_ulysses_attention(language_model, sequence)
 
-    def _compiles(self) -> bool:
-        """Returns whether to compile. `auto` does so on GPUs, except for layers of FSDP2, which have not run compiled,
-        and except in deterministic mode, because torch selects kernels by their times.
+    def _is_compiled(self) -> bool:
+        """Returns whether layers are compiled. With `auto`, they are compiled on GPUs, except with FSDP2, whose first
+        compiled step did not finish within 50 s on an H200, and in deterministic mode, because torch then selects
+        kernels by measured time.
         """
         if self._engine.compile != "auto":
             return self._engine.compile
@@ -195,7 +197,8 @@ class FsdpEngine(ModuleEngine):
             return False
         if not can_compile():
             _logger.warning(
-                "layers are not compiled: install gcc and the headers of Python, or set engine.compile: false"
+                "engine.compile is auto, but this host lacks a C compiler or Python.h, so layers are not compiled and "
+                "steps take longer: install both, or set engine.compile: false"
             )
             return False
         return True
