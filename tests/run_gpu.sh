@@ -122,7 +122,7 @@ mapfile -t other_files < <(printf '%s\n' "${files[@]}" | grep -v /vllm/)
 
 case $part in
 first)
-    # Expected ends in seconds: 40, 120, 180. Compiled FSDP2, the last cell, is not included.
+    # Expected ends in seconds: 40, 120, 180.
     measure "memory of two processes" 80 "$packages" memory
     measure "speed of training steps" 150 "$packages" mfu
     measure "speed with compilation" "$seconds" "$packages" compile

@@ -64,6 +64,7 @@ from flowrl.config.model import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    compiles,
     default_compute_dtype,
     shards_model,
 )
@@ -121,7 +122,7 @@ __all__ = [
     "RewardModelLossConfig", "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig",
     "RowsConfig", "RunConfig", "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues",
     "ShapingConfig", "StudentConfig", "TokenIds", "TrainCapabilities", "TrainedConfig", "TransferConfig",
-    "UserError", "VllmConfig", "default_compute_dtype", "find_tokenizer_role", "import_attribute",
+    "UserError", "VllmConfig", "compiles", "default_compute_dtype", "find_tokenizer_role", "import_attribute",
     "import_function", "import_recipe", "imported_module_name", "is_import_name", "keys_of", "load", "load_located",
     "load_recorded", "loading", "models_of", "parse", "recipe_class", "roles_of", "shards_model", "to_yaml",
     "training_module",

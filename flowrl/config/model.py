@@ -184,9 +184,9 @@ class EngineConfig(Config):
     """Attention kernels: torch SDPA, or flash-attn on GPUs in half precision. `auto` uses flash-attn if possible."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Compile each layer, and the operations of a language model's head, with torch.compile. The first step takes about
-    20 seconds longer. `auto` compiles on GPUs, except with fsdp, with `deterministic: true`, and on hosts without a C
-    compiler or Python's headers."""
+    """Compile each layer, and the operations of a language model's head, with torch.compile. The first step takes
+    20 seconds longer for 1.5B on an H200, and longer with LoRA. `auto` compiles on GPUs, except with fsdp, tp or sp,
+    with `deterministic: true`, and on hosts without a C compiler or Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp: all-reduce the gradients in buckets during the last backward pass of `update`, instead of once after
@@ -259,6 +259,17 @@ class EngineConfig(Config):
 def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bfloat16"] | None:
     """Returns the value of a null `compute_dtype`. None stands for the dtype of the weights."""
     return "bfloat16" if device == "cuda" and model.dtype == "float32" else None
+
+
+def compiles(engine: EngineConfig, *, on_gpu: bool, is_parallel: bool, is_deterministic: bool) -> bool:
+    """Returns whether the layers of a model are compiled, if the host has a compiler.
+
+    `auto` does so on GPUs, except for layers with collectives (FSDP2, `tp`, `sp`), which have not run compiled on a
+    GPU, and in deterministic mode, because torch selects kernels by measured time.
+    """
+    if engine.compile == "auto":
+        return on_gpu and not is_parallel and not is_deterministic
+    return engine.compile
 
 
 def shards_model(engine: EngineConfig, tp: int) -> bool:

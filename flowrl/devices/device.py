@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -400,6 +401,9 @@ class _PinnedTensor:
         return tensor
 
 
+_TRITON_CAPABILITY = (7, 0)
+"""Lowest compute capability of torch's compiler for GPUs."""
+
 _ALIGNMENT = 16
 """Alignment in bytes of the tensors in a buffer, which vectorized loads of GPUs need."""
 
@@ -440,11 +444,20 @@ def used_device(name: str) -> Device | None:
     return get_device(name) if name == "cpu" or torch.cuda.is_initialized() else None
 
 
-def can_compile() -> bool:
-    """Returns whether torch.compile can build kernels for GPUs: Triton needs a C compiler and the headers of Python."""
-    headers = sysconfig.get_config_var("INCLUDEPY")
-    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "gcc", "clang"))
-    return has_compiler and headers is not None and Path(headers, "Python.h").exists()
+def find_compiler_problem(device: Device) -> str | None:
+    """Returns why torch.compile cannot build kernels for a GPU on this host; None if it can. Triton builds them, with a
+    C compiler and the headers of Python (triton/runtime/build.py).
+    """
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.capability is not None and device.capability < _TRITON_CAPABILITY:
+        return "Triton does not support this GPU"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"this host has no C compiler ({' or '.join(compilers)})"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    return None if Path(headers, "Python.h").exists() else f"{headers} has no Python.h"
 
 
 def can_fork() -> bool:

@@ -48,8 +48,9 @@ Generator = TypeVar("Generator", RolloutConfig, JudgeConfig)
 """Settings of a role that generates text."""
 
 UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
-    "engine.compile with fsdp": lambda config: any(
-        value.engine.compile is True and value.engine.strategy == "fsdp" for value in models_of(config).values()
+    "engine.compile with fsdp or sp": lambda config: any(
+        value.engine.compile is True and (value.engine.strategy == "fsdp" or config.placement.role(role).sp > 1)
+        for role, value in models_of(config).items()
     ),
     "engine.overlap_all_reduce": lambda config: any(
         value.engine.overlap_all_reduce for value in models_of(config).values()

@@ -11,6 +11,7 @@ from flowrl.config import (
     ConfigError,
     CriticConfig,
     DatasetConfig,
+    EngineConfig,
     JudgeConfig,
     OnPolicyConfig,
     PreferenceActorConfig,
@@ -21,9 +22,11 @@ from flowrl.config import (
     ScoringModelConfig,
     TrainedConfig,
     VllmConfig,
+    compiles,
     models_of,
+    shards_model,
 )
-from flowrl.controller.placement.plan import Plan
+from flowrl.controller.placement.plan import Mesh, Plan
 from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.data.dtypes import ITEMSIZE
 from flowrl.devices.device_rates import (
@@ -159,11 +162,18 @@ def estimate_step(fitted: FittedRun, planned: Plan, rates: DeviceRates, lengths:
     estimator = _StepEstimator(fitted, planned, rates, lengths)
     phases = list(estimator.phases())
     is_overlapped = isinstance(config, RolloutRunConfig) and config.schedule.staleness > 0
-    return StepTime(phases, lengths, estimator.num_rows, is_overlapped, rates, list(_find_omitted(config)))
+    return StepTime(phases, lengths, estimator.num_rows, is_overlapped, rates, list(_find_omitted(config, planned)))
 
 
-def _find_omitted(config: RunConfig) -> Iterator[str]:
+def _find_omitted(config: RunConfig, planned: Plan) -> Iterator[str]:
     """Yields the parts of a step that are not estimated."""
+    eager = [
+        role
+        for role, value in models_of(config).items()
+        if role in planned.roles and not _is_compiled(value.engine, planned.roles[role].mesh, config)
+    ]
+    if eager:
+        yield f"that the layers of {' and '.join(eager)} are not compiled"
     if any(isinstance(value, JudgeConfig) for value in config.role_settings.values()):
         yield "judges"
     engines = [value.engine for value in models_of(config).values()]
@@ -183,6 +193,11 @@ def _find_omitted(config: RunConfig) -> Iterator[str]:
         yield "the text of ptx"
     yield "evaluations"
     yield "checkpoints"
+
+
+def _is_compiled(engine: EngineConfig, mesh: Mesh, config: RunConfig) -> bool:
+    is_parallel = shards_model(engine, mesh.tp) or mesh.sp > 1
+    return compiles(engine, on_gpu=True, is_parallel=is_parallel, is_deterministic=config.deterministic)
 
 
 class _StepEstimator:

@@ -1,5 +1,6 @@
 """Operations of CPUs and GPUs."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from flowrl.devices.device import (
     Device,
     MemoryUsage,
-    can_compile,
+    find_compiler_problem,
     get_device,
     packed_size,
     release_unused_memory,
@@ -58,20 +59,26 @@ def test_a_tensor_is_counted_as_allocated_memory(name: str, device: Device) -> N
         assert 0 <= memory.free < memory.total
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_triton_needs_a_compiler_and_the_headers_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu = get_device("cpu")
     (tmp_path / "Python.h").touch()
     for name in ("compiler", "gcc"):
         (tmp_path / name).touch(mode=0o755)
-    monkeypatch.setitem(sysconfig.get_config_vars(), "INCLUDEPY", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert can_compile()
+    assert find_compiler_problem(cpu) is None
+    monkeypatch.setenv("CC", "missing")
+    assert "missing" in (find_compiler_problem(cpu) or "")
+    monkeypatch.setenv("CC", "compiler")
     (tmp_path / "gcc").unlink()
-    assert not can_compile()
-    monkeypatch.setenv("CC", str(tmp_path / "compiler"))
-    assert can_compile()
+    assert find_compiler_problem(cpu) is None
+    monkeypatch.delenv("CC")
+    assert "gcc" in (find_compiler_problem(cpu) or "")
+    monkeypatch.setenv("CC", "compiler")
     (tmp_path / "Python.h").unlink()
-    assert not can_compile()
+    assert "Python.h" in (find_compiler_problem(cpu) or "")
 
 
 def test_free_blocks_in_the_cache_of_torch_are_not_in_use_at_the_peak() -> None:

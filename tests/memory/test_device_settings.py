@@ -454,7 +454,7 @@ def test_a_plan_prints_the_settings_of_its_devices(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("engine.compile with fsdp", ("actor.engine.compile=true", "actor.engine.strategy=fsdp")),
+        ("engine.compile with fsdp or sp", ("actor.engine.compile=true", "actor.engine.strategy=fsdp")),
         ("vllm.async_scheduling", ("rollout.vllm.async_scheduling=auto",)),
         ("rollout.transfer.drop_weights", ("rollout.transfer.drop_weights=true",)),
         ("fork_workers", ("fork_workers=true",)),

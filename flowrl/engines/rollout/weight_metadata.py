@@ -49,6 +49,7 @@ def pack(weights: Iterable[Tensor], layout: Sequence[Tensor], device: torch.devi
     """
     buffer = torch.empty(packed_size(layout), dtype=torch.uint8, device=device)
     for part, weight in zip(unpack_bytes(buffer, layout), weights, strict=True):
+        assert (weight.shape, weight.dtype) == (part.shape, part.dtype), "the layout describes the weight"
         part.copy_(weight.detach())
     return buffer
 

@@ -84,6 +84,9 @@ class Launcher:
         try:
             return tempfile.mkdtemp(dir=self.folder)
         except FileNotFoundError as error:
+            if self._process.poll() is None:  # a program that cleans /tmp has removed the folder
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                return tempfile.mkdtemp(dir=self.folder)
             raise ConnectionError(f"the launcher has ended: its folder {self.folder} has been removed") from error
 
     def start(self, settings: Mapping[str, Any], descriptors: list[int]) -> None:

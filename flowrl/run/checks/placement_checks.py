@@ -137,9 +137,17 @@ def check_determinism(config: RunConfig, planned: Plan) -> None:
             f"deterministic is true, but with schedule.kind {config.schedule.kind} the weights of each token depend on "
             f"timing: set schedule.kind: sync, or deterministic: false"
         )
+    if planned.kind == "cpu":
+        return
+    for name, value in models_of(config).items():
+        if value.engine.compile is True:
+            raise ConfigError(
+                f"deterministic is true, but {name}.engine.compile is true, and torch.compile selects kernels by "
+                f"measured time: set {name}.engine.compile: auto, or deterministic: false"
+            )
     for name, role in config.role_settings.items():
         value = role.generation if isinstance(role, JudgeConfig) else role
-        if not isinstance(value, RolloutConfig) or value.quantization is None or planned.kind == "cpu":
+        if not isinstance(value, RolloutConfig) or value.quantization is None:
             continue
         known = value.capabilities.quantizations
         if not known[value.quantization].deterministic:

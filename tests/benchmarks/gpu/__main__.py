@@ -1,6 +1,6 @@
 """Runs the cells of one part. See tests/run_gpu.sh, which sets the time limits.
 
-Usage: `python -m tests.benchmarks.gpu memory|mfu|compile|grpo|engines|vllm [--device cpu] [--folder DIR] [--end TIME]`.
+Usage: `python -m tests.benchmarks.gpu PART [--device cpu] [--folder DIR] [--end TIME]`, with a part of `PARTS`.
 Prints one line per cell, and exits with 1 if a cell failed. `--device cpu` rehearses with tiny sizes. Cells that would
 end after the Unix time TIME are skipped.
 """
@@ -16,7 +16,7 @@ import torch
 from tests.benchmarks.gpu.cells import Cell, run_cells
 from tests.benchmarks.measure import read_arguments
 
-PARTS = ("memory", "mfu", "compile", "grpo", "engines", "vllm")
+PARTS = ("memory", "mfu", "compile", "compiled_fsdp", "grpo", "engines", "vllm")
 
 
 def main() -> int:
@@ -39,10 +39,11 @@ def part_cells(part: str, device_type: str, folder: Path, end_s: float) -> list[
         from tests.benchmarks.gpu.two_processes import two_process_cells  # noqa: PLC0415 (see the docstring)
 
         return two_process_cells(device)
-    if part in ("mfu", "compile"):
-        from tests.benchmarks.gpu.mfu import compile_cells, mfu_cells  # noqa: PLC0415 (as above)
+    if part in ("mfu", "compile", "compiled_fsdp"):
+        from tests.benchmarks.gpu import mfu  # noqa: PLC0415 (as above)
 
-        return mfu_cells(device) if part == "mfu" else compile_cells(device)
+        cells = {"mfu": mfu.mfu_cells, "compile": mfu.compile_cells, "compiled_fsdp": mfu.compiled_fsdp_cells}
+        return cells[part](device)
     if part == "engines":
         from tests.benchmarks.gpu.engines import engine_cells  # noqa: PLC0415 (as above)
 

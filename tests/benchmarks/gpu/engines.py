@@ -51,11 +51,11 @@ def engine_cells(device: torch.device, folder: Path) -> list[Cell]:
     return [
         Cell("FSDP2 and NCCL on one rank, bfloat16", lambda: _compare_sharded(small, device, folder), 20),
         Cell("float32 log-probabilities", lambda: _compare_logprobs(device), 5),
-        Cell(f"peak memory and plan, {small}", lambda: _compare_peak(small, device, folder), 10),
+        Cell(f"peak memory and plan, {small}, FSDP2", lambda: _compare_peak(small, device, folder, "fsdp"), 10),
         Cell(
             f"peak memory and plan, {large}, checkpointing",
-            lambda: _compare_peak(large, device, folder, "actor.engine.gradient_checkpointing=true"),
-            12,
+            lambda: _compare_peak(large, device, folder, "single", "actor.engine.gradient_checkpointing=true"),
+            15,
         ),
         Cell(f"offload idle, {large}", lambda: _measure_idle_offload(large, device), 20),
         Cell(f"decode, engine hf, {small}", lambda: _measure_decode(small, device), 20),
@@ -204,7 +204,7 @@ def _measure_decode(size: str, device: torch.device) -> str:
     return "; ".join(figures)
 
 
-def _compare_peak(size: str, device: torch.device, folder: Path, *settings: str) -> str:
+def _compare_peak(size: str, device: torch.device, folder: Path, strategy: str, *settings: str) -> str:
     """Compares the peak of updates with `flowrl plan` for the same settings.
 
     Raises AssertionError if they differ by more than `_PLAN_RTOL`.
@@ -215,6 +215,7 @@ def _compare_peak(size: str, device: torch.device, folder: Path, *settings: str)
     overrides = [
         f"actor.model.path={path}",
         "actor.engine.compute_dtype=bfloat16",
+        f"actor.engine.strategy={strategy}",
         "placement=placement/single.yaml",
         f"placement.device={device.type}",
         "samples_per_prompt=1",

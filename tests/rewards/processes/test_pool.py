@@ -502,14 +502,23 @@ def test_a_killed_launcher_is_replaced(mark: str) -> None:
         assert pool.submit("sync", {"response": "ab", "kind": ""}).result(timeout=200).score == 2
 
 
-def test_a_launcher_whose_folder_is_removed_has_ended() -> None:
+def test_a_process_of_a_launcher_that_has_ended_is_not_started(mark: str) -> None:
     """A separate process removes the folder of a launcher that has ended, possibly before the pool notices the end."""
-    launcher = Launcher(environment_of(os.environ, allow_network=False))
-    remove_tree(launcher.folder)
+    launcher = Launcher(environment_of(os.environ, allow_network=False, also=(MARK,)))
+    (own,) = [process for process in marked_processes(mark) if process.ppid() == os.getpid()]
+    own.kill()
+    wait_until(lambda: not launcher.folder.exists())
     num_descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConnectionError):
         ScoringProcess(0, launcher, {})
     assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    launcher.close()
+
+
+def test_a_removed_folder_is_created_again_while_the_launcher_runs(mark: str) -> None:
+    launcher = Launcher(environment_of(os.environ, allow_network=False, also=(MARK,)))
+    remove_tree(launcher.folder)
+    assert Path(launcher.make_folder()).parent == launcher.folder
     launcher.close()
 
 

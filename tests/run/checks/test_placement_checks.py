@@ -449,3 +449,12 @@ def test_several_senders_without_effect_are_rejected(config: GRPOConfig, facts: 
 
 def on_gpu(*roles: str) -> Placement:
     return Placement(device="cuda", pools={"main": [1]}, roles=dict.fromkeys(roles, "main"))
+
+
+def test_deterministic_runs_on_gpus_do_not_compile() -> None:
+    run = GRPOConfig.model_validate(grpo_settings(deterministic=True))
+    gpus = plan(run.placement, Inventory((1,), "cuda"), run.roles, run.dedicated_roles())
+    check_determinism(run, gpus)
+    actor = run.actor.model_copy(update={"engine": EngineConfig(compile=True)})
+    with rejects("deterministic", "actor.engine.compile", "auto", error=ConfigError):
+        check_determinism(run.model_copy(update={"actor": actor}), gpus)

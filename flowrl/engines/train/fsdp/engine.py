@@ -4,6 +4,7 @@ Every rank takes part in the same collectives, even if it has no rows. In a shar
 micro-batches therefore run dummy micro-batches.
 """
 
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +24,13 @@ from flowrl.config import (
     RewardModelConfig,
     ScoringModelConfig,
     TrainedConfig,
+    compiles,
     shards_model,
 )
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Metric, merge_metrics
-from flowrl.devices.device import can_compile, get_device
+from flowrl.devices.device import find_compiler_problem, get_device
 from flowrl.devices.host_copies import HostCopies
 from flowrl.engines.models.attention import has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import (
@@ -146,10 +148,8 @@ class FsdpEngine(ModuleEngine):
             assert isinstance(model, SequenceShardable), "sequence parallelism needs a SequenceShardable"
             model.sequence_sharding = sequence_sharding
         if self._is_compiled():
-            # torch limits the graphs of the same code to 8, and all models of a process share the code of their layers.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
             for layer in layers(model):
-                layer.compile(dynamic=True)  # shapes differ between micro-batches
+                compile_layer(layer)
             if isinstance(model, PolicyModel):
                 model.compiles_head = True
         self._flops = model_flops(model)
@@ -187,18 +187,17 @@ class FsdpEngine(ModuleEngine):
             enable_ulysses_attention(language_model, sequence)
 
     def _is_compiled(self) -> bool:
-        """Returns whether layers are compiled. With `auto`, they are compiled on GPUs, except with FSDP2, whose first
-        compiled step did not finish within 50 s on an H200, and in deterministic mode, because torch then selects
-        kernels by measured time.
-        """
-        if self._engine.compile != "auto":
-            return self._engine.compile
-        if self.device.type == "cpu" or self.is_sharded or torch.are_deterministic_algorithms_enabled():
+        """Returns whether layers are compiled. Logs a warning if this host cannot compile for its GPU."""
+        is_parallel = self.is_sharded or self.mesh.sequence is not None
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        on_gpu = self.device.type == "cuda"
+        if not compiles(self._engine, on_gpu=on_gpu, is_parallel=is_parallel, is_deterministic=is_deterministic):
             return False
-        if not can_compile():
+        if self._engine.compile == "auto" and (problem := find_compiler_problem(get_device(self.device))) is not None:
             _logger.warning(
-                "engine.compile is auto, but this host lacks a C compiler or Python.h, so layers are not compiled and "
-                "steps take longer: install both, or set engine.compile: false"
+                "engine.compile is auto, but %s, so layers are not compiled and steps take longer: correct this, or "
+                "set engine.compile: false",
+                problem,
             )
             return False
         return True
@@ -481,6 +480,17 @@ class FsdpEngine(ModuleEngine):
         yield
         if self._engine.offload == "optimizer":
             self._offload_optimizer_state()
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compiles a layer for micro-batches of any size."""
+    # torch limits the graphs of the same code to 8, and all models of a process share the code of their layers.
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        layer.compile(dynamic=True, recompile_limit=_MAX_GRAPHS)
+        return
+    # In torch 2.11, the limit is one of the whole process.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+    layer.compile(dynamic=True)
 
 
 def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
