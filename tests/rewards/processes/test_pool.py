@@ -19,10 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrl.data.folders.private_folder import MARKER, create_folder, remove_tree
+from flowrl.data.folders.private_folder import MARKER, create_folder
 from flowrl.rewards.processes.launcher import MAX_SHARED_MEMORY_MB
 from flowrl.rewards.processes.pool import FunctionSpec, Outcome, PoolLimits, ScoringPool
-from flowrl.rewards.processes.process import Launcher, ScoringProcess, environment_of
 from tests.rewards.processes import misbehaving
 from tests.rewards.processes.attacks import SHARED_MEMORY_KEY, reach
 from tests.slow_cases import one_of
@@ -500,26 +499,6 @@ def test_a_killed_launcher_is_replaced(mark: str) -> None:
         (launcher,) = [pid for pid, parent in parents.items() if parent == os.getpid()]
         os.kill(launcher, signal.SIGKILL)
         assert pool.submit("sync", {"response": "ab", "kind": ""}).result(timeout=200).score == 2
-
-
-def test_a_process_of_a_launcher_that_has_ended_is_not_started(mark: str) -> None:
-    """A separate process removes the folder of a launcher that has ended, possibly before the pool notices the end."""
-    launcher = Launcher(environment_of(os.environ, allow_network=False, also=(MARK,)))
-    (own,) = [process for process in marked_processes(mark) if process.ppid() == os.getpid()]
-    own.kill()
-    wait_until(lambda: not launcher.folder.exists())
-    num_descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConnectionError):
-        ScoringProcess(0, launcher, {})
-    assert len(os.listdir("/proc/self/fd")) == num_descriptors
-    launcher.close()
-
-
-def test_a_removed_folder_is_created_again_while_the_launcher_runs(mark: str) -> None:
-    launcher = Launcher(environment_of(os.environ, allow_network=False, also=(MARK,)))
-    remove_tree(launcher.folder)
-    assert Path(launcher.make_folder()).parent == launcher.folder
-    launcher.close()
 
 
 def test_the_folder_of_a_killed_pool_is_removed(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

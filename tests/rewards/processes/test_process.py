@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flowrl.data.folders.private_folder import remove_tree
+from flowrl.rewards.processes.process import Launcher, ScoringProcess, environment_of
 from flowrl.rewards.reward_function import RewardError
 from tests.errors import rejects
 from tests.rewards.processes import scored_functions
@@ -101,3 +103,23 @@ def test_an_import_that_hangs_is_ended_at_the_deadline() -> None:
         error=RewardError,
     ):
         score_in_process("tests.rewards.processes.slow_import:score", ROWS, 2)
+
+
+def test_a_process_of_a_launcher_that_has_ended_is_not_started() -> None:
+    """A separate process removes the folder of a launcher that has ended, possibly before the pool notices the end."""
+    launcher = Launcher(environment_of(os.environ, allow_network=False))
+    launcher._process.kill()
+    launcher._process.wait()
+    remove_tree(launcher.folder)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConnectionError):
+        ScoringProcess(0, launcher, {})
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    launcher.close()
+
+
+def test_a_removed_folder_is_created_again_while_the_launcher_runs() -> None:
+    launcher = Launcher(environment_of(os.environ, allow_network=False))
+    remove_tree(launcher.folder)
+    assert Path(launcher.make_folder()).parent == launcher.folder
+    launcher.close()
