@@ -192,7 +192,7 @@ def test_a_rehearsal_on_the_cpu_needs_no_missing_package(tmp_path: Path, part: s
     measured, summary = split_summary(results)
     assert code == 0, results
     assert len(re.findall("^== ", measured, re.MULTILINE)) == {"first": 3, "second": 3}[part]
-    assert len([line for line in summary if line.startswith("* ")]) == {"first": 15, "second": 7}[part]
+    assert len([line for line in summary if line.startswith("* ")]) == {"first": 16, "second": 7}[part]
     assert "Warning" not in results
 
 
