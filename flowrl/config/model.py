@@ -184,9 +184,9 @@ class EngineConfig(Config):
     """Attention kernels: torch SDPA, or flash-attn on GPUs in half precision. `auto` uses flash-attn if possible."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Compile each layer, and the operations of a language model's head, with torch.compile. The first step takes
-    20 seconds longer for 1.5B on an H200, and longer with LoRA. `auto` compiles on GPUs, except with fsdp, tp or sp,
-    with `deterministic: true`, and on hosts without a C compiler or Python's headers."""
+    """Compile the layers, and the head of a language model, with torch.compile. Steps are faster, except for the first,
+    which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs, except with fsdp,
+    tp or sp, with `deterministic: true`, and on hosts without a C compiler or Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp: all-reduce the gradients in buckets during the last backward pass of `update`, instead of once after

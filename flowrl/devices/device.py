@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flowrl.devices.peak_flops import find_peak_flops
 
@@ -174,7 +175,7 @@ class Device(Protocol):
 
 
 class _KeptTensor:
-    """The `OffloadedTensor` of the CPU. It holds the tensor in place, and drops its reference in `restore`."""
+    """An offloaded tensor of the CPU, whose memory is host memory already. Keeps the tensor until it is restored."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
@@ -402,7 +403,7 @@ class _PinnedTensor:
 
 
 _TRITON_CAPABILITY = (7, 0)
-"""Lowest compute capability of torch's compiler for GPUs."""
+"""Lowest CUDA compute capability that Triton supports."""
 
 _ALIGNMENT = 16
 """Alignment in bytes of the tensors in a buffer, which vectorized loads of GPUs need."""
@@ -420,6 +421,15 @@ def unpack_bytes(buffer: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
         parts.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += packed_size([tensor])
     return parts
+
+
+@torch.no_grad()
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns the shard of a sharded tensor on this rank, without a gradient. Returns other tensors themselves.
+
+    An operation on a shard avoids torch's dispatch of sharded tensors, which takes about 0.1 ms of CPU time.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def get_device(device: torch.device | str) -> Device:
@@ -445,8 +455,9 @@ def used_device(name: str) -> Device | None:
 
 
 def find_compiler_problem(device: Device) -> str | None:
-    """Returns why torch.compile cannot build kernels for a GPU on this host; None if it can. Triton builds them, with a
-    C compiler and the headers of Python (triton/runtime/build.py).
+    """Returns what prevents torch.compile from building kernels for a GPU on this host. Returns None if nothing does.
+
+    torch.compile uses Triton, which needs a C compiler and the headers of Python (triton/runtime/build.py).
     """
     if find_spec("triton") is None:
         return "the package triton is not installed"

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
 
-from flowrl.devices.device import Device, packed_size, unpack_bytes
+from flowrl.devices.device import Device, local_tensor, packed_size, unpack_bytes
 
 _WORD = 4
 _NUM_SUMS = 1021
@@ -33,13 +32,14 @@ class HostCopies:
     """Keeps copies of tensors in host memory while other roles use their device memory.
 
     `offload` releases the device memory of tensors. They remain valid objects, but must not be used until `onload`.
-    With `compares`, memory whose digest equals that of its copy is not copied again, for example that of a frozen
-    weight. Call `mark_changed` after a training step, because a digest can miss small changes. Host memory is pinned,
-    and allocated again only if a tensor changes its size. On the CPU, all methods do nothing.
+    Host memory is pinned, and allocated again only if a tensor changes its size. On the CPU, all methods do nothing.
     """
 
     def __init__(self, device: Device, *, compares: bool = True) -> None:
-        """Set `compares` to False for tensors that change before every offload. Their digests would only cost time."""
+        """`compares`: whether to copy only tensors that have changed since their last copy, which excludes frozen
+        weights. A digest tells which have changed, but can miss the small changes of a training step, after which
+        `mark_changed` must be called. Without `compares`, all tensors are copied, and no digests are computed.
+        """
         self._device, self._compares = device, compares
         self._copies: dict[int, _Copy] = {}
         """Maps the address of a storage object to the copy of its memory."""
@@ -78,13 +78,13 @@ class HostCopies:
 
     def read(self, tensor: Tensor) -> Tensor:
         """Returns a copy of an offloaded tensor in host memory. Returns other tensors themselves."""
-        storage = _local(tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         if storage._cdata not in self._offloaded:
             return tensor
         copied = torch.empty_like(tensor, device="cpu")
-        local, host = _local(tensor), self._copies[storage._cdata].host.view(tensor.dtype)
+        local, host = local_tensor(tensor), self._copies[storage._cdata].host.view(tensor.dtype)
         start = host.storage_offset() + local.storage_offset()
-        _local(copied).copy_(host.as_strided(local.size(), local.stride(), start))
+        local_tensor(copied).copy_(host.as_strided(local.size(), local.stride(), start))
         return copied
 
     def mark_changed(self, tensors: Iterable[Tensor]) -> None:
@@ -133,15 +133,9 @@ class HostCopies:
             self._wait = None
 
 
-@torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or the shard of a sharded tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Returns the memory of tensors, once if they share it, and without memory that is already free."""
-    storages = (_local(tensor).untyped_storage() for tensor in tensors)
+    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
     return list({storage._cdata: storage for storage in storages if storage.nbytes()}.values())
 
 

@@ -117,14 +117,15 @@ def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig
 
 
 def _resolve_role(value: RoleConfig, matches_rollout: bool) -> RoleConfig:
-    """Returns the settings of a role on GPUs. With `matches_rollout`, the rollout computes the log-probabilities of an
-    actor in float32, so such an actor keeps float32.
+    """Returns the settings of a role on GPUs, where a null `compute_dtype` becomes bfloat16.
+
+    `matches_rollout`: whether the rollout's log-probabilities are those of a float32 actor. An actor that trains with
+    them (`old_logprobs: rollout`) then keeps computing in float32.
     """
     if isinstance(value, JudgeConfig):
         return _with_dtype(value, default_dtype(value.engine, value.model, "cuda"))
     if not isinstance(value, ModelRoleConfig) or value.model is None or value.engine.kind != DEFAULT_TRAIN_ENGINE:
         return value
-    # The loss compares the actor's log-probabilities with those of the rollout, which computes in float32.
     is_compared = matches_rollout and isinstance(value, ActorConfig) and value.old_logprobs == "rollout"
     if value.engine.compute_dtype is not None or is_compared:
         return value

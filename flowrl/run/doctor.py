@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flowrl.config import CheckFailed, Placement, RolloutConfig, RolloutRunConfig
 from flowrl.controller.cluster import Cluster
@@ -23,6 +22,7 @@ from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.console import make_console
+from flowrl.devices.device import local_tensor
 from flowrl.memory.device_settings import render_settings
 from flowrl.rewards.processes.isolation import describe_missing
 from flowrl.rewards.processes.pool import ScoringPool
@@ -191,7 +191,7 @@ def nudge(worker: Any) -> None:  # Any: the recipe's actor
     state = worker.engine.save_state(with_optimizer=False)
     with torch.no_grad():
         for weight in state.values():
-            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            own = local_tensor(weight)
             # Scaling would not change zeros, such as the initial weights of an adapter.
             own.copy_(torch.where(own == 0, torch.full_like(own, 2**-10), own * (1 + 2**-6)))
     worker.engine.load_state(state, worker.engine.counters())

@@ -173,7 +173,7 @@ def _find_omitted(config: RunConfig, planned: Plan) -> Iterator[str]:
         if role in planned.roles and not _is_compiled(value.engine, planned.roles[role].mesh, config)
     ]
     if eager:
-        yield f"that the layers of {' and '.join(eager)} are not compiled"
+        yield f"the slower steps of {' and '.join(eager)} without compiled layers"
     if any(isinstance(value, JudgeConfig) for value in config.role_settings.values()):
         yield "judges"
     engines = [value.engine for value in models_of(config).values()]

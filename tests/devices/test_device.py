@@ -45,6 +45,7 @@ def device(name: str) -> Iterator[Device]:
 
 
 def test_a_tensor_is_counted_as_allocated_memory(name: str, device: Device) -> None:
+    device.begin_peak()
     before = device.memory()
     tensor = torch.ones(256 * MIB, dtype=torch.uint8, device=name)
     during = device.memory()
@@ -53,10 +54,11 @@ def test_a_tensor_is_counted_as_allocated_memory(name: str, device: Device) -> N
     after = device.memory()
     assert during.allocated - before.allocated == pytest.approx(256 * MIB, rel=0.1)
     assert during.allocated - after.allocated == pytest.approx(256 * MIB, rel=0.1)
-    for memory in (before, during, after):
-        assert 0 <= memory.allocated <= memory.peak <= memory.total
-        assert memory.allocated <= memory.reserved <= memory.total
-        assert 0 <= memory.free < memory.total
+    for memory in (before, during):
+        assert 0 <= memory.allocated <= memory.peak <= memory.reserved <= memory.total
+    # The memory of the peak has been returned to the device, so the reserved memory may be smaller than the peak.
+    assert 0 <= after.allocated <= min(after.peak, after.reserved) <= max(after.peak, after.reserved) <= after.total
+    assert all(0 <= memory.free < memory.total for memory in (before, during, after))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

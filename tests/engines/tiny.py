@@ -48,6 +48,19 @@ class RMSNorm(nn.Module):
         return self.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
 
 
+class RotaryEmbedding(nn.Module):
+    """Rotary embedding in float64; those of transformers compute in float32 even for float64 models."""
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        super().__init__()
+        self.frequencies = nn.Buffer(frequencies.double(), persistent=False)
+
+    def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].double() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+
+
 def to_float64(model: AnyModel) -> AnyModel:
     """Converts a model to float64 in place, including the computation of its norms; returns it."""
     model.double()
@@ -56,6 +69,14 @@ def to_float64(model: AnyModel) -> AnyModel:
             owner, _, leaf = name.rpartition(".")
             assert isinstance(module.weight, nn.Parameter) and isinstance(module.variance_epsilon, float)
             setattr(model.get_submodule(owner), leaf, RMSNorm(module.weight, module.variance_epsilon))
+    return model
+
+
+def with_float64_rotary(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
+    """Makes the rotary embedding of a model compute in float64, in place; returns the model."""
+    frequencies = model.model.rotary_emb.inv_freq
+    assert isinstance(frequencies, torch.Tensor)
+    model.model.rotary_emb = RotaryEmbedding(frequencies)  # pyright: ignore[reportAttributeAccessIssue] (called alike)
     return model
 
 

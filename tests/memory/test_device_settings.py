@@ -12,15 +12,18 @@ from flowrl.config import (
     EvaluationRunConfig,
     JudgeConfig,
     ModelConfig,
+    ModelRoleConfig,
     Placement,
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
     RolloutRunConfig,
+    RunConfig,
     TrainedConfig,
     VllmConfig,
     keys_of,
     load,
+    recipe_class,
 )
 from flowrl.config.base import DeviceKind
 from flowrl.config.engines.vllm_settings import PlannedVllmConfig
@@ -481,3 +484,17 @@ def test_the_actor_and_its_frozen_reference_on_one_gpu_compute_in_the_same_dtype
     config = run_on("cuda", "actor.kl_loss_coef=0.1")
     engines = [resolve(config).role_settings[role].model_dump()["engine"] for role in ("actor", "reference")]
     assert [(engine["strategy"], engine["compute_dtype"]) for engine in engines] == [("auto", "bfloat16")] * 2
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "dpo"])
+def test_the_reference_of_a_recipe_for_one_gpu_rounds_like_its_actor(recipe: str) -> None:
+    path = ROOT / f"recipes/{recipe}/qwen1.5b.yaml"
+    schema = recipe_class(path)
+    assert issubclass(schema, RunConfig)
+    config = load(path, ["placement.memory_gb=80"], schema)
+    roles = resolve_settings(config, plan_run(config, [1])).role_settings
+    found = []
+    for role in (roles["actor"], roles["reference"]):
+        assert isinstance(role, ModelRoleConfig) and role.model is not None
+        found.append((role.model.dtype, role.engine.compute_dtype, role.engine.strategy))
+    assert found[0] == found[1]

@@ -156,3 +156,19 @@ def test_a_model_of_unknown_size_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         estimate("sft/qwen0.5b.yaml", "actor.model.path=some/unknown-model", devices=1)
     assert not missing_facts(str(caught.value), "--time", "actor.model.path", "some/unknown-model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_named"),
+    [
+        ((), False),
+        (("actor.engine.strategy=fsdp",), True),
+        (("actor.engine.compile=false",), True),
+        (("actor.engine.strategy=fsdp", "actor.engine.compile=true"), False),
+        (("deterministic=true",), True),
+    ],
+)
+def test_roles_whose_layers_are_not_compiled_are_named(settings: tuple[str, ...], is_named: bool) -> None:
+    """The rate of passes is that of compiled layers."""
+    step = estimate("grpo/qwen1.5b.yaml", *settings, devices=1)
+    assert any("actor" in part and "compile" in part for part in step.omitted) is is_named

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from flowrl.devices.device import local_tensor
 from flowrl.engines.checkpoint.shards import tensor_bytes
 from flowrl.engines.train.base import SavedEngine
 
@@ -22,5 +22,5 @@ def state_checksums(engine: SavedEngine) -> dict[str, Any]:
 
 
 def _checksum(value: Tensor) -> Mapping[str, float]:
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = local_tensor(value)
     return {"crc32": zlib.crc32(tensor_bytes(local)), "norm": float(local.detach().double().norm())}

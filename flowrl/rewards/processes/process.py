@@ -121,7 +121,7 @@ class ScoringProcess:
         self.has_ended = False
         self._folder = None
         try:
-            # A process that is killed cannot remove its temporary files.
+            # `close` removes this folder, because a killed process cannot remove its temporary files.
             self._folder = launcher.make_folder()
             for descriptor in (stacks, rows):  # a signal handler writes the stacks
                 os.set_blocking(descriptor, False)

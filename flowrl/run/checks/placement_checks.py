@@ -220,7 +220,7 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
             f"layer: remove it, or set tp"
         )
     if engine.compile is True and mesh.tp > 1:
-        # torch 2.13 exceeds Python's recursion limit with symbolic shapes of DTensors.
+        # The DTensors of tp make torch 2.13 raise a RecursionError when it compiles for variable sizes.
         raise ConfigError(
             f"{key}.compile is true, but placement.roles.{role} has tp {mesh.tp}, which torch.compile does not support "
             f"with micro-batches of different sizes: set it to auto or false, or remove tp"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flowrl.devices.device import Device, OffloadedTensor
+from flowrl.devices.device import Device, OffloadedTensor, local_tensor
 from flowrl.engines.parallel.sharding import EngineError
 
 MIN_BYTES = 2**20
@@ -105,5 +105,4 @@ def offload_inputs(model: PreTrainedModel, layers: Sequence[nn.Module], device: 
 
 
 def _address(tensor: Tensor) -> int:
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.untyped_storage().data_ptr()
+    return local_tensor(tensor).untyped_storage().data_ptr()

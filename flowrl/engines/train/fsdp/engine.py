@@ -80,8 +80,8 @@ from flowrl.engines.train.steps import OptimizerSteps
 _logger = logging.getLogger(__name__)
 
 _MAX_GRAPHS = 64
-"""Maximum number of graphs that torch compiles from the code of a layer. Model sizes, passes with and without
-gradients, and padded rows have graphs of their own."""
+"""Limit of the number of graphs that torch compiles from the code of a layer. Each size of a model needs its own graphs
+for passes with and without gradients, and for padded rows."""
 
 
 class FsdpEngine(ModuleEngine):
@@ -484,7 +484,7 @@ class FsdpEngine(ModuleEngine):
 
 def compile_layer(layer: nn.Module) -> None:
     """Compiles a layer for micro-batches of any size."""
-    # torch limits the graphs of the same code to 8, and all models of a process share the code of their layers.
+    # torch's limit is 8, but all models of a process share the code of their layers.
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         layer.compile(dynamic=True, recompile_limit=_MAX_GRAPHS)
         return
