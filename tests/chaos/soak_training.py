@@ -17,7 +17,11 @@ from flowrl.run.loop import Summary
 from recipes.grpo import train as recipe
 from tests.chaos.workers import TracedActor, TracedEnvironment, TracedReward, TracedRollout
 
-_train = FunctionType(recipe.train.__code__, vars(recipe) | {"Actor": TracedActor, "Rollout": TracedRollout})
+_train = FunctionType(
+    recipe.train.__code__,
+    vars(recipe) | {"Actor": TracedActor, "Rollout": TracedRollout},
+    argdefs=recipe.train.__defaults__,
+)
 """A copy of the recipe's `train` that uses the traced workers. It does not modify the recipe's module."""
 
 

@@ -32,7 +32,7 @@ REPLACED = {
 }
 """Name in the recipe -> its replacement."""
 
-_train = FunctionType(recipe.train.__code__, vars(recipe) | REPLACED)
+_train = FunctionType(recipe.train.__code__, vars(recipe) | REPLACED, argdefs=recipe.train.__defaults__)
 """A copy of the recipe's `train` that uses the traced workers. It does not modify the recipe's module."""
 
 
