@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.imports import add_working_folder
+from flowrl.cli.inference_commands import add_parallel_sizes
 from flowrl.cli.number_types import natural, positive_count, temperature
-from flowrl.config import ConfigError
+from flowrl.config import ConfigError, Replica
 
 Commands = Any  # argparse's type of sub-commands is private
 
@@ -37,8 +38,9 @@ def add_eval(commands: Commands) -> None:
         "--step", type=natural, metavar="N", help="checkpoint of each run folder; default: the trained model"
     )
     parser.add_argument(
-        "--devices", type=positive_count, default=1, metavar="N", help="number of devices that generate; default: 1"
+        "--devices", type=positive_count, metavar="N", help="number of devices that generate; default: tp times pp"
     )
+    add_parallel_sizes(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers, settings and scores as JSON")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="write the responses as JSON lines")
     parser.set_defaults(run=_eval)
@@ -61,6 +63,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from flowrl.inference.evaluation.evaluate_models import evaluate_models  # noqa: PLC0415
     from flowrl.inference.evaluation.planned_tasks import EvaluationArguments  # noqa: PLC0415
 
+    replica = Replica(arguments.tp, arguments.pp)
     evaluation = EvaluationArguments(
         arguments.task,
         arguments.reward,
@@ -69,6 +72,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         arguments.seed,
         arguments.limit,
         arguments.engine,
+        replica,
         settings,
     )
     evaluate_models(
@@ -76,7 +80,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         evaluation,
         console=make_console(),
         step=arguments.step,
-        num_devices=arguments.devices,
+        num_devices=arguments.devices or replica.num_devices,
         output=arguments.output,
         rows=arguments.rows,
     )

@@ -2,13 +2,16 @@
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.cli.imports import add_working_folder, collection_paused
 from flowrl.cli.number_types import natural, port, positive, positive_count, share, temperature
-from flowrl.config import CheckFailed, UserError
+from flowrl.config import CheckFailed, Replica, UserError
 from flowrl.config.engines.rollout_engines import ENGINES
+from flowrl.config.engines.vllm_settings import find_rejected_argument
+from flowrl.config.source import parse
 from flowrl.data.messages import DataError
 
 if TYPE_CHECKING:
@@ -54,7 +57,34 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-gb",
         type=positive,
         metavar="GB",
-        help="memory of vLLM's KV cache; default: 1 on the CPU, 90%% of the free memory of a GPU",
+        help="memory of vLLM's KV cache on each device; default: 1 on the CPU, 90%% of the free memory of a GPU",
+    )
+    add_vllm_options(parser)
+
+
+def add_vllm_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of vLLM's engine."""
+    add_parallel_sizes(parser)
+    parser.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further argument of vLLM's engine, such as block_size=32; the value is YAML; can be repeated",
+    )
+
+
+def add_parallel_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of an engine with several devices."""
+    parser.add_argument(
+        "--tp", type=positive_count, default=1, metavar="N", help="devices that share each layer, with vLLM; default: 1"
+    )
+    parser.add_argument(
+        "--pp",
+        type=positive_count,
+        default=1,
+        metavar="N",
+        help="pipeline stages of the model, with vLLM; default: 1",
     )
 
 
@@ -216,7 +246,8 @@ def _add_serve(commands: Commands) -> None:
         help="default: float32 on the CPU, that of the files on a GPU",
     )
     parser.add_argument("--max-model-len", type=positive_count, metavar="N", help="tokens of prompt and response")
-    parser.add_argument("--kv-cache-gb", type=positive, metavar="GB", help="memory of the KV cache")
+    parser.add_argument("--kv-cache-gb", type=positive, metavar="GB", help="memory of the KV cache on each device")
+    add_vllm_options(parser)
     parser.set_defaults(run=_serve)
 
 
@@ -238,6 +269,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         kv_cache_gb=arguments.kv_cache_gb,
+        replica=Replica(arguments.tp, arguments.pp),
+        engine_args=read_engine_args(arguments.engine_arg),
     )
     check_server(settings)
     template, source = read_template_option(arguments.template), find_source(arguments)
@@ -299,4 +332,23 @@ def engine_settings(arguments: argparse.Namespace) -> "EngineSettings":
         dtype=arguments.dtype,
         max_num_seqs=arguments.max_num_seqs,
         kv_cache_gb=arguments.kv_cache_gb,
+        replica=Replica(arguments.tp, arguments.pp),
+        engine_args=read_engine_args(arguments.engine_arg),
     )
+
+
+def read_engine_args(options: Sequence[str]) -> Mapping[str, Any]:  # Any: as vLLM types them
+    """Returns the arguments of `--engine-arg`. Raises UserError for one that vLLM rejects or that flowrl sets."""
+    from flowrl.engines.rollout.vllm.engine_args import find_argument_problem  # noqa: PLC0415 (torch)
+
+    values: dict[str, Any] = {}
+    for option in options:
+        name, separator, text = option.partition("=")
+        if not (name and separator):
+            raise UserError(f"--engine-arg {option} is not NAME=VALUE: write it like block_size=32")
+        values[name], _ = parse(text, f"--engine-arg {option}", numbered=False)
+    if (problem := find_rejected_argument(values)) is not None:
+        raise UserError(f"--engine-arg: {problem}")
+    if (problem := find_argument_problem(values)) is not None:
+        raise UserError(f"--engine-arg {problem}")
+    return values

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PlainValidator, PositiveFloat, PositiveInt
@@ -60,7 +61,29 @@ class RolePlacement(Config):
     """Sequence-parallel size: number of ranks over which each sequence is sharded."""
 
     pp: PositiveInt = 1
-    """Pipeline-parallel size: number of ranks over which the layers are distributed. Included engines: only 1."""
+    """Pipeline-parallel size: number of ranks over which the layers are distributed. Only for rollouts and judges with
+    vLLM; a custom training engine may support it.
+    """
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Parallel sizes of the devices that one dedicated process of a role uses."""
+
+    tp: int = 1
+    """Number of devices over which the weights of each layer are sharded."""
+    pp: int = 1
+    """Number of stages over which the layers are distributed."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
+
+
+ONE_DEVICE = Replica()
 
 
 def _read_role(value: object) -> RolePlacement:

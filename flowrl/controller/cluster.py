@@ -231,7 +231,7 @@ class Cluster:
                 device,
                 self._threads_by_node[slot.node],
                 aligned_roles,
-                role_plan.num_tp_devices,
+                role_plan.replica,
                 self._eviction.ledger.is_shared(slot) and cls.can_offload_device(device, *args, **kwargs),
                 self._attempt,
                 self._deterministic,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 from typing_extensions import TypeVar
 
+from flowrl.config import ONE_DEVICE, Replica
 from flowrl.controller.placement.plan import Mesh
 
 if TYPE_CHECKING:
@@ -221,8 +222,8 @@ class WorkerContext:
     """IP address of this process for other processes of the run."""
     replaced: bool = False
     """Whether this process replaces a lost process."""
-    num_tp_devices: int = 1
-    """Number of tensor-parallel devices of a dedicated process. The other devices have no process of the role."""
+    replica: Replica = ONE_DEVICE
+    """Parallel sizes of the devices of a dedicated process. Only one of them has a process of the role."""
     can_offload: bool = False
     """Whether the worker can offload its device memory for other processes on the same device."""
     usage: dict[str, float] = field(default_factory=dict)

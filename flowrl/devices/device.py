@@ -446,6 +446,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def count_gpus() -> int:
+    """Returns the number of GPUs that this process can use. Does not create a CUDA context."""
+    return torch.cuda.device_count()
+
+
 def used_device(name: str) -> Device | None:
     """Returns the operations on a device. Returns None for a GPU if this process has not used CUDA.
 

@@ -95,6 +95,8 @@ def _describe_settings(job: GenerationJob) -> Mapping[str, Any]:  # Any: values 
         "best_of": job.best_of,
         "reward": job.reward,
     }
+    if job.engine.engine_args:
+        values["engine_arg"] = dict(job.engine.engine_args)
     return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 

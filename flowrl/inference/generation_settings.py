@@ -1,12 +1,13 @@
 """Settings of `flowrl generate` and `flowrl chat`, and the checks that need neither torch nor the model."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from flowrl.config import UserError, import_function
+from flowrl.config import ONE_DEVICE, Replica, UserError, import_function
 from flowrl.data.messages import Conversation
 from flowrl.data.template import ConversationTemplate
 from flowrl.inference.prompt_file import read_prompt_rows
@@ -62,7 +63,11 @@ class EngineSettings:
     max_num_seqs: int | None = None
     """Maximum number of responses that are generated at the same time. None: as `rollout.max_num_seqs`."""
     kv_cache_gb: float | None = None
-    """Memory of vLLM's KV cache. None: as `rollout.vllm.kv_cache_gb`."""
+    """Memory of vLLM's KV cache on each device. None: as `rollout.vllm.kv_cache_gb`."""
+    replica: Replica = ONE_DEVICE
+    """Parallel sizes of the devices that the engine uses, with vLLM."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine, as `rollout.vllm.engine_args`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,14 @@ class GenerationJob:
     """System message of conversations that have none."""
     is_raw: bool = False
     """True: prompts are plain text, which the model continues. False: the chat template is applied to them."""
+
+
+def check_num_gpus(replica: Replica, num_gpus: int) -> None:
+    """Raises UserError if a machine has fewer GPUs than a replica needs."""
+    if replica.num_devices > num_gpus:
+        raise UserError(
+            f"{replica} needs {replica.num_devices} GPUs, but this machine has {num_gpus}: make tp or pp smaller"
+        )
 
 
 def read_job(job: GenerationJob) -> list[Conversation]:

@@ -21,7 +21,7 @@ from flowrl.config.engines.rollout_engines import get_capabilities, name_alterna
 from flowrl.controller.placement.cpu_threads import default_threads, use_threads
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.template import ConversationTemplate
-from flowrl.devices.device import has_gpu
+from flowrl.devices.device import count_gpus, has_gpu
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.engines.rollout.base import (
     EngineContext,
@@ -33,11 +33,11 @@ from flowrl.engines.rollout.base import (
     load_engine_class,
 )
 from flowrl.engines.rollout.sampling import row_keys
-from flowrl.inference.generation_settings import EngineSettings, SamplingSettings
+from flowrl.inference.generation_settings import EngineSettings, SamplingSettings, check_num_gpus
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.stop_strings import StopStrings
 from flowrl.memory.device_settings import default_dtype, fit_engine
-from flowrl.memory.model_fit import find_head_size_problem
+from flowrl.memory.model_fit import find_head_size_problem, find_replica_problem
 
 _STOP_CHECK_S = 0.2
 """Interval in which unfinished responses are searched for stop strings. It changes only the time of the search."""
@@ -134,7 +134,7 @@ class TextGenerator:
             limit = self.chat.max_positions() or sampling.max_tokens
             config = config.model_copy(update={"max_response_tokens": limit})
         self._num_seqs = config.num_seqs
-        context = EngineContext(config, model, self.chat.tokenizer, self._device)
+        context = EngineContext(config, model, self.chat.tokenizer, self._device, replica=settings.replica)
         engine = load_engine_class(settings.engine).start(context)
         assert isinstance(engine, StreamingEngine) and isinstance(engine, PartialResponses)
         self._engine: _TextEngine = engine  # pyright: ignore[reportAttributeAccessIssue] (an intersection of protocols)
@@ -272,7 +272,11 @@ def engine_config(
     stop_ids: tuple[tuple[int, ...], ...] = (),
 ) -> RolloutConfig:
     """Returns the settings of the engine on a device. A null KV cache holds at least one response."""
-    vllm = VllmConfig(dtype=None if model.dtype == "float64" else model.dtype, kv_cache_gb=settings.kv_cache_gb)
+    vllm = VllmConfig(
+        dtype=None if model.dtype == "float64" else model.dtype,
+        kv_cache_gb=settings.kv_cache_gb,
+        engine_args=settings.engine_args,
+    )
     config = RolloutConfig(
         engine=settings.engine,
         quantization=settings.quantization,
@@ -290,27 +294,8 @@ def engine_config(
 def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str, sampling: SamplingSettings) -> None:
     """Raises UserError if the engine does not support the model or a setting on the device."""
     known = get_capabilities(settings.engine)
-    kind, name = ("cuda" if device.startswith("cuda") else "cpu"), settings.quantization
-    if name is not None:
-        if name not in known.quantizations:
-            others = name_alternatives(lambda engine: name in engine.quantizations)
-            supported = " and ".join(known.quantizations)
-            raise UserError(
-                f"quantization {name} is not supported by engine {settings.engine}, which supports {supported}: choose "
-                f"another quantization, or engine {others}"
-            )
-        quantization = known.quantizations[name]
-        if kind not in quantization.devices:
-            others = " or ".join(n for n, each in known.quantizations.items() if kind in each.devices)
-            raise UserError(
-                f"quantization {name} of engine {settings.engine} needs a {' or '.join(quantization.devices)} device, "
-                f"but this machine has none: use {others}, or no quantization"
-            )
-        if quantization.dtypes is not None and dtype not in quantization.dtypes:
-            raise UserError(
-                f"quantization {name} of engine {settings.engine} needs weights in {' or '.join(quantization.dtypes)}, "
-                f"but the dtype is {dtype}: set dtype {quantization.dtypes[0]}"
-            )
+    kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
+    _check_quantization(settings, kind, dtype)
     if problem := find_head_size_problem(settings.engine, model, kind):
         raise UserError(problem)
     if dtype not in known.dtypes:
@@ -320,6 +305,10 @@ def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str,
             f"temperature {sampling.temperature:g} is below the smallest of engine {settings.engine}, "
             f"{known.min_temperature:g}: use 0 for the most likely tokens, or a larger temperature"
         )
+    _check_replica(settings, count_gpus() if kind == "cuda" else None)
+    if problem := find_replica_problem(model, settings.replica):
+        raise UserError(f"the engine has {problem}")
+    _check_arguments(settings, kind, sampling)
     quantized = known.quantizations.get(settings.quantization or "")
     for package in (*known.packages, *(quantized.packages if quantized else ())):
         if find_spec(package.module) is None:
@@ -327,3 +316,54 @@ def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str,
                 f"engine {settings.engine}{f' with quantization {settings.quantization}' if quantized else ''} needs "
                 f"the package {package.module}, which is not installed: {package.install}"
             )
+
+
+def _check_quantization(settings: EngineSettings, kind: DeviceKind, dtype: str) -> None:
+    known, name = get_capabilities(settings.engine), settings.quantization
+    if name is None:
+        return
+    if name not in known.quantizations:
+        others = name_alternatives(lambda engine: name in engine.quantizations)
+        supported = " and ".join(known.quantizations)
+        raise UserError(
+            f"quantization {name} is not supported by engine {settings.engine}, which supports {supported}: choose "
+            f"another quantization, or engine {others}"
+        )
+    quantization = known.quantizations[name]
+    if kind not in quantization.devices:
+        others = " or ".join(n for n, each in known.quantizations.items() if kind in each.devices)
+        raise UserError(
+            f"quantization {name} of engine {settings.engine} needs a {' or '.join(quantization.devices)} device, "
+            f"but this machine has none: use {others}, or no quantization"
+        )
+    if quantization.dtypes is not None and dtype not in quantization.dtypes:
+        raise UserError(
+            f"quantization {name} of engine {settings.engine} needs weights in {' or '.join(quantization.dtypes)}, "
+            f"but the dtype is {dtype}: set dtype {quantization.dtypes[0]}"
+        )
+
+
+def _check_replica(settings: EngineSettings, num_gpus: int | None) -> None:
+    """Raises UserError if the engine cannot use several devices, or if there are too few GPUs."""
+    replica = settings.replica
+    for name in ("tp", "pp"):
+        if getattr(replica, name) > 1 and name not in get_capabilities(settings.engine).dimensions:
+            others = name_alternatives(lambda engine, name=name: name in engine.dimensions)
+            raise UserError(
+                f"{name} is {getattr(replica, name)}, but engine {settings.engine} uses one device: use engine {others}"
+            )
+    if num_gpus is not None:
+        check_num_gpus(replica, num_gpus)
+
+
+def _check_arguments(settings: EngineSettings, kind: DeviceKind, sampling: SamplingSettings) -> None:
+    if settings.engine_args and settings.engine != "vllm":
+        raise UserError(
+            f"engine arguments {', '.join(settings.engine_args)} are those of vLLM, but the engine is "
+            f"{settings.engine}: choose engine vllm, or remove them"
+        )
+    if kind == "cpu" and settings.engine_args.get("speculative_config") and sampling.temperature > 0:
+        raise UserError(
+            f"speculative_config with temperature {sampling.temperature:g} gives wrong tokens, because vLLM samples "
+            f"them wrongly on CPUs: set temperature 0, or remove it"
+        )

@@ -364,7 +364,7 @@ class _Estimator:
             batch=RolloutBatch(rows, num_prompts, config.data.max_prompt_tokens, has_environment),
             device_type=self._planned.kind,
             weight_owner=actor if actor is not None and self._shares_actor_weights(actor, role_plan, slot) else None,
-            num_devices=role_plan.num_tp_devices,
+            replica=role_plan.replica,
             offloads=offloads,
             is_evicted_by_actor=offloads and self._shares_device(slot, {"actor"} & self._planned.roles.keys()),
             transport=self._transports.get("rollout"),
@@ -391,7 +391,7 @@ class _Estimator:
             config=judge.generation,
             batch=RolloutBatch(rows, rows, prompt),
             device_type=self._planned.kind,
-            num_devices=role_plan.num_tp_devices,
+            replica=role_plan.replica,
             offloads=can_offload and self._shares_device(slot, self._planned.roles),
         )
         return import_attribute(judge.capabilities.memory)(load)

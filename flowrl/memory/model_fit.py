@@ -5,7 +5,7 @@ loaded.
 import json
 from pathlib import Path
 
-from flowrl.config import ConfigError, ModelRoleConfig, TrainedConfig
+from flowrl.config import ONE_DEVICE, ConfigError, ModelRoleConfig, Replica, TrainedConfig
 from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import RolePlan
@@ -43,6 +43,25 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
                     f"{role}.lora.targets: {size.family} has no linear layer {target!r}; available: "
                     f"{', '.join(sorted(names))}"
                 )
+
+
+def find_replica_problem(model: Path, replica: Replica) -> str | None:
+    """Returns why vLLM cannot divide a model among the devices of a replica, as the end of a sentence. Returns None if
+    it can, or if the size of the model is unknown.
+    """
+    size = read_model_size(model)
+    if size is None or replica == ONE_DEVICE:
+        return None
+    key_heads, tp = _key_heads(size), replica.tp
+    for noun, count in (("attention heads", size.heads), ("MLP columns", size.mlp)):
+        if count % tp:
+            return f"tp {tp}, which does not divide the model's {count} {noun}: set tp to a divisor"
+    # With fewer heads than devices, each head is on several devices.
+    if key_heads % tp and tp % key_heads:
+        return f"tp {tp}, which neither divides the model's {key_heads} key heads nor is divisible by them: change tp"
+    if replica.pp > size.layers:
+        return f"pp {replica.pp}, but the model has {size.layers} layers: set pp to at most {size.layers}"
+    return None
 
 
 def read_max_positions(model: Path) -> int | None:

@@ -1,8 +1,8 @@
 """Computes the bytes of a rollout role: weights, KV cache, and activations of a prefill or decode step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flowrl.config import RolloutConfig, TransferConfig, VllmConfig
+from flowrl.config import ONE_DEVICE, Replica, RolloutConfig, TransferConfig, VllmConfig
 from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.weight_transport import Transport
 from flowrl.memory.device_constants import (
@@ -65,8 +65,8 @@ class RolloutLoad:
     device_type: DeviceKind
     weight_owner: RoleModel | None = None
     """The actor in the same process, or None."""
-    num_devices: int = 1
-    """Number of tensor-parallel devices of the engine."""
+    replica: Replica = ONE_DEVICE
+    """Parallel sizes of the engine's devices."""
     offloads: bool = False
     """Whether the engine sleeps while other roles use the device."""
     is_evicted_by_actor: bool = False
@@ -130,28 +130,32 @@ def _quantization_bytes(size: ModelSize, param_bytes: int) -> int:
 
 
 def vllm_memory(load: RolloutLoad) -> RoleMemory:
-    """Returns the memory of a vLLM rollout on one of its tensor-parallel devices.
+    """Returns the memory of a vLLM rollout on one device of a replica, which has the most layers.
 
     vLLM allocates the KV cache at start. It offloads weights and KV cache together.
     """
-    size, param_bytes, config, num_devices = load.size, load.param_bytes, load.config, load.num_devices
+    param_bytes, config, tp, pp = load.param_bytes, load.config, load.replica.tp, load.replica.pp
     settings, is_gpu = config.vllm or VllmConfig(), load.device_type == "cuda"
-    step = VLLM_STEP_TOKENS * _run_bytes(size, param_bytes) // num_devices
+    # Of several stages, the first has the input embeddings, and the last has the head.
+    size = replace(load.size, layers=-(-load.size.layers // pp), tied=load.size.tied or pp > 1)
+    step = VLLM_STEP_TOKENS * _run_bytes(size, param_bytes) // tp
     # On GPUs, a null cache uses the memory that the plan leaves free.
     kv_cache = 0 if is_gpu and settings.kv_cache_gb is None else settings.cache_bytes
     num_tokens = load.batch.max_prompt_tokens + config.max_response_tokens
-    weights = weight_bytes(size, param_bytes, config.quantization) // num_devices
+    weights = weight_bytes(size, param_bytes, config.quantization) // tp
     # Every device of a replica has the logits of all sequences.
     logits = config.num_seqs * size.vocabulary * (int(SAMPLER_COPIES.value) * 4 + param_bytes)
-    calls = [CallMemory("generate", activations=step, buffers=logits)]
+    # Buffers for the states that a stage receives: the hidden states and the residual stream.
+    received = 2 * VLLM_STEP_TOKENS * size.hidden * param_bytes if pp > 1 else 0
+    calls = [CallMemory("generate", activations=step, buffers=logits + received)]
     if is_gpu and load.transport is not None:
         calls.append(_load_weights(load))
     fixed = {"vLLM process": int(VLLM_PROCESS.value)} if is_gpu else {}
     if is_gpu and settings.graphs:
         fixed["CUDA graphs"] = int(CUDA_GRAPHS.value)
-    if is_gpu and (num_communicators := (num_devices > 1) + _num_broadcasts(load)):
+    if is_gpu and (num_communicators := (tp > 1) + (pp > 1) + _num_broadcasts(load)):
         fixed["NCCL"] = nccl_bytes(num_communicators)
-    if is_gpu and num_devices > 1:
+    if is_gpu and tp > 1:
         fixed["all-reduce"] = int(ALL_REDUCE.value)
     return RoleMemory(
         weights,
@@ -159,7 +163,7 @@ def vllm_memory(load: RolloutLoad) -> RoleMemory:
         tuple(calls),
         offloads=load.offloads,
         kv_cache=kv_cache,
-        sequence_cache=size.cached_values * param_bytes * num_tokens // num_devices,
+        sequence_cache=size.cached_values * param_bytes * num_tokens // tp,
         num_sequences=min(config.num_seqs, load.batch.rows),
         fixed=fixed,
         host={"sleeping vLLM": int(PINNED_ROUNDING.value * weights)} if load.offloads else {},

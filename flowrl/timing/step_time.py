@@ -42,6 +42,7 @@ from flowrl.engines.train.model_flops import ModelFlops, planned_flops
 from flowrl.memory.device_settings import FittedRun
 from flowrl.memory.memory_estimate import explain_unknown_sizes, read_role_models
 from flowrl.memory.role_memory import RoleModel
+from flowrl.memory.rollout_memory import weight_bytes
 from flowrl.timing.phase_time import GenerationLoad, PassLoad, generation_time, pass_time
 
 Stage = Literal["generation", "switch", "scoring", "update", "sync"]
@@ -290,7 +291,10 @@ class _StepEstimator:
         role, rollout, actor = self._planned.roles["rollout"], config.rollout, self._models["actor"]
         memory = next(device.roles["rollout"] for device in self._fitted.devices if "rollout" in device.roles)
         assert memory is not None, "the size of the model is known"
-        size, num_devices, num_replicas = actor.size, role.num_tp_devices, role.mesh.dp
+        # While one stage of a pipeline computes a batch, the others compute other batches. So a replica of pp stages
+        # takes the time of pp replicas without stages that have 1 / pp of the sequences and of the KV cache's tokens.
+        tp, pp = role.replica.tp, role.replica.pp
+        size, num_replicas = actor.size, role.mesh.dp * pp
         element = ITEMSIZE[rollout.sent_dtype or config.actor.model.dtype]
         settings, is_vllm = rollout.vllm or VllmConfig(), rollout.engine == "vllm"
         rows = math.ceil(config.batch_size / num_replicas)
@@ -303,20 +307,20 @@ class _StepEstimator:
             prompt_tokens=self._lengths.prompt,
             response_tokens=self._lengths.response,
             longest_response=self._lengths.longest_response,
-            num_seqs=rollout.num_seqs,
-            weight_bytes=(memory.weights or size.parameters * element) - unread / num_devices,
-            token_bytes=size.cached_values * element / num_devices,
+            num_seqs=math.ceil(rollout.num_seqs / pp),
+            weight_bytes=(weight_bytes(size, element, rollout.quantization) - unread) / tp,
+            token_bytes=size.cached_values * element / tp,
             cache_bytes=memory.kv_cache or math.inf,
-            num_devices=num_devices,
+            num_devices=tp,
             step_s=(DECODE_WAIT if is_vllm and settings.graphs else EAGER_DECODE_WAIT).value,
-            summed_bytes=size.layers * 2 * size.hidden * element * 2 * (num_devices - 1) / num_devices,
+            summed_bytes=size.layers * 2 * size.hidden * element * 2 * (tp - 1) / tp,
         )
         flops = planned_flops(size.config, has_head=True)
         assert flops is not None, "models of known size have matrices of known kinds"
         time = generation_time(flops, load, self._rates)
         details = (
-            f"prefill {time.prefill_s:.1f}, decode {time.decode_s:.1f}; {time.num_concurrent:,} of {rows:,} sequences "
-            f"per replica at a time"
+            f"prefill {time.prefill_s:.1f}, decode {time.decode_s:.1f}; {time.num_concurrent * pp:,} of {rows * pp:,} "
+            f"sequences per replica at a time"
         )
         devices = self._devices("rollout")
         return Phase("generation", "generation", devices, time.seconds, details, time.model_flops * num_replicas)

@@ -74,7 +74,7 @@ class Judge(Worker["JudgeGroup"]):
             model=config.model,
             tokenizer=self.tokenizer.tokenizer,
             device=self.device,
-            num_tp_devices=self.context.num_tp_devices,
+            replica=self.context.replica,
             can_sleep=self.context.can_offload,
         )
         self.engine: RolloutEngine = load_engine_class(config.engine).start(context)

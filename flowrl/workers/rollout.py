@@ -127,7 +127,7 @@ class Rollout(Worker["RolloutGroup"]):
             model=model,
             tokenizer=self.tokenizer.tokenizer,
             device=self.device,
-            num_tp_devices=self.context.num_tp_devices,
+            replica=self.context.replica,
             can_sleep=self.context.can_offload,
             actor=weights,
         )
@@ -158,7 +158,7 @@ class Rollout(Worker["RolloutGroup"]):
     def _count(self, responses: TensorDict) -> TensorDict:
         """Adds the rows and their sampled tokens to the usage of the call, and returns the rows."""
         num_tokens = int(responses["tokens", "response_mask"].sum())
-        self.context.add_usage(tokens=num_tokens / self.context.num_tp_devices, responses=num_rows(responses))
+        self.context.add_usage(tokens=num_tokens / self.context.replica.num_devices, responses=num_rows(responses))
         return responses
 
     def _new_episodes(self, batch: TensorDict, temperature: float | None, score: Sequence[str]) -> list[Episode]:
@@ -435,7 +435,7 @@ class Rollout(Worker["RolloutGroup"]):
         """Joins a broadcast with all devices of this replica. Waits until all members have joined."""
         self._check_not_replayed()
         assert isinstance(self.engine, BroadcastEngine), "a broadcast requires an engine with the transport nccl"
-        self.engine.join_transfer_group(group, self.rank * self.context.num_tp_devices)
+        self.engine.join_transfer_group(group, self.rank * self.context.replica.num_devices)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
     def load_broadcast(self, metadata: "WeightMetadata", version: int, bucket: int, of: int) -> None:

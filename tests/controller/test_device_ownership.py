@@ -14,7 +14,7 @@ from tests.conftest import ClusterMaker
 from tests.controller.moving import Moving, Slow, Stuck, Training
 
 HOST = Slot("main", 0, 0, 0, device=0)
-LEADER = Slot("main/rollout", 0, 0, 0, device=0, device_pool="main", tp_devices=(1,))
+LEADER = Slot("main/rollout", 0, 0, 0, device=0, device_pool="main", other_devices=(1,))
 NEXT = Slot("main", 1, 0, 1, device=1)
 ALONE = Slot("other", 0, 0, 0, device=2)
 ELSEWHERE = Slot("far", 0, 1, 0, device=0)

@@ -48,6 +48,31 @@ def generate(
     }
 
 
+def count_steps(worker: Rollout, prompt: Sequence[int]) -> tuple[list[int], int]:
+    """Generates a greedy response. Returns its tokens, and the number of steps of the engine."""
+    engine, num_steps = engine_of(worker), 0
+    step = engine._engine.step
+
+    def counted() -> list:
+        nonlocal num_steps
+        num_steps += 1
+        return step()
+
+    engine._engine.step = counted  # pyright: ignore[reportAttributeAccessIssue] (of one object)
+    try:
+        (tokens,) = generate(worker, [prompt], [0], greedy=True)["tokens"]
+    finally:
+        del engine._engine.step
+    return tokens, num_steps
+
+
+def engine_arguments(worker: Rollout) -> tuple[int, str | None]:
+    """Returns the number of tokens per step, and the method of speculative decoding."""
+    config = engine_of(worker)._engine.vllm_config
+    assert config.speculative_config is not None
+    return config.scheduler_config.max_num_batched_tokens, config.speculative_config.method
+
+
 def missing_methods(worker: Rollout) -> list[str]:
     return find_missing_methods(type(worker.engine))
 

@@ -52,6 +52,18 @@ def test_an_adapter_generates(task_folder: Path, lora_folder: Path, tmp_path: Pa
     assert [row["logprob"] for row in rows[1]] == pytest.approx([row["logprob"] for row in rows[0]], abs=1e-3)
 
 
+@pytest.mark.parametrize("size", ["--tp", "--pp"])
+def test_two_devices_generate_the_responses_of_one(size: str, task_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    options = ("--prompts", prompts, *GREEDY)
+    expected, rows = (
+        [json.loads(line) for line in run("vllm", "generate", task_folder / "model", *options, *sizes).splitlines()]
+        for sizes in ((), (size, "2"))
+    )
+    assert [row["response"] for row in rows] == [row["response"] for row in expected]
+
+
 def test_a_chat_keeps_its_history(run_folder: Path) -> None:
     lines = "\n".join(("12+34=", "7-5="))
     outputs = [run(engine, "chat", run_folder, *GREEDY, input=lines) for engine in ENGINES]

@@ -7,11 +7,27 @@ import pytest
 from huggingface_hub import constants
 from transformers import GPT2Config, LlavaConfig, PreTrainedConfig, Qwen2Config
 
-from flowrl.config import ActorConfig, ConfigError, LoraConfig, ModelConfig, OptimizerConfig, Placement
+from flowrl.config import (
+    ONE_DEVICE,
+    ActorConfig,
+    ConfigError,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Placement,
+    Replica,
+)
 from flowrl.config import RolePlacement as Role
-from flowrl.memory.model_fit import has_experts, read_head_size, read_max_positions, read_num_token_ids
+from flowrl.memory.model_fit import (
+    find_replica_problem,
+    has_experts,
+    read_head_size,
+    read_max_positions,
+    read_num_token_ids,
+)
 from tests.configs import plan_run
-from tests.errors import rejects
+from tests.engines import tiny
+from tests.errors import missing_facts, rejects
 from tests.hub_cache import make_snapshot
 from tests.run.checks.test_placement_checks import ActorRun
 
@@ -86,6 +102,24 @@ def test_a_hub_model_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.
 def test_sizes_that_do_not_divide_the_model_are_rejected(tmp_path: Path, sizes: dict, facts: tuple) -> None:
     with rejects(*facts, error=ConfigError):
         check(tmp_path, QWEN, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("replica", "facts"),
+    [
+        (Replica(tp=3), ["tp", 3, 4, "heads"]),
+        (Replica(pp=3), ["pp", 3, 2, "layers"]),
+        (Replica(tp=2, pp=2), []),
+        (Replica(tp=4), []),  # each of the 2 key heads is on two devices
+        (ONE_DEVICE, []),
+    ],
+)
+def test_a_replica_that_cannot_divide_the_model_is_named(replica: Replica, facts: list, tmp_path: Path) -> None:
+    """The model has 2 layers, 4 query heads and 2 key heads."""
+    tiny.save(tiny.qwen2(), tmp_path)
+    problem = find_replica_problem(tmp_path, replica)
+    assert (problem is not None) == bool(facts)
+    assert not missing_facts(problem or "", *facts)
 
 
 def test_family_without_tensor_parallel_plan_is_rejected(tmp_path: Path) -> None:

@@ -244,6 +244,23 @@ def test_each_tensor_parallel_device_has_a_vllm_process_with_its_buffers() -> No
     assert [device.fixed for device in rollouts] == [expected, expected]
 
 
+def test_a_stage_of_a_rollout_has_its_layers_and_one_embedding() -> None:
+    """Of 3 stages of Qwen2.5-1.5B, the largest have 10 of its 28 layers, which have 46,797,824 parameters each. A third
+    of the tokens' keys and values is more than theirs.
+    """
+    roles = {"actor": "train", "reference": "train", "reward": "train", "rollout": {"pool": "make", "tp": 2, "pp": 3}}
+    placement = {"device": "cuda", "pools": {"train": [1], "make": [6]}, "roles": roles, "memory_gb": 80}
+    update = {"placement": Placement.model_validate(placement)}
+    config = grpo("Qwen/Qwen2.5-1.5B", "rollout.transfer.via=object_store").model_copy(update=update)
+    _, *rollouts = estimate_memory(config, plan_run(config, [7]), read_sizes(config))
+    assert len(rollouts) == 6
+    norm, tokens = 1536, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    for memory in (memory_of(device, "rollout") for device in rollouts):
+        assert memory.weights == (2 * (10 * 46_797_824 + norm) + EMBEDDING) // 2
+        assert memory.sequence_cache == tokens * 10 * 2 * 256 * 2 // 2
+        assert memory.fixed["NCCL"] == 2 * 32 * 10_485_760
+
+
 NUM_WEIGHTS = 1_543_714_304
 """Parameters of Qwen2.5-1.5B."""
 

@@ -77,6 +77,24 @@ def test_a_detached_rollout_overlaps_and_is_not_switched() -> None:
     assert step.seconds == pytest.approx(training)
 
 
+def test_a_replica_of_two_stages_takes_the_time_of_two_replicas_with_half_of_its_sequences() -> None:
+    """Its stages compute two batches at the same time, and each device holds the cache of half of the layers."""
+
+    def generation(settings: str, **sizes: int) -> float:
+        placement = {
+            "placement.pools.main": "[1]",
+            "placement.pools.makers": "[2]",
+            "placement.roles.rollout": str({"pool": "makers", **sizes}),
+        }
+        changes = [f"{name}={value}" for name, value in placement.items()]
+        step = estimate("grpo/qwen1.5b.yaml", settings, "rollout.vllm.kv_cache_gb=40", *changes, devices=3)
+        return next(phase.seconds for phase in step.phases if phase.name == "generation")
+
+    stages = generation("rollout.max_num_seqs=64", pp=2)
+    assert stages == pytest.approx(generation("rollout.max_num_seqs=32"))
+    assert stages > generation("rollout.max_num_seqs=64")
+
+
 def test_sleep_and_offload_copy_weights_and_optimizer_out_and_in() -> None:
     """Qwen2.5-1.5B has 1,543,714,304 parameters. vLLM copies 2 bytes of each over PCIe at 0.8 x 64 GB/s. An idle actor
     copies weights and Adam's moments, 12 bytes.

@@ -54,8 +54,8 @@ class EngineCapabilities:
     keeps_turn_cache: bool = False
     """The engine has the setting `rollout.keep_turn_cache`: it keeps the KV cache of an episode between two turns, or
     prefills each turn again."""
-    tensor_parallel: bool = False
-    """One engine can use several devices of a node."""
+    dimensions: tuple[Literal["tp", "pp"], ...] = ()
+    """Parallel sizes that its role in the placement may have. One engine then uses several devices of a node."""
     matches_trainer: bool = False
     """The engine computes with the model code of the trainer, so log-probabilities differ only by rounding. Otherwise,
     `algorithm.correction: auto` corrects the difference."""

@@ -1,8 +1,9 @@
 """Settings of the vLLM engine."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from flowrl.config.base import Config, ConfigError
 
@@ -11,6 +12,73 @@ DEFAULT_CACHE_GB = 1.0
 
 CACHE_SHARE = 0.9
 """Share of the free memory of a GPU that becomes the KV cache. The rest covers errors of the estimate."""
+
+
+_FIXED = "it has the value that flowrl needs"
+_NO_CODE = "flowrl runs no code of a model"
+
+OWN_ARGUMENTS: Mapping[str, str] = {
+    "model": "set the path of the model",
+    "model_weights": "set the path of the model",
+    "dtype": "set vllm.dtype",
+    "quantization": "set quantization of the role",
+    "quantization_config": "set quantization of the role",
+    "max_model_len": "set vllm.max_model_len",
+    "max_num_seqs": "set max_num_seqs of the role",
+    "kv_cache_memory_bytes": "set vllm.kv_cache_gb",
+    "gpu_memory_utilization": "set vllm.kv_cache_gb",
+    "num_gpu_blocks_override": "set vllm.kv_cache_gb",
+    "enable_prefix_caching": "set vllm.prefix_caching",
+    "enforce_eager": "set vllm.graphs",
+    "async_scheduling": "set vllm.async_scheduling",
+    "enable_sleep_mode": "set vllm.sleep",
+    "tensor_parallel_size": "set tp of the role in the placement",
+    "pipeline_parallel_size": "set pp of the role in the placement",
+    "distributed_executor_backend": "the placement decides on processes",
+    "trust_remote_code": _NO_CODE,
+    "code_revision": _NO_CODE,
+    "model_class_overrides": _NO_CODE,
+    "logits_processors": "they would change the distribution that the trainer assumes",
+    "logprobs_mode": _FIXED,
+    "generation_config": _FIXED,
+    "override_generation_config": _FIXED,
+    "skip_tokenizer_init": _FIXED,
+    "scheduler_cls": _FIXED,
+    "worker_cls": _FIXED,
+    "worker_extension_cls": _FIXED,
+    "weight_transfer_config": _FIXED,
+    "spec_method": "set speculative_config",
+    "spec_model": "set speculative_config",
+    "spec_tokens": "set speculative_config",
+}
+"""Argument of vLLM's engine that flowrl sets -> what to do instead."""
+
+_OWN_PREFIXES: Mapping[str, str] = {
+    "data_parallel_": "give the role more devices",
+    "tokenizer": "flowrl tokenizes prompts itself",
+    "nnodes": "a replica has the devices of one node",
+    "node_rank": "a replica has the devices of one node",
+    "master_": "a replica has the devices of one node",
+}
+
+SPECULATIVE_METHODS = ("ngram", "suffix")
+"""Methods of speculative decoding that have no weights. A weight sync would not update those of the others."""
+
+
+def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
+    """Returns why flowrl does not pass one of these arguments to vLLM's engine. Returns None if it passes them all."""
+    for name in arguments:
+        prefixes = (text for prefix, text in _OWN_PREFIXES.items() if name.startswith(prefix))
+        if (instead := OWN_ARGUMENTS.get(name) or next(prefixes, None)) is not None:
+            return f"{name} is an argument that flowrl sets: remove it ({instead})"
+    speculative = arguments.get("speculative_config") or {}
+    method = speculative.get("method") if isinstance(speculative, Mapping) else speculative
+    if speculative and method not in SPECULATIVE_METHODS:
+        return (
+            f"speculative_config.method is {method}, but only {' and '.join(SPECULATIVE_METHODS)} have no weights, "
+            f"which a weight sync would not update: set one of them"
+        )
+    return None
 
 
 class VllmConfig(Config):
@@ -44,6 +112,17 @@ class VllmConfig(Config):
     """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
     on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. False lets other roles use the devices
     anyway."""
+
+    engine_args: Mapping[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs`, by name. flowrl rejects those that it sets itself. Whether the others
+    change results is up to vLLM."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _check_engine_args(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        if (problem := find_rejected_argument(value)) is not None:
+            raise ValueError(problem)
+        return value
 
     def uses_async_scheduling(self, *, on_gpus: bool) -> bool:
         """Returns whether vLLM shall use its asynchronous scheduler."""

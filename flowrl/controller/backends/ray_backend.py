@@ -295,7 +295,7 @@ class RayBackend:
             return []
         options = [
             {"num_gpus": slot.num_devices, "num_cpus": 0, "scheduling_strategy": self._nodes.bundle(own)}
-            for own in (replace(slot, device=device) for device in slot.tp_devices)
+            for own in (replace(slot, device=device) for device in slot.other_devices)
         ]
         return [ray.remote(_find_gpu).options(**own).remote() for own in options]
 

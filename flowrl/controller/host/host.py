@@ -171,7 +171,7 @@ class Host:
             process_group=self._groups.get(construction.role),
             colocated=self._workers,
             aligned_roles=construction.aligned_roles,
-            num_tp_devices=construction.num_tp_devices,
+            replica=construction.replica,
             address=self.address,
             replaced=self.replaced,
             can_offload=construction.can_offload,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
 
-from flowrl.config import ROLES, Placement, RolePlacement, UserError
+from flowrl.config import ONE_DEVICE, ROLES, Placement, Replica, RolePlacement, UserError
 from flowrl.config.base import DeviceKind
 
 
@@ -41,14 +41,14 @@ class Slot:
     device_pool: str | None = None
     """Pool that contains the device, if a dedicated process of a role uses it."""
     num_devices: float = 1
-    """Number of devices: below 1 if processes share a device, above 1 for a tensor-parallel leader."""
-    tp_devices: tuple[int, ...] = ()
-    """Indices of further devices on the same node that a tensor-parallel leader uses."""
+    """Number of devices: below 1 if processes share a device, above 1 for a replica of several devices."""
+    other_devices: tuple[int, ...] = ()
+    """Indices of further devices on the same node that the process uses."""
 
     @property
     def node_devices(self) -> tuple[tuple[int, int], ...]:
         """(node, device index) of all devices that the process uses."""
-        return tuple((self.node, device) for device in (self.device, *self.tp_devices))
+        return tuple((self.node, device) for device in (self.device, *self.other_devices))
 
     @property
     def owner(self) -> str:
@@ -110,8 +110,8 @@ class RolePlan:
     """Pool expression in the placement: a pool, a range of ranks (`a[0:2]`), or several pools (`a+b`)."""
     slots: Sequence[Slot]
     mesh: Mesh
-    num_tp_devices: int = 1
-    """Number of tensor-parallel devices that each dedicated process uses."""
+    replica: Replica = ONE_DEVICE
+    """Parallel sizes of the devices that each dedicated process uses."""
 
     def local_rank(self, rank: int) -> int:
         """Returns the position of a rank within the ranks of the role on the same node."""
@@ -224,14 +224,19 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
     its replica.
     """
     role, mesh = planned.role, planned.mesh
-    replicas = [planned.slots[first : first + mesh.tp] for first in range(0, mesh.size, mesh.tp)]
-    slots: list[Slot] = []
-    for replica in replicas:
+    sizes, slots = Replica(mesh.tp, mesh.pp), list[Slot]()
+    for start in range(0, mesh.size, sizes.num_devices):
+        replica = planned.slots[start : start + sizes.num_devices]
         first, shares = replica[0], [slot.num_devices for slot in replica]
+        if len({slot.node for slot in replica}) > 1:
+            raise PlacementError(
+                f"placement.roles.{role} has {sizes}, which puts a replica on two nodes, but a replica uses the "
+                f"devices of one node: make tp and pp smaller, or change pool {planned.pool}"
+            )
         if kind == "cuda" and min(shares) < max(shares) == 1:
             raise PlacementError(
-                f"placement.roles.{role} has tp {mesh.tp}, but other roles use only some devices of a replica: place "
-                f"other roles on all devices of the replica or on none, or set tp: 1"
+                f"placement.roles.{role} has {sizes}, but other roles use only some devices of a replica: place "
+                f"other roles on all devices of the replica or on none, or remove tp and pp"
             )
         # Ray assigns fractions of one GPU only. `RayBackend` finds the other shared GPUs of a replica.
         is_shared = kind == "cuda" and max(shares) < 1
@@ -244,10 +249,10 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
                 device=first.device,
                 device_pool=first.pool,
                 num_devices=min(shares) if is_shared else sum(shares),
-                tp_devices=tuple(slot.device for slot in replica[1:]),
+                other_devices=tuple(slot.device for slot in replica[1:]),
             )
         )
-    return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1), num_tp_devices=mesh.tp)
+    return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1, pp=1), replica=sizes)
 
 
 def _selected_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str, RolePlacement]:

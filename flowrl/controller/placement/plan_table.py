@@ -16,7 +16,8 @@ def render_plan(plan: Plan) -> str:
         mesh = role_plan.mesh
         sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("sp", mesh.sp), ("tp", mesh.tp))
         shape = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "dp")
-        shape += f" tp{role_plan.num_tp_devices}" if role_plan.num_tp_devices > 1 else ""
+        own_sizes = (("pp", role_plan.replica.pp), ("tp", role_plan.replica.tp))
+        shape += "".join(f" {name}{size}" for name, size in own_sizes if size > 1)
         rows.append([role, role_plan.pool, shape, *(ranks.get(device, ".") for device in devices)])
     idle = (plan.num_devices or 0) - len(devices)
     used = f"{len(devices)} of {plan.num_devices}" if idle > 0 else f"{len(devices)}"

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from flowrl.config import EngineCapabilities, ModelConfig, RolloutConfig, UserError, import_attribute
+from flowrl.config import (
+    ONE_DEVICE,
+    EngineCapabilities,
+    ModelConfig,
+    Replica,
+    RolloutConfig,
+    UserError,
+    import_attribute,
+)
 from flowrl.config.base import check_members, missing_members
 
 if TYPE_CHECKING:
@@ -313,8 +321,8 @@ class EngineContext:
     tokenizer: "PreTrainedTokenizerBase"
     device: str
     """Torch device of the process: `cpu` or `cuda:N`."""
-    num_tp_devices: int = 1
-    """Number of devices that the engine uses."""
+    replica: Replica = ONE_DEVICE
+    """Parallel sizes of the devices that the engine uses."""
     can_sleep: bool = False
     """Whether `sleep` will be called."""
     actor: ActorWeights | None = None

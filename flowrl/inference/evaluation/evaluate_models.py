@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flowrl.checkpoints.inputs import combined_checksum, input_checksums
-from flowrl.config import EvaluationRunConfig, UserError
+from flowrl.config import EvaluationRunConfig, Replica, UserError
 from flowrl.data.input_paths import find_model_file
 from flowrl.inference.evaluation.evaluation_table import check_writable, render_results, write_results, write_rows
 from flowrl.inference.evaluation.harness import check_harness, evaluate_harness
@@ -51,7 +51,7 @@ def evaluate_models(
         arguments: tasks and settings.
         console: where to print.
         step: step of the checkpoint of each run folder. None: the trained model.
-        num_devices: number of devices that generate responses.
+        num_devices: number of devices that generate responses, which the sizes of `arguments.replica` divide.
         output: JSON file for all numbers. None: no file.
         rows: file of JSON lines for all responses. None: no file.
     Raises:
@@ -69,14 +69,14 @@ def evaluate_models(
     if harness_tasks:
         check_harness(harness_tasks, arguments)
     for config in chain.from_iterable(planned.values()):
-        check_evaluation(config, num_devices)
+        check_evaluation(config, num_devices, arguments.replica)
     scores: dict[str, dict[str, TaskScores]] = {}
     results: list[TaskResult] = []
     notify = partial(_print_text, console)
     try:
         for i, (name, source) in enumerate(sources.items(), start=1):
             notify(f"evaluating {name} ({i} of {len(sources)})")
-            evaluated = [_evaluate(config, num_devices, notify) for config in planned[name]]
+            evaluated = [_evaluate(config, num_devices, arguments.replica, notify) for config in planned[name]]
             if harness_tasks:
                 evaluated.append(evaluate_harness(harness_tasks, source, arguments))
             scores[name] = {task: own for tasks in evaluated for task, own in tasks.items()}
@@ -96,8 +96,10 @@ def _print_text(console: Console, text: str) -> None:
     console.print(Text(text))  # a name may contain markup
 
 
-def _evaluate(config: EvaluationRunConfig, num_devices: int, notify: Callable[[str], None]) -> dict[str, TaskScores]:
-    scores = evaluate_model(config, num_devices=num_devices, notify=notify)
+def _evaluate(
+    config: EvaluationRunConfig, num_devices: int, replica: Replica, notify: Callable[[str], None]
+) -> dict[str, TaskScores]:
+    scores = evaluate_model(config, num_devices=num_devices, replica=replica, notify=notify)
     return {name or _UNNAMED: own for name, own in scores.items()}
 
 

@@ -80,7 +80,7 @@ def evaluate_harness(
     with convert_errors(describe):  # loading runs code of tasks and of `datasets`
         loaded = manager.load(list(tasks))
     results = simple_evaluate(
-        model=HarnessModel(source, engine=arguments.engine or "hf", seed=seed),
+        model=HarnessModel(source, engine=arguments.engine or "hf", seed=seed, replica=arguments.replica),
         tasks=list(loaded["tasks"].values()),
         limit=arguments.limit,
         bootstrap_iters=0,

@@ -4,7 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.config import ConfigError, EvaluationConfig, EvaluationRunConfig, Placement
+from flowrl.config import (
+    ONE_DEVICE,
+    ConfigError,
+    EvaluationConfig,
+    EvaluationRunConfig,
+    Placement,
+    Replica,
+    RolePlacement,
+)
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import plan
@@ -34,7 +42,11 @@ class TaskScores:
 
 
 def evaluate_model(
-    config: EvaluationRunConfig, *, num_devices: int = 1, notify: Callable[[str], None]
+    config: EvaluationRunConfig,
+    *,
+    num_devices: int = 1,
+    replica: Replica = ONE_DEVICE,
+    notify: Callable[[str], None],
 ) -> dict[str, TaskScores]:
     """Generates responses to all held-out prompts of a config, and scores them. Returns the scores of each set.
 
@@ -42,13 +54,14 @@ def evaluate_model(
 
     Args:
         config: the settings. The model is `config.actor.model`.
-        num_devices: number of devices that generate. Above 1, each has a process of its own.
+        num_devices: number of devices that generate. Above 1, each engine has a process of its own.
+        replica: parallel sizes of the devices of one engine.
         notify: shows a message to the user.
     Raises:
         UserError: a setting, the data or the reward is invalid.
         WorkerError: a worker failed.
     """
-    checked, held_out = check_evaluation(config, num_devices)
+    checked, held_out = check_evaluation(config, num_devices, replica)
     with _start_cluster(checked, notify) as cluster:
         protections = Protections(notify)
 
@@ -70,11 +83,13 @@ def evaluate_model(
         }
 
 
-def check_evaluation(config: EvaluationRunConfig, num_devices: int = 1) -> tuple[CheckedRun, dict[str, Batch]]:
+def check_evaluation(
+    config: EvaluationRunConfig, num_devices: int = 1, replica: Replica = ONE_DEVICE
+) -> tuple[CheckedRun, dict[str, Batch]]:
     """Checks the settings and the memory. Returns the plan of the evaluation, and the held-out prompts by the name of
     their set. Raises UserError.
     """
-    config = _on_backend(config, num_devices)
+    config = _on_backend(config, num_devices, replica)
     roles = tuple(role for role in config.roles if role != "actor")  # the rollout loads the weights itself
     inventory = local_inventory(config.placement.device)
     planned = plan(config.placement, inventory, roles, config.dedicated_roles())
@@ -93,13 +108,14 @@ def _collect(name: str, result: Evaluation, config: EvaluationConfig) -> TaskSco
     return TaskScores(metrics, [row["prompt"] for row in rows[::k]], scores, config.pass_score, rows)
 
 
-def _on_backend(config: EvaluationRunConfig, num_devices: int) -> EvaluationRunConfig:
+def _on_backend(config: EvaluationRunConfig, num_devices: int, replica: Replica) -> EvaluationRunConfig:
     """Returns the settings with the backend and the placement of the evaluation: all roles on the same devices."""
     roles = [role for role in config.roles if role != "actor"]
     placement = Placement(
         device=config.placement.device,
         pools={"main": [num_devices]},
-        roles=dict.fromkeys(["actor", *roles], "main"),
+        roles=dict.fromkeys(["actor", *roles], "main")
+        | {"rollout": RolePlacement(pool="main", tp=replica.tp, pp=replica.pp)},
         memory_gb=config.placement.memory_gb,
     )
     is_inline = num_devices == 1 and not config.dedicated_roles()

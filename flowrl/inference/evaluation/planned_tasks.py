@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import (
+    ONE_DEVICE,
     ConfigError,
     EvaluationRunConfig,
+    Replica,
     RolloutRunConfig,
     UserError,
     load,
@@ -52,6 +54,8 @@ class EvaluationArguments:
     seed: int | None = None
     limit: int | None = None
     engine: str | None = None
+    replica: Replica = ONE_DEVICE
+    """Parallel sizes of the devices that one engine uses."""
     settings: Sequence[str] = ()
     """Settings, as `KEY=VALUE`."""
 

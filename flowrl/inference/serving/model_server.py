@@ -15,13 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.config import UserError
+from flowrl.config import ONE_DEVICE, Replica, UserError
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
 from flowrl.data.folders.private_folder import create_folder
 from flowrl.data.input_paths import download_model_file
 from flowrl.data.messages import DataError
+from flowrl.inference.generation_settings import check_num_gpus
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.serving.api_key import API_KEY, KeyMiddleware
 
@@ -63,7 +64,11 @@ class ServerSettings:
     max_model_len: int | None = None
     """Maximum number of tokens of prompt and response. None: as many as model and memory allow."""
     kv_cache_gb: float | None = None
-    """Memory of the KV cache. None: 1 GB on the CPU, and the free memory of a GPU."""
+    """Memory of the KV cache on each device. None: 1 GB on the CPU, and the free memory of a GPU."""
+    replica: Replica = ONE_DEVICE
+    """Parallel sizes of the devices that the server uses."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine, as `rollout.vllm.engine_args`."""
 
 
 def check_server(settings: ServerSettings) -> None:
@@ -125,9 +130,13 @@ def serve(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings) 
 
 def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings, folder: Path) -> list[str]:
     """Returns the arguments of vLLM's command, and writes the files that they name to a folder."""
-    from flowrl.devices.device import has_gpu  # noqa: PLC0415 (loads torch, after check_server)
+    from flowrl.devices.device import count_gpus, has_gpu  # noqa: PLC0415 (loads torch, after check_server)
 
     on_gpu = has_gpu()
+    if on_gpu:
+        check_num_gpus(settings.replica, count_gpus())
+    elif settings.replica.pp > 1:
+        raise UserError(f"pp is {settings.replica.pp}, which vLLM's server does not support on CPUs: use tp")
     command = ["serve", str(source.path), "--tokenizer", str(source.tokenizer_path)]
     command += ["--served-model-name", settings.name or source.name, "--host", settings.host]
     command += ["--port", str(settings.port), "--dtype", settings.dtype or ("auto" if on_gpu else "float32")]
@@ -137,6 +146,11 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
         command += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 1e9))]
     if not on_gpu:
         command += ["--enforce-eager"]
+    if settings.replica != ONE_DEVICE:
+        command += ["--tensor-parallel-size", str(settings.replica.tp)]
+        command += ["--pipeline-parallel-size", str(settings.replica.pp)]
+    for name, value in settings.engine_args.items():
+        command += _option(name.replace("_", "-"), value)
     if settings.api_key is not None:
         command += ["--middleware", f"{KeyMiddleware.__module__}.{KeyMiddleware.__name__}"]
     try:
@@ -147,6 +161,17 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
     generation = _generation_settings(source.path) | {"eos_token_id": end_ids(source.path, chat)}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return [*command, "--chat-template", str(folder / "chat_template.jinja"), "--generation-config", str(folder)]
+
+
+def _option(name: str, value: object) -> list[str]:
+    """Returns the option of vLLM's command for an argument of its engine. None selects vLLM's default."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
 
 
 def server_environment(settings: ServerSettings) -> Mapping[str, str]:

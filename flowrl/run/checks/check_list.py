@@ -171,6 +171,7 @@ _CHECKS = (
     Check("functions", Level.CONFIG, config_checks.check_functions),
     Check("functions", Level.CONFIG, config_checks.check_processes),
     Check("functions", Level.CONFIG, config_checks.check_packages, Need.START | Need.MACHINE),
+    Check("functions", Level.CONFIG, config_checks.check_engine_args),
     Check("files", Level.FILES, file_checks.check_paths, Need.FILES),
     Check("models", Level.FILES, file_checks.check_positions),
     Check("models", Level.FILES, file_checks.check_reward_heads),
@@ -179,7 +180,13 @@ _CHECKS = (
     Check("placement", Level.CONFIG, placement_checks.check_nodes, Need.START),
     *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.describe_devices),
     *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.check_quantization),
-    *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.check_async_scheduling),
+    *_of_plan(
+        "placement",
+        Level.CONFIG,
+        Need.NONE,
+        placement_checks.check_async_scheduling,
+        placement_checks.check_speculation,
+    ),
     *_of_plan(
         "placement", Level.CONFIG, Need.TRAINING, placement_checks.check_engines, placement_checks.check_adapters
     ),

@@ -24,12 +24,15 @@ from flowrl.config import (
     RunConfig,
     StudentConfig,
     TrainedConfig,
+    VllmConfig,
     import_function,
+    keys_of,
 )
 from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
 from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE
 from flowrl.config.model import OPTIMIZERS
 from flowrl.engines.rollout.base import check_engine_class
+from flowrl.engines.rollout.vllm.engine_args import find_argument_problem
 from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
@@ -181,6 +184,15 @@ def check_packages(config: RunConfig) -> None:
                     f"{name}.quantization {value.quantization} needs {package.module}, which is not installed: run "
                     f"{package.install}, or set {name}.quantization: {' or '.join(others) or 'null'}"
                 )
+
+
+def check_engine_args(config: RunConfig) -> None:
+    """Raises ConfigError if vLLM has no argument of a name in `vllm.engine_args`, or rejects its type."""
+    keys = keys_of(config)
+    for name, value in _generators(config):
+        settings = value.vllm or VllmConfig()
+        if (problem := find_argument_problem(settings.engine_args)) is not None:
+            raise ConfigError(f"{keys[name]}.vllm.engine_args {problem}")
 
 
 def _generators(config: RunConfig) -> Iterator[tuple[str, RolloutConfig]]:

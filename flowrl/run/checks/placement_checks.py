@@ -8,6 +8,7 @@ from flowrl.config import (
     ConfigError,
     EngineConfig,
     JudgeConfig,
+    ModelConfig,
     ModelRoleConfig,
     ReferenceConfig,
     RolloutConfig,
@@ -23,7 +24,7 @@ from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.roles import quantized_device_problem
 from flowrl.controller.placement.inventory import check_one_node
 from flowrl.controller.placement.plan import Plan, RolePlan
-from flowrl.memory.model_fit import check_model_fit, find_head_size_problem
+from flowrl.memory.model_fit import check_model_fit, find_head_size_problem, find_replica_problem
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +62,20 @@ def check_model_sizes(config: RunConfig, planned: Plan) -> None:
     for role, model in models_of(config).items():
         if model.model is not None and role in planned.roles:
             check_model_fit(role, model, planned.roles[role])
+    for role, model in _generated_models(config):
+        problem = find_replica_problem(model.path, planned.roles[role].replica) if role in planned.roles else None
+        if problem is not None:
+            raise ConfigError(f"placement.roles.{role} has {problem}")
+
+
+def _generated_models(config: RunConfig) -> Iterator[tuple[str, ModelConfig]]:
+    """Yields the role and the model of each rollout and judge."""
+    actor = models_of(config).get("actor")
+    for role, value in config.role_settings.items():
+        if isinstance(value, JudgeConfig):
+            yield role, value.model
+        elif isinstance(value, RolloutConfig) and actor is not None and actor.model is not None:
+            yield role, actor.model
 
 
 def _check_dimensions(role: str, role_plan: RolePlan, engine: EngineConfig) -> None:
@@ -79,17 +94,15 @@ def _check_dimensions(role: str, role_plan: RolePlan, engine: EngineConfig) -> N
 
 def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
     """Raises ConfigError if a role that cannot be sharded has tp, sp or pp."""
-    if isinstance(config, RolloutConfig | JudgeConfig) and config.capabilities.tensor_parallel:
-        # An engine in a dedicated process has one process per tp group, so its mesh has tp 1.
-        sizes = {"sp": role_plan.mesh.sp}
-    else:
-        sizes = {"tp": max(role_plan.mesh.tp, role_plan.num_tp_devices), "sp": role_plan.mesh.sp}
-    sizes["pp"] = role_plan.mesh.pp
-    for name, size in sizes.items():
-        if size > 1:
+    generates = isinstance(config, RolloutConfig | JudgeConfig)
+    supported = config.capabilities.dimensions if generates else ()
+    # A dedicated process uses all devices of its replica, so the mesh of its role has tp 1 and pp 1.
+    mesh, replica = role_plan.mesh, role_plan.replica
+    for name, size in (("tp", max(mesh.tp, replica.tp)), ("sp", mesh.sp), ("pp", max(mesh.pp, replica.pp))):
+        if size > 1 and name not in supported:
             reason, fix = "the role cannot be sharded", "remove it"
-            if name == "tp" and isinstance(config, RolloutConfig | JudgeConfig):
-                others = name_alternatives(lambda known: known.tensor_parallel)
+            if name != "sp" and generates:
+                others = name_alternatives(lambda known, name=name: name in known.dimensions)
                 reason, fix = f"engine {config.engine} cannot shard it", f"set {role}.engine: {others}, or remove it"
             raise ConfigError(f"placement.roles.{role} has {name} {size}, but {reason}: {fix}")
 
@@ -112,6 +125,20 @@ def check_async_scheduling(config: RunConfig, planned: Plan) -> None:
             raise ConfigError(
                 f"{keys[role]}.vllm.async_scheduling is true, which vLLM supports on GPUs only, but placement.device "
                 f"is {planned.kind}: set auto or false"
+            )
+
+
+def check_speculation(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError for speculative decoding on CPUs, where vLLM 0.32 accepts drafts that it should reject. Only
+    greedy responses are right.
+    """
+    keys = keys_of(config)
+    for role, value in config.role_settings.items():
+        settings = value.vllm if isinstance(value, RolloutConfig | JudgeConfig) else None
+        if planned.kind == "cpu" and settings is not None and settings.engine_args.get("speculative_config"):
+            raise ConfigError(
+                f"{keys[role]}.vllm.engine_args has speculative_config, with which vLLM samples wrong tokens on CPUs, "
+                f"and placement.device is {planned.kind}: remove it"
             )
 
 

@@ -16,3 +16,29 @@ def test_auto_schedules_ahead_on_gpus(value: bool | Literal["auto"], on_cpus: bo
         on_cpus,
         on_gpus,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("max_model_len", "vllm.max_model_len"),
+        ("tensor_parallel_size", "tp"),
+        ("data_parallel_size_local", "devices"),
+        ("trust_remote_code", "code"),
+        ("logits_processors", "distribution"),
+    ],
+)
+def test_an_argument_that_flowrl_sets_is_rejected(name: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} .*{instead}"):
+        VllmConfig.model_validate({"engine_args": {name: 1}})
+
+
+@pytest.mark.parametrize("config", [{"method": "eagle"}, {"num_speculative_tokens": 2}, {"model": "m"}])
+def test_drafts_of_a_model_are_rejected(config: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"speculative_config\.method"):
+        VllmConfig.model_validate({"engine_args": {"speculative_config": config}})
+
+
+def test_other_arguments_are_passed_on() -> None:
+    arguments = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "block_size": 32}
+    assert VllmConfig.model_validate({"engine_args": arguments}).engine_args == arguments

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.config import Placement, RolePlacement, load
+from flowrl.config import Placement, Replica, RolePlacement, load
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Coordinates, Inventory, Mesh, PlacementError, Plan, plan
 from flowrl.controller.placement.plan_table import render_plan, render_threads
@@ -281,15 +281,32 @@ def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
     roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2)}
     planned = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), dedicated=["rollout"])
     rollout = planned.roles["rollout"]
-    assert (rollout.mesh, rollout.num_tp_devices) == (Mesh(pp=1, dp=2, sp=1, tp=1), 2)
+    assert (rollout.mesh, rollout.replica) == (Mesh(pp=1, dp=2, sp=1, tp=1), Replica(tp=2))
     assert [(slot.rank, slot.device, slot.num_devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
     assert render_plan(planned).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
+
+
+def test_one_process_leads_the_stages_of_a_replica() -> None:
+    roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2, pp=2)}
+    planned = plan(Placement(pools={"main": [1], "makers": [8]}, roles=roles), gpus(9), dedicated=["rollout"])
+    rollout = planned.roles["rollout"]
+    assert (rollout.mesh, rollout.replica) == (Mesh(pp=1, dp=2, sp=1, tp=1), Replica(tp=2, pp=2))
+    assert [slot.node_devices for slot in rollout.slots] == [
+        tuple((0, device) for device in devices) for devices in ((1, 2, 3, 4), (5, 6, 7, 8))
+    ]
+    assert render_plan(planned).splitlines()[-1].split()[2:5] == ["dp2", "pp2", "tp2"]
 
 
 @pytest.mark.parametrize(
     ("pools", "where", "facts"),
     [
         ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "tp": 2}, ["placement.roles.rollout", "tp", 2, "nodes"]),
+        ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "pp": 2}, ["placement.roles.rollout", "pp", 2, "nodes"]),
+        (
+            {"main": [1], "makers": [2, 2]},
+            {"pool": "makers", "tp": 2, "pp": 2},
+            ["placement.roles.rollout", "tp", "pp", "nodes"],
+        ),
     ],
 )
 def test_devices_that_one_process_cannot_lead_are_rejected(pools: dict, where: dict, facts: list) -> None:
@@ -319,7 +336,7 @@ def test_a_leader_of_shared_devices_holds_the_part_of_one_device_that_is_free_on
     roles = {"actor": "main", "judge": "main[3:4]", "rollout": RolePlacement(pool="main", tp=2)}
     planned = plan(Placement(pools={"main": [4]}, roles=roles), gpus(4), dedicated=["rollout", "judge"])
     rollout = planned.roles["rollout"]
-    assert rollout.num_tp_devices == 2
+    assert rollout.replica.tp == 2
     assert [(slot.node_devices, slot.num_devices) for slot in rollout.slots] == [
         (((0, 0), (0, 1)), 1 / 2),
         (((0, 2), (0, 3)), 1 / 3),

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from flowrl.cli import main
+from flowrl.config import Replica
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.data.folders.private_folder import remove_abandoned_folders
 from flowrl.data.template import ConversationTemplate
@@ -59,6 +60,37 @@ def test_the_server_gets_the_template_and_the_end_tokens_of_the_run(run_folder: 
     assert (tmp_path / "chat_template.jinja").read_text() == chat.template.chat_template
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert chat.eos_id in generation["eos_token_id"] == end_ids(source.path, chat)
+
+
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while vLLM is imported
+def test_vllm_reads_the_arguments_of_its_engine(run_folder: Path, tmp_path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415 (takes seconds)
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415 (as above)
+
+    arguments = {
+        "block_size": 32,
+        "enable_chunked_prefill": False,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "kv_cache_dtype": "auto",
+        "middleware": None,
+    }
+    source = resolve_model(str(run_folder))
+    settings = ServerSettings(port=1234, replica=Replica(tp=2), engine_args=arguments)
+    command = server_command(source, open_chat(source), settings, tmp_path)
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(command[1:])
+    assert read is not None
+    assert (read.tensor_parallel_size, read.pipeline_parallel_size) == (2, 1)
+    assert {name: getattr(read, name) for name in list(arguments)[:4]} == dict(list(arguments.items())[:4])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's server has pipeline stages on GPUs")
+def test_stages_of_the_server_are_rejected_on_cpus(run_folder: Path, tmp_path: Path) -> None:
+    source = resolve_model(str(run_folder))
+    with rejects("pp", 2, "CPUs", "tp"):
+        server_command(source, open_chat(source), ServerSettings(replica=Replica(pp=2)), tmp_path)
 
 
 def test_the_server_gets_the_generation_settings_of_a_hub_model(

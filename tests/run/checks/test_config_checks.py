@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 
 from flowrl.config import ConfigError
-from flowrl.run.checks.config_checks import check_packages
+from flowrl.run.checks.config_checks import check_engine_args, check_packages
 from tests.errors import rejects
-from tests.run.checks.test_placement_checks import quantized_run, scripted
+from tests.run.checks.test_placement_checks import quantized_run, run_with_vllm, scripted
 
 
 def test_a_package_of_an_engine_that_is_not_installed_is_named_with_its_command() -> None:
@@ -23,3 +23,10 @@ def test_a_package_of_an_engine_that_is_not_installed_is_named_with_its_command(
 def test_int8_in_vllm_without_torchao_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.quantization .*int8.* torchao"):
         check_packages(quantized_run("int8"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the names are those of the installed vLLM")
+def test_an_argument_that_vllm_does_not_have_is_named_with_its_setting() -> None:
+    check_engine_args(run_with_vllm(engine_args={"block_size": 32}))
+    with rejects("rollout.vllm.engine_args", "block_sise", "block_size", error=ConfigError):
+        check_engine_args(run_with_vllm(engine_args={"block_sise": 32}))

@@ -30,11 +30,13 @@ from flowrl.run.checks.placement_checks import (
     check_bfloat16,
     check_determinism,
     check_quantization,
+    check_speculation,
     warn_about_offload,
 )
 from flowrl.weight_sync.transfer import check_cuda_ipc, check_senders
 from recipes.grpo.config import GRPOConfig
 from tests.configs import grpo_settings, plan_run
+from tests.engines import tiny
 from tests.errors import missing_facts, rejects
 
 
@@ -255,16 +257,26 @@ def test_number_formats_that_the_device_does_not_support_are_rejected() -> None:
     assert plan_run(quantized_run("int8")).kind == "cpu"
 
 
-def test_asynchronous_scheduling_is_rejected_on_cpus_unless_it_is_auto() -> None:
-    def run_with_async(value: object) -> RolloutRun:
-        rollout = {"engine": "vllm", "max_response_tokens": 8, "vllm": {"async_scheduling": value}}
-        return quantized_run("int8").model_copy(update={"rollout": RolloutConfig.model_validate(rollout)})
+def run_with_vllm(**settings: object) -> RolloutRun:
+    rollout = {"engine": "vllm", "max_response_tokens": 8, "vllm": settings}
+    return quantized_run("int8").model_copy(update={"rollout": RolloutConfig.model_validate(rollout)})
 
-    run = run_with_async(True)
+
+def test_asynchronous_scheduling_is_rejected_on_cpus_unless_it_is_auto() -> None:
+    run = run_with_vllm(async_scheduling=True)
     with rejects("rollout.vllm.async_scheduling", "placement.device", "cpu", "auto", error=ConfigError):
         plan_run(run)
     check_async_scheduling(run, plan(run.placement, Inventory((1,), "cuda"), run.roles, run.dedicated_roles()))
-    assert plan_run(run_with_async("auto")).kind == plan_run(run_with_async(False)).kind == "cpu"
+    assert all(plan_run(run_with_vllm(async_scheduling=value)).kind == "cpu" for value in ("auto", False))
+
+
+def test_speculative_decoding_is_rejected_on_cpus() -> None:
+    """vLLM's build for CPUs then samples wrong tokens."""
+    arguments = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    run = run_with_vllm(engine_args=arguments)
+    with rejects("rollout.vllm.engine_args", "speculative_config", "placement.device", "cpu", error=ConfigError):
+        plan_run(run)
+    check_speculation(run, plan(run.placement, Inventory((1,), "cuda"), run.roles, run.dedicated_roles()))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -295,7 +307,7 @@ def test_a_tensor_parallel_hf_rollout_is_rejected_naming_vllm() -> None:
     pools = {"main": [1], "other": [2]}
     placement = Placement.model_validate({"device": "cpu", "pools": pools, "roles": roles})
     run = quantized_run("int8").model_copy(update={"placement": placement})
-    assert plan_run(run).roles["rollout"].num_tp_devices == 2
+    assert plan_run(run).roles["rollout"].replica.tp == 2
     run = run.model_copy(update={"rollout": RolloutConfig(max_response_tokens=8)})
     with pytest.raises(ConfigError, match=r"placement\.roles\.rollout .*tp 2.*rollout\.engine: vllm"):
         plan_run(run)
@@ -329,6 +341,23 @@ def test_vllm_accepts_other_head_sizes(size: int, device: str, tmp_path: Path) -
 
 def scripted(name: str) -> RolloutConfig:
     return RolloutConfig(max_response_tokens=8, engine=f"tests.engines.rollout.scripted_engine:{name}")
+
+
+@pytest.mark.parametrize(("sizes", "facts"), [({"tp": 3}, ("tp", 3, "heads")), ({"pp": 2}, ())])
+def test_sizes_of_a_rollout_that_do_not_divide_its_model_are_rejected(
+    sizes: dict, facts: tuple, tmp_path: Path
+) -> None:
+    tiny.save(tiny.qwen2(hidden_size=128), tmp_path)
+    run = vllm_run(tmp_path, "cpu")
+    num_devices = next(iter(sizes.values()))
+    roles = {"actor": "main", "reference": "main", "reward": "main", "rollout": {"pool": "makers", **sizes}}
+    placement = {"device": "cpu", "pools": {"main": [1], "makers": [num_devices]}, "roles": roles}
+    run = run.model_copy(update={"placement": Placement.model_validate(placement)})
+    if not facts:
+        assert plan_run(run).roles["rollout"].replica.num_devices == 2
+        return
+    with rejects("placement.roles.rollout", *facts, error=ConfigError):
+        plan_run(run)
 
 
 def test_a_users_engine_without_tensor_parallelism_is_rejected_on_several_devices() -> None:

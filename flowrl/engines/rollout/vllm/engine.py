@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
+from flowrl.config import ONE_DEVICE, ModelConfig, Replica, RolloutConfig, VllmConfig
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.devices.device import get_device, has_gpu
@@ -74,6 +74,7 @@ from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
+from flowrl.engines.rollout.vllm.leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.scheduling import (  # noqa: E402
     CountingAsyncScheduler,
     CountingScheduler,
@@ -81,7 +82,6 @@ from flowrl.engines.rollout.vllm.scheduling import (  # noqa: E402
     pause_scheduling,
     scheduler_of,
 )
-from flowrl.engines.rollout.vllm.tp_leader import call_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.vllm_check import Compared, WeightSamples, compare_weights  # noqa: E402
 from flowrl.engines.rollout.vllm.worker_extension import TRANSFER, SharedTensors, WorkerExtension  # noqa: E402
 
@@ -100,7 +100,7 @@ class VllmRollout:
             context.model,
             context.tokenizer,
             context.config,
-            tp=context.num_tp_devices,
+            replica=context.replica,
             can_sleep=context.can_sleep,
         )
 
@@ -110,7 +110,7 @@ class VllmRollout:
         tokenizer: PreTrainedTokenizerBase,
         config: RolloutConfig,
         *,
-        tp: int = 1,
+        replica: Replica = ONE_DEVICE,
         can_sleep: bool = False,
     ) -> None:
         """Loads the model. Responses end at the end-of-sequence tokens of the tokenizer and of the model.
@@ -119,7 +119,7 @@ class VllmRollout:
             model: path and dtype of the model.
             tokenizer: tokenizer of the model.
             config: sampling and engine settings.
-            tp: tensor-parallel size. The engine uses `tp` devices of this process's node.
+            replica: parallel sizes. The engine uses as many devices of this process's node.
             can_sleep: True enables `sleep`, which frees GPU memory.
         Raises ModelError if the model cannot be loaded, and RolloutError if vLLM disables asynchronous scheduling.
         """
@@ -144,11 +144,18 @@ class VllmRollout:
         """Ids of running requests whose tokens vLLM reports in each step, not only at the end."""
         self._finished: dict[str, Response] = {}
         """Finished responses that `poll` has not yet returned."""
-        self._tp = tp
+        self._num_devices = replica.num_devices
         # In torch's deterministic mode, vLLM's sampler would raise an error. Its batch-invariant mode replaces it.
         torch.use_deterministic_algorithms(False)
-        args = _engine_args(model, config, tp, can_sleep)
-        self._engine = start_engine(args)
+        args = _engine_args(model, config, replica, can_sleep)
+        try:
+            self._engine = start_engine(args)
+        except ValueError as error:
+            if given := (config.vllm or VllmConfig()).engine_args:
+                raise RolloutError(
+                    f"vLLM rejects vllm.engine_args {dict(given)}, or their combination: {error}"
+                ) from error
+            raise
         if args.async_scheduling and not self._engine.vllm_config.scheduler_config.async_scheduling:
             raise RolloutError("vllm.async_scheduling is true, which vLLM supports on GPUs only: set auto or false")
         call_workers(self._engine, "init_weight_transfer_engine", {})
@@ -333,7 +340,7 @@ class VllmRollout:
             return
         received = to_tensors(weights)
         named = {alias: weight for name, weight in received.items() for alias in (name, *self._tied.get(name, ()))}
-        context = SharedTensors.of(named) if self._tp > 1 else nullcontext(named)
+        context = SharedTensors.of(named) if self._num_devices > 1 else nullcontext(named)
         with self._end_update_on_error(), context as tensors:
             call_workers(self._engine, "update_weights", {"weights": tensors})
         self._serving.mark_received(received)
@@ -427,33 +434,34 @@ class OwnRequests:
         self._engine.abort(own)
 
 
-def _cache_bytes(settings: VllmConfig, tp: int) -> int:
+def _cache_bytes(settings: VllmConfig, num_devices: int) -> int:
     """Returns the bytes of the KV cache on each device. Raises ConfigError if a GPU has too little free memory."""
-    # A measurement would create a CUDA context in a tensor-parallel leader, which takes memory of its first worker.
-    is_planned = tp > 1 and settings.kv_cache_gb is not None
+    # A measurement would create a CUDA context in the leader of several devices, which takes memory of its first
+    # worker.
+    is_planned = num_devices > 1 and settings.kv_cache_gb is not None
     if is_planned or not isinstance(settings, PlannedVllmConfig):
         return settings.cache_bytes
     gpu = get_device("cuda").memory()
     return settings.measured_cache(gpu.total, gpu.free)
 
 
-def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: bool) -> EngineArgs:
+def _engine_args(model: ModelConfig, config: RolloutConfig, replica: Replica, can_sleep: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
     schedules_ahead = settings.uses_async_scheduling(on_gpus=has_gpu())
     return EngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
         dtype=settings.dtype or model.dtype,  # pyright: ignore[reportArgumentType] (vLLM names fewer types; it rejects float64 itself)
-        tensor_parallel_size=tp,
+        tensor_parallel_size=replica.tp,
+        pipeline_parallel_size=replica.pp,
         # By default vLLM would request devices of its own from Ray.
-        distributed_executor_backend="mp" if tp > 1 else "uni",
+        distributed_executor_backend="mp" if replica.num_devices > 1 else "uni",
         max_num_seqs=config.num_seqs,
-        max_num_batched_tokens=max(_STEP_TOKENS, config.num_seqs),
         # -1: vLLM derives the limit from the model and the KV cache size.
         max_model_len=settings.max_model_len or -1,
         enforce_eager=not settings.graphs or not has_gpu(),
         enable_prefix_caching=settings.prefix_caching,
-        kv_cache_memory_bytes=_cache_bytes(settings, tp),
+        kv_cache_memory_bytes=_cache_bytes(settings, replica.num_devices),
         # Only a lower bound for free GPU memory at start, since kv_cache_memory_bytes is set.
         gpu_memory_utilization=0.01,
         enable_sleep_mode=can_sleep and has_gpu(),
@@ -462,6 +470,10 @@ def _engine_args(model: ModelConfig, config: RolloutConfig, tp: int, can_sleep: 
         scheduler_cls=CountingAsyncScheduler if schedules_ahead else CountingScheduler,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-        disable_log_stats=True,
-        **quantization_options(config.quantization),
+        **{
+            "max_num_batched_tokens": max(_STEP_TOKENS, config.num_seqs),
+            "disable_log_stats": True,
+            **quantization_options(config.quantization),
+            **settings.engine_args,
+        },
     )

@@ -6,6 +6,7 @@ With one device, vLLM's worker runs in the leader process. With several devices,
 import ctypes
 import mmap
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -149,6 +151,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its workers (`worker_extension_cls`)."""
 
     weight_transfer_engine: Any
+    model_runner: Any
     rank: int
     device: torch.device
     _weight_update_active: bool
@@ -181,13 +184,26 @@ class WorkerExtension:
                 info.loaded_weights.clear()
         finalize_layerwise_reload(engine.model, engine.model_config)
 
-    def exit_with_leader(self) -> None:
+    def allocate_received_states(self) -> None:
+        """Allocates the buffers for the states that a pipeline stage receives.
+
+        vLLM 0.32 allocates them when it measures its memory, which it omits on CPUs without compilation.
+        """
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    def follow_leader(self) -> None:
         """Starts a watchdog thread, which ends this process when the leader exits, even during a collective."""
         leader = parent_process()
         assert leader is not None, "a worker in the leader's process needs no watchdog"
+        # On Ctrl-C, a terminal sends SIGINT to all processes. Only the leader handles the signal.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
         def watch() -> None:
             connection.wait([leader.sentinel])
             os._exit(1)
 
-        threading.Thread(target=watch, daemon=True, name="flowrl-exit-with-leader").start()
+        threading.Thread(target=watch, daemon=True, name="flowrl-follow-leader").start()

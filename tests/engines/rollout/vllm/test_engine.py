@@ -84,6 +84,12 @@ class Pair:
             logits_LV = self.model(torch.tensor([[*prompt, *tokens]])).logits[0]
         return logits_LV.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
+    def most_likely(self, prompt: list[int], tokens: list[int]) -> list[int]:
+        """Returns the model's most likely token at the position of each token."""
+        with torch.no_grad():
+            logits_LV = self.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        return logits_LV[len(prompt) - 1 : -1].argmax(-1).tolist()
+
     def relative_error(self, prompts: list[list[int]], responses: dict) -> float:
         """Returns the relative error of all log-probabilities, compared with the model's own."""
         expected = torch.cat(list(map(self.logprobs, prompts, responses["tokens"])))
@@ -91,12 +97,14 @@ class Pair:
 
 
 @contextmanager
-def open_pair(folder: Path, architecture: str, stops: tuple[tuple[int, ...], ...] = STOPS) -> Iterator[Pair]:
+def open_pair(
+    folder: Path, architecture: str, stops: tuple[tuple[int, ...], ...] = STOPS, vllm: VllmConfig | None = None
+) -> Iterator[Pair]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]()).eval()
     tiny.save(model, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=stops)
+    config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE, stop_ids=stops, vllm=vllm)
     placement = Placement(device="cpu", pools={"main": [1]}, roles={"rollout": "main"})
     messages: list[str] = []
     with Cluster(placement, dedicated=("rollout",), num_threads=1, notify=messages.append) as cluster:
@@ -134,9 +142,7 @@ def test_responses_match_transformers_before_and_after_updates(architecture: str
             greedy = tried.generate(PROMPTS, greedy=True)
             assert tried.relative_error(PROMPTS, greedy) < FLOAT32_RTOL
             for prompt, tokens in zip(PROMPTS, greedy["tokens"], strict=True):
-                with torch.no_grad():
-                    logits_LV = tried.model(torch.tensor([[*prompt, *tokens]])).logits[0]
-                assert logits_LV[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+                assert tried.most_likely(prompt, tokens) == tokens
 
 
 def test_weights_arrive_in_shared_buffers(pair: Pair) -> None:

@@ -43,10 +43,10 @@ def save(folder: Path, **settings: int) -> PreTrainedModel:
 
 
 @contextmanager
-def open_tp_pair(folder: Path, device: Device = "cpu") -> Iterator[Pair]:
+def open_tp_pair(folder: Path, device: Device = "cpu", led: RolePlacement = LED) -> Iterator[Pair]:
     model = save(folder)
     config = RolloutConfig(engine="vllm", max_response_tokens=RESPONSE)
-    placement = Placement(device=device, pools={"main": [2]}, roles={"rollout": LED})
+    placement = Placement(device=device, pools={"main": [2]}, roles={"rollout": led})
     with Cluster(placement, dedicated=("rollout",), num_threads=2) as cluster:
         yield Pair(cluster.group("rollout", Rollout, config, ModelConfig(path=folder), seed=0), model)
 
@@ -96,6 +96,19 @@ def test_tp_responses_match_transformers_before_and_after_updates(tp_pair: Pair)
             found = tp_pair.generate(PROMPTS, greedy=greedy)
             assert tp_pair.relative_error(PROMPTS, found) < FLOAT32_RTOL
             assert {version for row in found["versions"] for version in row} == {tp_pair.version}
+
+
+def test_stages_match_transformers_before_and_after_updates(ray_session: None, tmp_path: Path) -> None:
+    """Each stage loads only the weights of its layers, and two batches are in the pipeline."""
+    with open_tp_pair(tmp_path / "model", led=RolePlacement(pool="main", pp=2)) as pair:
+        for seed in range(3):
+            if seed:
+                pair.sync(seed)
+            for greedy in (False, True):
+                found = pair.generate(PROMPTS, greedy=greedy)
+                assert pair.relative_error(PROMPTS, found) < FLOAT32_RTOL
+                assert {version for row in found["versions"] for version in row} == {pair.version}
+        assert len(workers_of(leader_of(pair))) == 2
 
 
 def test_shared_memory_of_the_workers_is_unlinked(tp_pair: Pair) -> None:

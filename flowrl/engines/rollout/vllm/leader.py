@@ -1,7 +1,8 @@
-"""Leader process of a vLLM replica with tensor parallelism. It starts and calls the worker processes, and exits if a
+"""Leader process of a vLLM replica with several devices. It starts and calls the worker processes, and exits if a
 worker process exits.
 """
 
+import atexit
 import os
 import re
 import sys
@@ -40,24 +41,23 @@ _SEGMENTS = Path("/dev/shm")
 
 
 def start_engine(args: EngineArgs) -> LLMEngine:
-    """Starts vLLM with the engine core in this process. With tp > 1, each device has a worker process.
+    """Starts vLLM with the engine core in this process. With several devices, each has a worker process.
 
     Raises RolloutError with the worker's last error if a worker process fails to start.
     """
-    if args.tensor_parallel_size == 1:
+    num_devices = args.tensor_parallel_size * args.pipeline_parallel_size
+    if num_devices == 1:
         return LLMEngine.from_engine_args(args)
     output = tempfile.TemporaryFile()  # noqa: SIM115 (the workers write to it as long as they run)
-    with _redirect_output(output.fileno()), _threads_for(args.tensor_parallel_size), _temporary_sockets():
+    with _redirect_output(output.fileno()), _threads_for(num_devices), _temporary_sockets():
         try:
             engine = LLMEngine.from_engine_args(args)
         except Exception as error:  # vLLM raises Exception itself
             if _WORKER_FAILED not in str(error):
                 raise
-            raise RolloutError(
-                f"vLLM could not start {args.tensor_parallel_size} tensor-parallel workers: "
-                f"{_last_error(_read(output))}"
-            ) from error
-    call_workers(engine, "exit_with_leader")
+            raise RolloutError(f"vLLM could not start {num_devices} workers: {_last_error(_read(output))}") from error
+    call_workers(engine, "follow_leader")
+    call_workers(engine, "allocate_received_states")
     executor: Any = engine.model_executor  # the multiprocessing executor, which vLLM does not type
     workers = [worker.proc for worker in executor.workers]
     _unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers)])
@@ -167,13 +167,18 @@ def _redirect_output(file: int) -> Iterator[None]:
 
 
 def _exit_with_workers(processes: list[BaseProcess], output: IO[bytes]) -> None:
-    """Starts a watchdog thread. If a worker process exits, the thread ends all processes of the replica.
+    """Starts a watchdog thread. If a worker process exits before this process, the thread ends all processes of the
+    replica.
 
     The watchdog prints the workers' last output. The controller then replaces the complete replica.
     """
+    is_exiting = threading.Event()
+    atexit.register(is_exiting.set)  # runs before vLLM ends the workers, whose function was registered earlier
 
     def watch() -> None:
         connection.wait([process.sentinel for process in processes])
+        if is_exiting.is_set():
+            return
         for process in processes:
             process.kill()
         lines = _read(output).splitlines()[-_LAST_LINES:]
