@@ -16,6 +16,7 @@ MAY_DIFFER = (
     "output",
     "resume",
     "checkpoint.*",
+    "export.*",
     "report.*",
     "health.*",
     "record",

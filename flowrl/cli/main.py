@@ -5,7 +5,6 @@ import errno
 import importlib
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.eval_commands import add_eval
 from flowrl.cli.imports import add_working_folder, collection_paused
 from flowrl.cli.inference_commands import add_inference
-from flowrl.cli.number_types import natural, positive_count, seconds
+from flowrl.cli.number_types import natural, positive, positive_count, seconds
 from flowrl.cli.recipe_names import find_recipe, included_recipes, training_function
 from flowrl.cli.replay_commands import add_replay
 from flowrl.cli.report_commands import add_report
@@ -31,6 +30,7 @@ from flowrl.cli.show_commands import add_show
 from flowrl.config import (
     CheckFailed,
     ConfigError,
+    ExportConfig,
     Placement,
     RolloutRunConfig,
     RunConfig,
@@ -423,11 +423,29 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="export only the adapter of a LoRA run, for peft, instead of the merged model; default folder: "
         "RUN/adapter-step-N",
     )
+    parser.add_argument(
+        "--max-shard-gb",
+        type=positive,
+        metavar="GB",
+        help="maximum size of a safetensors file in GB (10^9 bytes); default: 5",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="dtype of the exported weights; default: that of the trained weights",
+    )
     parser.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     run_folder, role = arguments.run_folder, arguments.role
+    stated = {"max_shard_gb": arguments.max_shard_gb, "dtype": arguments.dtype}
+    stated = {name: value for name, value in stated.items() if value is not None}
+    if stated and arguments.adapter:
+        raise UserError(
+            "--adapter writes one small file in the dtype of training: remove --max-shard-gb and --dtype, or --adapter"
+        )
+    config = ExportConfig(**stated) if stated else None
     content, prefix = ("adapter", "adapter") if arguments.adapter else ("model", "export")
     checkpoints = Checkpoints(run_folder)
     is_selected = arguments.step is not None or arguments.adapter or role is not None
@@ -441,16 +459,22 @@ def _export(arguments: argparse.Namespace) -> None:
 
     step = saved_step(run_folder) if checkpoint is None else checkpoint.manifest.step
     output = arguments.output or run_folder / f"{prefix}-step-{step:06d}"
+
+    def finish(folder: Path, role: str) -> None:
+        write_model_card(folder, run_folder, step=step, role=role, is_adapter=arguments.adapter)
+
     if checkpoint is None:
         role = saved_role(run_folder)
-        export_saved_model(run_folder, output)
+        export_saved_model(run_folder, output, role, config=config, finish=finish)
     else:
-        role = export_checkpoint(checkpoint, output, role=role, only_adapter=arguments.adapter)
-    try:
-        write_model_card(output, run_folder, step=step, role=role, is_adapter=arguments.adapter)
-    except BaseException:  # otherwise, an incomplete folder would block the next attempt
-        shutil.rmtree(output, ignore_errors=True)
-        raise
+        role = export_checkpoint(
+            checkpoint,
+            output,
+            role=role,
+            only_adapter=arguments.adapter,
+            config=config or ExportConfig(),
+            finish=finish,
+        )
     write_printable(f"{output}: the {content} of {role} after step {step}, with a model card (README.md)\n")
 
 

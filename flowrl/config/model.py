@@ -15,6 +15,9 @@ from flowrl.config.engines.train_engines import (
     get_train_capabilities,
 )
 
+ModelKind = Literal["policy", "critic", "reward_model"]
+"""A causal language model, or a model with a value head or a score head."""
+
 
 class ModelConfig(Config):
     """The initial model of a role."""
@@ -33,10 +36,25 @@ class ModelConfig(Config):
     dropout: Literal[0] | None = None
     """0 disables the dropout in the model's config, which GPT-2 and OPT have. Null rejects a model with dropout."""
 
+    strict: bool = True
+    """Reject a model whose files lack weights or have unknown weights. False initializes missing weights as the model's
+    class does, the same on all ranks, and ignores unknown weights. The run reports their names.
+    """
+
     @property
     def tokenizer_path(self) -> Path:
         """Folder of the tokenizer."""
         return self.path if self.tokenizer is None else self.tokenizer
+
+
+class ExportConfig(Config):
+    """The files of an exported model: `model/` at the end of a run, and the output of `flowrl export`."""
+
+    max_shard_gb: PositiveFloat = 5.0
+    """Maximum size of a safetensors file in GB (10^9 bytes). A larger weight has a file of its own."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    """Dtype of the exported weights. Null keeps the dtype of the trained weights."""
 
 
 class LoraConfig(Config):

@@ -15,7 +15,7 @@ from pydantic import (
 
 from flowrl.config.base import Config, Dependency, FilePath, ImportName
 from flowrl.config.data.data_settings import DataConfig
-from flowrl.config.model import OptimizerConfig
+from flowrl.config.model import ExportConfig, OptimizerConfig
 from flowrl.config.monitoring.health_settings import HealthConfig
 from flowrl.config.monitoring.tracker_settings import AnyTracker
 from flowrl.config.placement import SINGLE, Placement
@@ -202,6 +202,9 @@ class RunConfig(Config):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoint settings."""
+
+    export: ExportConfig = ExportConfig()
+    """Files of the trained model in `model/`."""
 
     report: ReportConfig = ReportConfig()
     """Optional outputs: plots, TensorBoard events and generated text."""

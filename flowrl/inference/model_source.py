@@ -171,7 +171,8 @@ def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
             f"of `flowrl export --adapter`"
         )
     # imported here, because models without an adapter do not need torch
-    from flowrl.engines.models.loading import load_policy, save_model, stored_dtype  # noqa: PLC0415
+    from flowrl.engines.checkpoint.model_folder import save_model  # noqa: PLC0415
+    from flowrl.engines.models.loading import load_policy, stored_dtype  # noqa: PLC0415
     from flowrl.engines.models.lora import merge_adapter  # noqa: PLC0415
 
     temporary = create_folder(_KIND)

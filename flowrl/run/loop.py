@@ -106,6 +106,7 @@ class Run:
             return None
         group = self.cluster.group(role, cls, *applied[0], **applied[1])
         self._observers.protections.follow(group)
+        self._observers.partial_models.follow(group, self.config.role_settings.get(role))
         return group
 
     def rewards(self) -> Scoring:

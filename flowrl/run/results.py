@@ -78,7 +78,7 @@ class ResultFiles(RunObserver):
 def save_weights(group: WorkerGroup, started: StartedRun, timeout_s: float | None = None) -> None:
     """Saves the model of a group in the run folder, in the format of `save_pretrained`, and blocks."""
     with replacing(started.folder.model) as folder:
-        group.save.submit(folder.absolute()).get(timeout_s)
+        group.save.submit(folder.absolute(), started.config.export).get(timeout_s)
         save_template(started.template, folder)
 
 

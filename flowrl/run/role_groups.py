@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from flowrl.config import JudgeConfig, RewardConfig, RoleConfig, RolloutRunConfig, RunConfig, UserError
+from flowrl.config import JudgeConfig, ModelRoleConfig, RewardConfig, RoleConfig, RolloutRunConfig, RunConfig, UserError
 from flowrl.controller.errors import ProcessLost
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import get_registered_methods
@@ -78,6 +78,34 @@ def start_scoring(
         for name, own in reward.roles(role).items()
     }
     return Rewards(reward, groups, role, on_scored)
+
+
+class PartialModels(RunObserver):
+    """Finds the weights that only a model or only its files have, of the roles with `model.strict: false`."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._groups: list[WorkerGroup] = []
+        self.differences: dict[str, dict[str, list[str]]] = {}
+        """Role -> `missing` and `unexpected` names. Excludes roles whose files have all weights and no others."""
+
+    def follow(self, group: WorkerGroup, settings: object) -> None:
+        """Adds a group whose model may differ from its files to the report. `settings` are those of its role."""
+        model = settings.model if isinstance(settings, JudgeConfig | ModelRoleConfig) else None
+        if model is not None and not model.strict and "weight_differences" in get_registered_methods(group.cls):
+            self._groups.append(group)
+
+    def begun(self) -> None:
+        """Waits for the workers, and notifies the user of the differences, once per role."""
+        for call in {group.role: group.weight_differences.submit() for group in self._groups}.items():
+            role, found = call[0], call[1].get()
+            if found:
+                self.differences[role] = {"missing": list(found.missing), "unexpected": list(found.unexpected)}
+                self._notify(
+                    f"{role}.model.strict is false: its folder {found.describe()}; missing weights have their initial "
+                    f"values, and summary.json has all names"
+                )
+        self._groups = []
 
 
 class Protections(RunObserver):

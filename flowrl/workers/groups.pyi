@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.config import ExportConfig
 from flowrl.controller.dispatch import OrFuture
 from flowrl.controller.group import TypedGroup, batched, blocking, nonblocking
 from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric
+from flowrl.engines.models.partial_loading import WeightDifferences
 from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.rollout.broadcast import TransferGroup
 from flowrl.engines.rollout.cuda_ipc import IpcBucket
@@ -117,6 +119,10 @@ class ActorGroup(TypedGroup):
     ) -> None:
         """Broadcasts a bucket. If only rank 0 sends, all other ranks take part in the all-gathers."""
 
+    @blocking
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+
     @nonblocking
     def forward_backward(
         self,
@@ -167,9 +173,9 @@ class ActorGroup(TypedGroup):
         """Restores the training state from a folder that any number of ranks wrote."""
 
     @blocking
-    def save(self, folder: OrFuture[Path]) -> None:
-        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
-        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+    def save(self, folder: OrFuture[Path], config: OrFuture[ExportConfig] = ...) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
+        sequence classifiers with one label. Rank 0 holds one weight at a time.
         """
 
 class CriticGroup(TypedGroup):
@@ -179,6 +185,10 @@ class CriticGroup(TypedGroup):
     def values(self, batch: Batch) -> Batch:
         """Returns the value `[T]` of the state before each token. The value at position 0 is 0."""
 
+    @blocking
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+
     @nonblocking
     def forward_backward(
         self,
@@ -229,9 +239,9 @@ class CriticGroup(TypedGroup):
         """Restores the training state from a folder that any number of ranks wrote."""
 
     @blocking
-    def save(self, folder: OrFuture[Path]) -> None:
-        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
-        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+    def save(self, folder: OrFuture[Path], config: OrFuture[ExportConfig] = ...) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
+        sequence classifiers with one label. Rank 0 holds one weight at a time.
         """
 
 class EnvironmentGroup(TypedGroup):
@@ -253,6 +263,10 @@ class EnvironmentGroup(TypedGroup):
 class JudgeGroup(TypedGroup):
     """Group of `Judge` workers."""
 
+    @blocking
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+
     @batched
     def score(self, batch: Batch) -> Batch:
         """Returns one score per row, `[B]`.
@@ -263,6 +277,10 @@ class JudgeGroup(TypedGroup):
 
 class ReferenceGroup(TypedGroup):
     """Group of `Reference` workers."""
+
+    @blocking
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
 
     @batched
     def logprobs(self, batch: Batch) -> Batch:
@@ -315,6 +333,10 @@ class RewardGroup(TypedGroup):
 
 class RewardModelGroup(TypedGroup):
     """Group of `RewardModel` workers."""
+
+    @blocking
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
 
     @blocking
     def find_missing_protections(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -470,6 +492,10 @@ class RolloutGroup(TypedGroup):
 class TrainedRewardModelGroup(TypedGroup):
     """Group of `TrainedRewardModel` workers."""
 
+    @blocking
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+
     @nonblocking
     def forward_backward(
         self,
@@ -520,9 +546,9 @@ class TrainedRewardModelGroup(TypedGroup):
         """Restores the training state from a folder that any number of ranks wrote."""
 
     @blocking
-    def save(self, folder: OrFuture[Path]) -> None:
-        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
-        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+    def save(self, folder: OrFuture[Path], config: OrFuture[ExportConfig] = ...) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
+        sequence classifiers with one label. Rank 0 holds one weight at a time.
         """
 
     @batched

@@ -11,6 +11,8 @@ from flowrl.config import JudgeConfig, UserError
 from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer, Message
+from flowrl.engines.models.loading import ModelError
+from flowrl.engines.models.partial_loading import WeightDifferences
 from flowrl.engines.rollout.base import (
     TAGS,
     EngineContext,
@@ -22,6 +24,7 @@ from flowrl.engines.rollout.base import (
 )
 from flowrl.engines.rollout.sampling import row_keys
 from flowrl.rewards.judgments import Comparison, find_opponents, load_verdict, render_prompt, share_of_wins
+from flowrl.workers.model_worker import model_differences
 
 if TYPE_CHECKING:
     from flowrl.workers.groups import JudgeGroup
@@ -69,6 +72,11 @@ class Judge(Worker["JudgeGroup"]):
         self.tokenizer = ChatTokenizer(config.model.tokenizer_path, config.template, model=config.model.path)
         self.tokenizer.check_chat_template()
         settings = config.generation.model_copy(update={"stop_ids": self.tokenizer.stop_ids})
+        if (differences := self.weight_differences()).missing:
+            raise ModelError(
+                f"{config.model.path} {differences.describe()}, and verdicts of untrained weights are meaningless: use "
+                f"a complete folder"
+            )
         context = EngineContext(
             config=settings,
             model=config.model,
@@ -78,6 +86,11 @@ class Judge(Worker["JudgeGroup"]):
             can_sleep=self.context.can_offload,
         )
         self.engine: RolloutEngine = load_engine_class(config.engine).start(context)
+
+    @register(Dispatch.RANK_ZERO, memory=())
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        return model_differences("policy", self._config.model)
 
     @classmethod
     def user_functions(cls, config: JudgeConfig, *_: Any, **__: Any) -> tuple[str, ...]:  # Any: the constructor's

@@ -13,7 +13,12 @@ from tensordict import TensorDict
 
 from flowrl.config import (
     EngineConfig,
+    ExportConfig,
+    ModelConfig,
+    ModelKind,
     ModelRoleConfig,
+    RewardModelConfig,
+    ScoringModelConfig,
     UserError,
     shards_model,
 )
@@ -25,9 +30,11 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric, merge_metrics
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.checkpoint.export import describe_export, save_weights
-from flowrl.engines.models.loading import ModelError
-from flowrl.engines.train.base import ModelKind, TrainContext, TrainEngine, load_train_engine_class
+from flowrl.engines.checkpoint.export import describe_export
+from flowrl.engines.checkpoint.model_folder import DEFAULT_EXPORT, export_dtype, in_file_order, write_model
+from flowrl.engines.models.loading import find_differences
+from flowrl.engines.models.partial_loading import WeightDifferences
+from flowrl.engines.train.base import TrainContext, TrainEngine, load_train_engine_class
 from flowrl.workers.losses.loss import BoundLoss, Loss, LossFunction, check_weight
 
 
@@ -40,6 +47,7 @@ def start_engine(worker: "ModelWorker", kind: ModelKind, config: ModelRoleConfig
         config: settings of the role.
     """
     mesh, worker.offloads_when_idle = worker.mesh, config.engine.offload == "idle"
+    worker.loaded = kind, config
     context = TrainContext(
         kind,
         config,
@@ -63,12 +71,30 @@ def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:
     return mesh.sp > 1 or mesh.pp > 1 or shards_model(engine, mesh.tp)
 
 
+def model_differences(kind: ModelKind, model: ModelConfig | None, *, has_fresh_head: bool = False) -> WeightDifferences:
+    """Returns the differences between a model and its files. They are empty with `model.strict: true`."""
+    if model is None or model.strict:
+        return WeightDifferences()
+    return find_differences(kind, model, has_fresh_head=has_fresh_head)
+
+
 class ModelWorker(Worker[GroupType]):
     """Worker with a training engine. The constructor of the subclass must store it as `engine`."""
 
     engine: TrainEngine
     offloads_when_idle = False
     """Whether the engine moves its state to the CPU while other roles use its device."""
+    loaded: tuple[ModelKind, ModelRoleConfig] | None = None
+    """Kind and settings of the model that `start_engine` has loaded. None: the worker uses the model of another."""
+
+    @register(Dispatch.RANK_ZERO, memory=())
+    def weight_differences(self) -> WeightDifferences:
+        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        if self.loaded is None:
+            return WeightDifferences()
+        kind, config = self.loaded
+        has_head = isinstance(config, ScoringModelConfig | RewardModelConfig)
+        return model_differences(kind, config.model, has_fresh_head=has_head and config.head == "fresh")
 
     @classmethod
     def needs_process_group(
@@ -250,17 +276,20 @@ class TrainedWorker(ModelWorker[GroupType]):
         load(self.engine, folder)
 
     @register(Dispatch.ALL_TO_ONE)
-    def save(self, folder: Path) -> None:
-        """Saves the model and its tokenizer in the format of `save_pretrained`. A reward model becomes a sequence
-        classifier with one label. The value head of a critic is a separate file, `value_head.safetensors`.
+    def save(self, folder: Path, config: ExportConfig = DEFAULT_EXPORT) -> None:
+        """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
+        sequence classifiers with one label. Rank 0 holds one weight at a time.
         """
-        is_writer = self.rank == 0
-        if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
-            raise ModelError(f"{folder} already exists and would be overwritten: choose a new folder")
-        weights = {name: weight.cpu() for name, weight in self.engine.export_weights() if is_writer}
-        if is_writer:
-            files = self.engine.describe_model()
-            save_weights(self.KIND, files, weights, self.config.model.tokenizer_path, folder)
+        dtype = export_dtype(config)
+        shapes = in_file_order(self.engine.weight_shapes(dtype))
+        weights = iter(self.engine.export_weights([name for name, _, _ in shapes], dtype))
+        try:
+            if self.rank == 0:
+                files, tokenizer = self.engine.describe_model(), self.config.model.tokenizer_path
+                write_model(self.KIND, files, shapes, weights, tokenizer, folder, config)
+        finally:
+            for _ in weights:  # all ranks gather each weight, also after an error of rank 0
+                pass
 
     def description(self) -> dict[str, bytes]:
         """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""

@@ -88,15 +88,15 @@ def growth(mesh: RankMesh, folder: Path, on_meta: bool, lora: bool) -> int:
     """Returns the growth of the peak memory of this process while it loads and shards a policy."""
     # Resets the peak on Linux.
     Path("/proc/self/clear_refs").write_text("5")
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     policy = load_policy(ModelConfig(path=folder), on_meta=on_meta)
     if lora:
         add_adapter(policy, LORA)
     FsdpEngine(PolicyModel(policy), policy_outputs, None, EngineConfig(strategy="fsdp"), mesh=mesh)
-    return _memory("VmHWM") - before
+    return memory("VmHWM") - before
 
 
-def _memory(name: str) -> int:
+def memory(name: str) -> int:
     """Returns a memory figure of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

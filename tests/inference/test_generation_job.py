@@ -23,7 +23,8 @@ from flowrl.cli import main
 from flowrl.config import ModelConfig
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.messages import Message
-from flowrl.engines.models.loading import load_reward_model, save_model
+from flowrl.engines.checkpoint.model_folder import save_model
+from flowrl.engines.models.loading import load_reward_model
 from flowrl.inference.bulk_generation import _select_best
 from flowrl.inference.model_source import resolve_model
 from flowrl.inference.response_file import ResumableFile, StreamOutput

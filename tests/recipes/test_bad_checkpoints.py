@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from flowrl.checkpoints.checkpoints import manifest_crc32
 from flowrl.checkpoints.run_folder import folder_lock
@@ -219,7 +220,7 @@ def test_checkpoints_are_listed_and_exported_from_the_command_line(
     assert exported.read_bytes() == (folder / "model" / "model.safetensors").read_bytes()
     critic = folder / "critic"
     assert main(["export", str(folder), "--role", "critic", "--output", str(critic)]) == 0
-    assert (critic / "value_head.safetensors").is_file() and "critic" in (critic / "README.md").read_text()
+    assert "score.bias" in load_file(critic / "model.safetensors") and "critic" in (critic / "README.md").read_text()
     assert main(["export", str(folder), "--adapter"]) == 2
     assert not missing_facts(capsys.readouterr().err, checkpoints / "step-000002" / "actor", "--adapter", "lora")
     assert main(["export", str(folder), "--step", "7"]) == 2

@@ -22,6 +22,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         shares_weights=True,
         streaming=True,
         keeps_turn_cache=True,
+        partial_models=True,
         matches_trainer=True,
         dtypes=("float32", "bfloat16", "float16", "float64"),
         quantizations={"int8": Quantization()},

@@ -1,34 +1,31 @@
 """Exports a policy, its adapter, a critic or a reward model from a checkpoint that any number of ranks wrote."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
 
-from flowrl.config import LoraConfig, ModelConfig
+from flowrl.config import ExportConfig, LoraConfig, ModelConfig, ModelKind
 from flowrl.config.source import read_json
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.dtypes import torch_dtype
-from flowrl.engines.checkpoint.shards import INDEX, read_index, read_into
-from flowrl.engines.models.loading import (
-    CriticModel,
-    RewardModel,
-    TrainedModel,
-    build_critic,
-    build_policy,
-    build_reward_model,
+from flowrl.engines.checkpoint.model_folder import (
+    DEFAULT_EXPORT,
+    check_is_new,
     describe_tokenizer,
-    load_critic,
-    load_policy,
-    load_reward_model,
-    save_model,
+    export_dtype,
+    in_file_order,
+    write_model,
 )
+from flowrl.engines.checkpoint.shards import INDEX, Index, read_index, read_tensor
+from flowrl.engines.models.loading import ModelError, load_critic, load_policy, load_reward_model
 from flowrl.engines.models.lora import add_adapter, save_adapter
-from flowrl.engines.train.base import ModelKind
+from flowrl.engines.models.sharded_loading import stream_full_weights
+from flowrl.engines.models.weights import weight_shapes
 from flowrl.engines.train.module_state import MODEL
 
 DESCRIPTION = "model"
@@ -38,6 +35,9 @@ _ADAPTER = "adapter.json"
 """File in the `DESCRIPTION` folder of a LoRA run. It contains the adapter's settings and the path of the base model."""
 
 _CONFIG = f"{DESCRIPTION}/config.json"
+
+_MODEL_FILES = ("config.json", "generation_config.json")
+"""Files of `TrainEngine.describe_model` in the `DESCRIPTION` folder, which also has those of the tokenizer."""
 
 _POLICY = MODEL + "language_model."
 """Prefix of the policy's weights in an actor's checkpoint."""
@@ -76,65 +76,49 @@ def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
     return {_ADAPTER: json.dumps(settings).encode()}
 
 
-def save_weights(
-    kind: ModelKind,
-    files: Mapping[str, bytes],
-    weights: Mapping[str, Tensor],
-    tokenizer_path: Path,
-    folder: Path,
-) -> None:
-    """Saves a model with its tokenizer to a folder that transformers can load. The folder is created atomically.
-
-    Args:
-        kind: kind of the model.
-        files: files of the model's folder except the weights, from `TrainEngine.describe_model`.
-        weights: full weights by name, from `TrainEngine.export_weights`.
-        tokenizer_path: folder of the tokenizer.
-        folder: a new folder.
-    Raises ModelError if the folder exists, and UserError if it cannot be written.
-    """
-    with TemporaryDirectory() as name:
-        description = Path(name)
-        for file, contents in files.items():
-            (description / file).write_bytes(contents)
-        if kind == "critic":
-            model = build_critic(description, weights)
-        elif kind == "reward_model":
-            model = build_reward_model(description, _without_prefix(weights, "model."))
-        else:
-            model = build_policy(description, weights)
-    save_model(model, tokenizer_path, folder)
-
-
 def roles_with_model(checkpoint: Path) -> list[str]:
     """Returns the roles in the checkpoint of a run whose model can be exported."""
     return sorted(path.name for path in checkpoint.iterdir() if (path / _CONFIG).is_file())
 
 
-def export_model(checkpoint: Path, output: Path) -> None:
+def export_model(checkpoint: Path, output: Path, config: ExportConfig = DEFAULT_EXPORT) -> None:
     """Exports the model of a role to a folder that transformers can load. Merges an adapter into the weights.
 
-    A policy becomes a causal language model, and a reward model a sequence classifier. A critic becomes its backbone,
-    with its value head in `value_head.safetensors`.
+    A policy becomes a causal language model. A reward model and a critic become sequence classifiers with one label.
+    Reads and writes one weight at a time.
 
     Args:
         checkpoint: folder written by `save_checkpoint` of a worker with a trained model.
         output: a new folder, which is created atomically.
+        config: size of the files, and dtype of the weights.
     Raises:
         CheckpointError: the checkpoint has no model, or does not match the base model.
         ModelError: `output` exists, or the base model cannot be loaded.
         UserError: `output` cannot be written.
     """
-    description, weights = _description_folder(checkpoint), _read_weights(checkpoint)
-    if adapter_base(checkpoint) is not None:
-        model = _load_adapted(description, weights)
-    elif _is_critic(weights):
-        model = build_critic(description, _without_prefix(weights, MODEL))
-    elif _is_reward_model(weights):
-        model = build_reward_model(description, _without_prefix(weights, _REWARD_MODEL))
+    check_is_new(output)
+    description, index, dtype = _description_folder(checkpoint), read_index(checkpoint), export_dtype(config)
+    kind, names = _read_kind(index), _stored_names(index)
+    AutoConfig.from_pretrained(description, local_files_only=True)  # an error names the file of the checkpoint
+    files = {name: (description / name).read_bytes() for name in _MODEL_FILES if (description / name).is_file()}
+    if (base := adapter_base(checkpoint)) is not None:
+        model = _load_adapted(checkpoint, index, on_meta=True)
+        shapes = in_file_order(weight_shapes(model, dtype=dtype))
+        weights = _naming_base(stream_full_weights(model, [name for name, _, _ in shapes], dtype), base)
     else:
-        model = build_policy(description, _without_prefix(weights, _POLICY))
-    save_model(model, description, output)
+        stored = {name: index.tensors[full_name] for name, full_name in names.items()}
+        shapes = [(name, _cast(torch_dtype(own["dtype"]), dtype), tuple(own["size"])) for name, own in stored.items()]
+        shapes = in_file_order(shapes)
+        weights = _read_weights(checkpoint, index, {name: names[name] for name, _, _ in shapes}, dtype)
+    write_model(kind, files, shapes, weights, description, output, config)
+
+
+def _naming_base(weights: Iterator[tuple[str, Tensor]], base: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights. Raises ModelError if a file of the base model cannot be read."""
+    try:
+        yield from weights
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"the base model {base} cannot be read ({error}): restore its files") from error
 
 
 def export_adapter(checkpoint: Path, output: Path) -> None:
@@ -143,18 +127,21 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
     The arguments and errors are those of `export_model`. Also raises CheckpointError if the checkpoint has no adapter
     of a policy, and LoraError if `output` exists.
     """
-    description, base = _description_folder(checkpoint), adapter_base(checkpoint)
+    _description_folder(checkpoint)
+    base = adapter_base(checkpoint)
     if base is None:
         raise CheckpointError(
             f"{checkpoint} has no adapter, because its run trained all weights (lora was not set): export without "
             f"--adapter"
         )
-    model = _load_adapted(description, _read_weights(checkpoint))
-    if isinstance(model, CriticModel | RewardModel):
-        kind = "critic" if isinstance(model, CriticModel) else "reward model"
+    index = read_index(checkpoint)
+    if (kind := _read_kind(index)) != "policy":
         raise CheckpointError(
-            f"{checkpoint} has the adapter of a {kind}, which needs its trained head: export without --adapter"
+            f"{checkpoint} has the adapter of a {kind.replace('_', ' ')}, which needs its trained head: export without "
+            f"--adapter"
         )
+    model = _load_adapted(checkpoint, index, on_meta=False)
+    assert isinstance(model, PreTrainedModel)
     save_adapter(model, base, output)
 
 
@@ -177,53 +164,56 @@ def _description_folder(checkpoint: Path) -> Path:
     )
 
 
-def _read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Returns the weights of the model in a checkpoint, by their names in it."""
-    index = read_index(checkpoint)
-    weights: dict[str, Any] = {
-        name: torch.empty(stored["size"], dtype=torch_dtype(stored["dtype"]))
-        for name, stored in index.tensors.items()
-        if name.startswith(_MODELS)
-    }
-    read_into(weights, checkpoint, index, None)
-    return weights
+def _read_kind(index: Index) -> ModelKind:
+    if any(name.startswith(_VALUE_HEAD) for name in index.tensors):
+        return "critic"
+    return "reward_model" if any(name.startswith(_REWARD_MODEL) for name in index.tensors) else "policy"
 
 
-def _is_reward_model(weights: Mapping[str, Tensor]) -> bool:
-    return any(name.startswith(_REWARD_MODEL) for name in weights)
+def _stored_names(index: Index) -> dict[str, str]:
+    """Maps the names of `TrainEngine.export_weights` to those of the stored weights."""
+    stored = [name for name in index.tensors if name.startswith(_MODELS)]
+    return {name.removeprefix(_POLICY if name.startswith(_POLICY) else MODEL): name for name in stored}
 
 
-def _is_critic(weights: Mapping[str, Tensor]) -> bool:
-    return any(name.startswith(_VALUE_HEAD) for name in weights)
+def _cast(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return stored if dtype is None or not stored.is_floating_point else dtype
 
 
-def _without_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): weight for name, weight in weights.items()}
-
-
-def _load_adapted(description: Path, weights: Mapping[str, Tensor]) -> TrainedModel:
-    """Loads the base model, and adds the trained weights of a checkpoint: the adapter, and the head of a critic or a
-    reward model.
+def _read_weights(
+    checkpoint: Path, index: Index, names: Mapping[str, str], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields weights by name, one at a time. `names` maps these names to those in the checkpoint. Floating-point
+    weights are cast to `dtype`, if it is set.
     """
-    settings = read_json(description / _ADAPTER)
+    for name, stored in names.items():
+        weight = read_tensor(checkpoint, index, stored)
+        yield name, weight.to(_cast(weight.dtype, dtype))
+        del weight  # before the next one is read
+
+
+def _load_adapted(checkpoint: Path, index: Index, *, on_meta: bool) -> nn.Module:
+    """Loads the base model, and adds the trained weights of a checkpoint: the adapter, and the head of a critic or a
+    reward model. With `on_meta`, the weights of the base model stay on the meta device.
+    """
+    settings = read_json(checkpoint / DESCRIPTION / _ADAPTER)
     base, lora = ModelConfig.model_validate(settings["model"]), LoraConfig.model_validate(settings["lora"])
-    if _is_critic(weights):
-        model = load_critic(base)
+    kind, names = _read_kind(index), _stored_names(index)
+    if kind == "critic":
+        model = load_critic(base, on_meta=on_meta)
         add_adapter(model.backbone, lora)
-        weights = _without_prefix(weights, MODEL)
-    elif _is_reward_model(weights):
-        model = load_reward_model(base, head="fresh")  # the checkpoint has the head
+    elif kind == "reward_model":
+        model = load_reward_model(base, head="fresh", on_meta=on_meta)  # the checkpoint has the head
         add_adapter(model.language_model, lora)
-        weights = _without_prefix(weights, MODEL)
     else:
-        model = load_policy(base)
+        model = load_policy(base, on_meta=on_meta)
         add_adapter(model, lora)
-        weights = _without_prefix(weights, _POLICY)
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    if {name: weight.shape for name, weight in trained.items()} != {name: w.shape for name, w in weights.items()}:
+    trained = {name: weight.shape for name, weight in model.named_parameters() if weight.requires_grad}
+    if trained != {name: torch.Size(index.tensors[stored]["size"]) for name, stored in names.items()}:
         raise CheckpointError(
-            f"the adapter in {description.parent} does not match the model in {settings['model']['path']}: restore the "
-            f"model that the run started with"
+            f"the adapter in {checkpoint} does not match the model in {settings['model']['path']}: restore the model "
+            f"that the run started with"
         )
+    weights = dict(_read_weights(checkpoint, index, names))
     model.load_state_dict(weights, strict=False, assign=True)  # a trained head may have another dtype
     return model

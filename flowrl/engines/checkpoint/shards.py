@@ -8,6 +8,7 @@ The index is `{"format", "position", "tensors": {name: {"dtype", "size", "chunks
 """
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,6 +166,36 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
+
+
+def read_tensor(folder: Path, index: Index, name: str) -> Tensor:
+    """Reads a full tensor, also if several ranks wrote its parts. Holds only this tensor and one part.
+
+    Raises CheckpointError if a file is missing or too short.
+    """
+    stored, dtype = index.tensors[name], torch_dtype(index.tensors[name]["dtype"])
+    size = torch.Size(stored["size"])
+    chunks = [chunk for chunk in stored["chunks"] if math.prod(chunk["sizes"])]  # a rank may have no rows
+    full = torch.empty(size, dtype=dtype) if len(chunks) != 1 else None
+    for chunk in chunks:
+        shape = torch.Size(chunk["sizes"])
+        num_bytes = shape.numel() * dtype.itemsize
+        try:
+            # Not memory-mapped, so that the pages of the file do not add to the memory of this process.
+            values = np.fromfile(folder / chunk["file"], np.uint8, num_bytes, offset=chunk["start"])
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be loaded: {chunk['file']}: {error.strerror}") from error
+        if len(values) < num_bytes:
+            raise CheckpointError(f"{folder / chunk['file']} is too short for {name}")
+        part = torch.from_numpy(values).view(dtype).reshape(shape)
+        if full is None:
+            return part
+        target = full
+        for dimension, (start, length) in enumerate(zip(chunk["offsets"], shape, strict=True)):
+            target = target.narrow(dimension, start, length)
+        target.copy_(part)
+    assert full is not None, "a single part is returned above"
+    return full
 
 
 def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Loads models from `save_pretrained` folders and saves them in the same format.
+"""Loads models from `save_pretrained` folders.
 
 Shape suffixes: B rows, L tokens of the longest row, l tokens of a sequence shard, D hidden size.
 
@@ -9,34 +9,30 @@ mask. Code in a model folder is never executed. Weights are read only from safet
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
-from flowrl.config import ModelConfig, UserError
+from flowrl.config import ModelConfig, ModelKind, UserError
 from flowrl.data.dtypes import torch_dtype
-from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.data.input_paths import MAX_POSITIONS
 from flowrl.engines.models.attention import Pack
-from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.parameters import check_finite
+from flowrl.engines.models.partial_loading import InitialWeights, WeightDifferences, compare_weights
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
     SequenceSharding,
@@ -44,16 +40,30 @@ from flowrl.engines.models.sequence_sharding import (
     run_backbone,
     run_head,
 )
-from flowrl.engines.models.sharded_loading import make_meta_model
+from flowrl.engines.models.sharded_loading import make_meta_model, read_weights
 
 _VALUE_HEAD = "value_head.safetensors"
-_GENERATION_CONFIG = "generation_config.json"
+"""File of a critic's head in earlier versions."""
 _SCORE = "score"
 """Name of the head in transformers' sequence-classification models."""
-
-_NEW_PAD_TOKEN = "<|pad|>"
+_HEAD_WEIGHT = f"{_SCORE}.weight"
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The class with which transformers loads a kind of model, and its name in messages."""
+
+    auto: Any  # Any: transformers' Auto classes share no typed base
+    description: str
+
+
+_KINDS: Mapping[ModelKind, _Kind] = {
+    "policy": _Kind(AutoModelForCausalLM, "a causal language model"),
+    "critic": _Kind(AutoModel, "a language model"),
+    "reward_model": _Kind(AutoModelForSequenceClassification, "a sequence-classification model"),
+}
 
 LanguageModel = PreTrainedModel
 """A transformers model whose head returns logits."""
@@ -67,12 +77,13 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedMode
     """Loads a causal language model in evaluation mode.
 
     Args:
-        config: path and dtype of the model. `dropout: 0` disables the model's dropout.
+        config: path and dtype of the model. `dropout: 0` disables the model's dropout. With `strict: false`, missing
+            weights get their initial values (`InitialWeights`), and unknown weights are ignored.
         on_meta: leaves the weights on the meta device. `FsdpEngine` then reads only this rank's shards.
-    Raises ModelError if the folder has no causal language model, if weights are missing, or if the model has dropout
-    that `config` does not disable.
+    Raises ModelError if the folder has no causal language model, if it lacks weights or has unknown weights and
+    `config.strict` is true, or if the model has dropout that `config` does not disable.
     """
-    return _load(AutoModelForCausalLM, config, "a causal language model", on_meta)
+    return _load("policy", config, on_meta)
 
 
 def max_positions(config: ModelConfig) -> int | None:
@@ -139,20 +150,39 @@ def load_critic(
 
     Args:
         config: as in `load_policy`.
-        head: initialization of the value head if the folder has none. A value head that `save_model` wrote is loaded
-            instead.
+        head: initialization of the value head if the folder has none. The head of an exported critic, or of a
+            sequence-classification model with one label, is loaded instead.
         seed: seed of a fresh head.
         on_meta: see `load_policy`.
-    Raises the errors of `load_policy`.
+    Raises the errors of `load_policy`, and ModelError if the folder has a head with several outputs.
     """
-    critic = CriticModel(_load(AutoModel, config, "a language model", on_meta), head=head, seed=seed)
-    saved = config.path / _VALUE_HEAD
-    if saved.is_file():
-        weights = load_file(saved)
-        for name, weight in weights.items():
-            check_finite(weight, name, saved)
-        critic.value_head.load_state_dict(weights)
+    critic = CriticModel(_load("critic", config, on_meta), head=head, seed=seed)
+    weights = _read_head(config.path, critic.value_head.in_features)
+    with torch.no_grad():
+        if "weight" in weights:
+            critic.value_head.weight.copy_(weights["weight"])
+            critic.value_head.bias.copy_(weights.get("bias", torch.zeros(1)))
     return critic.eval()
+
+
+def _read_head(path: Path, width: int) -> dict[str, Tensor]:
+    """Returns `weight` and `bias` of the head with one output in the files of a model, if they exist.
+
+    transformers' own heads have no bias. Exported critics have one.
+    """
+    if (path / _VALUE_HEAD).is_file():
+        raise ModelError(
+            f"{path} has the value head of a critic in {_VALUE_HEAD}, a format of earlier versions: export the critic "
+            f"again with flowrl export --role critic"
+        )
+    weights = read_weights(path, (_HEAD_WEIGHT, f"{_SCORE}.bias"))
+    for name, (weight, file) in weights.items():
+        if weight.shape not in (torch.Size((1, width)), torch.Size((1,))):
+            raise ModelError(
+                f"{file} has the head {name} of shape {list(weight.shape)}, but a critic or a reward model has one "
+                f"output per token: use a model without this head"
+            )
+    return {name.removeprefix(f"{_SCORE}."): weight for name, (weight, _) in weights.items()}
 
 
 class RewardModel(SequenceShardable):
@@ -211,26 +241,15 @@ def load_reward_model(
         on_meta: see `load_policy`.
     Raises the errors of `load_policy`.
     """
-    model = _load(
-        AutoModelForSequenceClassification,
-        config,
-        "a sequence-classification model",
-        on_meta,
-        fresh=frozenset({f"{_SCORE}.weight"} if head == "fresh" else ()),
-        num_labels=1,
-    )
-    reward_model = _with_score(model, config.path)
-    if head == "fresh":
-        _draw_head(reward_model.head, seed)
-    return reward_model.eval()
-
-
-def _with_score(model: PreTrainedModel, path: Path) -> RewardModel:
-    """Returns the reward model of a sequence-classification model. Raises ModelError if its head is unsuitable."""
+    model = _load("reward_model", config, on_meta, has_fresh_head=head == "fresh")
     score = dict(model.named_children()).get(_SCORE)
     if not isinstance(score, nn.Linear):
-        raise ModelError(f"the model in {path} has no linear head named score; use a decoder with such a head")
-    return RewardModel(model, score)
+        raise ModelError(f"the model in {config.path} has no linear head named score; use a decoder with such a head")
+    if head == "fresh":
+        _draw_head(score, seed)
+    elif (bias := _read_head(config.path, score.in_features).get("bias")) is not None:
+        score.bias = nn.Parameter(bias.to(model.dtype))
+    return RewardModel(model, score).eval()
 
 
 Policy = PreTrainedModel
@@ -239,160 +258,41 @@ Policy = PreTrainedModel
 TrainedModel = Policy | CriticModel | RewardModel
 
 
-def save_model(model: TrainedModel, tokenizer_path: Path, folder: Path, *, is_writer: bool = True) -> None:
-    """Saves a model and its tokenizer to a folder that transformers can load. The folder is created atomically.
-
-    Adapters are merged into the saved weights, but not in `model`. A reward model is saved with a pad token that never
-    ends a row. All ranks of a sharded model must call this together. Only the rank with `is_writer` writes files.
-
-    Raises ModelError if the folder already exists, and UserError if the folder cannot be written.
-    """
-    if is_writer and folder.exists():  # other ranks may arrive after the writer has finished
-        raise ModelError(f"{folder} already exists and would be overwritten: choose a new folder")
-    weights, full = {}, {}
-    for name, weight in model_weights(model).items():
-        # Tied names share one tensor, which transformers then saves once.
-        if id(weight.stored) not in full:
-            gathered = weight.gather()
-            full[id(weight.stored)] = gathered.cpu() if is_writer else None
-        weights[name] = full[id(weight.stored)]
-    if not is_writer:
-        return
-    heads = {name.removeprefix("value_head."): weights.pop(name) for name in list(weights) if "value_head." in name}
-    language_model, prefix = _inner_model(model)
-    with write_atomically(folder) as partial, _quiet():
-        state_dict = {name.removeprefix(prefix): weight for name, weight in weights.items()}
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
-        if isinstance(model, RewardModel):
-            _save_reward_model(language_model, state_dict, tokenizer, partial)
-        else:
-            language_model.save_pretrained(partial, state_dict=state_dict)
-        tokenizer.save_pretrained(partial)
-        if heads:
-            save_file({name: weight.contiguous() for name, weight in heads.items()}, partial / _VALUE_HEAD)
-
-
-def _save_reward_model(
-    model: PreTrainedModel,
-    state_dict: dict[str, Tensor],
-    tokenizer: Any,  # Any: as in flowrl.data.chat
-    folder: Path,
-) -> None:
-    """Saves a sequence classifier with the pad token of `_set_pad_token`, which the tokenizer also gets."""
-    _set_pad_token(tokenizer)
-    _add_embedding(model, state_dict, tokenizer.pad_token_id)
-    model.save_pretrained(folder, state_dict=state_dict)
-    config = deepcopy(model.config)  # the model continues to train with its own config
-    text = config.get_text_config()
-    text.pad_token_id = tokenizer.pad_token_id
-    text.vocab_size = max(text.vocab_size, tokenizer.pad_token_id + 1)
-    config.save_pretrained(folder)
-
-
-def _set_pad_token(tokenizer: Any) -> None:  # Any: as in flowrl.data.chat
-    """Sets a pad token that is never the last token of a row: bos if it differs from eos, otherwise a new token.
-
-    Many tokenizers use eos as the pad token. transformers would then skip the final eos, which `RewardModel` scores.
-    Other pad tokens are replaced, too, because a conversation template may end a response with them.
-    """
-    bos = tokenizer.bos_token
-    tokenizer.add_special_tokens({"pad_token": bos if bos and bos != tokenizer.eos_token else _NEW_PAD_TOKEN})
-
-
-def _add_embedding(model: PreTrainedModel, state_dict: dict[str, Tensor], token: int) -> None:
-    """Adds zero rows to the input embeddings in `state_dict`, if they lack a row for the token."""
-    embeddings = model.get_input_embeddings()
-    name = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
-    if (num_missing := token + 1 - len(state_dict[name])) > 0:
-        state_dict[name] = nn.functional.pad(state_dict[name], (0, 0, 0, num_missing))
-
-
 def describe_model(model: TrainedModel) -> dict[str, bytes]:
-    """Returns the files that `save_model` writes, except those of weights and tokenizer, as name -> contents."""
-    model, _ = _inner_model(model)
-    with TemporaryDirectory() as name, _quiet():
+    """Returns the files of a model's folder except those of weights and tokenizer, as name -> contents."""
+    model, _ = inner_model(model)
+    with TemporaryDirectory() as name, quiet_transformers():
         model.config.save_pretrained(name)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(name)
-        return _files_in(name)
+        return read_files(name)
 
 
-def describe_tokenizer(path: Path) -> dict[str, bytes]:
-    """Returns the files of a tokenizer, as name -> contents."""
-    with TemporaryDirectory() as name, _quiet():
-        AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(name)
-        return _files_in(name)
-
-
-def _files_in(folder: str) -> dict[str, bytes]:
+def read_files(folder: Path | str) -> dict[str, bytes]:
+    """Returns the files of a folder, as name -> contents."""
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
-def build_policy(description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Builds a causal language model from the files of `describe_model` and from full weights. Does not copy the
-    weights.
-
-    Raises ModelError if the weights do not match the model.
-    """
-    return _build(AutoModelForCausalLM, description, weights)
-
-
-def build_critic(description: Path, weights: Mapping[str, Tensor]) -> CriticModel:
-    """Builds a critic. The arguments and errors are those of `build_policy`."""
-    head, prefix = "value_head.", "backbone."
-    backbone = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-    critic = CriticModel(_build(AutoModel, description, backbone))
-    trained = {name.removeprefix(head): weight for name, weight in weights.items() if name.startswith(head)}
-    critic.value_head.load_state_dict(trained, assign=True)
-    return critic
-
-
-def build_reward_model(description: Path, weights: Mapping[str, Tensor]) -> RewardModel:
-    """Builds a reward model. The arguments and errors are those of `build_policy`."""
-    return _with_score(_build(AutoModelForSequenceClassification, description, weights), description)
-
-
-def _build(auto: Any, description: Path, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    with _quiet(), torch.device("meta"):
-        model = auto.from_config(AutoConfig.from_pretrained(description, local_files_only=True))
-    if (description / _GENERATION_CONFIG).is_file():  # it may have more end tokens than the configuration
-        model.generation_config = GenerationConfig.from_pretrained(description, local_files_only=True)
-    mismatch = model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if missing or mismatch.unexpected_keys:
-        names = ", ".join((missing or mismatch.unexpected_keys)[:3])
-        raise ModelError(f"the weights do not match the model described in {description}: see {names}")
-    return model
-
-
-def _inner_model(model: TrainedModel) -> tuple[PreTrainedModel, str]:
+def inner_model(model: TrainedModel) -> tuple[PreTrainedModel, str]:
     """Returns the transformers model inside `model`, and the prefix that `model` adds to weight names."""
     if isinstance(model, PreTrainedModel):
         return model, ""
     return (model.backbone, "backbone.") if isinstance(model, CriticModel) else (model.model, "model.")
 
 
-def _load(
-    auto: Any,  # Any: one of transformers' Auto classes, which share no typed base
-    config: ModelConfig,
-    kind: str,
-    on_meta: bool,
-    fresh: frozenset[str] = frozenset(),
-    **settings: Any,  # Any: of a configuration
-) -> PreTrainedModel:
-    """Loads a model of the transformers class `auto`. Weights named in `fresh` may be missing in the files."""
-    if (config.path / "adapter_config.json").is_file():
-        raise ModelError(f"{config.path} is an adapter, not {kind}: merge it into its model first")
-    if config.dropout is not None:
-        settings |= dict.fromkeys(_dropout_settings(_read_config(config, kind)), 0.0)
+def _load(kind: ModelKind, config: ModelConfig, on_meta: bool, *, has_fresh_head: bool = False) -> PreTrainedModel:
+    """Loads the transformers model of a kind. The caller draws a fresh head, which the files may lack."""
+    differences = find_differences(kind, config, has_fresh_head=has_fresh_head)
+    _check_differences(differences, kind, config, has_fresh_head=has_fresh_head)
+    settings, fresh = _model_settings(kind, config), frozenset({_HEAD_WEIGHT} if has_fresh_head else ())
     model = None
     if on_meta:
         # If this fails, `_load_full` reports the error.
-        with suppress(OSError, ValueError, SafetensorError), _quiet():
-            model = make_meta_model(auto, config.path, torch_dtype(config.dtype), fresh, **settings)
+        with suppress(OSError, ValueError, SafetensorError), quiet_transformers():
+            dtype = torch_dtype(config.dtype)
+            model = make_meta_model(_KINDS[kind].auto, config.path, dtype, fresh, differences.missing, **settings)
     if model is None:
-        model = _load_full(auto, config, kind, fresh, settings)
+        model = _load_full(kind, config, settings, fresh, differences.missing)
         if on_meta:
             _logger.warning(
                 "every rank loads all weights of %s before sharding, because names or shapes in its files differ from "
@@ -408,6 +308,43 @@ def _load(
     return model.eval()
 
 
+def find_differences(kind: ModelKind, config: ModelConfig, *, has_fresh_head: bool = False) -> WeightDifferences:
+    """Returns the weights that only a model or only its files have. Reads only the headers of the files.
+
+    Excludes heads in the files that a critic or a reward model replaces, and its own head if it is fresh. Raises
+    ModelError if the folder has no such model.
+    """
+    if (config.path / "adapter_config.json").is_file():
+        raise ModelError(f"{config.path} is an adapter, not {_KINDS[kind].description}: merge it into its model first")
+    model, report = _from_pretrained(kind, config, _model_settings(kind, config), device_map="meta")
+    report["missing_keys"] -= {_HEAD_WEIGHT} if has_fresh_head else set()
+    return compare_weights(model, report, ignores_heads=kind != "policy")
+
+
+def _check_differences(
+    differences: WeightDifferences, kind: ModelKind, config: ModelConfig, *, has_fresh_head: bool
+) -> None:
+    """Raises ModelError if a model cannot be loaded from files with these differences."""
+    problem = f"{config.path} is not {_KINDS[kind].description}, because it {differences.describe()}"
+    if _HEAD_WEIGHT in differences.missing:
+        raise ModelError(f"{problem}: train its head first, or set head: fresh to try out a program")
+    if differences and config.strict:
+        raise ModelError(
+            f"{problem}: use a complete folder, or set model.strict: false to initialize missing weights and ignore "
+            f"unknown ones"
+        )
+    if differences.missing and kind == "reward_model" and not has_fresh_head:
+        raise ModelError(f"{problem}, and scores of untrained weights are meaningless: use a complete folder")
+
+
+def _model_settings(kind: ModelKind, config: ModelConfig) -> dict[str, Any]:  # Any: of a configuration
+    """Returns the settings that override the configuration of a model."""
+    settings: dict[str, Any] = {"num_labels": 1} if kind == "reward_model" else {}
+    if config.dropout is not None:
+        settings |= dict.fromkeys(_dropout_settings(_read_config(config, _KINDS[kind].description)), 0.0)
+    return settings
+
+
 def _read_config(config: ModelConfig, kind: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(
@@ -418,11 +355,37 @@ def _read_config(config: ModelConfig, kind: str) -> PreTrainedConfig:
 
 
 def _load_full(
-    auto: Any, config: ModelConfig, kind: str, fresh: frozenset[str], settings: Mapping[str, Any]
+    kind: ModelKind,
+    config: ModelConfig,
+    settings: Mapping[str, Any],  # Any: of a configuration
+    fresh: frozenset[str],
+    missing: Sequence[str],
 ) -> PreTrainedModel:
+    model, _ = _from_pretrained(kind, config, settings)
+    if missing:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        # transformers has already initialized missing buffers, for which it uses no random numbers.
+        InitialWeights(model).fill(model, [name for name in missing if name in parameters])
+    for name, weight in model.named_parameters():
+        if name not in fresh:
+            check_finite(weight, name, config.path)
+    return model
+
+
+def _from_pretrained(
+    kind: ModelKind,
+    config: ModelConfig,
+    settings: Mapping[str, Any],  # Any: of a configuration
+    device_map: Literal["meta"] | None = None,
+) -> tuple[PreTrainedModel, dict[str, set[str]]]:
+    """Returns the model that transformers loads, and its report of missing and unexpected weights. On the meta device,
+    it reads no weights.
+    """
+    description = _KINDS[kind].description
     try:
-        with _quiet():
-            model, report = auto.from_pretrained(
+        # The random numbers of the process do not depend on the weights that a file lacks.
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            return _KINDS[kind].auto.from_pretrained(
                 str(config.path),
                 dtype=torch_dtype(config.dtype),
                 attn_implementation="sdpa",
@@ -431,24 +394,22 @@ def _load_full(
                 # A local folder is never looked up on the Hub.
                 local_files_only=config.path.is_dir(),
                 output_loading_info=True,
+                device_map=device_map,
                 **settings,
             )
     except (OSError, ValueError, SafetensorError) as error:
-        raise _load_error(config.path, kind, error) from error
-    except RuntimeError as error:  # shapes of weights; transformers has no class for it
-        if "mismatched" not in str(error):
+        raise _load_error(config.path, description, error) from error
+    except RuntimeError as error:  # transformers has no class for errors of weights
+        if "mismatched" in str(error):
+            problem = "shapes of its weights differ from its config.json"
+        elif "conversion" in str(error):
+            problem = "it lacks some of the weights that transformers combines to one, such as those of experts"
+        else:
             raise
         raise ModelError(
-            f"{kind} cannot be loaded from {config.path}: shapes of its weights differ from its config.json; use a "
-            "complete directory written by save_pretrained"
+            f"{description} cannot be loaded from {config.path}: {problem}; use a complete directory written by "
+            "save_pretrained"
         ) from error
-    missing = sorted(set(report["missing_keys"]) - fresh)
-    if missing:
-        raise _missing_weights_error(config.path, kind, missing)
-    for name, weight in model.named_parameters():
-        if name not in fresh:
-            check_finite(weight, name, config.path)
-    return model
 
 
 def _load_error(path: Path, kind: str, error: Exception) -> ModelError:
@@ -459,12 +420,6 @@ def _load_error(path: Path, kind: str, error: Exception) -> ModelError:
             "transformers' own format"
         )
     return ModelError(f"{kind} cannot be loaded from {path}: {reason}")
-
-
-def _missing_weights_error(path: Path, kind: str, missing: Sequence[str]) -> ModelError:
-    is_head = missing[0].startswith(_SCORE)
-    fix = "train its head first, or set head: fresh to try out a program" if is_head else "use a complete folder"
-    return ModelError(f"{path} is not {kind}: it lacks the weights {', '.join(missing[:3])}; {fix}")
 
 
 def has_attention_softcap(model: PreTrainedModel) -> bool:
@@ -508,7 +463,8 @@ def _check_logit_scale(config: PreTrainedConfig, path: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
+    """Hides the messages and progress bars of transformers inside the `with` block."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

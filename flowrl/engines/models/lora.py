@@ -135,9 +135,10 @@ class ModelWeight:
             return to_full_tensor(self.stored if dtype is None else self.stored.to(dtype))
         stored = to_full_tensor(self.stored)
         matrices = {name: to_full_tensor(matrix) for name, matrix in _matrices(self.adapter).items()}
-        change = matrices["lora_B"] @ matrices["lora_A"] * self.adapter.scaling[_ADAPTER]
+        # In place, because the merge of a large weight would otherwise need several copies of it.
+        change = (matrices["lora_B"] @ matrices["lora_A"]).mul_(self.adapter.scaling[_ADAPTER])
         change = change.T if self.adapter.fan_in_fan_out else change
-        return (stored.to(change.dtype) + change).to(dtype or stored.dtype)
+        return change.add_(stored.to(change.dtype)).to(dtype or stored.dtype)
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:

@@ -4,7 +4,7 @@ A model is created on the meta device, where weights take no memory, and is then
 shards and reads them from the safetensors files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +20,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from flowrl.config.source import read_json
-from flowrl.engines.models.lora import model_weights
+from flowrl.engines.models.lora import ModelWeight, model_weights
 from flowrl.engines.models.parameters import check_finite, set_parameter, unique_parameters
+from flowrl.engines.models.partial_loading import InitialWeights
+from flowrl.engines.models.weights import export_dtype, unique_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,8 +39,19 @@ class _FileEntry:
     shape: tuple[int, ...]
 
 
-_pending: WeakKeyDictionary[nn.Module, Mapping[str, _FileEntry]] = WeakKeyDictionary()
-"""For each model on the meta device, maps weight names (without adapter suffixes) to file entries."""
+@dataclass(frozen=True)
+class _InitialEntry:
+    """A weight that the files lack, with the name and the shape of its initial value."""
+
+    weights: InitialWeights
+    name: str
+    shape: tuple[int, ...]
+
+
+_Entry = _FileEntry | _InitialEntry
+
+_pending: WeakKeyDictionary[nn.Module, Mapping[str, _Entry]] = WeakKeyDictionary()
+"""For each model on the meta device, maps weight names (without adapter suffixes) to the sources of their values."""
 
 
 def make_meta_model(
@@ -46,6 +59,7 @@ def make_meta_model(
     path: Path,
     dtype: torch.dtype,
     fresh: frozenset[str] = frozenset(),
+    missing: Sequence[str] = (),
     **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel | None:
     """Creates a model whose weights stay on the meta device until `load_shards` reads them.
@@ -55,6 +69,7 @@ def make_meta_model(
         path: a folder with safetensors, or a Hub name.
         dtype: dtype of the weights.
         fresh: names of weights that are set to zero instead of read from the files.
+        missing: names of other weights that the files lack. They get their initial values.
         settings: overrides of the model configuration.
     Returns: the model, or None if another weight is missing in the files or has a different shape.
     Raises OSError, ValueError or SafetensorError if the model does not exist or its files are corrupt.
@@ -67,11 +82,15 @@ def make_meta_model(
     if model.state_dict().keys() != dict(model.named_parameters(remove_duplicate=False)).keys():
         # Persistent buffers; no supported model family in docs/models.md has them.
         return None
-    pending = {}
+    pending: dict[str, _Entry] = {}
+    initial = InitialWeights(model) if missing else None
     for names, weight in unique_parameters(model):
         if not fresh.isdisjoint(names):
             for name in names:
                 set_parameter(model, name, nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype)))
+            continue
+        if initial is not None and names[0] in missing:
+            pending[names[0]] = _InitialEntry(initial, names[0], tuple(weight.shape))
             continue
         entry = next((entries[name] for name in _file_names(model, names) if name in entries), None)
         if entry is None or entry.shape != tuple(weight.shape):
@@ -110,28 +129,52 @@ def load_shards(model: nn.Module, device: torch.device) -> None:
                 _read(weights[name].stored, entry)
 
 
-def stream_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full weights of a model that was loaded with `on_meta`, one at a time. The model is not changed."""
-    entries = _pending.get(model)
-    for names, weight in unique_parameters(model):
-        if entries is None:
-            yield names[0], weight
-        else:
-            full = torch.empty_like(weight, device="cpu", requires_grad=False)
-            _read(full, entries[names[0]])
-            yield names[0], full
+def stream_full_weights(
+    model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the full weights of a model that was loaded with `on_meta`, one at a time. The model is not changed.
+
+    The arguments and the merged adapters are those of `full_weights`.
+    """
+    sources = {
+        f"{path}.{name}" if path else name: entry
+        for path, module in model.named_modules()
+        for name, entry in _pending.get(module, {}).items()
+    }
+    weights = unique_weights(model)
+    for name in weights if names is None else names:
+        weight = weights[name]
+        if name in sources:
+            full = torch.empty_like(weight.stored, device="cpu", requires_grad=False)
+            _read(full, sources[name])
+            weight = ModelWeight(full, weight.adapter)
+        yield name, weight.gather(export_dtype(weight, dtype)).detach()
 
 
-def _read(weight: Tensor, entry: _FileEntry) -> None:
+def _read(weight: Tensor, entry: _Entry) -> None:
     shape, offset, local = entry.shape, (0,) * weight.ndim, weight
     if isinstance(weight, DTensor):
         local = weight.to_local()
         shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    if local.numel():
+    if not local.numel():
+        return
+    slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    if isinstance(entry, _InitialEntry):
+        local.copy_(entry.weights.draw(entry.name)[slices])
+        return
+    with safe_open(entry.file, framework="pt") as file:
+        local.copy_(file.get_slice(entry.name)[slices] if slices else file.get_tensor(entry.name))
+    check_finite(local, entry.name, entry.file)
+
+
+def read_weights(path: Path, names: Sequence[str]) -> dict[str, tuple[Tensor, str]]:
+    """Returns those of the named weights that the files of a model have, each with its file."""
+    entries, weights = _file_entries(path, path.is_dir()), {}
+    for entry in (entries[name] for name in names if name in entries):
         with safe_open(entry.file, framework="pt") as file:
-            slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            local.copy_(file.get_slice(entry.name)[slices] if slices else file.get_tensor(entry.name))
-        check_finite(local, entry.name, entry.file)
+            weights[entry.name] = file.get_tensor(entry.name), entry.file
+        check_finite(weights[entry.name][0], entry.name, entry.file)
+    return weights
 
 
 def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:

@@ -54,9 +54,9 @@ def weight_shapes(
     model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
 ) -> list[WeightShape]:
     """Returns name, dtype and shape of each weight that `full_weights` would yield. Does not communicate."""
-    weights = _unique_weights(model)
+    weights = unique_weights(model)
     chosen = weights if names is None else names
-    return [(name, _export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in chosen]
+    return [(name, export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in chosen]
 
 
 def full_weights(
@@ -71,9 +71,9 @@ def full_weights(
         names: names of the weights to yield. None means all weights.
         dtype: dtype to which floating-point weights are cast. None keeps their dtype.
     """
-    weights = _unique_weights(model)
+    weights = unique_weights(model)
     for name in weights if names is None else names:
-        yield name, weights[name].gather(_export_dtype(weights[name], dtype)).detach()
+        yield name, weights[name].gather(export_dtype(weights[name], dtype)).detach()
 
 
 def export_weight_part(
@@ -88,9 +88,9 @@ def export_weight_part(
         index, count: part of each weight.
         names, dtype: see `full_weights`.
     """
-    weights = _unique_weights(model)
+    weights = unique_weights(model)
     for name in names:
-        stored, cast = weights[name].stored, _export_dtype(weights[name], dtype)
+        stored, cast = weights[name].stored, export_dtype(weights[name], dtype)
         if isinstance(stored, DTensor):
             own = stored.to_local()
         else:
@@ -139,7 +139,8 @@ def to_arrays(
     return arrays
 
 
-def _export_dtype(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype:
+def export_dtype(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype in which a weight is exported. `dtype` replaces that of a floating-point weight."""
     return weight.stored.dtype if dtype is None or not weight.stored.is_floating_point() else dtype
 
 
@@ -163,7 +164,7 @@ def gathered_weights(meta_model: nn.Module, owner: nn.Module) -> Iterator[None]:
     """
     _share_buffers(meta_model, owner)  # again, since moving the owner to another device replaces its buffers
     empty = dict(meta_model.named_parameters(remove_duplicate=False))
-    for name, weight in _unique_weights(owner).items():
+    for name, weight in unique_weights(owner).items():
         if name not in empty:
             continue  # a shared buffer
         full = nn.Parameter(weight.gather(), requires_grad=False)
@@ -203,7 +204,7 @@ class WeightTargets:
         self._model = model
         self._stored = {
             name + BFLOAT16 if weight.stored.dtype == torch.bfloat16 else name: weight.stored
-            for name, weight in _unique_weights(model).items()
+            for name, weight in unique_weights(model).items()
         }
 
     @property
@@ -236,7 +237,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, strict:
 
 def write_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copies weights into a model one at a time. Raises WeightsError if a name or shape does not match."""
-    targets = {name: weight.stored for name, weight in _unique_weights(model).items()}
+    targets = {name: weight.stored for name, weight in unique_weights(model).items()}
     with torch.no_grad():
         for name, weight in weights:
             if name not in targets or targets[name].shape != weight.shape:
@@ -253,7 +254,7 @@ def _quantize(model: nn.Module, name: str, weight: Tensor) -> None:
     layer.load_weight(weight)
 
 
-def _unique_weights(model: nn.Module) -> dict[str, ModelWeight]:
+def unique_weights(model: nn.Module) -> dict[str, ModelWeight]:
     """Returns each weight once, under the first of its names. For an 8-bit layer, the value is a meta tensor with the
     original shape and dtype.
     """

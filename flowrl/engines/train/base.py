@@ -12,14 +12,14 @@ Shape suffixes: B rows, L tokens of the longest row of a micro-batch, T tokens o
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flowrl.config import ModelConfig, ModelRoleConfig, TrainCapabilities, UserError, import_attribute
+from flowrl.config import ModelConfig, ModelKind, ModelRoleConfig, TrainCapabilities, UserError, import_attribute
 from flowrl.config.base import check_members, missing_members
 from flowrl.data.batch.tensordicts import lengths
 from flowrl.data.metric import Metric
@@ -92,10 +92,6 @@ the model by name. The term is already divided by the denominators."""
 
 
 # Engines.
-
-
-ModelKind = Literal["policy", "critic", "reward_model"]
-"""A causal language model, or a model with a value head or a score head."""
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,7 @@ _CHECKS = (
     Check("functions", Level.CONFIG, check_trackers, Need.OUTPUT, lambda run: (run.config.report,)),
     Check("functions", Level.CONFIG, config_checks.check_functions),
     Check("functions", Level.CONFIG, config_checks.check_processes),
+    Check("models", Level.CONFIG, config_checks.check_partial_models),
     Check("functions", Level.CONFIG, config_checks.check_packages, Need.START | Need.MACHINE),
     Check("functions", Level.CONFIG, config_checks.check_engine_args),
     Check("files", Level.FILES, file_checks.check_paths, Need.FILES),

@@ -21,6 +21,7 @@ from flowrl.config import (
     RewardModelConfig,
     RoleConfig,
     RolloutConfig,
+    RolloutRunConfig,
     RunConfig,
     StudentConfig,
     TrainedConfig,
@@ -29,7 +30,7 @@ from flowrl.config import (
     keys_of,
 )
 from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
-from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, name_alternatives
 from flowrl.config.model import OPTIMIZERS
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.engines.rollout.vllm.engine_args import find_argument_problem
@@ -164,6 +165,23 @@ def check_processes(config: RunConfig) -> None:
             raise ConfigError(
                 f"{name}.engine is {value.engine}, which needs a dedicated process, but backend inline has one "
                 f"process: set backend: ray, or {name}.engine: {DEFAULT_ENGINE}"
+            )
+
+
+def check_partial_models(config: RunConfig) -> None:
+    """Raises ConfigError if an engine that reads the files of a model itself gets one with `strict: false`."""
+    for name, role in config.role_settings.items():
+        if isinstance(role, JudgeConfig):
+            key, model = f"{name}.model", role.model
+        elif isinstance(role, RolloutConfig) and isinstance(config, RolloutRunConfig):
+            key, model = "actor.model", config.actor.model
+        else:
+            continue
+        if not model.strict and not role.capabilities.partial_models:
+            engines = name_alternatives(lambda known: known.partial_models)
+            raise ConfigError(
+                f"{key}.strict is false, but {name}.engine is {role.engine}, which reads the files itself and rejects "
+                f"missing and unknown weights: set {name}.engine: {engines}, or {key}.strict: true"
             )
 
 

@@ -17,7 +17,7 @@ from flowrl.run.monitoring.health_log import HealthLog
 from flowrl.run.monitoring.step_log import PeakMemory, RecordQueue, StepLog, check_logged
 from flowrl.run.replay.step_recorder import StepRecorder
 from flowrl.run.results import ResultFiles
-from flowrl.run.role_groups import Protections
+from flowrl.run.role_groups import PartialModels, Protections
 from flowrl.run.rollout_rows import RolloutSaver
 from flowrl.run.start import StartedRun
 from flowrl.run.updates import ZeroRateWatch, describe_updates
@@ -78,6 +78,7 @@ class RunObservers:
         self._health = HealthLog(folder.path, config, cluster.plan, self.history, notify)
         self.recorder.request_after_findings(self._health)
         self.protections = Protections(notify)
+        self.partial_models = PartialModels(notify)
         self.observers: Sequence[RunObserver] = (
             self._results,
             self.evaluations,
@@ -89,6 +90,7 @@ class RunObservers:
             self._checks,
             self._health,
             self.protections,
+            self.partial_models,
         )
         self._queue = RecordQueue(self._step_done, self._evaluated)
         self._evaluated_step: int | None = None
@@ -269,5 +271,6 @@ class RunObservers:
             "rollout_gap_steps": self._checks.rollout.gap_steps,
             "health": self._health.summary(),
             "missing_protections": {role: list(names) for role, names in self.protections.missing.items()},
+            "weight_differences": self.partial_models.differences,
             "peak_memory_mb": self._memory.measure_mb(is_required=True),
         } | self.evaluations.summary(step)

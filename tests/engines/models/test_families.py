@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flowrl.config import ModelConfig, RolloutConfig
+from flowrl.engines.checkpoint.model_folder import save_model
 from flowrl.engines.models.loading import (
     ModelError,
     load_critic,
     load_policy,
     load_reward_model,
-    save_model,
 )
 from flowrl.engines.parallel.sharding import EngineError
 from flowrl.engines.rollout.hf.engine import HfRollout, RolloutError

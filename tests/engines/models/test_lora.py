@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
-from flowrl.engines.models.loading import ModelError, load_critic, load_policy, save_model
+from flowrl.engines.checkpoint.model_folder import save_model
+from flowrl.engines.models.loading import ModelError, load_critic, load_policy
 from flowrl.engines.models.lora import (
     LoraError,
     adapter_disabled,

@@ -11,7 +11,8 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from flowrl.config import ModelConfig
-from flowrl.engines.models.loading import CriticModel, ModelError, load_policy, save_model
+from flowrl.engines.checkpoint.model_folder import save_model
+from flowrl.engines.models.loading import CriticModel, ModelError, load_policy
 from flowrl.engines.models.sharded_loading import load_shards, make_meta_model
 from tests.engines.closeness import assert_norm_close
 from tests.engines.families import FAMILIES, build

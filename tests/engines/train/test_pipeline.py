@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from flowrl.config import ModelConfig
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.checkpoint.export import save_weights
+from flowrl.engines.checkpoint.model_folder import in_file_order, write_model
 from flowrl.engines.models.loading import load_policy
 from tests.engines.closeness import assert_norm_close
 from tests.engines.tiny import qwen2, save, to_float64
@@ -89,7 +89,9 @@ def test_each_engine_continues_from_a_checkpoint_of_the_other(folder: Path, stag
 
 def test_a_saved_model_has_the_weights_and_loads_with_transformers(folder: Path, tmp_path: Path) -> None:
     engine = start(PIPELINE, folder)
-    save_weights("policy", engine.describe_model(), dict(engine.export_weights()), folder / "model", tmp_path / "saved")
+    shapes = in_file_order(engine.weight_shapes())
+    weights = engine.export_weights([name for name, _, _ in shapes])
+    write_model("policy", engine.describe_model(), shapes, weights, folder / "model", tmp_path / "saved")
     saved, original = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder / "model"))
     assert saved.keys() == original.keys() and all(torch.equal(saved[name], original[name]) for name in saved)
     load_policy(ModelConfig(path=tmp_path / "saved", dtype="float64"))
