@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from flowrl import Batch, WorkerGroup
 from flowrl.config import ConfigError, JudgeConfig, ModelConfig
@@ -248,3 +249,14 @@ def test_the_example_of_the_page_runs(judge_model: ModelConfig) -> None:
     # A random model does not rate.
     assert names["failed"].tolist() == [True, True] and names["scores"].tolist() == [0, 0]
     assert all(names["texts"])
+
+
+def test_a_judge_ignores_unknown_weights_and_rejects_missing_ones(make_judge: MakeJudge, tmp_path: Path) -> None:
+    file = save_judge(tmp_path).path / "model.safetensors"
+    weights, settings = load_file(file), {"model": {"path": tmp_path, "strict": False}, "max_response_tokens": 1}
+    save_file(weights | {"other": torch.ones(2)}, file, metadata={"format": "pt"})
+    assert make_judge(engine="hf", **settings).weight_differences().unexpected == ("other",)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(WorkerUserError, match=r"model\.norm\.weight"):
+        make_judge(engine="hf", **settings).score(batch(["a"]))

@@ -170,9 +170,10 @@ def check_processes(config: RunConfig) -> None:
 
 def check_partial_models(config: RunConfig) -> None:
     """Raises ConfigError if an engine that reads the files of a model itself gets one with `strict: false`."""
+    keys = keys_of(config)
     for name, role in config.role_settings.items():
         if isinstance(role, JudgeConfig):
-            key, model = f"{name}.model", role.model
+            key, model = f"{keys[name]}.model", role.model
         elif isinstance(role, RolloutConfig) and isinstance(config, RolloutRunConfig):
             key, model = "actor.model", config.actor.model
         else:
@@ -180,8 +181,8 @@ def check_partial_models(config: RunConfig) -> None:
         if not model.strict and not role.capabilities.partial_models:
             engines = name_alternatives(lambda known: known.partial_models)
             raise ConfigError(
-                f"{key}.strict is false, but {name}.engine is {role.engine}, which reads the files itself and rejects "
-                f"missing and unknown weights: set {name}.engine: {engines}, or {key}.strict: true"
+                f"{key}.strict is false, but {keys[name]}.engine is {role.engine}, which reads the files itself and "
+                f"rejects missing and unknown weights: set {keys[name]}.engine: {engines}, or {key}.strict: true"
             )
 
 

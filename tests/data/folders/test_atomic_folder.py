@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import UserError
-from flowrl.data.folders.atomic_folder import write_atomically
+from flowrl.data.folders.atomic_folder import renamed_at_end, write_atomically
 from tests.errors import missing_facts
 
 
@@ -22,3 +22,22 @@ def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
         Path("/dev/full").write_text("x")
     assert not missing_facts(str(caught.value), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_the_block_creates_gets_its_name_at_the_end(tmp_path: Path) -> None:
+    with renamed_at_end(tmp_path / "new") as partial:
+        assert not partial.exists()
+        partial.mkdir()
+        assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_an_error_of_the_block_is_not_an_error_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), renamed_at_end(tmp_path / "new") as partial:
+        partial.mkdir()
+        (tmp_path / "missing").read_text()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as caught, renamed_at_end(tmp_path / "file" / "new"):
+        pass
+    assert not missing_facts(str(caught.value), tmp_path / "file" / "new")
