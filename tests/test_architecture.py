@@ -141,7 +141,7 @@ IMPORTERS = {
     "ray": tuple(f"flowrl/controller/backends/{name}.py" for name in ("ray_backend", "ray_nodes", "local_ray")),
     "vllm": ("flowrl/engines/rollout/vllm/",),
     "lm_eval": ("flowrl/inference/evaluation/",),
-    "torchao": ("flowrl/engines/rollout/vllm/",),
+    "torchao": ("flowrl/engines/rollout/vllm/", "flowrl/engines/train/quantized_adamw.py"),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
     "huggingface_hub": ("flowrl/data/input_paths.py",),
     "httpx": ("flowrl/rewards/service.py",),

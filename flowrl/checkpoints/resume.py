@@ -197,8 +197,8 @@ def _check_same_settings(config: RunConfig, path: Path) -> int:
         kept = " ".join(f"{key}={before}" for key, before, _ in different)
         raise RunFolderError(
             f"{'; '.join(changed)}, which would change the learning rate: restore the old "
-            f"{_length_settings(config)}, set {kept} (the learning rate is then 0 in later updates), or set output to "
-            f"a new folder"
+            f"{_length_settings(config)}, set {kept} (the learning rate then stays at its minimum in later updates), "
+            f"or set output to a new folder"
         )
     if changed:
         values = "value" if len(changed) == 1 else "values"

@@ -1,5 +1,6 @@
 """Settings of models, adapters, optimizers and training engines."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -85,15 +86,50 @@ class LoraConfig(Config):
         return self
 
 
-OPTIMIZERS = ("adamw",)
+class WeightGroupConfig(Config):
+    """Own learning rate and weight decay of some weights."""
+
+    weights: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """Patterns of names, such as [value_head.*]; `*` matches any text. Names are those of the model in transformers,
+    after `backbone.` for a critic and `model.` for a reward model."""
+
+    lr: PositiveFloat | None = None
+    """Peak learning rate. It follows the schedule of the optimizer. Null uses that of the optimizer."""
+
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay, also of weights in `no_decay`. Null uses that of the optimizer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "WeightGroupConfig":
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("the group has neither lr nor weight_decay: set one of them, or remove the group")
+        return self
+
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 """Names of the included optimizers. `flowrl.engines.train.optimizers` builds them."""
 
 
 class OptimizerConfig(Config):
     """The optimizer, its learning rate schedule, and gradient clipping."""
 
+    DEPENDENCIES = (
+        Dependency(
+            ("momentum",),
+            lambda optimizer: optimizer.kind == "muon",
+            "only Muon has it: set kind: muon, or remove momentum",
+        ),
+        Dependency(
+            ("min_lr",),
+            lambda optimizer: optimizer.schedule != "constant",
+            "schedule is constant, which does not decay: set schedule to linear or cosine, or remove min_lr",
+        ),
+    )
+
     kind: Annotated[str, AfterValidator(partial(check_name, what="optimizer", names=OPTIMIZERS))] = "adamw"
-    """`adamw`, or a user function `(parameter groups, settings) -> torch.optim.Optimizer`."""
+    """`adamw`; `adamw_8bit`, with moments of 8 bits (torchao); `muon`, which orthogonalizes the updates of the matrices
+    in the layers, with AdamW for all other weights; or a user function `(parameter groups, settings) ->
+    torch.optim.Optimizer`."""
 
     options: OptionValues = Field(default_factory=dict)
     """Settings of a user's optimizer, which its function reads from `settings.options`."""
@@ -101,23 +137,38 @@ class OptimizerConfig(Config):
     lr: PositiveFloat
     """Peak learning rate."""
 
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of a linear or cosine schedule, and after it. The rate of a weight group ends at the
+    same fraction of its peak."""
+
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     """Decay rates of Adam's first and second moments, each in [0, 1)."""
 
     eps: PositiveFloat = 1e-8
     """Adam epsilon, added to the denominator for numerical stability."""
 
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Nesterov momentum of Muon."""
+
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay. It is multiplied by the learning rate."""
+
+    no_decay: Annotated[tuple[Literal["norms", "biases", "embeddings"], ...], Field(strict=False)] = ("norms", "biases")
+    """Weights without decay. `embeddings` includes a head that shares their weights."""
+
+    groups: Mapping[str, WeightGroupConfig] = Field(default_factory=dict)
+    """Own learning rates and weight decay of some weights, by a name for metrics. The first group with a matching
+    pattern applies.
+    """
 
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer steps of linear warmup from 0 to `lr`."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate schedule after the warmup: constant, or decay to 0 at `total_steps`."""
+    """Learning rate schedule after the warmup: constant, or decay to `min_lr` at `total_steps`."""
 
     total_steps: PositiveInt | None = None
-    """Optimizer step at which a linear or cosine schedule reaches 0. Null uses the number of updates of the run (steps
+    """Optimizer step at which a linear or cosine schedule ends. Null uses the number of updates of the run (steps
     times minibatches times epochs, or steps in SFT), but at least `warmup_steps` + 1. A constant schedule ignores it.
     """
 
@@ -135,6 +186,11 @@ class OptimizerConfig(Config):
             raise ValueError(f"betas are {list(self.betas)}, but each must be at least 0 and below 1")
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise ValueError(f"warmup_steps is {self.warmup_steps}, but must be below total_steps, {self.total_steps}")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr is {self.min_lr:g}, but must be at most lr, {self.lr:g}")
+        for name in self.groups:
+            if re.fullmatch(r"\w+", name) is None:
+                raise ValueError(f"groups has {name!r}, which names a metric: use letters, digits and underscores")
         return self
 
     def with_end(self, num_updates: int) -> "OptimizerConfig":

@@ -93,6 +93,26 @@ class TrainedConfig(RoleConfig):
     engine: EngineConfig = EngineConfig()
     """Engine settings."""
 
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        kind = self.optimizer.kind
+        if kind == "muon" and self.lora is not None:
+            raise ValueError(
+                "optimizer.kind is muon, but lora is set: orthogonal updates of the two factors of an adapter are no "
+                "orthogonal update of their product; set optimizer.kind: adamw, or remove lora"
+            )
+        if kind == "adamw_8bit" and self.model.dtype == "float64":
+            raise ValueError(
+                "optimizer.kind is adamw_8bit, which computes in float32, but model.dtype is float64: set "
+                "optimizer.kind: adamw, or model.dtype: float32"
+            )
+        if kind == "adamw_8bit" and self.engine.offload == "parameters":
+            raise ValueError(
+                "optimizer.kind is adamw_8bit, but engine.offload is parameters, with which the optimizer runs on the "
+                "host, where quantized moments are slow: set optimizer.kind: adamw, or engine.offload: optimizer"
+            )
+        return self
+
 
 class ActorConfig(TrainedConfig):
     """The policy that is trained on rollouts, and its loss."""

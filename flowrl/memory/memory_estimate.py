@@ -341,6 +341,7 @@ class _Estimator:
             max_length=self._max_length,
             lora=value.lora if isinstance(value, TrainedConfig) else None,
             is_inline=self._config.backend == "inline",
+            optimizer=value.optimizer.kind if isinstance(value, TrainedConfig) else "adamw",
         )
 
     def _rollout_memory(self, role_plan: RolePlan, slot: Slot) -> RoleMemory | None:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from flowrl.engines.train.layer_trace import LayerTrace
 
 
+QUANTIZATION_BLOCK = 64
+"""Number of values with a common scale in moments of 8 bits (flowrl/engines/train/quantized_adamw.py)."""
+
+
 @dataclass(frozen=True)
 class CallMemory:
     """Bytes that a call uses in addition to the role's resident state."""
@@ -94,6 +98,8 @@ class RoleModel:
     lora: LoraConfig | None = None
     is_inline: bool = False
     """Whether the inline backend runs the model. It does not shard."""
+    optimizer: str = "adamw"
+    """`optimizer.kind` of a trained role. A user's optimizer counts as AdamW."""
 
     @property
     def is_sharded(self) -> bool:
@@ -163,6 +169,38 @@ class RoleModel:
         if self.lora is None:
             return self.parameters
         return self.size.layers * self.lora.rank * sum(inputs + outputs for _, inputs, outputs in self._adapted)
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer state of this rank."""
+        if self.lora is not None:  # the factors of an adapter are too narrow for quantized moments
+            return 2 * self.trained
+        count, hidden = 2 * self.parameters * self.param_bytes, self._hidden(1)
+        if self.optimizer == "muon":
+            count = (2 * self.parameters - hidden) * self.param_bytes
+        elif self.optimizer == "adamw_8bit":
+            heads = 2 if self.is_policy and not self.size.tied else 1
+            embeddings = heads * self.size.embedding if self.size.hidden % QUANTIZATION_BLOCK == 0 else 0
+            quantized = self._hidden(QUANTIZATION_BLOCK * self.mesh.tp) + embeddings
+            count -= int(2 * quantized * (self.param_bytes - 1 - 4 / QUANTIZATION_BLOCK))
+        return count // self.num_shards
+
+    def _hidden(self, divisor: int) -> int:
+        """Returns the number of values of a tensor-parallel rank in matrices of layers whose input width has this
+        divisor.
+        """
+        matrices = sum(inputs * outputs for _, inputs, outputs in self.size.linears if inputs % divisor == 0)
+        return self.size.layers * matrices // self.mesh.tp
+
+    @property
+    def orthogonalized(self) -> int:
+        """Bytes that Muon's orthogonalization of the largest matrix needs: the matrix, two updates, two products of
+        rows, and the exchanged shards.
+        """
+        if self.optimizer != "muon":
+            return 0
+        element = 2 if self.device_type == "cuda" else 4
+        return 6 * element * max(inputs * outputs for _, inputs, outputs in self.size.linears)
 
     @property
     def gradients(self) -> int:
@@ -252,16 +290,17 @@ class RoleModel:
 
 
 def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copies_checkpoints: bool) -> RoleMemory:
-    """Returns the memory of a model trained with AdamW, for `rows` rows per optimizer step."""
-    moments = 2 * model.trained
+    """Returns the memory of a trained model, for `rows` rows per optimizer step."""
+    moments = model.moments
     is_gpu = model.device_type == "cuda"  # on a CPU, device memory is host memory
     offloads_optimizer = is_gpu and model.engine.offload == "optimizer"
     gradients = 0 if model.offloads_parameters else model.gradients
     checkpoint_copy = model.trained + moments if copies_checkpoints else 0
     num_tokens = model.num_tokens(rows)
     calls = [_update(model, gradients, num_tokens, entropy), inference_call(model, rows, "forward")]
-    if offloads_optimizer:
-        calls.append(CallMemory("step", gradients=gradients, optimizer=moments))
+    if offloads_optimizer or model.orthogonalized:
+        loaded = moments if offloads_optimizer else 0
+        calls.append(CallMemory("step", gradients=gradients, gathered=model.orthogonalized, optimizer=loaded))
     return RoleMemory(
         weights=0 if model.offloads_parameters else model.weights,
         optimizer=0 if model.offloads_parameters or offloads_optimizer else moments,
@@ -284,8 +323,8 @@ def inference_role(model: RoleModel, rows: int | None, name: str) -> RoleMemory:
 def _host_memory(model: RoleModel, moments: int, checkpoint_copy: int, activations: int) -> dict[str, int]:
     """Returns the bytes of a rank on a GPU in host memory, by term.
 
-    `offload: optimizer` offloads Adam's moments. `offload: idle` offloads weights and moments, because gradients are
-    freed before. `offload: parameters` offloads weights, moments and gradients.
+    `offload: optimizer` offloads the optimizer's state. `offload: idle` offloads weights and moments, because gradients
+    are freed before. `offload: parameters` offloads weights, moments and gradients.
     """
     if model.device_type == "cpu":
         return {}

@@ -109,7 +109,8 @@ def _exceeded_schedules(config: RunConfig, num_updates: int) -> Iterator[str]:
         if optimizer.schedule != "constant" and end is not None and end < num_updates:
             yield (
                 f"warning: {prefix}optimizer.total_steps is {end}, but the run has {num_updates} updates, so the "
-                f"learning rate is 0 in the last {num_updates - end}: remove total_steps, or raise it"
+                f"learning rate is {optimizer.min_lr:g} in the last {num_updates - end}: remove total_steps, or raise "
+                f"it"
             )
 
 

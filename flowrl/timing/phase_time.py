@@ -11,8 +11,13 @@ from flowrl.engines.train.model_flops import ModelFlops, count_pairs
 from flowrl.memory.head_memory import TILED_FROM
 from flowrl.memory.role_memory import RoleModel
 
-_ADAM_BYTES = 28
-"""Bytes per parameter of an AdamW step: reads weight, gradient and two moments, writes weight and moments."""
+_WEIGHT_BYTES = 12
+"""Bytes per parameter of an optimizer step: reads weight and gradient, and writes the weight. In addition, it reads and
+writes the state of the optimizer."""
+
+
+_MUON_ITERATIONS = 5
+"""`NUM_ITERATIONS` of flowrl/engines/train/muon.py."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +135,26 @@ def _all_reduce_seconds(model: RoleModel, link: float) -> float:
 
 
 def _update_seconds(model: RoleModel, rates: DeviceRates) -> float:
-    """Returns the time of an update after its last all-reduce: AdamW, and copies of its state."""
+    """Returns the time of an update after its last all-reduce: the optimizer step, and copies of its state."""
     own = model.trained_parameters / model.num_shards
-    seconds = _ADAM_BYTES * own / (rates.memory * MEMORY.value)
+    seconds = (_WEIGHT_BYTES * own + 2 * model.moments) / (rates.memory * MEMORY.value)
     if model.engine.offload == "optimizer":
-        seconds += 2 * 2 * model.param_bytes * own / (rates.host * LINK.value)
-    return seconds
+        seconds += 2 * model.moments / (rates.host * LINK.value)
+    return seconds + _orthogonalization_flops(model) / (rates.flops * TRAINING.value)
+
+
+def _orthogonalization_flops(model: RoleModel) -> float:
+    """Returns the FLOPs of a rank for Muon's orthogonalization, without the exchange of shards, which adds about the
+    bytes of a gather of the weights.
+
+    An iteration on a matrix of R <= C has three products: R x C by C x R, R x R by R x R, and R x R by R x C.
+    """
+    if model.optimizer != "muon":
+        return 0.0
+    sides = [(min(inputs, outputs), max(inputs, outputs)) for _, inputs, outputs in model.size.linears]
+    flops = _MUON_ITERATIONS * sum(2 * rows * rows * (2 * columns + rows) for rows, columns in sides)
+    num_ranks = model.num_shards * model.mesh.tp if model.is_sharded else 1
+    return model.size.layers * flops / num_ranks
 
 
 @dataclass(frozen=True)

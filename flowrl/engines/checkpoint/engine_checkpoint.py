@@ -236,19 +236,24 @@ def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path, gr
     """
     own = {name: (list(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in state.items()}
     known = {name: layout for part in _all_gather(own, group) for name, layout in part.items()}
-    problem = f"the checkpoint in {folder} is of a different model"
-    fix = "resume with the model that the run started with"
     for name, (size, dtype) in known.items():
         stored = index.tensors.get(name)
         if stored is not None and (stored["size"], stored["dtype"]) != (size, dtype):
-            raise CheckpointError(
-                f"{problem}: {name} is {stored['dtype']} {stored['size']} in the checkpoint and {dtype} {size} in the "
-                f"model; {fix}"
-            )
+            difference = f"{name} is {stored['dtype']} {stored['size']} in the checkpoint and {dtype} {size} in the run"
+            raise CheckpointError(_mismatch_message(folder, name, difference))
     for name in [*known, *index.tensors]:
         if name not in index.tensors or name not in known:
-            where = "checkpoint" if name in index.tensors else "model"
-            raise CheckpointError(f"{problem}: only the {where} has {name}; {fix}")
+            where = "checkpoint" if name in index.tensors else "run"
+            raise CheckpointError(_mismatch_message(folder, name, f"only the {where} has {name}"))
+
+
+def _mismatch_message(folder: Path, name: str, difference: str) -> str:
+    if name.startswith(OPTIMIZER):
+        what = "different optimizer, or its moments of 8 bits are of another tensor parallelism"
+        fix = "resume with the optimizer.kind and the tp that the run started with"
+    else:
+        what, fix = "different model", "resume with the model that the run started with"
+    return f"the checkpoint in {folder} is of a {what}: {difference}; {fix}"
 
 
 def _rank(group: ProcessGroup | None) -> int:

@@ -190,7 +190,8 @@ def layers(model: nn.Module) -> list[nn.Module]:
     blocks = []
     for language_model in language_models(model):
         names = set(language_model._no_split_modules or ())
-        blocks += [module for module in language_model.modules() if type(module).__name__ in names]
+        # FSDP2 derives a class from that of each layer.
+        blocks += [m for m in language_model.modules() if names & {cls.__name__ for cls in type(m).__mro__}]
     return blocks
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -11,12 +12,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from flowrl.devices.device import local_tensor
 from flowrl.engines.models.parameters import unique_parameters
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of the names of weights and of optimizer tensors."""
+
+CODES, SCALE = ".codes", ".scale"
+"""Suffixes of the names of the parts of a quantized optimizer tensor."""
 
 
 def module_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -30,7 +37,10 @@ def module_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Ten
     if optimizer is not None:
         # Any: torch's type also covers flattened dictionaries.
         moments: Any = get_optimizer_state_dict(model, optimizer)["state"]
-        state |= {f"{OPTIMIZER}{n}.{key}": value for n, own in moments.items() for key, value in own.items()}
+        for name, own in moments.items():
+            for key, value in own.items():
+                parts = split_quantized(value) if isinstance(value, Tensor) else {"": value}
+                state |= {f"{OPTIMIZER}{name}.{key}{part}": tensor for part, tensor in parts.items()}
     return state
 
 
@@ -49,8 +59,48 @@ def load_module_state(model: nn.Module, optimizer: Optimizer | None, tensors: Ma
         return
     state: Any = get_optimizer_state_dict(model, optimizer)
     for name, own in state["state"].items():
-        own |= {key: tensors[f"{OPTIMIZER}{name}.{key}"] for key in own}
+        for key, value in own.items():
+            parts = {part: tensors[f"{OPTIMIZER}{name}.{key}{part}"] for part in split_quantized(value)}
+            own[key] = parts[""] if "" in parts else _join_quantized(value, parts)
     set_optimizer_state_dict(model, optimizer, state)
+
+
+def split_quantized(value: Tensor) -> dict[str, Tensor]:
+    """Returns the parts of a quantized optimizer tensor by the suffix of their names. Others have the suffix "".
+
+    The codes have the shape of the tensor, [R, C], and the scales the shape [R, number of blocks of a row]. Both are
+    sharded as the tensor, and share its memory.
+    """
+    local = local_tensor(value)
+    if not is_traceable_wrapper_subclass(local):
+        return {"": value}
+    quantized: Any = local  # Any: torchao's type, which is not always installed
+    rows = quantized.codes.shape[0]
+    return {CODES: shard_like(quantized.codes, value), SCALE: shard_like(quantized.scale.view(rows, -1), value)}
+
+
+def _join_quantized(value: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """Returns a quantized tensor like `value` with the parts of `split_quantized`."""
+    quantized: Any = local_tensor(value)  # Any: as above
+    _, context = quantized.__tensor_flatten__()
+    own = {
+        "codes": local_tensor(parts[CODES]).to(quantized.device),
+        "scale": local_tensor(parts[SCALE]).to(quantized.device).flatten(),
+        "qmap": quantized.qmap,
+    }
+    return shard_like(type(quantized).__tensor_unflatten__(own, context), value)
+
+
+def shard_like(local: Tensor, value: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, sharded as `value` if that is sharded. Rows may have another width."""
+    if not isinstance(value, DTensor):
+        return local
+    num_column_shards = value.shape[1] // local_tensor(value).shape[1]
+    width = local.shape[1] * num_column_shards
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=torch.Size((value.shape[0], width)),
+        stride=(width, 1)
+    )  # fmt: skip
 
 
 def describe_module(model: nn.Module) -> str:

@@ -1,17 +1,18 @@
 """The optimizer steps of an engine: the accumulated gradient, its clipping, the learning rate and the loss scale."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.config import OptimizerConfig, UserError
 from flowrl.data.metric import Max, Metric
 from flowrl.engines.parallel.gradients import Gradients
+from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
 from flowrl.engines.train.base import Denominators
-from flowrl.engines.train.optimizers import build_optimizer
+from flowrl.engines.train.optimizers import build_optimizer, trained_weights
 
 _GROWTH, _GROWTH_STEPS, _BACKOFF = 2.0, 2000, 0.5
 
@@ -42,7 +43,7 @@ class LossScale:
 def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Returns the learning rate of an optimizer step. `step` is the number of steps before it.
 
-    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to 0 at
+    The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to `min_lr` at
     `total_steps`, linearly or along a half cosine. Raises ValueError if the schedule has no end.
     """
     if step < config.warmup_steps:
@@ -52,7 +53,8 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     if config.total_steps is None:
         raise ValueError(f"optimizer.schedule {config.schedule} needs an end: set optimizer.total_steps")
     progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    return config.lr * (1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
+    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left
 
 
 class OptimizerSteps:
@@ -60,23 +62,26 @@ class OptimizerSteps:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        model: nn.Module,
         gradients: Gradients,
         config: OptimizerConfig,
         *,
+        mesh: RankMesh = SINGLE_PROCESS,
         is_float16: bool = False,
         with_state: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Builds the optimizer.
 
         Args:
-            parameters: trained weights of this rank.
+            model: module with the weights of this rank, of which those with `requires_grad` are trained.
             gradients: their gradients.
             config: settings of the optimizer.
+            mesh: ranks that share the weights.
             is_float16: whether gradients are computed in float16, which needs a loss scale.
             with_state: returns a context in which the state of the optimizer is on the device of the weights.
         """
-        self.optimizer = build_optimizer(parameters, config)
+        self.optimizer = build_optimizer(trained_weights(model), config, mesh)
+        self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.loss_scale = LossScale() if is_float16 else None
         self.num_steps = 0
         self._gradients, self._config, self._with_state = gradients, config, with_state
@@ -122,8 +127,9 @@ class OptimizerSteps:
     def take(self) -> dict[str, Metric]:
         """Takes an optimizer step on the accumulated gradient.
 
-        Returns: `grad_norm` (before clipping), `lr`, `skipped_update` and, in float16, `loss_scale`. If no rank had a
-            trained token, or if float16 overflowed, `skipped_update` is 1, and `grad_norm` and `lr` are absent.
+        Returns: `grad_norm` (before clipping), `lr`, `lr/GROUP` for each group of weights with an own rate,
+            `skipped_update` and, in float16, `loss_scale`. If no rank had a trained token, or if float16 overflowed,
+            `skipped_update` is 1, and the norm and the rates are absent.
         Raises UserError without a loss since the last step, and FloatingPointError if the gradient is not finite. The
         weights are then unchanged, and the gradient is dropped.
         """
@@ -154,14 +160,25 @@ class OptimizerSteps:
         if scale != 1:
             self._gradients.scale(scale)
         self._gradients.cast()
-        lr = learning_rate(self._config, self.num_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        rates = self._set_rates()
         with self._with_state():
             self.optimizer.step()
         self.num_steps += 1
         self._gradients.free()
-        return metrics | {"grad_norm": Max(norm), "lr": Max(lr), "skipped_update": Max(0.0)}
+        return metrics | {"grad_norm": Max(norm), **rates, "skipped_update": Max(0.0)}
+
+    def _set_rates(self) -> dict[str, Metric]:
+        """Sets the learning rates of the next step, and returns them by name."""
+        config = self._config
+        lr = learning_rate(config, self.num_steps)
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            rate = lr if peak == config.lr else lr / config.lr * peak
+            if isinstance(group["lr"], Tensor):  # compiled steps read it
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        own = {f"lr/{name}": group.lr for name, group in config.groups.items() if group.lr is not None}
+        return {"lr": Max(lr), **{name: Max(lr / config.lr * peak) for name, peak in own.items()}}
 
     def counters(self) -> dict[str, float]:
         """Returns the number of steps and the loss scale. Raises UserError if a gradient is accumulated."""

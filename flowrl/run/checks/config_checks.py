@@ -28,9 +28,10 @@ from flowrl.config import (
     VllmConfig,
     import_function,
     keys_of,
+    models_of,
 )
 from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
-from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, name_alternatives
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, TORCHAO, name_alternatives
 from flowrl.config.model import OPTIMIZERS
 from flowrl.engines.rollout.base import check_engine_class
 from flowrl.engines.rollout.vllm.engine_args import find_argument_problem
@@ -187,7 +188,14 @@ def check_partial_models(config: RunConfig) -> None:
 
 
 def check_packages(config: RunConfig) -> None:
-    """Raises ConfigError if a package of an engine or of a quantization is not installed on this machine."""
+    """Raises ConfigError if a package of an engine, an optimizer or a quantization is not installed on this machine."""
+    for name, role in models_of(config).items():
+        is_quantized = isinstance(role, TrainedConfig) and role.optimizer.kind == "adamw_8bit"
+        if is_quantized and importlib.util.find_spec(TORCHAO.module) is None:
+            raise ConfigError(
+                f"{name}.optimizer.kind is adamw_8bit, which needs {TORCHAO.module}, which is not installed: run "
+                f"{TORCHAO.install}, or set {name}.optimizer.kind: adamw"
+            )
     for name, value in _generators(config):
         known = value.capabilities
         for package in known.packages:

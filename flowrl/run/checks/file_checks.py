@@ -7,6 +7,7 @@ from pathlib import Path
 from flowrl.config import (
     ActorConfig,
     ConfigError,
+    CriticConfig,
     DataConfig,
     JudgeConfig,
     PtxConfig,
@@ -19,6 +20,7 @@ from flowrl.config import (
     find_tokenizer_role,
     models_of,
 )
+from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.data.input_paths import find_dataset_problem, find_model_problem, read_vocabulary_size
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.memory.model_fit import (
@@ -155,6 +157,18 @@ def check_reward_heads(config: RunConfig) -> None:
                 f"{role}.model.path is {value.model.path}, which is not a reward model, because it lacks the head "
                 f"score.weight: train one with recipes/reward_model, or set {role}.head: fresh to try out a program"
             )
+
+
+def check_weight_groups(config: RunConfig) -> None:
+    """Raises ConfigError if a group of an optimizer has a pattern that matches no weight of its local model."""
+    for role, value in models_of(config).items():
+        if not isinstance(value, TrainedConfig) or not value.optimizer.groups or not value.model.path.is_dir():
+            continue
+        if value.engine.kind == DEFAULT_TRAIN_ENGINE:
+            from flowrl.engines.train.fsdp.engine import check_weight_groups as check  # noqa: PLC0415 (torch)
+
+            is_critic, is_scorer = isinstance(value, CriticConfig), isinstance(value, RewardModelConfig)
+            check("critic" if is_critic else "reward_model" if is_scorer else "policy", value, f"{role}.optimizer")
 
 
 def warn_about_experts(config: RunConfig) -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,14 @@ def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
 
 
 @cache
-def train_alone(lora: bool, dtype: torch.dtype) -> dict:
+def train_alone(lora: bool, dtype: torch.dtype, kind: str) -> dict:
     """Returns the results of one process with padded rows."""
-    return train(Case(1, {"packing": "never"}, lora=lora, dtype=dtype), None)
+    return train(Case(1, {"packing": "never"}, lora=lora, dtype=dtype, kind=kind), None)
 
 
 @pytest.fixture
 def alone(name: str) -> dict:
-    return train_alone(CASES[name].lora, CASES[name].dtype)
+    return train_alone(CASES[name].lora, CASES[name].dtype, CASES[name].kind)
 
 
 def rtol(name: str) -> float:
@@ -109,7 +110,7 @@ def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], a
 
 @pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
 def test_one_process_resumes_from_a_checkpoint_of_four(results: list[dict], folder: Path, name: str):
-    policy = policy_of(Case(1, {}, lora=CASES[name].lora, dtype=CASES[name].dtype), SINGLE_PROCESS)
+    policy = policy_of(replace(CASES[name], ranks=1, settings={}, tp=1, sp=1), SINGLE_PROCESS)
     load(policy, folder / name)
     assert policy.steps.num_steps == 3
     assert_norm_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol(name))

@@ -65,7 +65,7 @@ class PipelineEngine(ModuleEngine):
             parameters = list(self.model.parameters())
             gradients = StageGradients(parameters, SINGLE_PROCESS)
             gradients.group = self.group
-            self._steps = OptimizerSteps(parameters, gradients, context.config.optimizer)
+            self._steps = OptimizerSteps(self.model, gradients, context.config.optimizer)
 
     def _cut(self, model: Any) -> Any:  # Any: as above
         """Replaces the modules of other stages, so that this stage has no memory for them."""

@@ -63,6 +63,7 @@ from flowrl.engines.parallel.sharding import (
 from flowrl.engines.train.base import (
     Denominators,
     LossTerm,
+    ModelKind,
     Outputs,
     TrainContext,
     collect_outputs,
@@ -74,7 +75,8 @@ from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outpu
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
 from flowrl.engines.train.model_flops import model_flops
 from flowrl.engines.train.module_engine import ModuleEngine
-from flowrl.engines.train.module_state import OPTIMIZER
+from flowrl.engines.train.module_state import OPTIMIZER, split_quantized
+from flowrl.engines.train.optimizers import check_groups, trained_weights
 from flowrl.engines.train.steps import OptimizerSteps
 
 _logger = logging.getLogger(__name__)
@@ -166,9 +168,14 @@ class FsdpEngine(ModuleEngine):
             overlaps = self.device.type == "cuda" if engine.overlap_all_reduce == "auto" else engine.overlap_all_reduce
             self._gradients = ReplicatedGradients(parameters, mesh, overlaps=overlaps)
         if optimizer is not None:
-            is_float16 = engine.compute_dtype == "float16"
+            check_groups(trained_weights(model), optimizer)
             self._steps = OptimizerSteps(
-                parameters, self._gradients, optimizer, is_float16=is_float16, with_state=self._with_optimizer_state
+                model,
+                self._gradients,
+                optimizer,
+                mesh=mesh,
+                is_float16=engine.compute_dtype == "float16",
+                with_state=self._with_optimizer_state,
             )
 
     def _prepare(self, language_model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -422,7 +429,8 @@ class FsdpEngine(ModuleEngine):
     def _optimizer_tensors(self) -> list[Tensor]:
         """Returns the state of the optimizer, except for numbers such as Adam's step counts."""
         states = () if self.optimizer is None else self.optimizer.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
+        return [part for tensor in tensors for part in split_quantized(tensor).values()]
 
     def _split(
         self, batch: TensorDictBase, outputs: Outputs, groups: Groups | None
@@ -505,6 +513,15 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
     if config.strategy == "ddp" and mesh.tp > 1:
         raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
     return shards_model(config, mesh.tp)
+
+
+def check_weight_groups(kind: ModelKind, config: TrainedConfig, key: str) -> None:
+    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight of a model. Reads no weights.
+
+    `key`: key of the settings of the optimizer.
+    """
+    model, _ = _load_model(TrainContext(kind, config, torch.device("cpu"), None), on_meta=True)
+    check_groups(trained_weights(model), config.optimizer, key)
 
 
 def _load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Compute]:
