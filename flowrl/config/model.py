@@ -233,10 +233,10 @@ class EngineConfig(Config):
     reshard_after_forward: bool = True
     """Reshard weights after the forward pass. False needs more memory and less communication. Only for fsdp."""
 
-    offload: Literal["none", "optimizer", "parameters", "idle"] = "none"
+    offload: Literal["none", "optimizer", "parameters", "idle", "auto"] = "none"
     """CPU offload on GPUs. `optimizer`: optimizer state between steps. `parameters`: weights and optimizer state except
     for the running layer (fsdp); one GPU waits for each copy. `idle`: all state while another role uses the
-    device."""
+    device. `auto`: the first of none, optimizer and, for fsdp, parameters with which the plan fits the memory."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of matrix products. Null: bfloat16 for float32 weights on GPUs, and otherwise the dtype of the weights.

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from flowrl.config import (
@@ -20,6 +21,7 @@ from flowrl.config import (
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
+    TrainedConfig,
     TransferConfig,
     VllmConfig,
     default_compute_dtype,
@@ -39,7 +41,7 @@ from flowrl.data.dtypes import ITEMSIZE
 from flowrl.memory.device_constants import FRAGMENTATION
 from flowrl.memory.memory_estimate import DeviceMemory, estimate_memory, read_sizes
 from flowrl.memory.memory_table import MemoryBudget, check_memory, memory_budget
-from flowrl.memory.model_size import find_size_problem, read_model_size
+from flowrl.memory.model_size import ModelSize, find_size_problem, read_model_size
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, vllm_memory
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +59,10 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
     ),
     "engine.offload_activations": lambda config: any(
         value.engine.offload_activations for value in models_of(config).values()
+    ),
+    "optimizer.kind adamw_8bit or muon": lambda config: any(
+        isinstance(value, TrainedConfig) and value.optimizer.kind in ("adamw_8bit", "muon")
+        for value in models_of(config).values()
     ),
     "vllm.async_scheduling": lambda config: any(
         settings.async_scheduling for value in config.role_settings.values() if (settings := _vllm_of(value))
@@ -171,12 +177,72 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool, gpu: str | N
     if planned.kind == "cuda":
         name = gpu or (_gpu_name() if is_local else None)
         config = _with_sequences(config, default_num_seqs(budget.per_device, name))
+    choices = _offload_choices(config, planned)
+    fitted = _fit_caches(_with_offload(config, choices), planned, sizes, budget)
+    if choices and budget.per_device is None:
+        keys = " and ".join(f"{keys_of(config)[role]}.engine.offload" for role in choices)
+        _logger.warning(
+            "%s is auto and offloads nothing, because the memory of the GPUs is unknown: set placement.memory_gb", keys
+        )
+    while (moved := _move_offload(choices, fitted)) != choices:
+        choices = moved
+        fitted = _fit_caches(_with_offload(config, choices), planned, sizes, budget)
+    check_memory(fitted.config, planned, fitted.devices, budget)
+    return fitted
+
+
+def _fit_caches(config: RunConfig, planned: Plan, sizes: Mapping[Path, ModelSize], budget: MemoryBudget) -> FittedRun:
+    """Returns the run with the KV caches of vLLM, which need not fit."""
     devices = estimate_memory(config, planned, sizes)
     fitted = _with_caches(config, devices, budget) if planned.kind == "cuda" else config
-    if fitted is not config:
-        config, devices = fitted, estimate_memory(fitted, planned, sizes)
-    check_memory(config, planned, devices, budget)
-    return FittedRun(config, devices, budget)
+    return FittedRun(fitted, devices if fitted is config else estimate_memory(fitted, planned, sizes), budget)
+
+
+OFFLOADS = ("none", "optimizer", "parameters")
+"""Choices of `offload: auto`, in the order in which they are tried."""
+
+OffloadChoices = Mapping[str, tuple[str, ...]]
+"""Role with `offload: auto` -> its settings that remain to be tried, in this order."""
+
+
+def _offload_choices(config: RunConfig, planned: Plan) -> OffloadChoices:
+    """Returns the settings of all roles with `offload: auto`. Only GPUs have host memory of their own."""
+    choices: dict[str, tuple[str, ...]] = {}
+    for role, value in models_of(config).items():
+        if planned.kind == "cpu" or role not in planned.roles or value.engine.offload != "auto":
+            continue
+        optimizer = value.optimizer if isinstance(value, TrainedConfig) else None
+        # An optimizer with quantized moments does not run on the host.
+        can_move = shards_model(value.engine, planned.roles[role].mesh.tp) and config.backend == "ray"
+        can_move = can_move and (optimizer is None or optimizer.kind != "adamw_8bit")
+        choices[role] = (
+            "none",
+            *(() if optimizer is None else ("optimizer",)),
+            *(("parameters",) if can_move else ()),
+        )
+    return choices
+
+
+def _with_offload(config: RunConfig, choices: OffloadChoices) -> RunConfig:
+    """Returns the config with the first choice of each role."""
+    models = models_of(config)
+    engines = {role: models[role].engine.model_copy(update={"offload": first}) for role, (first, *_) in choices.items()}
+    return _with_roles(
+        config, {role: models[role].model_copy(update={"engine": engine}) for role, engine in engines.items()}
+    )
+
+
+def _move_offload(choices: OffloadChoices, fitted: FittedRun) -> OffloadChoices:
+    """Returns the next choices if a device does not fit. The roles that offload least on such devices offload more, so
+    that all roles offload their optimizer before one of them offloads its weights.
+    """
+    limit = fitted.budget.per_device
+    full = [device for device in fitted.devices if limit is not None and device.is_known and device.peak[0] > limit]
+    own = {role: left for role, left in choices.items() if len(left) > 1 and any(role in each.roles for each in full)}
+    nearest = min((OFFLOADS.index(following) for _, following, *_ in own.values()), default=None)
+    return {
+        role: left[1:] if role in own and OFFLOADS.index(left[1]) == nearest else left for role, left in choices.items()
+    }
 
 
 def fit_engine(config: RolloutConfig, model: ModelConfig, device: DeviceKind, setting: str) -> RolloutConfig:
@@ -299,7 +365,7 @@ def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
 
     `stated` has the settings of the file, in which the values of the devices are null.
     """
-    heads = ["role", "engine", "strategy", "weights", "compute", "attention"]
+    heads = ["role", "engine", "strategy", "weights", "compute", "attention", "offload"]
     heads += ["KV cache", "sequences", "CUDA graphs", "prefix cache"]
     rows = [heads]
     for role, value in fitted.config.role_settings.items():
@@ -310,8 +376,11 @@ def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
             rows.append(_generator_row(role, known, value, _policy_dtype(fitted.config), planned))
         elif role in planned.roles and isinstance(value, ModelRoleConfig) and value.model is not None:
             rows.append(_model_row(role, known, value, value.model, planned))
+    offload = heads.index("offload")
+    if all(row[offload] in ("", "none") for row in rows[1:]):
+        rows = [row[:offload] + row[offload + 1 :] for row in rows]
     lines = [f"settings on {planned.kind} devices; a star marks the value of a null or auto setting"]
-    lines += aligned(rows, len(heads))
+    lines += aligned(rows, len(rows[0]))
     lines += [f"warning: {warning}" for warning in find_costly_settings(fitted, planned)]
     if planned.kind == "cuda":
         used = [name for name, is_used in UNTESTED_FEATURES.items() if is_used(stated)]
@@ -338,7 +407,7 @@ def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: Mod
     is_half = planned.kind == "cuda" and compute in ("bfloat16", "float16")
     attention = ("flash-attn or varlen" if is_half else "sdpa") if engine.attention == "auto" else engine.attention
     if engine.kind != DEFAULT_TRAIN_ENGINE:
-        return [role, engine.kind, "", model.dtype, *[""] * 6]
+        return [role, engine.kind, "", model.dtype, *[""] * 7]
     return [
         role,
         engine.kind,
@@ -346,6 +415,7 @@ def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: Mod
         model.dtype,
         _marked(compute, stated.engine.compute_dtype is None),
         _marked(attention, stated.engine.attention == "auto"),
+        _marked("none" if engine.offload == "auto" else engine.offload, stated.engine.offload == "auto"),
         *[""] * 4,
     ]
 
@@ -354,7 +424,7 @@ def _generator_row(role: str, stated: RoleConfig, value: RolloutConfig, model_dt
     assert isinstance(stated, RolloutConfig | JudgeConfig)
     dtype, num_seqs = value.sent_dtype or model_dtype, _marked(f"{value.num_seqs:,}", stated.max_num_seqs is None)
     if value.engine != "vllm":
-        return [role, value.engine, "", dtype, dtype, "", "", num_seqs, "", ""]
+        return [role, value.engine, "", dtype, dtype, "", "", "", num_seqs, "", ""]
     settings, known = value.vllm or VllmConfig(), stated.vllm or VllmConfig()
     size = f"{settings.cache_bytes / 1e9:.1f} GB"
     if isinstance(settings, PlannedVllmConfig) and settings.kv_cache_gb is None:
@@ -362,7 +432,19 @@ def _generator_row(role: str, stated: RoleConfig, value: RolloutConfig, model_dt
     dtype = _marked(dtype, known.dtype is None)
     graphs = "yes" if settings.graphs and planned.kind == "cuda" else "no"
     prefixes = "yes" if settings.prefix_caching else "no"
-    return [role, "vllm", "", dtype, dtype, "", _marked(size, known.kv_cache_gb is None), num_seqs, graphs, prefixes]
+    return [
+        role,
+        "vllm",
+        "",
+        dtype,
+        dtype,
+        "",
+        "",
+        _marked(size, known.kv_cache_gb is None),
+        num_seqs,
+        graphs,
+        prefixes,
+    ]
 
 
 def _marked(text: str, is_default: bool) -> str:

@@ -35,7 +35,9 @@ def test_every_setting_of_every_recipe_is_in_the_table_of_its_group() -> None:
     keys = {title: set(re.findall(r"`([\w.]+)`", text.partition("\n\n|")[0])) for title, text in sections().items()}
     for cls in included_recipes().values():
         for path in setting_paths(cls):
-            named = re.sub(r"(^placement\.roles|^data\.tests|\.reasoning_gym|\.optimizer\.groups)(?=\.)", r"\1.NAME", path)
+            named = re.sub(
+                r"(^placement\.roles|^data\.tests|\.reasoning_gym|\.optimizer\.groups)(?=\.)", r"\1.NAME", path
+            )
             group, _, name = named.rpartition(".")
             titles = [title for title, groups in keys.items() if group in groups] or ["Top-level settings"]
             assert [title for title in titles if f"| `{name}` |" in sections()[title]], path

@@ -393,6 +393,51 @@ def test_parameters_in_host_memory_get_no_warning_on_several_gpus() -> None:
     assert list(find_costly_settings(fitted, planned)) == []
 
 
+def offloading(memory_gb: int, *settings: str) -> GRPOConfig:
+    """Returns a run with `offload: auto` on two GPUs, over which FSDP2 shards the actor."""
+    values = ("placement.pools.main=[2]", "actor.engine.strategy=fsdp", "actor.engine.gradient_checkpointing=true")
+    return run_on("cuda", *VLLM, f"placement.memory_gb={memory_gb}", *values, *("actor.engine.offload=auto", *settings))
+
+
+def fit_on_two(config: GRPOConfig) -> FittedRun:
+    planned = plan_run(config, [2])
+    return fit_memory(resolve_settings(config, planned), planned, is_local=False)
+
+
+@pytest.mark.parametrize(("memory_gb", "offload"), [(40, "none"), (20, "optimizer"), (15, "parameters")])
+def test_auto_offloads_as_little_as_fits(memory_gb: int, offload: str) -> None:
+    """Each choice fits, and those before it do not."""
+    config = offloading(memory_gb)
+    fitted = fit_on_two(config)
+    assert isinstance(fitted.config, GRPOConfig) and fitted.config.actor.engine.offload == offload
+    assert max(device.peak[0] for device in fitted.devices) <= memory_gb * 1e9
+    others = ("none", "optimizer", "parameters")
+    for less in others[: others.index(offload)]:
+        with pytest.raises(ConfigError, match="GB are available"):
+            fit_on_two(offloading(memory_gb, f"actor.engine.offload={less}"))
+    assert f" {offload}*" in render_settings(config, fitted, plan_run(config, [2]))
+
+
+def test_auto_that_does_not_fit_is_rejected() -> None:
+    with rejects("available", "10.0", error=ConfigError):
+        fit_on_two(offloading(10))
+
+
+def test_auto_does_not_offload_weights_with_quantized_moments() -> None:
+    fitted = fit_on_two(offloading(13))
+    assert isinstance(fitted.config, GRPOConfig) and fitted.config.actor.engine.offload == "parameters"
+    with rejects("available", "13.0", error=ConfigError):
+        fit_on_two(offloading(13, "actor.optimizer.kind=adamw_8bit"))
+
+
+def test_auto_without_known_memory_offloads_nothing_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = offloading(80)
+    unknown = config.model_copy(update={"placement": config.placement.model_copy(update={"memory_gb": None})})
+    fitted = fit_on_two(unknown)
+    assert isinstance(fitted.config, GRPOConfig) and fitted.config.actor.engine.offload == "none"
+    assert not missing_facts(caplog.text, "actor.engine.offload", "placement.memory_gb")
+
+
 def test_the_defaults_on_a_gpu_with_vllm_get_no_warning() -> None:
     config = run_on("cuda", *VLLM)
     assert list(find_costly_settings(fit(config), plan_run(config, [1]))) == []

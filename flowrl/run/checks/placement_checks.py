@@ -284,7 +284,11 @@ def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfi
 def warn_about_offload(config: RunConfig, planned: Plan) -> None:
     """Logs a warning if settings of offloading have no effect, because the devices are CPUs."""
     engines = {f"{role}.engine": value.engine for role, value in models_of(config).items()}
-    settings = [f"{key}.offload is {engine.offload}" for key, engine in engines.items() if engine.offload != "none"]
+    settings = [
+        f"{key}.offload is {engine.offload}"
+        for key, engine in engines.items()
+        if engine.offload not in ("none", "auto")
+    ]
     settings += [f"{key}.offload_activations is true" for key, engine in engines.items() if engine.offload_activations]
     if planned.kind == "cpu" and settings:
         _logger.warning("%s, but the devices are CPUs, so it has no effect: remove it", " and ".join(settings))
