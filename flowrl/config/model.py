@@ -203,6 +203,10 @@ class OptimizerConfig(Config):
         return self.model_copy(update={"total_steps": max(num_updates, self.warmup_steps + 1)})
 
 
+REPLICATED = ("single", "ddp", "zero1")
+"""Strategies in which each rank has the full model."""
+
+
 class EngineConfig(Config):
     """Execution of a model: parallelism, memory and kernels. These settings change results only by rounding."""
 
@@ -220,9 +224,10 @@ class EngineConfig(Config):
     options: OptionValues = Field(default_factory=dict)
     """Settings of a user's engine, which it reads from `context.config.engine.options`."""
 
-    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """Data parallelism. `single`: one process. `ddp`: one replica per rank. `fsdp`: weights, gradients and optimizer
-    state are sharded over the ranks; FSDP2 also runs on one rank. `auto`: fsdp if the placement has tp; otherwise
+    strategy: Literal["auto", "single", "ddp", "zero1", "fsdp"] = "auto"
+    """Data parallelism. `single`: one process. `ddp`: one replica per rank. `zero1`: as ddp, but each rank has the
+    optimizer state of a part of the weights. `fsdp`: weights, gradients and optimizer state are sharded over the ranks;
+    FSDP2 also runs on one rank. `auto`: fsdp if the placement has tp; otherwise
     single for one rank, and ddp for several. `backend: inline` runs every model without FSDP2."""
 
     shard_ranks: PositiveInt | None = None
@@ -263,8 +268,8 @@ class EngineConfig(Config):
     tp or sp, with `deterministic: true`, and on hosts without a C compiler or Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
-    """With ddp: all-reduce the gradients in buckets during the last backward pass of `update`, instead of once after
-    it. `auto` does so on GPUs.
+    """With ddp and zero1: all-reduce the gradients in buckets during the last backward pass of `update`, instead of
+    once after it. `auto` does so on GPUs.
     """
 
     packing: Literal["auto", "always", "never"] = "auto"
@@ -317,15 +322,15 @@ class EngineConfig(Config):
                     f"{name} is {getattr(self, name)}, but kind {self.kind} does not read it: remove it, or set kind: "
                     f"{DEFAULT_TRAIN_ENGINE}"
                 )
-        if self.strategy in ("single", "ddp"):
+        if self.strategy in REPLICATED:
             for name, value in self.sharding_settings().items():
                 raise ValueError(
                     f"{name} is {value}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
                 )
         if self.strategy in ("single", "fsdp") and self.overlap_all_reduce is True:
             raise ValueError(
-                f"overlap_all_reduce is true, but strategy is {self.strategy}, and only ddp supports it: remove "
-                f"overlap_all_reduce, or set strategy: ddp"
+                f"overlap_all_reduce is true, but strategy is {self.strategy}, and only ddp and zero1 support it: "
+                f"remove overlap_all_reduce, or set strategy: ddp"
             )
         return self
 

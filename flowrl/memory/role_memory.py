@@ -173,6 +173,20 @@ class RoleModel:
     @property
     def moments(self) -> int:
         """Bytes of the optimizer state of this rank."""
+        if self.num_optimizer_ranks == 1:
+            return self._moments
+        # A rank has at least the state of the largest weight, such as the embeddings.
+        largest = self.size.largest_weight / self.parameters if self.lora is None else 0
+        return int(self._moments * max(1 / self.num_optimizer_ranks, largest))
+
+    @property
+    def num_optimizer_ranks(self) -> int:
+        """Number of ranks over which ZeRO-1 divides the optimizer state of a replicated model."""
+        return self.mesh.size if self.engine.strategy == "zero1" and not self.is_inline else 1
+
+    @property
+    def _moments(self) -> int:
+        """Bytes of the optimizer state of the weights of this rank."""
         if self.lora is not None:  # the factors of an adapter are too narrow for quantized moments
             return 2 * self.trained
         count, hidden = 2 * self.parameters * self.param_bytes, self._hidden(1)

@@ -73,7 +73,7 @@ def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: Device
     overlapped = num_microbatches * _fsdp_seconds(model, rates, link, is_training=is_training)
     exposed = _layer_seconds(model, load.rows * load.length, link, is_training=is_training)
     if is_training:
-        exposed += _update_seconds(model, rates)
+        exposed += _update_seconds(model, rates) + _broadcast_seconds(model, link)
         all_reduce = _all_reduce_seconds(model, link)
         # `auto` overlaps on GPUs.
         overlapped, exposed = (
@@ -134,9 +134,15 @@ def _all_reduce_seconds(model: RoleModel, link: float) -> float:
     return 2 * 4 * model.trained_parameters * (ranks - 1) / ranks / (link * LINK.value)
 
 
+def _broadcast_seconds(model: RoleModel, link: float) -> float:
+    """Returns the time in which the ranks of ZeRO-1 send the updated weights to each other."""
+    ranks = model.num_optimizer_ranks
+    return model.trained * (ranks - 1) / ranks / (link * LINK.value)
+
+
 def _update_seconds(model: RoleModel, rates: DeviceRates) -> float:
     """Returns the time of an update after its last all-reduce: the optimizer step, and copies of its state."""
-    own = model.trained_parameters / model.num_shards
+    own = model.trained_parameters / model.num_shards / model.num_optimizer_ranks
     seconds = (_WEIGHT_BYTES * own + 2 * model.moments) / (rates.memory * MEMORY.value)
     if model.engine.offload == "optimizer":
         seconds += 2 * model.moments / (rates.host * LINK.value)
@@ -153,7 +159,7 @@ def _orthogonalization_flops(model: RoleModel) -> float:
         return 0.0
     sides = [(min(inputs, outputs), max(inputs, outputs)) for _, inputs, outputs in model.size.linears]
     flops = _MUON_ITERATIONS * sum(2 * rows * rows * (2 * columns + rows) for rows, columns in sides)
-    num_ranks = model.num_shards * model.mesh.tp if model.is_sharded else 1
+    num_ranks = model.num_shards * model.mesh.tp if model.is_sharded else model.num_optimizer_ranks
     return model.size.layers * flops / num_ranks
 
 

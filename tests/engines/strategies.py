@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
 from flowrl.data.metric import Mean, Metric
 from flowrl.devices import device as devices
-from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
+from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import adapter_state, add_adapter
 from flowrl.engines.models.weight_samples import WeightSample, weight_samples
@@ -71,6 +71,12 @@ CASES = {
     ),
     "ddp on 2": Case(2, {"strategy": "ddp"}),
     "ddp on 4": Case(4, {"strategy": "ddp"}, slow=True),
+    "zero1 on 2": Case(2, {"strategy": "zero1"}),
+    "zero1 on 4": Case(4, {"strategy": "zero1"}, slow=True),
+    "zero1 on 2, optimizer on the CPU": Case(2, {"strategy": "zero1", "offload": "optimizer"}, slow=True),
+    "sp x zero1 on 2 x 2": Case(4, {"strategy": "zero1"}, sp=2, slow=True),
+    "lora, zero1 on 2": Case(2, {"strategy": "zero1"}, lora=True, slow=True),
+    "muon, zero1 on 4": Case(4, {"strategy": "zero1"}, kind="muon", slow=True),
     "fsdp on 2": Case(2, {"strategy": "fsdp"}),
     "fsdp on 4": Case(4, {"strategy": "fsdp"}, slow=True),
     "fsdp on 2, not resharded": Case(2, {"strategy": "fsdp", "reshard_after_forward": False}, slow=True),
@@ -187,6 +193,7 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     results["reports"], results["losses"] = reports, losses
     policy.offload()  # before exports, because memory that NumPy reads cannot be released
     results["held while idle"] = held_bytes(policy)
+    results["num_moments"] = sum(moment.numel() for moment in moments_of(policy))
     policy.onload()
     if case.lora:
         results["reference"] = _reference_logprobs(policy, first)
@@ -204,16 +211,24 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
         checkpoints.save(folder)
         checkpoints.result()
     results["later"] = fourth_step(policy, rows)
+    if folder is not None:
+        distributed.barrier(group)  # only rank 0 writes the index
+        load(policy, folder)
+        results["resumed"] = fourth_step(policy, rows)
     results["num_held"] = sum(_local_shard(parameter).numel() for parameter in policy.model.parameters())
     return results
 
 
 def held_bytes(engine: FsdpEngine) -> int:
     """Returns the bytes of the weights and of the optimizer state of this rank."""
-    assert engine.optimizer is not None
-    moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+    moments = moments_of(engine)
     assert moments, "the engine has taken a step"
     return sum(_local_shard(x).untyped_storage().nbytes() for x in (*engine.model.parameters(), *moments))
+
+
+def moments_of(engine: FsdpEngine) -> list[torch.Tensor]:
+    assert engine.optimizer is not None
+    return [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
 
 
 def policy_of(case: Case, mesh: RankMesh) -> FsdpEngine:

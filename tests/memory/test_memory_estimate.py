@@ -76,6 +76,35 @@ def test_fsdp_shards_resident_state_and_ddp_does_not() -> None:
     assert sharded.calls[0].gradients == full.calls[0].gradients // 4
 
 
+def test_optimizers_have_their_own_state() -> None:
+    """The layers have 30 x 4 x 4096 x 4096 + 30 x 3 x 4096 x 11008 values in matrices, whose rows have whole blocks."""
+    adamw, eight_bit, muon = (
+        training_role(replace(role_model(), optimizer=kind), 8, "none", copies_checkpoints=False)
+        for kind in ("adamw", "adamw_8bit", "muon")
+    )
+    total, hidden, embeddings = 6_910_365_696, 30 * (4 * 4096**2 + 3 * 4096 * 11008), 2 * 102400 * 4096
+    assert adamw.optimizer == 4 * total
+    assert muon.optimizer == 4 * total - 2 * hidden
+    assert eight_bit.optimizer == int(2 * (hidden + embeddings) * (1 + 4 / 64)) + 4 * (total - hidden - embeddings)
+    assert [call.name for call in muon.calls] == ["update", "forward", "step"]
+    assert muon.calls[-1].gathered == 6 * 2 * 4096 * 11008
+
+
+def test_zero1_divides_the_optimizer_state_only() -> None:
+    full, divided = (
+        training_role(role_model(strategy=strategy), 8, "none", copies_checkpoints=False)
+        for strategy in ("ddp", "zero1")
+    )
+    assert divided.optimizer == full.optimizer // 4
+    assert (divided.weights, divided.calls) == (full.weights, full.calls)
+
+
+def test_a_rank_of_zero1_has_the_state_of_the_largest_weight() -> None:
+    model = replace(role_model(strategy="zero1"), mesh=Mesh(1, 64, 1, 1))
+    memory = training_role(model, 8, "none", copies_checkpoints=False)
+    assert memory.optimizer == pytest.approx(2 * 2 * 102400 * 4096)
+
+
 def test_gradients_of_16_bit_weights_have_32_bits() -> None:
     assert training_role(role_model(), 8, "none", copies_checkpoints=False).calls[0].gradients == 4 * 6_910_365_696
 

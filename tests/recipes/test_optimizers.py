@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowrl.cli import main
+from flowrl.config import Placement
 from flowrl.run.checks.check_list import check_start
 from recipes.dpo.train import train as train_dpo
 from recipes.grpo.train import train as train_grpo
@@ -19,6 +20,7 @@ from recipes.sft.train import train as train_sft
 from tests.errors import rejects
 from tests.recipes.conftest import build_grpo_config, build_ppo_config
 from tests.recipes.preference_configs import dpo_config, reward_model_config, write_few_pairs
+from tests.recipes.test_numbers import ROLES
 from tests.recipes.test_sft import sft_config
 
 KINDS = [
@@ -73,6 +75,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task: Path, tmp_path: Path, r
     assert main(["export", str(again), "--output", str(tmp_path / "exported")]) == 0
     exported = weights_in(tmp_path / "exported")
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_zero1_trains_saves_and_resumes_as_ddp(ray_session: None, task: Path, tmp_path: Path) -> None:
+    folders = []
+    for strategy in ("ddp", "zero1"):
+        role = {
+            "model": {"path": task / "model"},
+            "optimizer": {"lr": 1e-3},
+            "engine": {"strategy": strategy},
+        }
+        changes: dict[str, Any] = {
+            "actor": role,
+            "critic": role,
+            "backend": "ray",
+            "placement": Placement(device="cpu", pools={"main": [2]}, roles=dict.fromkeys(ROLES, "main")),
+            "checkpoint": {"every": 1},
+        }
+        output = tmp_path / strategy
+        train_ppo(build_ppo_config(task, output, steps=2, **changes))
+        train_ppo(build_ppo_config(task, output, steps=3, resume="auto", **changes))
+        folders.append(output / "model")
+    ddp, zero1 = map(weights_in, folders)
+    assert ddp.keys() == zero1.keys() and all(torch.equal(zero1[name], ddp[name]) for name in ddp)
 
 
 def test_a_critic_trains_its_head_with_its_own_rate(task: Path, tmp_path: Path) -> None:

@@ -127,6 +127,29 @@ def test_ddp_sums_gradients_once_per_update_after_the_backward_pass() -> None:
     assert (time.overlapped_s, time.exposed_s) == (pytest.approx(all_reduce), pytest.approx(adam))
 
 
+def test_zero1_divides_the_optimizer_step_and_broadcasts_the_weights() -> None:
+    model = role_model(Mesh(1, 4, 1, 1), strategy="zero1", max_tokens_per_microbatch=3)
+    time = pass_time(model, FLOPS, PassLoad(rows=2, length=3, targets=2, num_updates=1), RATES, LINK_RATE)
+    sums, weights = (count * 4 * PARAMETERS * 3 / 4 / 1e5 for count in (2, 1))
+    # 12 bytes of the weights of a rank, and its state, of which the embeddings are the largest part.
+    adam = (12 * PARAMETERS / 4 + 2 * model.moments) / 1e6
+    assert 2 * PARAMETERS <= model.moments < 8 * PARAMETERS
+    assert time.exposed_s == pytest.approx(sums + weights + adam)
+
+
+def test_muon_has_one_moment_per_matrix_and_five_iterations() -> None:
+    adamw, muon = (replace(role_model(), optimizer=kind) for kind in ("adamw", "muon"))
+    load = PassLoad(rows=1, length=3, targets=2, num_updates=1)
+    times = [pass_time(model, FLOPS, load, RATES, LINK_RATE) for model in (adamw, muon)]
+    assert SIZE is not None
+    hidden = SIZE.layers * sum(inputs * outputs for _, inputs, outputs in SIZE.linears)
+    sides = [sorted((inputs, outputs)) for _, inputs, outputs in SIZE.linears]
+    flops = SIZE.layers * sum(
+        5 * 2 * (rows * columns * rows + rows**3 + rows * rows * columns) for rows, columns in sides
+    )
+    assert times[1].exposed_s - times[0].exposed_s == pytest.approx(flops / 1e9 - 2 * 4 * hidden / 1e6)
+
+
 def test_tensor_and_sequence_parallelism_divide_the_flops_and_exchange_activations() -> None:
     """tp: two sums per layer of [6, 64] in bfloat16. sp: 3 tokens per rank, queries and output of 64, keys and values
     of 32.

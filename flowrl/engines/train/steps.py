@@ -11,6 +11,7 @@ from flowrl.config import OptimizerConfig, UserError
 from flowrl.data.metric import Max, Metric
 from flowrl.engines.parallel.gradients import Gradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh
+from flowrl.engines.parallel.weight_owners import WeightOwners
 from flowrl.engines.train.base import Denominators
 from flowrl.engines.train.optimizers import build_optimizer, trained_weights
 
@@ -67,6 +68,7 @@ class OptimizerSteps:
         config: OptimizerConfig,
         *,
         mesh: RankMesh = SINGLE_PROCESS,
+        shares_state: bool = False,
         is_float16: bool = False,
         with_state: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -76,11 +78,18 @@ class OptimizerSteps:
             model: module with the weights of this rank, of which those with `requires_grad` are trained.
             gradients: their gradients.
             config: settings of the optimizer.
-            mesh: ranks that share the weights.
+            mesh: ranks of the model.
+            shares_state: whether each of these ranks has the optimizer state of a part of the weights, and sends them
+                to the others (ZeRO-1).
             is_float16: whether gradients are computed in float16, which needs a loss scale.
             with_state: returns a context in which the state of the optimizer is on the device of the weights.
         """
-        self.optimizer = build_optimizer(trained_weights(model), config, mesh)
+        weights = trained_weights(model)
+        self.optimizer = build_optimizer(weights, config, mesh)
+        self._owners: WeightOwners | None = None
+        if shares_state and mesh.all_ranks is not None:
+            self._owners = WeightOwners([weight.parameter for weight in weights], mesh.all_ranks)
+            self._owners.restrict(self.optimizer)
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.loss_scale = LossScale() if is_float16 else None
         self.num_steps = 0
@@ -163,6 +172,8 @@ class OptimizerSteps:
         rates = self._set_rates()
         with self._with_state():
             self.optimizer.step()
+        if self._owners is not None:
+            self._owners.share()
         self.num_steps += 1
         self._gradients.free()
         return metrics | {"grad_norm": Max(norm), **rates, "skipped_update": Max(0.0)}

@@ -21,6 +21,7 @@ from flowrl.config import (
 )
 from flowrl.config.engines.rollout_engines import name_alternatives
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
+from flowrl.config.model import REPLICATED
 from flowrl.config.roles import quantized_device_problem
 from flowrl.controller.placement.inventory import check_one_node
 from flowrl.controller.placement.plan import Plan, RolePlan
@@ -233,9 +234,9 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
     if mesh.size > 1 and engine.strategy == "single" and is_trained:
         raise ConfigError(
             f"{key}.strategy is single, but the role has {mesh.size} ranks in pool {role_plan.pool}: "
-            f"set strategy: auto, ddp or fsdp, or make the pool one device"
+            f"set strategy: auto, ddp, zero1 or fsdp, or make the pool one device"
         )
-    if mesh.tp > 1 and engine.strategy in ("single", "ddp"):
+    if mesh.tp > 1 and engine.strategy in REPLICATED:
         raise ConfigError(
             f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which shards "
             "the model: "

@@ -56,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
     """Runs the requested cases in four processes; returns one mapping from case to results per process."""
-    run_ranks(main, (folder, selected_values(request, "name")), 4)
+    names = selected_values(request, "name") | selected_values(request, "replicated")
+    run_ranks(main, (folder, names), 4)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
@@ -89,6 +90,24 @@ def test_three_steps_end_with_the_weights_of_one_process(results: list[dict], al
             assert_norm_close(results[rank][name][model], alone[model], rtol(name))
 
 
+@pytest.mark.parametrize(
+    ("name", "replicated"),
+    [("zero1 on 2", "ddp on 2"), slow("zero1 on 4", "ddp on 4"), slow("sp x zero1 on 2 x 2", "sp x ddp on 2 x 2")],
+)
+def test_zero1_equals_ddp_bit_by_bit(results: list[dict], name: str, replicated: str):
+    for own, other in zip(results[: CASES[name].ranks], results, strict=False):
+        for model in ("policy", "critic"):
+            assert own[name][model].keys() == other[replicated][model].keys()
+            assert all(torch.equal(w, other[replicated][model][key]) for key, w in own[name][model].items())
+
+
+@pytest.mark.parametrize("name", cases(lambda case: "zero1" in str(case.settings) and not case.lora))
+def test_zero1_divides_the_optimizer_state(results: list[dict], alone: dict, name: str):
+    shares = [results[rank][name]["num_moments"] for rank in range(CASES[name].ranks)]
+    assert sum(shares) == alone["num_moments"]
+    assert max(shares) <= 1.2 * alone["num_moments"] / CASES[name].ranks
+
+
 @pytest.mark.parametrize("name", cases())
 def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
@@ -114,6 +133,13 @@ def test_one_process_resumes_from_a_checkpoint_of_four(results: list[dict], fold
     load(policy, folder / name)
     assert policy.steps.num_steps == 3
     assert_norm_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol(name))
+
+
+@pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
+def test_ranks_resume_bit_by_bit(results: list[dict], name: str):
+    for rank in range(4):
+        later, resumed = results[rank][name]["later"], results[rank][name]["resumed"]
+        assert [key for key in later if not torch.equal(resumed[key], later[key])] == []
 
 
 @pytest.mark.parametrize("name", cases())

@@ -99,6 +99,7 @@ def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
         (on(2), {"strategy": "single"}, r"actor\.engine\.strategy .*single"),
         (on(2, pp=2), {}, r"placement\.roles\.actor .*pp 2"),
         (on(2, tp=2), {"strategy": "ddp"}, r"strategy .*ddp.* placement\.roles\.actor .*tp 2"),
+        (on(2, tp=2), {"strategy": "zero1"}, r"strategy .*zero1.* placement\.roles\.actor .*tp 2"),
         (
             on(2),
             {"sequence_parallel_norms": True},

@@ -174,6 +174,7 @@ class FsdpEngine(ModuleEngine):
                 self._gradients,
                 optimizer,
                 mesh=mesh,
+                shares_state=engine.strategy == "zero1",
                 is_float16=engine.compute_dtype == "float16",
                 with_state=self._with_optimizer_state,
             )
@@ -510,8 +511,8 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
         raise ValueError(
             f"strategy is single, but the role has {num_ranks} ranks; use auto, ddp or fsdp, or one device"
         )
-    if config.strategy == "ddp" and mesh.tp > 1:
-        raise ValueError(f"strategy is ddp, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
+    if config.strategy in ("ddp", "zero1") and mesh.tp > 1:
+        raise ValueError(f"strategy is {config.strategy}, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
     return shards_model(config, mesh.tp)
 
 
