@@ -1,6 +1,7 @@
 """Program of the ranks of the tests of quantized moments: FSDP2 shards of a model, on two ranks or with tp."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import distributed
@@ -15,9 +16,11 @@ from tests.engines.tables import table, take_rows
 from tests.engines.tiny import qwen2
 
 
-def engine_of(group: distributed.ProcessGroup | None = None, tp: int = 1) -> FsdpEngine:
+def engine_of(
+    group: distributed.ProcessGroup | None = None, tp: int = 1, offload: Literal["none", "optimizer"] = "none"
+) -> FsdpEngine:
     mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu", tp=tp)
-    settings = EngineConfig(strategy="auto" if group is None else "fsdp")
+    settings = EngineConfig(strategy="auto" if group is None else "fsdp", offload=offload)
     optimizer = OptimizerConfig(kind="adamw_8bit", lr=1e-2)
     return FsdpEngine(PolicyModel(qwen2()), policy_outputs, optimizer, settings, mesh=mesh)
 

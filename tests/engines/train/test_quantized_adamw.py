@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from flowrl.config import OptimizerConfig
 from flowrl.data.checksums import CheckpointError
+from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import load
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.module_state import CODES, SCALE, split_quantized
 from flowrl.engines.train.optimizers import build_optimizer, trained_weights
+from tests.devices.recorded_device import RecordedDevice
 from tests.engines import quantized_ranks
 from tests.engines.closeness import assert_norm_close
 from tests.engines.quantized_ranks import engine_of, save, train
@@ -76,6 +78,24 @@ def test_a_resumed_engine_continues_bit_by_bit(tmp_path: Path) -> None:
     save(straight, tmp_path / "saved")
     load(again, tmp_path / "saved")
     assert_equal(state_of(again), state_of(straight))
+    for engine in (straight, again):
+        train(engine, 2)
+    assert_equal(state_of(again), state_of(straight))
+
+
+def test_offloaded_moments_are_released_saved_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with a memory of its own stands for a GPU."""
+    monkeypatch.setattr(devices, "_CPU", RecordedDevice(devices._CPU, lambda _: None))
+    straight, offloaded, again = engine_of(), engine_of(offload="optimizer"), engine_of(offload="optimizer")
+    for engine in (straight, offloaded):
+        train(engine, 0, 1)
+    assert offloaded.optimizer is not None
+    moments = [value for state in offloaded.optimizer.state.values() for value in state.values() if value.ndim]
+    parts = [part for moment in moments for part in split_quantized(moment).values()]
+    assert parts and all(part.untyped_storage().nbytes() == 0 for part in parts)
+    save(offloaded, tmp_path / "saved")
+    train(again, 0)  # its moments, too, are in host memory when the checkpoint replaces them
+    load(again, tmp_path / "saved")
     for engine in (straight, again):
         train(engine, 2)
     assert_equal(state_of(again), state_of(straight))
