@@ -7,7 +7,7 @@ from typing import Any
 from flowrl.cli.imports import add_working_folder
 from flowrl.cli.inference_commands import add_parallel_sizes
 from flowrl.cli.number_types import natural, positive_count, temperature
-from flowrl.config import ConfigError, Replica
+from flowrl.config import ConfigError, ReplicaSizes
 
 Commands = Any  # argparse's type of sub-commands is private
 
@@ -63,7 +63,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from flowrl.inference.evaluation.evaluate_models import evaluate_models  # noqa: PLC0415
     from flowrl.inference.evaluation.planned_tasks import EvaluationArguments  # noqa: PLC0415
 
-    replica = Replica(arguments.tp, arguments.pp)
+    replica = ReplicaSizes(arguments.tp, arguments.pp)
     evaluation = EvaluationArguments(
         arguments.task,
         arguments.reward,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.cli.imports import add_working_folder, collection_paused
 from flowrl.cli.number_types import natural, port, positive, positive_count, share, temperature
-from flowrl.config import CheckFailed, Replica, UserError
+from flowrl.config import CheckFailed, ReplicaSizes, UserError
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.engines.vllm_settings import find_rejected_argument
 from flowrl.config.source import parse
@@ -269,7 +269,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         kv_cache_gb=arguments.kv_cache_gb,
-        replica=Replica(arguments.tp, arguments.pp),
+        replica=ReplicaSizes(arguments.tp, arguments.pp),
         engine_args=read_engine_args(arguments.engine_arg),
     )
     check_server(settings)
@@ -332,7 +332,7 @@ def engine_settings(arguments: argparse.Namespace) -> "EngineSettings":
         dtype=arguments.dtype,
         max_num_seqs=arguments.max_num_seqs,
         kv_cache_gb=arguments.kv_cache_gb,
-        replica=Replica(arguments.tp, arguments.pp),
+        replica=ReplicaSizes(arguments.tp, arguments.pp),
         engine_args=read_engine_args(arguments.engine_arg),
     )
 

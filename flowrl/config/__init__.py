@@ -72,7 +72,7 @@ from flowrl.config.model import (
     shards_model,
 )
 from flowrl.config.monitoring.health_settings import HealthCheck, HealthChecks, HealthConfig
-from flowrl.config.placement import ONE_DEVICE, ROLES, SINGLE, Placement, Replica, RolePlacement
+from flowrl.config.placement import ONE_DEVICE, ROLES, SINGLE, Placement, ReplicaSizes, RolePlacement
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.judge_settings import JudgeConfig
 from flowrl.config.rewards.reward_settings import RewardComponent, RewardConfig
@@ -121,7 +121,7 @@ __all__ = [
     "HealthConfig", "ImportName", "ImportNameError", "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig", "Member",
     "ModelConfig", "ModelKind", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package",
     "Placement", "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig",
-    "Quantization", "ReferenceConfig", "Replica", "ReportConfig", "RewardComponent", "RewardConfig",
+    "Quantization", "ReferenceConfig", "ReplicaSizes", "ReportConfig", "RewardComponent", "RewardConfig",
     "RewardModelConfig", "RewardModelLossConfig", "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig",
     "RolloutRunConfig", "RowsConfig", "RunConfig", "ScheduleConfig", "ScoringModelConfig", "ServiceConfig",
     "SettingValues", "ShapingConfig", "StudentConfig", "TokenIds", "TrainCapabilities", "TrainedConfig",

@@ -38,9 +38,9 @@ class ModelConfig(Config):
     """0 disables the dropout in the model's config, which GPT-2 and OPT have. Null rejects a model with dropout."""
 
     strict: bool = True
-    """Reject a model whose files lack weights or have unknown weights. False initializes missing weights as the model's
-    class does, the same on all ranks, and ignores unknown weights. The run reports their names.
-    """
+    """Reject a model whose files lack weights or have unexpected ones. False ignores unexpected weights, and
+    initializes missing ones as transformers does, with the same values on all ranks. The run reports their names.
+    Judges and reward models with a trained head reject missing weights anyway, and vLLM supports only true."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -49,7 +49,7 @@ class ModelConfig(Config):
 
 
 class ExportConfig(Config):
-    """The files of an exported model: `model/` at the end of a run, and the output of `flowrl export`."""
+    """Files of the trained model that a run saves in `model/`. `flowrl export` has the same settings as options."""
 
     max_shard_gb: PositiveFloat = 5.0
     """Maximum size of a safetensors file in GB (10^9 bytes). A larger weight has a file of its own."""
@@ -87,11 +87,11 @@ class LoraConfig(Config):
 
 
 class WeightGroupConfig(Config):
-    """Own learning rate and weight decay of some weights."""
+    """A group of weights with its own learning rate or weight decay."""
 
     weights: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """Patterns of names, such as [value_head.*]; `*` matches any text. Names are those of the model in transformers,
-    after `backbone.` for a critic and `model.` for a reward model."""
+    """Patterns of weight names, such as [value_head.*]; `*` matches any text. Names are those of the model in
+    transformers. In a critic, the prefix `backbone.` precedes them, and in a reward model, `model.`."""
 
     lr: PositiveFloat | None = None
     """Peak learning rate. It follows the schedule of the optimizer. Null uses that of the optimizer."""
@@ -127,7 +127,7 @@ class OptimizerConfig(Config):
     )
 
     kind: Annotated[str, AfterValidator(partial(check_name, what="optimizer", names=OPTIMIZERS))] = "adamw"
-    """`adamw`; `adamw_8bit`, with moments of 8 bits (torchao); `muon`, which orthogonalizes the updates of the matrices
+    """`adamw`; `adamw_8bit`, with 8-bit moments (torchao); `muon`, which orthogonalizes the updates of the matrices
     in the layers, with AdamW for all other weights; or a user function `(parameter groups, settings) ->
     torch.optim.Optimizer`."""
 
@@ -157,8 +157,8 @@ class OptimizerConfig(Config):
     """Weights without decay. `embeddings` includes a head that shares their weights."""
 
     groups: Mapping[str, WeightGroupConfig] = Field(default_factory=dict)
-    """Own learning rates and weight decay of some weights, by a name for metrics. The first group with a matching
-    pattern applies.
+    """Groups of weights with their own learning rate or weight decay. The key is GROUP in the metric `ROLE/lr/GROUP`.
+    The first group with a matching pattern applies.
     """
 
     warmup_steps: int = Field(default=0, ge=0)
@@ -190,7 +190,10 @@ class OptimizerConfig(Config):
             raise ValueError(f"min_lr is {self.min_lr:g}, but must be at most lr, {self.lr:g}")
         for name in self.groups:
             if re.fullmatch(r"\w+", name) is None:
-                raise ValueError(f"groups has {name!r}, which names a metric: use letters, digits and underscores")
+                raise ValueError(
+                    f"groups has the name {name!r}, which becomes a part of a metric: use only letters, digits and "
+                    f"underscores"
+                )
         return self
 
     def with_end(self, num_updates: int) -> "OptimizerConfig":

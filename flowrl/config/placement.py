@@ -67,7 +67,7 @@ class RolePlacement(Config):
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaSizes:
     """Parallel sizes of the devices that one dedicated process of a role uses."""
 
     tp: int = 1
@@ -83,7 +83,7 @@ class Replica:
         return " x ".join(f"{name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
 
-ONE_DEVICE = Replica()
+ONE_DEVICE = ReplicaSizes()
 
 
 def _read_role(value: object) -> RolePlacement:

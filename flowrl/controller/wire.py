@@ -12,7 +12,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from flowrl.config import ONE_DEVICE, Replica
+from flowrl.config import ONE_DEVICE, ReplicaSizes
 from flowrl.controller.dispatch import Arguments, BatchSlice, Future, Gather
 from flowrl.controller.errors import ContractError
 from flowrl.controller.placement.plan import Mesh
@@ -109,7 +109,7 @@ class Construction:
     device: str
     num_threads: int
     aligned_roles: frozenset[str] = frozenset()
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     can_offload: bool = False
     attempt: int = 0
     """Number of program restarts before the construction."""

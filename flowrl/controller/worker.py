@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 from typing_extensions import TypeVar
 
-from flowrl.config import ONE_DEVICE, Replica
+from flowrl.config import ONE_DEVICE, ReplicaSizes
 from flowrl.controller.placement.plan import Mesh
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class WorkerContext:
     """IP address of this process for other processes of the run."""
     replaced: bool = False
     """Whether this process replaces a lost process."""
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices of a dedicated process. Only one of them has a process of the role."""
     can_offload: bool = False
     """Whether the worker can offload its device memory for other processes on the same device."""

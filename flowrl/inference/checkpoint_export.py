@@ -9,7 +9,7 @@ from flowrl.checkpoints.inputs import check_base_model
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.config import ExportConfig, UserError
 from flowrl.data.checksums import CheckpointError
-from flowrl.data.folders.atomic_folder import renamed_at_end, write_atomically
+from flowrl.data.folders.atomic_folder import rename_at_end, write_atomically
 from flowrl.data.template import read_own_template
 from flowrl.engines.checkpoint.export import adapter_base, export_adapter, export_model, roles_with_model
 from flowrl.engines.checkpoint.model_folder import DEFAULT_EXPORT, check_is_new, copy_model
@@ -48,7 +48,7 @@ def export_checkpoint(
         check_base_model(checkpoint, base, role)
     try:
         check_is_new(output)
-        with renamed_at_end(output) as folder:
+        with rename_at_end(output) as folder:
             if only_adapter:
                 export_adapter(checkpoint.role(role), folder)
             else:

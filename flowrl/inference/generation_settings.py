@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.config import ONE_DEVICE, Replica, UserError, import_function
+from flowrl.config import ONE_DEVICE, ReplicaSizes, UserError, import_function
 from flowrl.data.messages import Conversation
 from flowrl.data.template import ConversationTemplate
 from flowrl.inference.prompt_file import read_prompt_rows
@@ -64,7 +64,7 @@ class EngineSettings:
     """Maximum number of responses that are generated at the same time. None: as `rollout.max_num_seqs`."""
     kv_cache_gb: float | None = None
     """Memory of vLLM's KV cache on each device. None: as `rollout.vllm.kv_cache_gb`."""
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that the engine uses, with vLLM."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, as `rollout.vllm.engine_args`."""
@@ -98,11 +98,12 @@ class GenerationJob:
     """True: prompts are plain text, which the model continues. False: the chat template is applied to them."""
 
 
-def check_num_gpus(replica: Replica, num_gpus: int) -> None:
+def check_num_gpus(replica: ReplicaSizes, num_gpus: int) -> None:
     """Raises UserError if a machine has fewer GPUs than a replica needs."""
     if replica.num_devices > num_gpus:
         raise UserError(
-            f"{replica} needs {replica.num_devices} GPUs, but this machine has {num_gpus}: make tp or pp smaller"
+            f"an engine with {replica} needs {replica.num_devices} GPUs, but this machine has {num_gpus}: make tp or "
+            f"pp smaller"
         )
 
 

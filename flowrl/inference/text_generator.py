@@ -288,7 +288,7 @@ def engine_config(
         max_num_seqs=settings.max_num_seqs,
         vllm=vllm if settings.engine == "vllm" else None,
     )
-    return fit_engine(config, model, device, "--kv-cache-gb")
+    return fit_engine(config, model, device, "--kv-cache-gb", settings.replica)
 
 
 def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str, sampling: SamplingSettings) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flowrl.config import (
+    ONE_DEVICE,
     ActorConfig,
     EngineConfig,
     JudgeConfig,
     ModelConfig,
     ModelRoleConfig,
+    ReplicaSizes,
     RoleConfig,
     RolloutConfig,
     RolloutRunConfig,
@@ -187,7 +189,7 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool, gpu: str | N
         _logger.warning(
             "%s is auto and offloads nothing, because the memory of the GPUs is unknown: set placement.memory_gb", keys
         )
-    while (moved := _move_offload(choices, fitted)) != choices:
+    while (moved := _offload_more(choices, fitted)) != choices:
         choices = moved
         fitted = _fit_caches(_with_offload(config, choices), planned, sizes, budget)
     check_memory(fitted.config, planned, fitted.devices, budget)
@@ -209,19 +211,19 @@ OffloadChoices = Mapping[str, tuple[str, ...]]
 
 
 def _offload_choices(config: RunConfig, planned: Plan) -> OffloadChoices:
-    """Returns the settings of all roles with `offload: auto`. Only GPUs have host memory of their own."""
+    """Returns the choices of each role with `offload: auto`. Empty on CPUs, whose memory is the host's."""
     choices: dict[str, tuple[str, ...]] = {}
     for role, value in models_of(config).items():
         if planned.kind == "cpu" or role not in planned.roles or value.engine.offload != "auto":
             continue
         optimizer = value.optimizer if isinstance(value, TrainedConfig) else None
-        # An optimizer with quantized moments does not run on the host.
-        can_move = shards_model(value.engine, planned.roles[role].mesh.tp) and config.backend == "ray"
-        can_move = can_move and (optimizer is None or optimizer.kind != "adamw_8bit")
+        # Quantized moments are slow on the host, so `adamw_8bit` with `offload: parameters` is rejected.
+        can_offload_weights = shards_model(value.engine, planned.roles[role].mesh.tp) and config.backend == "ray"
+        can_offload_weights = can_offload_weights and (optimizer is None or optimizer.kind != "adamw_8bit")
         choices[role] = (
             "none",
             *(() if optimizer is None else ("optimizer",)),
-            *(("parameters",) if can_move else ()),
+            *(("parameters",) if can_offload_weights else ()),
         )
     return choices
 
@@ -235,7 +237,7 @@ def _with_offload(config: RunConfig, choices: OffloadChoices) -> RunConfig:
     )
 
 
-def _move_offload(choices: OffloadChoices, fitted: FittedRun) -> OffloadChoices:
+def _offload_more(choices: OffloadChoices, fitted: FittedRun) -> OffloadChoices:
     """Returns the next choices if a device does not fit. The roles that offload least on such devices offload more, so
     that all roles offload their optimizer before one of them offloads its weights.
     """
@@ -248,14 +250,17 @@ def _move_offload(choices: OffloadChoices, fitted: FittedRun) -> OffloadChoices:
     }
 
 
-def fit_engine(config: RolloutConfig, model: ModelConfig, device: DeviceKind, setting: str) -> RolloutConfig:
-    """Returns the settings of an engine that runs outside of a run and alone on its device, with a run's defaults.
+def fit_engine(
+    config: RolloutConfig, model: ModelConfig, device: DeviceKind, setting: str, replica: ReplicaSizes = ONE_DEVICE
+) -> RolloutConfig:
+    """Returns the settings of an engine that runs outside of a run and alone on its devices, with a run's defaults.
 
     Args:
         config: settings of the engine.
         model: the engine's model. If its size is unknown, the KV cache has `DEFAULT_CACHE_GB`, with a warning.
-        device: kind of the device. On a CPU, no setting changes.
+        device: kind of the devices. On CPUs, no setting changes.
         setting: name of the setting of the KV cache, for messages.
+        replica: parallel sizes of the engine.
     """
     if device == "cpu" or config.engine != "vllm":
         return config
@@ -277,7 +282,9 @@ def fit_engine(config: RolloutConfig, model: ModelConfig, device: DeviceKind, se
         return config
     # The length of prompts is unknown, so a cache for one response is enough.
     batch = RolloutBatch(config.num_seqs, config.num_seqs, max_prompt_tokens=0)
-    memory = vllm_memory(RolloutLoad(size, ITEMSIZE[settings.dtype or model.dtype], config, batch, device))
+    memory = vllm_memory(
+        RolloutLoad(size, ITEMSIZE[settings.dtype or model.dtype], config, batch, device, replica=replica)
+    )
     on_device = DeviceMemory(0, 0, {"rollout": memory}, memory.fixed, FRAGMENTATION.value)
     # Without a limit, the engine measures the memory of its GPU.
     vllm = _plan_cache("rollout", setting, settings, [on_device], MemoryBudget(), ["rollout"])

@@ -5,7 +5,7 @@ loaded.
 import json
 from pathlib import Path
 
-from flowrl.config import ONE_DEVICE, ConfigError, ModelRoleConfig, Replica, TrainedConfig
+from flowrl.config import ONE_DEVICE, ConfigError, ModelRoleConfig, ReplicaSizes, TrainedConfig
 from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import RolePlan
@@ -45,7 +45,7 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
                 )
 
 
-def find_replica_problem(model: Path, replica: Replica) -> str | None:
+def find_replica_problem(model: Path, replica: ReplicaSizes) -> str | None:
     """Returns why vLLM cannot divide a model among the devices of a replica, as the end of a sentence. Returns None if
     it can, or if the size of the model is unknown.
     """

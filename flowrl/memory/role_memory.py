@@ -187,7 +187,7 @@ class RoleModel:
     @property
     def _moments(self) -> int:
         """Bytes of the optimizer state of the weights of this rank."""
-        if self.lora is not None:  # the factors of an adapter are too narrow for quantized moments
+        if self.lora is not None:  # the factors of an adapter have too few rows or columns for quantized moments
             return 2 * self.trained
         count, hidden = 2 * self.parameters * self.param_bytes, self._hidden(1)
         if self.optimizer == "muon":

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from flowrl.config import ONE_DEVICE, Replica, RolloutConfig, TransferConfig, VllmConfig
+from flowrl.config import ONE_DEVICE, ReplicaSizes, RolloutConfig, TransferConfig, VllmConfig
 from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.weight_transport import Transport
 from flowrl.memory.device_constants import (
@@ -65,7 +65,7 @@ class RolloutLoad:
     device_type: DeviceKind
     weight_owner: RoleModel | None = None
     """The actor in the same process, or None."""
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the engine's devices."""
     offloads: bool = False
     """Whether the engine sleeps while other roles use the device."""

@@ -102,8 +102,8 @@ class PartialModels(RunObserver):
             if found:
                 self.differences[role] = {"missing": list(found.missing), "unexpected": list(found.unexpected)}
                 self._notify(
-                    f"{role}.model.strict is false: its folder {found.describe()}; missing weights have their initial "
-                    f"values, and summary.json has all names"
+                    f"{role}.model.strict is false: its folder {found.describe()}; missing weights are initialized "
+                    f"as in a new model, others are ignored, and weight_differences in summary.json has all names"
                 )
         self._groups = []
 

@@ -121,7 +121,7 @@ class ActorGroup(TypedGroup):
 
     @blocking
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
 
     @nonblocking
     def forward_backward(
@@ -175,7 +175,7 @@ class ActorGroup(TypedGroup):
     @blocking
     def save(self, folder: OrFuture[Path], config: OrFuture[ExportConfig] = ...) -> None:
         """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
-        sequence classifiers with one label. Rank 0 holds one weight at a time.
+        sequence classifiers with one label. Rank 0 gathers one weight at a time.
         """
 
 class CriticGroup(TypedGroup):
@@ -187,7 +187,7 @@ class CriticGroup(TypedGroup):
 
     @blocking
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
 
     @nonblocking
     def forward_backward(
@@ -241,7 +241,7 @@ class CriticGroup(TypedGroup):
     @blocking
     def save(self, folder: OrFuture[Path], config: OrFuture[ExportConfig] = ...) -> None:
         """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
-        sequence classifiers with one label. Rank 0 holds one weight at a time.
+        sequence classifiers with one label. Rank 0 gathers one weight at a time.
         """
 
 class EnvironmentGroup(TypedGroup):
@@ -265,7 +265,7 @@ class JudgeGroup(TypedGroup):
 
     @blocking
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
 
     @batched
     def score(self, batch: Batch) -> Batch:
@@ -280,7 +280,7 @@ class ReferenceGroup(TypedGroup):
 
     @blocking
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
 
     @batched
     def logprobs(self, batch: Batch) -> Batch:
@@ -336,7 +336,7 @@ class RewardModelGroup(TypedGroup):
 
     @blocking
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
 
     @blocking
     def find_missing_protections(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -494,7 +494,7 @@ class TrainedRewardModelGroup(TypedGroup):
 
     @blocking
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
 
     @nonblocking
     def forward_backward(
@@ -548,7 +548,7 @@ class TrainedRewardModelGroup(TypedGroup):
     @blocking
     def save(self, folder: OrFuture[Path], config: OrFuture[ExportConfig] = ...) -> None:
         """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
-        sequence classifiers with one label. Rank 0 holds one weight at a time.
+        sequence classifiers with one label. Rank 0 gathers one weight at a time.
         """
 
     @batched

@@ -89,7 +89,7 @@ class Judge(Worker["JudgeGroup"]):
 
     @register(Dispatch.RANK_ZERO, memory=())
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
         return model_differences("policy", self._config.model)
 
     @classmethod

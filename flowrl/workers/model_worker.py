@@ -89,7 +89,7 @@ class ModelWorker(Worker[GroupType]):
 
     @register(Dispatch.RANK_ZERO, memory=())
     def weight_differences(self) -> WeightDifferences:
-        """Returns the names of weights that only the model or only its files have, with `model.strict: false`."""
+        """Returns the names of missing and unexpected weights in the model's files. Empty with `model.strict: true`."""
         if self.loaded is None:
             return WeightDifferences()
         kind, config = self.loaded
@@ -278,7 +278,7 @@ class TrainedWorker(ModelWorker[GroupType]):
     @register(Dispatch.ALL_TO_ONE)
     def save(self, folder: Path, config: ExportConfig = DEFAULT_EXPORT) -> None:
         """Saves the model and its tokenizer in the format of `save_pretrained`. A critic and a reward model become
-        sequence classifiers with one label. Rank 0 holds one weight at a time.
+        sequence classifiers with one label. Rank 0 gathers one weight at a time.
         """
         dtype = export_dtype(config)
         shapes = in_file_order(self.engine.weight_shapes(dtype))

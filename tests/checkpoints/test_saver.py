@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from flowrl import Batch, Dispatch, Placement, Worker, register
 from flowrl.checkpoints.checkpoints import Checkpoints, manifest_crc32
 from flowrl.checkpoints.resume import RunComplete
-from flowrl.config import RoleConfig, RunConfig, UserError
+from flowrl.config import ExportConfig, RoleConfig, RunConfig, UserError
 from flowrl.controller.errors import WorkerError
 from flowrl.data.checksums import CheckpointError
 from flowrl.data.metric import Mean, Metric
@@ -43,7 +43,7 @@ class Counter(Worker):
         self.count = int((folder / "count-0").read_text())
 
     @register(Dispatch.RANK_ZERO)
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, config: ExportConfig) -> None:
         folder.mkdir()
         (folder / "count").write_text(str(self.count))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowrl import Batch, Cluster, Placement
-from flowrl.config import ModelConfig, Replica, RolloutConfig, UserError
+from flowrl.config import ModelConfig, ReplicaSizes, RolloutConfig, UserError
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.engines.models.loading import load_policy
@@ -158,9 +158,15 @@ NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
         (EngineSettings("vllm", "fp8"), SAMPLING, "cpu", "float32", "bfloat16"),
         (EngineSettings("vllm"), SAMPLING, "cpu", "float64", "float32"),
         (EngineSettings("vllm"), SamplingSettings(temperature=0.001), "cpu", "float32", "0.01"),
-        (EngineSettings(replica=Replica(tp=2)), SAMPLING, "cpu", "float32", "tp is 2.*vllm"),
-        (EngineSettings(replica=Replica(pp=2)), SAMPLING, "cpu", "float32", "pp is 2.*vllm"),
-        (EngineSettings("vllm", replica=Replica(64, 64)), SAMPLING, "cuda:0", "float32", "tp 64 x pp 64 needs 4096"),
+        (EngineSettings(replica=ReplicaSizes(tp=2)), SAMPLING, "cpu", "float32", "tp is 2.*vllm"),
+        (EngineSettings(replica=ReplicaSizes(pp=2)), SAMPLING, "cpu", "float32", "pp is 2.*vllm"),
+        (
+            EngineSettings("vllm", replica=ReplicaSizes(64, 64)),
+            SAMPLING,
+            "cuda:0",
+            "float32",
+            "tp 64 x pp 64 .*4096",
+        ),
         (EngineSettings(engine_args={"block_size": 32}), SAMPLING, "cpu", "float32", "block_size .* engine vllm"),
         (EngineSettings("vllm", engine_args=NGRAM), SAMPLING, "cpu", "float32", "speculative_config .*temperature 0"),
     ],

@@ -15,6 +15,7 @@ from flowrl.config import (
     ModelRoleConfig,
     Placement,
     ReferenceConfig,
+    ReplicaSizes,
     RewardConfig,
     RolloutConfig,
     RolloutRunConfig,
@@ -282,6 +283,19 @@ def engine_alone(
 ) -> RolloutConfig:
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 100, "vllm": settings or None})
     return fit_engine(config, ModelConfig(path=Path(model)), device, "--kv-cache-gb")
+
+
+def test_an_engine_of_several_devices_needs_the_memory_of_its_part_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # without nvidia-smi, the memory of the GPU is unknown
+    config = RolloutConfig(engine="vllm", max_response_tokens=100)
+    model = ModelConfig(path=Path(QWEN))
+    alone, pair = (fit_engine(config, model, "cuda", "--kv-cache-gb", ReplicaSizes(tp=tp)).vllm for tp in (1, 2))
+    assert isinstance(alone, PlannedVllmConfig) and isinstance(pair, PlannedVllmConfig)
+    assert pair.least == alone.least / 2
+    # Each device has half of the weights and of the activations, but all logits, and NCCL with its buffers.
+    halved = 2 * 1_543_714_304 + 1.15 * 8192 * 2 * (2 * 1536 + 3 * 8960)
+    communication = 32 * 10_485_760 + 96 * 2**20
+    assert pair.needed == pytest.approx(alone.needed - halved / 2 + communication, rel=0.01)
 
 
 def test_an_engine_outside_of_a_run_has_the_defaults_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

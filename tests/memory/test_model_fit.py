@@ -15,7 +15,7 @@ from flowrl.config import (
     ModelConfig,
     OptimizerConfig,
     Placement,
-    Replica,
+    ReplicaSizes,
 )
 from flowrl.config import RolePlacement as Role
 from flowrl.memory.model_fit import (
@@ -107,14 +107,14 @@ def test_sizes_that_do_not_divide_the_model_are_rejected(tmp_path: Path, sizes: 
 @pytest.mark.parametrize(
     ("replica", "facts"),
     [
-        (Replica(tp=3), ["tp", 3, 4, "heads"]),
-        (Replica(pp=3), ["pp", 3, 2, "layers"]),
-        (Replica(tp=2, pp=2), []),
-        (Replica(tp=4), []),  # each of the 2 key heads is on two devices
+        (ReplicaSizes(tp=3), ["tp", 3, 4, "heads"]),
+        (ReplicaSizes(pp=3), ["pp", 3, 2, "layers"]),
+        (ReplicaSizes(tp=2, pp=2), []),
+        (ReplicaSizes(tp=4), []),  # each of the 2 key heads is on two devices
         (ONE_DEVICE, []),
     ],
 )
-def test_a_replica_that_cannot_divide_the_model_is_named(replica: Replica, facts: list, tmp_path: Path) -> None:
+def test_a_replica_that_cannot_divide_the_model_is_named(replica: ReplicaSizes, facts: list, tmp_path: Path) -> None:
     """The model has 2 layers, 4 query heads and 2 key heads."""
     tiny.save(tiny.qwen2(), tmp_path)
     problem = find_replica_problem(tmp_path, replica)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from flowrl import Batch, Cluster, Dispatch, Placement, Worker, register
 from flowrl.cli import run_recipe
-from flowrl.config import RoleConfig, RunConfig
+from flowrl.config import ExportConfig, RoleConfig, RunConfig
 from flowrl.data.batch.tensordicts import num_rows
 from flowrl.data.metric import Metric, Sum
 
@@ -24,7 +24,7 @@ class Slow(Worker):
         return {"rows": Sum(num_rows(table))}
 
     @register(Dispatch.RANK_ZERO)
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, config: ExportConfig) -> None:
         folder.mkdir()
         time.sleep(0.3)
         (folder / "weights").write_text("complete")

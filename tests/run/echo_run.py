@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from flowrl import Batch, Dispatch, Placement, Worker, make_tensordict, register
-from flowrl.config import OnPolicyConfig, RolePlacement
+from flowrl.config import ExportConfig, OnPolicyConfig, RolePlacement
 from flowrl.data.batch.tensordicts import num_rows
 from flowrl.data.metric import Mean, Metric
 from flowrl.data.prompts import PromptStream, read_conversations
@@ -61,7 +61,7 @@ class Echo(Worker):
         self.version = version
 
     @register(Dispatch.RANK_ZERO)
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, config: ExportConfig) -> None:
         folder.mkdir()
         (folder / "weights").write_text(str(self.version))
 
@@ -84,7 +84,7 @@ class Counting(Echo):
     def load_checkpoint(self, folder: Path) -> None: ...
 
     @register(Dispatch.RANK_ZERO)
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, config: ExportConfig) -> None:
         folder.mkdir()
         (folder / "weights").write_text(str(self.num_updates))
 

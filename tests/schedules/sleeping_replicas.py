@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from flowrl.config import ExportConfig
 from flowrl.controller.worker import Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import make_tensordict, num_rows
 from flowrl.data.metric import Max, Mean, Metric
@@ -153,7 +154,7 @@ class SleepingActor(Worker):
         return {"weight": np.full(4, float(self.updates))}
 
     @register(Dispatch.RANK_ZERO)
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, config: ExportConfig) -> None:
         folder.mkdir()
         (folder / "weights").write_text(str(self.updates))
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.config import Replica
+from flowrl.config import ReplicaSizes
 from flowrl.controller.placement.plan import Mesh
 from flowrl.controller.worker import WorkerContext
 from flowrl.workers import Rollout
@@ -25,7 +25,7 @@ def rollout(rank: int = 0, *, world_size: int = 1, leads: int = 1, replaced: boo
     mesh = Mesh(world_size, 1, 1, 1)
     worker: Any = Rollout.__new__(Rollout)
     worker.context = WorkerContext(
-        "rollout", rank, world_size, rank, 0, "cpu", mesh, replaced=replaced, replica=Replica(leads)
+        "rollout", rank, world_size, rank, 0, "cpu", mesh, replaced=replaced, replica=ReplicaSizes(leads)
     )
     worker.engine = RecordingEngine()
     return worker

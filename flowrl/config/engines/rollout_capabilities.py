@@ -57,7 +57,7 @@ class EngineCapabilities:
     dimensions: tuple[Literal["tp", "pp"], ...] = ()
     """Parallel sizes that its role in the placement may have. One engine then uses several devices of a node."""
     partial_models: bool = False
-    """The engine loads a model whose files lack weights or have unknown weights (`model.strict: false`) as the trainer
+    """The engine loads a model whose files lack weights or have unexpected ones (`model.strict: false`) as the trainer
     does."""
     matches_trainer: bool = False
     """The engine computes with the model code of the trainer, so log-probabilities differ only by rounding. Otherwise,

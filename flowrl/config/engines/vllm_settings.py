@@ -14,7 +14,7 @@ CACHE_SHARE = 0.9
 """Share of the free memory of a GPU that becomes the KV cache. The rest covers errors of the estimate."""
 
 
-_FIXED = "it has the value that flowrl needs"
+_FIXED = "flowrl needs its value"
 _NO_CODE = "flowrl runs no code of a model"
 
 OWN_ARGUMENTS: Mapping[str, str] = {
@@ -34,6 +34,9 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "enable_sleep_mode": "set vllm.sleep",
     "tensor_parallel_size": "set tp of the role in the placement",
     "pipeline_parallel_size": "set pp of the role in the placement",
+    "prefill_context_parallel_size": "set tp of the role in the placement",
+    "device_ids": "the placement selects devices",
+    "served_model_name": "flowrl serve has --name",
     "distributed_executor_backend": "the placement decides on processes",
     "trust_remote_code": _NO_CODE,
     "code_revision": _NO_CODE,
@@ -51,7 +54,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "spec_model": "set speculative_config",
     "spec_tokens": "set speculative_config",
 }
-"""Argument of vLLM's engine that flowrl sets -> what to do instead."""
+"""Argument of vLLM's engine that flowrl does not pass on -> what to do instead, or why not."""
 
 _OWN_PREFIXES: Mapping[str, str] = {
     "data_parallel_": "give the role more devices",
@@ -70,10 +73,10 @@ def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
     for name in arguments:
         prefixes = (text for prefix, text in _OWN_PREFIXES.items() if name.startswith(prefix))
         if (instead := OWN_ARGUMENTS.get(name) or next(prefixes, None)) is not None:
-            return f"{name} is an argument that flowrl sets: remove it ({instead})"
-    speculative = arguments.get("speculative_config") or {}
+            return f"{name} cannot be set here ({instead}): remove it"
+    speculative = arguments.get("speculative_config")
     method = speculative.get("method") if isinstance(speculative, Mapping) else speculative
-    if speculative and method not in SPECULATIVE_METHODS:
+    if speculative is not None and (method not in SPECULATIVE_METHODS or not isinstance(speculative, Mapping)):
         return (
             f"speculative_config.method is {method}, but only {' and '.join(SPECULATIVE_METHODS)} have no weights, "
             f"which a weight sync would not update: set one of them"
@@ -82,7 +85,7 @@ def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
 
 
 class VllmConfig(Config):
-    """Settings of the vLLM engine. They change only time and memory."""
+    """Settings of the vLLM engine. All except `engine_args` change only time and memory."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of weights and activations. Null: on GPUs the actor's `compute_dtype`, and for a judge bfloat16; on CPUs
@@ -114,8 +117,8 @@ class VllmConfig(Config):
     anyway."""
 
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, by name. flowrl rejects those that it sets itself. Whether the others
-    change results is up to vLLM."""
+    """Further arguments of vLLM's `EngineArgs`, by name. They may change results. Those that flowrl sets itself are
+    rejected."""
 
     @field_validator("engine_args")
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
 
-from flowrl.config import ONE_DEVICE, ROLES, Placement, Replica, RolePlacement, UserError
+from flowrl.config import ONE_DEVICE, ROLES, Placement, ReplicaSizes, RolePlacement, UserError
 from flowrl.config.base import DeviceKind
 
 
@@ -110,7 +110,7 @@ class RolePlan:
     """Pool expression in the placement: a pool, a range of ranks (`a[0:2]`), or several pools (`a+b`)."""
     slots: Sequence[Slot]
     mesh: Mesh
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that each dedicated process uses."""
 
     def local_rank(self, rank: int) -> int:
@@ -224,13 +224,13 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
     its replica.
     """
     role, mesh = planned.role, planned.mesh
-    sizes, slots = Replica(mesh.tp, mesh.pp), list[Slot]()
+    sizes, slots = ReplicaSizes(mesh.tp, mesh.pp), list[Slot]()
     for start in range(0, mesh.size, sizes.num_devices):
         replica = planned.slots[start : start + sizes.num_devices]
         first, shares = replica[0], [slot.num_devices for slot in replica]
         if len({slot.node for slot in replica}) > 1:
             raise PlacementError(
-                f"placement.roles.{role} has {sizes}, which puts a replica on two nodes, but a replica uses the "
+                f"placement.roles.{role} has {sizes}, which puts a replica on several nodes, but a replica uses the "
                 f"devices of one node: make tp and pp smaller, or change pool {planned.pool}"
             )
         if kind == "cuda" and min(shares) < max(shares) == 1:

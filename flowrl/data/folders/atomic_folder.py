@@ -11,8 +11,8 @@ from flowrl.config import UserError
 
 
 @contextmanager
-def renamed_at_end(folder: Path) -> Iterator[Path]:
-    """Yields a path next to `folder` at which the `with` block creates a folder, and renames it to `folder` at the end.
+def rename_at_end(folder: Path) -> Iterator[Path]:
+    """Yields the path of a folder that the `with` block must create. Renames it to `folder` at the end of the block.
 
     Deletes the temporary folder if the block raises. Raises `UserError` if no folder can be created there.
     """
@@ -37,7 +37,7 @@ def write_atomically(folder: Path) -> Iterator[Path]:
     Deletes the temporary folder if the block raises. Raises `UserError` if the folder cannot be written.
     """
     try:
-        with renamed_at_end(folder) as partial:
+        with rename_at_end(folder) as partial:
             partial.mkdir()
             yield partial
     except (OSError, SafetensorError) as error:

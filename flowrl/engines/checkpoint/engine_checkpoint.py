@@ -249,8 +249,8 @@ def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path, gr
 
 def _mismatch_message(folder: Path, name: str, difference: str) -> str:
     if name.startswith(OPTIMIZER):
-        what = "different optimizer, or its moments of 8 bits are of another tensor parallelism"
-        fix = "resume with the optimizer.kind and the tp that the run started with"
+        what = "different optimizer"
+        fix = "resume with the optimizer.kind that the run started with, and for adamw_8bit also with its tp"
     else:
         what, fix = "different model", "resume with the model that the run started with"
     return f"the checkpoint in {folder} is of a {what}: {difference}; {fix}"

@@ -45,6 +45,9 @@ _POLICY = MODEL + "language_model."
 _REWARD_MODEL = MODEL + "model."
 """Prefix of all weights in a reward model's checkpoint."""
 
+_SCORE_BIAS = "model.score.bias"
+"""Name in a reward model that started from a critic."""
+
 _VALUE_HEAD = MODEL + "value_head."
 """Prefix of the weights of the value head in a critic's checkpoint."""
 
@@ -204,6 +207,8 @@ def _load_adapted(checkpoint: Path, index: Index, *, on_meta: bool) -> nn.Module
         add_adapter(model.backbone, lora)
     elif kind == "reward_model":
         model = load_reward_model(base, head="fresh", on_meta=on_meta)  # the checkpoint has the head
+        if _SCORE_BIAS in names:  # of a critic from which the reward model started
+            model.head.bias = nn.Parameter(torch.zeros(1, dtype=model.head.weight.dtype))
         add_adapter(model.language_model, lora)
     else:
         model = load_policy(base, on_meta=on_meta)

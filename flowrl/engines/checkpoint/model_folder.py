@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -252,10 +253,13 @@ class _Layout:
         self._embedding = next(f"{n}.weight" for n, module in self._model.named_modules() if module is embeddings)
         self._pad_token = pad_token
         empty = [
-            (self._file_name(name), torch.empty(shape, dtype=dtype, device="meta")) for name, dtype, shape in shapes
+            (self._name_in_file(name), torch.empty(shape, dtype=dtype, device="meta")) for name, dtype, shape in shapes
         ]
         self._check(dict(empty), folder)
-        self._dtype = next((weight.dtype for _, weight in empty if weight.is_floating_point()), torch.float32)
+        sizes = Counter[torch.dtype]()
+        for _, weight in empty:
+            sizes[weight.dtype] += weight.numel() if weight.is_floating_point() else 0
+        self._dtype = max(sizes, key=sizes.__getitem__, default=torch.float32)  # a head may have another dtype
         padded = [{name: self._pad(name, weight)} for name, weight in empty]
         converted = self._revert([*padded])
         whole = self._revert([dict(chain.from_iterable(part.items() for part in padded))])
@@ -266,7 +270,7 @@ class _Layout:
             for name, weight in (converted if self._is_separable else whole).items()
         ]
 
-    def _file_name(self, name: str) -> str:
+    def _name_in_file(self, name: str) -> str:
         """Returns the name of a weight in the transformers model that is written."""
         if self._kind == "reward_model":
             return name.removeprefix("model.")
@@ -288,8 +292,8 @@ class _Layout:
         wrong += [name for name, weight in weights.items() if name in expected and expected[name].shape != weight.shape]
         if wrong:
             raise ModelError(
-                f"the weights do not match the model described in {folder}: see {', '.join(wrong[:3])}; use the "
-                f"weights of this model"
+                f"the weights do not match the config.json of the model: {', '.join(wrong[:3])} are unexpected, "
+                f"missing or of another shape; export with the model that the run started with"
             )
 
     def save_config(self, folder: Path) -> None:
@@ -302,10 +306,13 @@ class _Layout:
         config.save_pretrained(folder)
 
     def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields weights as they are in the files. Holds one weight at a time, unless several form one."""
+        """Yields the weights under the names and shapes of the files. Holds one weight at a time.
+
+        If the files combine several weights into one, holds the complete model.
+        """
         remaining, collected = iter(weights), {}
         for name, weight in remaining:
-            collected |= {(own := self._file_name(name)): self._pad(own, weight)}
+            collected |= {(own := self._name_in_file(name)): self._pad(own, weight)}
             del weight
             if self._is_separable:
                 converted, collected = self._revert([collected]), {}

@@ -78,9 +78,9 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedMode
 
     Args:
         config: path and dtype of the model. `dropout: 0` disables the model's dropout. With `strict: false`, missing
-            weights get their initial values (`InitialWeights`), and unknown weights are ignored.
+            weights get their initial values (`InitialWeights`), and unexpected weights are ignored.
         on_meta: leaves the weights on the meta device. `FsdpEngine` then reads only this rank's shards.
-    Raises ModelError if the folder has no causal language model, if it lacks weights or has unknown weights and
+    Raises ModelError if the folder has no causal language model, if it lacks weights or has unexpected weights and
     `config.strict` is true, or if the model has dropout that `config` does not disable.
     """
     return _load("policy", config, on_meta)
@@ -328,13 +328,13 @@ def _check_differences(
     problem = f"{config.path} is not {_KINDS[kind].description}, because it {differences.describe()}"
     if _HEAD_WEIGHT in differences.missing:
         raise ModelError(f"{problem}: train its head first, or set head: fresh to try out a program")
+    if differences.missing and kind == "reward_model" and not has_fresh_head:
+        raise ModelError(f"{problem}, and scores of untrained weights are meaningless: use a complete folder")
     if differences and config.strict:
         raise ModelError(
             f"{problem}: use a complete folder, or set model.strict: false to initialize missing weights and ignore "
-            f"unknown ones"
+            f"unexpected ones"
         )
-    if differences.missing and kind == "reward_model" and not has_fresh_head:
-        raise ModelError(f"{problem}, and scores of untrained weights are meaningless: use a complete folder")
 
 
 def _model_settings(kind: ModelKind, config: ModelConfig) -> dict[str, Any]:  # Any: of a configuration

@@ -1,4 +1,4 @@
-"""Models whose files lack weights or have unknown weights (`model.strict: false`).
+"""Models whose files lack weights or have unexpected weights (`model.strict: false`).
 
 transformers compares the names. It creates the model on the meta device for this purpose, and reads no weights.
 """
@@ -32,7 +32,7 @@ class WeightDifferences:
     def describe(self) -> str:
         """Returns the differences as the predicate of a sentence about the model, with a few of the names."""
         parts = [f"lacks {_list_names(self.missing)}"] if self.missing else []
-        parts += [f"has {_list_names(self.unexpected, 'unknown ')}"] if self.unexpected else []
+        parts += [f"has {_list_names(self.unexpected, 'unexpected ')}"] if self.unexpected else []
         return " and ".join(parts)
 
 

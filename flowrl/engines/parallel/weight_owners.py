@@ -15,7 +15,10 @@ from flowrl.engines.parallel.gradients import BUCKET_BYTES
 
 
 def assign_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank that updates each weight. The largest weight comes first, on the rank with the fewest values."""
+    """Assigns each weight to the rank that updates it, and returns these ranks in the order of `sizes` (bytes).
+
+    Assigns the largest weights first, each to the rank with the fewest bytes so far.
+    """
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = min(range(num_ranks), key=loads.__getitem__)
@@ -44,8 +47,8 @@ class WeightOwners:
         ]
 
     @torch.no_grad()
-    def share(self) -> None:
-        """Sends the weights of each rank to all others."""
+    def broadcast(self) -> None:
+        """Broadcasts each weight from its owner to all other ranks, in place."""
         for owner, weights in enumerate(self._owned):
             for bucket in _buckets(weights):
                 values = torch.cat([weight.flatten() for weight in bucket])

@@ -15,7 +15,7 @@ from flowrl.config import (
     ONE_DEVICE,
     EngineCapabilities,
     ModelConfig,
-    Replica,
+    ReplicaSizes,
     RolloutConfig,
     UserError,
     import_attribute,
@@ -321,7 +321,7 @@ class EngineContext:
     tokenizer: "PreTrainedTokenizerBase"
     device: str
     """Torch device of the process: `cpu` or `cuda:N`."""
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that the engine uses."""
     can_sleep: bool = False
     """Whether `sleep` will be called."""

@@ -22,6 +22,9 @@ from flowrl.engines.models.parameters import unique_parameters
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of the names of weights and of optimizer tensors."""
 
+BLOCK = 64
+"""Number of values of a quantized optimizer tensor with a common scale. Widths of most models are multiples of it."""
+
 CODES, SCALE = ".codes", ".scale"
 """Suffixes of the names of the parts of a quantized optimizer tensor."""
 
@@ -75,8 +78,9 @@ def split_quantized(value: Tensor) -> dict[str, Tensor]:
     if not is_traceable_wrapper_subclass(local):
         return {"": value}
     quantized: Any = local  # Any: torchao's type, which is not always installed
-    rows = quantized.codes.shape[0]
-    return {CODES: shard_like(quantized.codes, value), SCALE: shard_like(quantized.scale.view(rows, -1), value)}
+    rows, columns = quantized.codes.shape
+    scale = quantized.scale.view(rows, columns // BLOCK)
+    return {CODES: shard_like(quantized.codes, value), SCALE: shard_like(scale, value)}
 
 
 def _join_quantized(value: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
@@ -92,7 +96,9 @@ def _join_quantized(value: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def shard_like(local: Tensor, value: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, sharded as `value` if that is sharded. Rows may have another width."""
+    """Returns a sharded tensor with the shard `local` and the sharding of `value`, or `local` itself if `value` is not
+    sharded. `local` may have another number of columns.
+    """
     if not isinstance(value, DTensor):
         return local
     num_column_shards = value.shape[1] // local_tensor(value).shape[1]

@@ -25,7 +25,7 @@ NUM_ITERATIONS = 5
 """Number of Newton-Schulz iterations."""
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial of an iteration, which maps singular values in (0, 1] towards 1."""
+"""Coefficients of the odd polynomial of an iteration. It maps singular values in (0, 1] towards 1."""
 
 _EPS = 1e-7
 _SCALE = 0.2
@@ -33,7 +33,7 @@ _SCALE = 0.2
 
 
 def orthogonalize(matrix_RC: Tensor) -> Tensor:
-    """Returns U V^T of a matrix U S V^T, up to singular values between about 0.7 and 1.2, [R, C].
+    """Returns an approximation of U V^T for a matrix U S V^T, [R, C]. Its singular values are about 0.7 to 1.2.
 
     Each Newton-Schulz iteration maps the singular values s to a s + b s^3 + c s^5. The first receives the matrix
     divided by its Frobenius norm. Computes in the dtype of the matrix.
@@ -54,7 +54,7 @@ class Muon(AdamW):
     def __init__(
         self, groups: Sequence[dict], mesh: RankMesh, *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        """`groups`: those whose `momentum` is not None have matrices only. `mesh`: ranks that share the weights."""
+        """Groups whose `momentum` is not None may contain only matrices. `mesh`: ranks that share the weights."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self._mesh = mesh
 
@@ -82,8 +82,8 @@ class Muon(AdamW):
         super().step()
 
     def _average(self, weight: nn.Parameter, momentum: float) -> Tensor:
-        """Updates the moving average of a weight's gradient, and returns its Nesterov average on this rank, in the
-        memory of the gradient.
+        """Updates the momentum of a weight, overwrites its gradient with the Nesterov average, and returns this rank's
+        shard of it.
         """
         assert weight.grad is not None
         state = self.state[weight]
@@ -219,4 +219,5 @@ def _sharded_dimensions(weight: nn.Parameter) -> dict[str, int]:
     names = weight.device_mesh.mesh_dim_names
     assert names is not None
     placements = zip(names, weight.placements, strict=True)
-    return {name: int(placement.is_shard(1)) for name, placement in placements if not placement.is_replicate()}
+    # torch's strided shards, of `tp` with FSDP2, are no `Shard`.
+    return {name: getattr(placement, "dim") for name, placement in placements if not placement.is_replicate()}  # noqa: B009 (untyped)

@@ -35,7 +35,7 @@ class TrainedWeight:
     """Whether it is a matrix of a decoder layer. Others are embeddings, heads, norms, biases and fused experts."""
 
     def decays(self, config: OptimizerConfig) -> bool:
-        """Returns whether weight decay applies, unless a group says otherwise."""
+        """Returns whether weight decay applies, unless its group sets `weight_decay`."""
         if self.is_embedding:
             return "embeddings" not in config.no_decay
         if self.parameter.ndim >= 2:

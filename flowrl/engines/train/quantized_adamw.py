@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits in blocks with a scale. Imports torchao, and is imported only for this optimizer.
+"""AdamW with 8-bit moments, in blocks with a scale. Imports torchao, and is imported only for this optimizer.
 
 Dettmers et al. 2022, https://arxiv.org/abs/2110.02861. Unlike in torchao, blocks are parts of rows, so that ranks can
 share the scales like the weights, and checkpoints can be loaded by another number of ranks.
@@ -8,25 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
 from flowrl.devices.device import find_compiler_problem, get_device, local_tensor
-from flowrl.engines.train.module_state import shard_like
+from flowrl.engines.train.module_state import BLOCK, shard_like
 
-BLOCK = 64
-"""Number of values with a common scale. Widths of most models are multiples of it."""
-
-MIN_SIZE = 4096
-"""Minimum number of values of a weight with quantized moments."""
+MIN_ROWS, MIN_SIZE = 64, 4096
+"""Minimum numbers of rows and values of a weight with quantized moments. Heads and adapters have fewer rows."""
 
 
 class QuantizedAdamW(AdamW8bit):
     """torchao's optimizer, with the blocks of this module.
 
-    Moments are quantized for matrices of at least `MIN_SIZE` values whose rows have whole blocks on each rank. Other
-    weights have moments in their own dtype. The step is compiled on GPUs, where it needs less memory. On CPUs, the
-    compiler would take a minute for each shape of a weight.
+    Moments are quantized for matrices of at least `MIN_ROWS` rows and `MIN_SIZE` values whose rows have whole blocks on
+    each rank. Other weights have moments in their own dtype. The step is compiled on GPUs, where it needs less memory.
+    On CPUs, the compiler would take a minute for each shape of a weight.
     """
 
     def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> None:  # Any: as torch
@@ -46,17 +42,6 @@ class QuantizedAdamW(AdamW8bit):
 
 
 def has_quantized_moments(weight: Tensor) -> bool:
-    """Returns whether the moments of a weight are quantized, which is equal on all ranks."""
-    if weight.ndim != 2 or weight.numel() < MIN_SIZE or local_tensor(weight).shape[1] % BLOCK:
-        return False
-    return not isinstance(weight, DTensor) or not _has_empty_shard(weight)
-
-
-def _has_empty_shard(weight: DTensor) -> bool:
-    """Returns whether a rank has no rows. Each shard but the last has the same number of rows."""
-    sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
-    num_shards = 1
-    for size, placement in sizes:
-        num_shards *= size if placement.is_shard(0) else 1
-    rows = -(-weight.shape[0] // num_shards)
-    return rows * (num_shards - 1) >= weight.shape[0]
+    """Returns whether the moments of a weight are quantized. Only `tp` changes the result, because it shards rows."""
+    has_size = weight.ndim == 2 and weight.shape[0] >= MIN_ROWS and weight.numel() >= MIN_SIZE
+    return has_size and local_tensor(weight).shape[1] % BLOCK == 0

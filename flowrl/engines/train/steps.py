@@ -68,7 +68,7 @@ class OptimizerSteps:
         config: OptimizerConfig,
         *,
         mesh: RankMesh = SINGLE_PROCESS,
-        shares_state: bool = False,
+        shards_state: bool = False,
         is_float16: bool = False,
         with_state: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -79,15 +79,15 @@ class OptimizerSteps:
             gradients: their gradients.
             config: settings of the optimizer.
             mesh: ranks of the model.
-            shares_state: whether each of these ranks has the optimizer state of a part of the weights, and sends them
-                to the others (ZeRO-1).
+            shards_state: whether the optimizer state is divided over these ranks (ZeRO-1). Each rank then updates its
+                weights and broadcasts them.
             is_float16: whether gradients are computed in float16, which needs a loss scale.
             with_state: returns a context in which the state of the optimizer is on the device of the weights.
         """
         weights = trained_weights(model)
         self.optimizer = build_optimizer(weights, config, mesh)
         self._owners: WeightOwners | None = None
-        if shares_state and mesh.all_ranks is not None:
+        if shards_state and mesh.all_ranks is not None:
             self._owners = WeightOwners([weight.parameter for weight in weights], mesh.all_ranks)
             self._owners.restrict(self.optimizer)
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -136,7 +136,7 @@ class OptimizerSteps:
     def take(self) -> dict[str, Metric]:
         """Takes an optimizer step on the accumulated gradient.
 
-        Returns: `grad_norm` (before clipping), `lr`, `lr/GROUP` for each group of weights with an own rate,
+        Returns: `grad_norm` (before clipping), `lr`, `lr/GROUP` for each group of weights that sets a rate,
             `skipped_update` and, in float16, `loss_scale`. If no rank had a trained token, or if float16 overflowed,
             `skipped_update` is 1, and the norm and the rates are absent.
         Raises UserError without a loss since the last step, and FloatingPointError if the gradient is not finite. The
@@ -173,7 +173,7 @@ class OptimizerSteps:
         with self._with_state():
             self.optimizer.step()
         if self._owners is not None:
-            self._owners.share()
+            self._owners.broadcast()
         self.num_steps += 1
         self._gradients.free()
         return metrics | {"grad_norm": Max(norm), **rates, "skipped_update": Max(0.0)}

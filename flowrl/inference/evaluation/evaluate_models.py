@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flowrl.checkpoints.inputs import combined_checksum, input_checksums
-from flowrl.config import EvaluationRunConfig, Replica, UserError
+from flowrl.config import EvaluationRunConfig, ReplicaSizes, UserError
 from flowrl.data.input_paths import find_model_file
 from flowrl.inference.evaluation.evaluation_table import check_writable, render_results, write_results, write_rows
 from flowrl.inference.evaluation.harness import check_harness, evaluate_harness
@@ -97,7 +97,7 @@ def _print_text(console: Console, text: str) -> None:
 
 
 def _evaluate(
-    config: EvaluationRunConfig, num_devices: int, replica: Replica, notify: Callable[[str], None]
+    config: EvaluationRunConfig, num_devices: int, replica: ReplicaSizes, notify: Callable[[str], None]
 ) -> dict[str, TaskScores]:
     scores = evaluate_model(config, num_devices=num_devices, replica=replica, notify=notify)
     return {name or _UNNAMED: own for name, own in scores.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flowrl.config import UserError
+from flowrl.config import ONE_DEVICE, UserError
 from flowrl.config.user_errors import convert_errors
 from flowrl.inference.evaluation.model_scores import TaskScores
 from flowrl.inference.evaluation.planned_tasks import HARNESS, EvaluationArguments
@@ -27,8 +27,8 @@ Result = Mapping[str, Any]  # Any: the library's values
 def check_harness(tasks: Sequence[str], arguments: EvaluationArguments) -> None:
     """Checks tasks of lm-eval before the evaluation.
 
-    Raises UserError if lm-eval is not installed or does not have a task, or if the number of samples or the temperature
-    is set.
+    Raises UserError if lm-eval is not installed or does not have a task, or if the number of samples, the temperature
+    or several devices per engine are set.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
@@ -41,6 +41,11 @@ def check_harness(tasks: Sequence[str], arguments: EvaluationArguments) -> None:
                 f"{option} is {value:g}, but tasks of lm-eval have sampling settings of their own: omit it, or "
                 f"evaluate these tasks separately"
             )
+    if arguments.replica != ONE_DEVICE:
+        raise UserError(
+            f"an engine with {arguments.replica} is set, but tasks of lm-eval use one device: omit --tp and --pp, or "
+            f"evaluate these tasks separately"
+        )
     names = [task for task in tasks if not Path(task).is_file()]
     unknown = [name for name in names if name.endswith((".yaml", ".yml")) or "/" in name]
     if names and not unknown:
@@ -80,7 +85,7 @@ def evaluate_harness(
     with convert_errors(describe):  # loading runs code of tasks and of `datasets`
         loaded = manager.load(list(tasks))
     results = simple_evaluate(
-        model=HarnessModel(source, engine=arguments.engine or "hf", seed=seed, replica=arguments.replica),
+        model=HarnessModel(source, engine=arguments.engine or "hf", seed=seed),
         tasks=list(loaded["tasks"].values()),
         limit=arguments.limit,
         bootstrap_iters=0,

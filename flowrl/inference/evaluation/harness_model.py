@@ -11,12 +11,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from flowrl.config import (
-    ONE_DEVICE,
     ModelConfig,
     Placement,
     ReferenceConfig,
-    Replica,
-    RolePlacement,
     RolloutConfig,
 )
 from flowrl.controller.cluster import Cluster
@@ -48,11 +45,9 @@ class HarnessModel(TemplateLM):
     depend on the other requests of a batch.
     """
 
-    def __init__(
-        self, source: ModelSource, *, engine: str = "hf", seed: int = 0, replica: Replica = ONE_DEVICE
-    ) -> None:
+    def __init__(self, source: ModelSource, *, engine: str = "hf", seed: int = 0) -> None:
         super().__init__()
-        self._source, self._engine, self._seed, self._replica = source, engine, seed, replica
+        self._source, self._engine, self._seed = source, engine, seed
         self._chat = ChatTokenizer(source.tokenizer_path, model=source.path)
         self.tokenizer = self._chat.tokenizer
         self._max_length = self._chat.max_positions() or _DEFAULT_LENGTH
@@ -142,7 +137,7 @@ class HarnessModel(TemplateLM):
             top_k=sampling.top_k,
             top_p=sampling.top_p,
         )
-        with _start_cluster("rollout", self._replica, is_dedicated=config.needs_own_process) as cluster:
+        with _start_cluster("rollout", is_dedicated=config.needs_own_process) as cluster:
             config = fit_engine(config, self._model, cluster.plan.kind, "the size of vLLM's KV cache in GB")
             rollout = cluster.group("rollout", Rollout, config, self._model, seed=self._seed)
             batch = Batch.from_rows(rows)
@@ -173,10 +168,9 @@ def read_sampling(arguments: dict[str, Any], max_tokens: int) -> SamplingSetting
     )
 
 
-def _start_cluster(role: str, replica: Replica = ONE_DEVICE, *, is_dedicated: bool = False) -> Cluster:
-    """Returns a cluster with the devices of one replica. An engine with its own processes requires Ray."""
-    own = RolePlacement(pool="main", tp=replica.tp, pp=replica.pp)
-    placement = Placement(pools={"main": [replica.num_devices]}, roles={"actor": "main", role: own})
+def _start_cluster(role: str, *, is_dedicated: bool = False) -> Cluster:
+    """Returns a cluster with one device. An engine with its own processes requires Ray."""
+    placement = Placement(pools={"main": [1]}, roles={"actor": "main", role: "main"})
     dedicated = (role,) if is_dedicated else ()
     return Cluster(placement, backend="ray" if is_dedicated else "inline", roles=(role,), dedicated=dedicated)
 

@@ -10,7 +10,7 @@ from flowrl.config import (
     EvaluationConfig,
     EvaluationRunConfig,
     Placement,
-    Replica,
+    ReplicaSizes,
     RolePlacement,
 )
 from flowrl.controller.cluster import Cluster
@@ -45,7 +45,7 @@ def evaluate_model(
     config: EvaluationRunConfig,
     *,
     num_devices: int = 1,
-    replica: Replica = ONE_DEVICE,
+    replica: ReplicaSizes = ONE_DEVICE,
     notify: Callable[[str], None],
 ) -> dict[str, TaskScores]:
     """Generates responses to all held-out prompts of a config, and scores them. Returns the scores of each set.
@@ -84,7 +84,7 @@ def evaluate_model(
 
 
 def check_evaluation(
-    config: EvaluationRunConfig, num_devices: int = 1, replica: Replica = ONE_DEVICE
+    config: EvaluationRunConfig, num_devices: int = 1, replica: ReplicaSizes = ONE_DEVICE
 ) -> tuple[CheckedRun, dict[str, Batch]]:
     """Checks the settings and the memory. Returns the plan of the evaluation, and the held-out prompts by the name of
     their set. Raises UserError.
@@ -108,7 +108,7 @@ def _collect(name: str, result: Evaluation, config: EvaluationConfig) -> TaskSco
     return TaskScores(metrics, [row["prompt"] for row in rows[::k]], scores, config.pass_score, rows)
 
 
-def _on_backend(config: EvaluationRunConfig, num_devices: int, replica: Replica) -> EvaluationRunConfig:
+def _on_backend(config: EvaluationRunConfig, num_devices: int, replica: ReplicaSizes) -> EvaluationRunConfig:
     """Returns the settings with the backend and the placement of the evaluation: all roles on the same devices."""
     roles = [role for role in config.roles if role != "actor"]
     placement = Placement(

@@ -12,7 +12,7 @@ from flowrl.config import (
     ONE_DEVICE,
     ConfigError,
     EvaluationRunConfig,
-    Replica,
+    ReplicaSizes,
     RolloutRunConfig,
     UserError,
     load,
@@ -54,7 +54,7 @@ class EvaluationArguments:
     seed: int | None = None
     limit: int | None = None
     engine: str | None = None
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that one engine uses."""
     settings: Sequence[str] = ()
     """Settings, as `KEY=VALUE`."""

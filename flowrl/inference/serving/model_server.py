@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.config import ONE_DEVICE, Replica, UserError
+from flowrl.config import ONE_DEVICE, ReplicaSizes, UserError
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
@@ -65,7 +65,7 @@ class ServerSettings:
     """Maximum number of tokens of prompt and response. None: as many as model and memory allow."""
     kv_cache_gb: float | None = None
     """Memory of the KV cache on each device. None: 1 GB on the CPU, and the free memory of a GPU."""
-    replica: Replica = ONE_DEVICE
+    replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that the server uses."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine, as `rollout.vllm.engine_args`."""
@@ -137,6 +137,8 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
         check_num_gpus(settings.replica, count_gpus())
     elif settings.replica.pp > 1:
         raise UserError(f"pp is {settings.replica.pp}, which vLLM's server does not support on CPUs: use tp")
+    elif settings.engine_args.get("speculative_config"):
+        raise UserError("speculative_config gives wrong tokens, because vLLM samples them wrongly on CPUs: remove it")
     command = ["serve", str(source.path), "--tokenizer", str(source.tokenizer_path)]
     command += ["--served-model-name", settings.name or source.name, "--host", settings.host]
     command += ["--port", str(settings.port), "--dtype", settings.dtype or ("auto" if on_gpu else "float32")]

@@ -183,7 +183,7 @@ def check_partial_models(config: RunConfig) -> None:
             engines = name_alternatives(lambda known: known.partial_models)
             raise ConfigError(
                 f"{key}.strict is false, but {keys[name]}.engine is {role.engine}, which reads the files itself and "
-                f"rejects missing and unknown weights: set {keys[name]}.engine: {engines}, or {key}.strict: true"
+                f"rejects missing and unexpected weights: set {keys[name]}.engine: {engines}, or {key}.strict: true"
             )
 
 

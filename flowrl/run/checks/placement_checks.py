@@ -63,13 +63,13 @@ def check_model_sizes(config: RunConfig, planned: Plan) -> None:
     for role, model in models_of(config).items():
         if model.model is not None and role in planned.roles:
             check_model_fit(role, model, planned.roles[role])
-    for role, model in _generated_models(config):
+    for role, model in _models_that_generate(config):
         problem = find_replica_problem(model.path, planned.roles[role].replica) if role in planned.roles else None
         if problem is not None:
             raise ConfigError(f"placement.roles.{role} has {problem}")
 
 
-def _generated_models(config: RunConfig) -> Iterator[tuple[str, ModelConfig]]:
+def _models_that_generate(config: RunConfig) -> Iterator[tuple[str, ModelConfig]]:
     """Yields the role and the model of each rollout and judge."""
     actor = models_of(config).get("actor")
     for role, value in config.role_settings.items():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.config import Placement, Replica, RolePlacement, load
+from flowrl.config import Placement, ReplicaSizes, RolePlacement, load
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Coordinates, Inventory, Mesh, PlacementError, Plan, plan
 from flowrl.controller.placement.plan_table import render_plan, render_threads
@@ -281,7 +281,7 @@ def test_one_process_leads_the_tensor_parallel_devices_of_a_replica() -> None:
     roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2)}
     planned = plan(Placement(pools={"main": [1], "makers": [4]}, roles=roles), gpus(5), dedicated=["rollout"])
     rollout = planned.roles["rollout"]
-    assert (rollout.mesh, rollout.replica) == (Mesh(pp=1, dp=2, sp=1, tp=1), Replica(tp=2))
+    assert (rollout.mesh, rollout.replica) == (Mesh(pp=1, dp=2, sp=1, tp=1), ReplicaSizes(tp=2))
     assert [(slot.rank, slot.device, slot.num_devices) for slot in rollout.slots] == [(0, 1, 2), (1, 3, 2)]
     assert render_plan(planned).splitlines()[-1].split()[2:4] == ["dp2", "tp2"]
 
@@ -290,7 +290,7 @@ def test_one_process_leads_the_stages_of_a_replica() -> None:
     roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2, pp=2)}
     planned = plan(Placement(pools={"main": [1], "makers": [8]}, roles=roles), gpus(9), dedicated=["rollout"])
     rollout = planned.roles["rollout"]
-    assert (rollout.mesh, rollout.replica) == (Mesh(pp=1, dp=2, sp=1, tp=1), Replica(tp=2, pp=2))
+    assert (rollout.mesh, rollout.replica) == (Mesh(pp=1, dp=2, sp=1, tp=1), ReplicaSizes(tp=2, pp=2))
     assert [slot.node_devices for slot in rollout.slots] == [
         tuple((0, device) for device in devices) for devices in ((1, 2, 3, 4), (5, 6, 7, 8))
     ]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import UserError
-from flowrl.data.folders.atomic_folder import renamed_at_end, write_atomically
+from flowrl.data.folders.atomic_folder import rename_at_end, write_atomically
 from tests.errors import missing_facts
 
 
@@ -25,7 +25,7 @@ def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_the_block_creates_gets_its_name_at_the_end(tmp_path: Path) -> None:
-    with renamed_at_end(tmp_path / "new") as partial:
+    with rename_at_end(tmp_path / "new") as partial:
         assert not partial.exists()
         partial.mkdir()
         assert not (tmp_path / "new").exists()
@@ -33,11 +33,11 @@ def test_a_folder_that_the_block_creates_gets_its_name_at_the_end(tmp_path: Path
 
 
 def test_an_error_of_the_block_is_not_an_error_of_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), renamed_at_end(tmp_path / "new") as partial:
+    with pytest.raises(FileNotFoundError), rename_at_end(tmp_path / "new") as partial:
         partial.mkdir()
         (tmp_path / "missing").read_text()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(UserError) as caught, renamed_at_end(tmp_path / "file" / "new"):
+    with pytest.raises(UserError) as caught, rename_at_end(tmp_path / "file" / "new"):
         pass
     assert not missing_facts(str(caught.value), tmp_path / "file" / "new")

@@ -1,4 +1,4 @@
-"""Models whose files lack weights or have unknown weights."""
+"""Models whose files lack weights or have unexpected weights."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ EXTRA = "model.layers.7.mlp.up_proj.weight"
 
 
 def changed(model: PreTrainedModel, folder: Path, *lacking: str, extra: tuple[str, ...] = ()) -> Path:
-    """Saves a model without some weights, and with unknown weights."""
+    """Saves a model without some weights, and with unexpected weights."""
     save(model, folder)
     weights = load_file(folder / "model.safetensors")
     weights = {name: weight for name, weight in weights.items() if name not in lacking}

@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from flowrl.cli import main
-from flowrl.config import Replica
+from flowrl.config import ReplicaSizes
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.data.folders.private_folder import remove_abandoned_folders
 from flowrl.data.template import ConversationTemplate
@@ -75,22 +75,24 @@ def test_vllm_reads_the_arguments_of_its_engine(run_folder: Path, tmp_path: Path
         "enable_chunked_prefill": False,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "kv_cache_dtype": "auto",
-        "middleware": None,
+        "swap_space": None,
     }
     source = resolve_model(str(run_folder))
-    settings = ServerSettings(port=1234, replica=Replica(tp=2), engine_args=arguments)
+    settings = ServerSettings(port=1234, replica=ReplicaSizes(tp=2), engine_args=arguments)
     command = server_command(source, open_chat(source), settings, tmp_path)
     read = make_arg_parser(FlexibleArgumentParser()).parse_args(command[1:])
     assert read is not None
     assert (read.tensor_parallel_size, read.pipeline_parallel_size) == (2, 1)
-    assert {name: getattr(read, name) for name in list(arguments)[:4]} == dict(list(arguments.items())[:4])
+    assert "--swap-space" not in command
+    given = {name: value for name, value in arguments.items() if value is not None}
+    assert {name: getattr(read, name) for name in given} == given
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's server has pipeline stages on GPUs")
 def test_stages_of_the_server_are_rejected_on_cpus(run_folder: Path, tmp_path: Path) -> None:
     source = resolve_model(str(run_folder))
     with rejects("pp", 2, "CPUs", "tp"):
-        server_command(source, open_chat(source), ServerSettings(replica=Replica(pp=2)), tmp_path)
+        server_command(source, open_chat(source), ServerSettings(replica=ReplicaSizes(pp=2)), tmp_path)
 
 
 def test_the_server_gets_the_generation_settings_of_a_hub_model(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from flowrl.config import ONE_DEVICE, ModelConfig, Replica, RolloutConfig, VllmConfig
+from flowrl.config import ONE_DEVICE, ModelConfig, ReplicaSizes, RolloutConfig, VllmConfig
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.devices.device import get_device, has_gpu
@@ -110,7 +110,7 @@ class VllmRollout:
         tokenizer: PreTrainedTokenizerBase,
         config: RolloutConfig,
         *,
-        replica: Replica = ONE_DEVICE,
+        replica: ReplicaSizes = ONE_DEVICE,
         can_sleep: bool = False,
     ) -> None:
         """Loads the model. Responses end at the end-of-sequence tokens of the tokenizer and of the model.
@@ -147,13 +147,14 @@ class VllmRollout:
         self._num_devices = replica.num_devices
         # In torch's deterministic mode, vLLM's sampler would raise an error. Its batch-invariant mode replaces it.
         torch.use_deterministic_algorithms(False)
-        args = _engine_args(model, config, replica, can_sleep)
         try:
+            args = _engine_args(model, config, replica, can_sleep)
             self._engine = start_engine(args)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             if given := (config.vllm or VllmConfig()).engine_args:
                 raise RolloutError(
-                    f"vLLM rejects vllm.engine_args {dict(given)}, or their combination: {error}"
+                    f"vLLM did not start with vllm.engine_args {dict(given)}: {error}; correct these arguments, or the "
+                    f"setting that the error names"
                 ) from error
             raise
         if args.async_scheduling and not self._engine.vllm_config.scheduler_config.async_scheduling:
@@ -445,7 +446,7 @@ def _cache_bytes(settings: VllmConfig, num_devices: int) -> int:
     return settings.measured_cache(gpu.total, gpu.free)
 
 
-def _engine_args(model: ModelConfig, config: RolloutConfig, replica: Replica, can_sleep: bool) -> EngineArgs:
+def _engine_args(model: ModelConfig, config: RolloutConfig, replica: ReplicaSizes, can_sleep: bool) -> EngineArgs:
     settings = config.vllm or VllmConfig()
     schedules_ahead = settings.uses_async_scheduling(on_gpus=has_gpu())
     return EngineArgs(

@@ -44,8 +44,8 @@ def scheduler_of(engine: LLMEngine) -> CountingScheduler:
 
 
 def has_scheduled_steps(engine: LLMEngine) -> bool:
-    """Returns whether the results of a scheduled step are not processed yet. Always false without the asynchronous
-    scheduler.
+    """Returns whether the results of a scheduled step are not processed yet. Always false without pipeline stages and
+    the asynchronous scheduler.
     """
     return bool(_core_of(engine).batch_queue)
 

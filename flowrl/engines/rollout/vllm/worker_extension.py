@@ -187,7 +187,7 @@ class WorkerExtension:
     def allocate_received_states(self) -> None:
         """Allocates the buffers for the states that a pipeline stage receives.
 
-        vLLM 0.32 allocates them when it measures its memory, which it omits on CPUs without compilation.
+        vLLM 0.32 allocates them in a run that measures its memory. It skips this run on CPUs without compilation.
         """
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -196,7 +196,9 @@ class WorkerExtension:
             )
 
     def follow_leader(self) -> None:
-        """Starts a watchdog thread, which ends this process when the leader exits, even during a collective."""
+        """Ignores Ctrl-C, and starts a watchdog thread, which ends this process when the leader exits, even during a
+        collective.
+        """
         leader = parent_process()
         assert leader is not None, "a worker in the leader's process needs no watchdog"
         # On Ctrl-C, a terminal sends SIGINT to all processes. Only the leader handles the signal.

@@ -174,7 +174,7 @@ class FsdpEngine(ModuleEngine):
                 self._gradients,
                 optimizer,
                 mesh=mesh,
-                shares_state=engine.strategy == "zero1",
+                shards_state=engine.strategy == "zero1",
                 is_float16=engine.compute_dtype == "float16",
                 with_state=self._with_optimizer_state,
             )
@@ -509,7 +509,7 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
     num_ranks = mesh.all_ranks.size()
     if config.strategy == "single" and num_ranks > 1:
         raise ValueError(
-            f"strategy is single, but the role has {num_ranks} ranks; use auto, ddp or fsdp, or one device"
+            f"strategy is single, but the role has {num_ranks} ranks; use auto, ddp, zero1 or fsdp, or one device"
         )
     if config.strategy in ("ddp", "zero1") and mesh.tp > 1:
         raise ValueError(f"strategy is {config.strategy}, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
