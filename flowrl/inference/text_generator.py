@@ -18,6 +18,7 @@ import torch
 from flowrl.config import ModelConfig, RolloutConfig, UserError, VllmConfig
 from flowrl.config.base import DeviceKind
 from flowrl.config.engines.rollout_engines import get_capabilities, name_alternatives
+from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.controller.placement.cpu_threads import default_threads, use_threads
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.template import ConversationTemplate
@@ -362,8 +363,9 @@ def _check_arguments(settings: EngineSettings, kind: DeviceKind, sampling: Sampl
             f"engine arguments {', '.join(settings.engine_args)} are those of vLLM, but the engine is "
             f"{settings.engine}: choose engine vllm, or remove them"
         )
-    if kind == "cpu" and settings.engine_args.get("speculative_config") and sampling.temperature > 0:
+    problem = find_speculation_problem(settings.engine_args, kind)
+    if problem is not None and sampling.temperature > 0:
         raise UserError(
-            f"speculative_config with temperature {sampling.temperature:g} gives wrong tokens, because vLLM samples "
-            f"them wrongly on CPUs: set temperature 0, or remove it"
+            f"the engine has {problem}, but the temperature is {sampling.temperature:g}: set temperature 0, or remove "
+            f"it"
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 QUANTIZATION_BLOCK = 64
-"""Number of values with a common scale in moments of 8 bits (flowrl/engines/train/quantized_adamw.py)."""
+"""Number of values of 8-bit moments with a common scale (`BLOCK` in flowrl/engines/train/module_state.py)."""
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 
 from flowrl.devices.device_rates import GENERATION, LINK, MEMORY, TRAINING, DeviceRates
 from flowrl.engines.train.model_flops import ModelFlops, count_pairs
+from flowrl.engines.train.muon import NUM_ITERATIONS
 from flowrl.memory.head_memory import TILED_FROM
 from flowrl.memory.role_memory import RoleModel
 
 _WEIGHT_BYTES = 12
 """Bytes per parameter of an optimizer step: reads weight and gradient, and writes the weight. In addition, it reads and
 writes the state of the optimizer."""
-
-
-_MUON_ITERATIONS = 5
-"""`NUM_ITERATIONS` of flowrl/engines/train/muon.py."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ def _orthogonalization_flops(model: RoleModel) -> float:
     if model.optimizer != "muon":
         return 0.0
     sides = [(min(inputs, outputs), max(inputs, outputs)) for _, inputs, outputs in model.size.linears]
-    flops = _MUON_ITERATIONS * sum(2 * rows * rows * (2 * columns + rows) for rows, columns in sides)
+    flops = NUM_ITERATIONS * sum(2 * rows * rows * (2 * columns + rows) for rows, columns in sides)
     num_ranks = model.num_shards * model.mesh.tp if model.is_sharded else model.num_optimizer_ranks
     return model.size.layers * flops / num_ranks
 

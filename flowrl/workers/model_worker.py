@@ -31,7 +31,13 @@ from flowrl.data.checksums import Saved
 from flowrl.data.metric import Metric, merge_metrics
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.checkpoint.export import describe_export
-from flowrl.engines.checkpoint.model_folder import DEFAULT_EXPORT, export_dtype, in_file_order, write_model
+from flowrl.engines.checkpoint.model_folder import (
+    DEFAULT_EXPORT,
+    export_dtype,
+    gathered_by_all,
+    in_file_order,
+    write_model,
+)
 from flowrl.engines.models.loading import find_differences
 from flowrl.engines.models.partial_loading import WeightDifferences
 from flowrl.engines.train.base import TrainContext, TrainEngine, load_train_engine_class
@@ -282,14 +288,10 @@ class TrainedWorker(ModelWorker[GroupType]):
         """
         dtype = export_dtype(config)
         shapes = in_file_order(self.engine.weight_shapes(dtype))
-        weights = iter(self.engine.export_weights([name for name, _, _ in shapes], dtype))
-        try:
+        with gathered_by_all(self.engine.export_weights([name for name, _, _ in shapes], dtype)) as weights:
             if self.rank == 0:
                 files, tokenizer = self.engine.describe_model(), self.config.model.tokenizer_path
                 write_model(self.KIND, files, shapes, weights, tokenizer, folder, config)
-        finally:
-            for _ in weights:  # all ranks gather each weight, also after an error of rank 0
-                pass
 
     def description(self) -> dict[str, bytes]:
         """Returns the files that `flowrl export` needs besides the weights, as name -> contents."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from flowrl.config.base import Config, ConfigError
+from flowrl.config.base import Config, ConfigError, DeviceKind
 
 DEFAULT_CACHE_GB = 1.0
 """KV cache of vLLM on a CPU, or if the plan cannot determine it."""
@@ -81,6 +81,17 @@ def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
             f"speculative_config.method is {method}, but only {' and '.join(SPECULATIVE_METHODS)} have no weights, "
             f"which a weight sync would not update: set one of them"
         )
+    return None
+
+
+def find_speculation_problem(arguments: Mapping[str, Any], device: DeviceKind) -> str | None:
+    """Returns which argument of vLLM's engine gives wrong responses on a kind of devices, for an error message. Returns
+    None if none does.
+
+    On CPUs, vLLM 0.32 accepts proposed tokens that it should reject. Only greedy responses are right.
+    """
+    if device == "cpu" and arguments.get("speculative_config"):
+        return "speculative_config set, with which vLLM samples wrong tokens on CPUs"
     return None
 
 

@@ -25,7 +25,7 @@ from flowrl.engines.checkpoint.shards import INDEX, Index, read_index, read_tens
 from flowrl.engines.models.loading import ModelError, load_critic, load_policy, load_reward_model
 from flowrl.engines.models.lora import add_adapter, save_adapter
 from flowrl.engines.models.sharded_loading import stream_full_weights
-from flowrl.engines.models.weights import weight_shapes
+from flowrl.engines.models.weights import cast_dtype, weight_shapes
 from flowrl.engines.train.module_state import MODEL
 
 DESCRIPTION = "model"
@@ -110,7 +110,9 @@ def export_model(checkpoint: Path, output: Path, config: ExportConfig = DEFAULT_
         weights = _naming_base(stream_full_weights(model, [name for name, _, _ in shapes], dtype), base)
     else:
         stored = {name: index.tensors[full_name] for name, full_name in names.items()}
-        shapes = [(name, _cast(torch_dtype(own["dtype"]), dtype), tuple(own["size"])) for name, own in stored.items()]
+        shapes = [
+            (name, cast_dtype(torch_dtype(own["dtype"]), dtype), tuple(own["size"])) for name, own in stored.items()
+        ]
         shapes = in_file_order(shapes)
         weights = _read_weights(checkpoint, index, {name: names[name] for name, _, _ in shapes}, dtype)
     write_model(kind, files, shapes, weights, description, output, config)
@@ -179,10 +181,6 @@ def _stored_names(index: Index) -> dict[str, str]:
     return {name.removeprefix(_POLICY if name.startswith(_POLICY) else MODEL): name for name in stored}
 
 
-def _cast(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return stored if dtype is None or not stored.is_floating_point else dtype
-
-
 def _read_weights(
     checkpoint: Path, index: Index, names: Mapping[str, str], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -191,7 +189,7 @@ def _read_weights(
     """
     for name, stored in names.items():
         weight = read_tensor(checkpoint, index, stored)
-        yield name, weight.to(_cast(weight.dtype, dtype))
+        yield name, weight.to(cast_dtype(weight.dtype, dtype))
         del weight  # before the next one is read
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +36,7 @@ from flowrl.data.dtypes import dtype_name, torch_dtype
 from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.engines.checkpoint.shards import tensor_bytes
 from flowrl.engines.models.loading import (
+    SCORE,
     CriticModel,
     ModelError,
     TrainedModel,
@@ -43,12 +45,9 @@ from flowrl.engines.models.loading import (
     read_files,
 )
 from flowrl.engines.models.parameters import unique_parameters
-from flowrl.engines.models.weights import WeightShape, full_weights, weight_buckets, weight_shapes
+from flowrl.engines.models.weights import WeightShape, cast_dtype, full_weights, weight_buckets, weight_shapes
 
 DEFAULT_EXPORT = ExportConfig()
-
-_SCORE = "score"
-"""Name of the head in transformers' sequence-classification models."""
 
 _NEW_PAD_TOKEN = "<|pad|>"
 
@@ -90,12 +89,21 @@ def save_model(
         kind = "critic" if isinstance(model, CriticModel) else "reward_model"
     dtype = export_dtype(config)
     shapes = in_file_order(weight_shapes(model, dtype=dtype))
-    weights = full_weights(model, [name for name, _, _ in shapes], dtype)
-    try:
+    with gathered_by_all(full_weights(model, [name for name, _, _ in shapes], dtype)) as weights:
         if is_writer:
             write_model(kind, describe_model(model), shapes, weights, tokenizer_path, folder, config)
+
+
+@contextmanager
+def gathered_by_all(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Yields an iterator over weights that all ranks gather together, each at its turn. At the end of the `with` block,
+    gathers those that the block has not read, also after an error: otherwise, the other ranks would wait.
+    """
+    remaining = iter(weights)
+    try:
+        yield remaining
     finally:
-        for _ in weights:  # all ranks gather each weight, also after an error of the writer
+        for _ in remaining:
             pass
 
 
@@ -137,7 +145,7 @@ def write_model(
         _write_files(files, partial)
         layout.save_config(partial)
         tokenizer.save_pretrained(partial)
-        write_weights(partial, layout.shapes, layout.convert(weights), config.max_shard_gb * 1e9)
+        write_safetensors(partial, layout.shapes, layout.convert(weights), config.max_shard_gb * 1e9)
 
 
 def _write_files(files: Mapping[str, bytes], folder: Path) -> None:
@@ -169,8 +177,7 @@ def copy_model(source: Path, folder: Path, config: ExportConfig) -> None:
             for name in file.keys():  # noqa: SIM118 (a file, not a dictionary)
                 part = file.get_slice(name)
                 stored = next(torch_dtype(known) for known, code in _DTYPES.items() if code == part.get_dtype())
-                cast = stored if dtype is None or not stored.is_floating_point else dtype
-                shapes.append((name, cast, tuple(part.get_shape())))
+                shapes.append((name, cast_dtype(stored, dtype), tuple(part.get_shape())))
                 sources[name] = path
     if config.dtype is not None:
         settings = json.loads((folder / "config.json").read_text()) | {"dtype": config.dtype}
@@ -182,10 +189,10 @@ def copy_model(source: Path, folder: Path, config: ExportConfig) -> None:
                 yield name, file.get_tensor(name).to(cast)
 
     shapes = in_file_order(shapes)
-    write_weights(folder, shapes, read(), config.max_shard_gb * 1e9)
+    write_safetensors(folder, shapes, read(), config.max_shard_gb * 1e9)
 
 
-def write_weights(
+def write_safetensors(
     folder: Path, shapes: Sequence[WeightShape], weights: Iterable[tuple[str, Tensor]], max_bytes: float
 ) -> None:
     """Writes safetensors files of at most `max_bytes`, and their index if there are several.
@@ -276,7 +283,7 @@ class _Layout:
             return name.removeprefix("model.")
         if self._kind == "critic":
             if name.startswith("value_head."):
-                return f"{_SCORE}.{name.removeprefix('value_head.')}"
+                return f"{SCORE}.{name.removeprefix('value_head.')}"
             # A backbone without a classifier around it has no prefix.
             prefix = "" if self._model.base_model is self._model else f"{self._model.base_model_prefix}."
             return prefix + name.removeprefix("backbone.")
@@ -286,7 +293,7 @@ class _Layout:
         expected = self._model.state_dict(keep_vars=True)
         tied = [names for names, _ in unique_parameters(self._model)]
         # Critics have a head with a bias, and backbones have no head.
-        heads = () if self._kind == "policy" else (f"{_SCORE}.weight", f"{_SCORE}.bias")
+        heads = () if self._kind == "policy" else (f"{SCORE}.weight", f"{SCORE}.bias")
         wrong = [name for name in weights if name not in (*expected, *heads)]
         wrong += [names[0] for names in tied if not any(name in weights for name in names)]
         wrong += [name for name, weight in weights.items() if name in expected and expected[name].shape != weight.shape]
@@ -345,7 +352,7 @@ def _make_skeleton(kind: ModelKind, folder: Path) -> PreTrainedModel:
         auto, settings.num_labels = AutoModelForSequenceClassification if has_classifier else AutoModel, 1
     with torch.device("meta"):
         model = auto.from_config(settings)
-        if kind == "critic" and not isinstance(dict(model.named_children()).get(_SCORE), nn.Linear):
+        if kind == "critic" and not isinstance(dict(model.named_children()).get(SCORE), nn.Linear):
             return AutoModel.from_config(settings)
     return model
 

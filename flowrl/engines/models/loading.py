@@ -44,9 +44,9 @@ from flowrl.engines.models.sharded_loading import make_meta_model, read_weights
 
 _VALUE_HEAD = "value_head.safetensors"
 """File of a critic's head in earlier versions."""
-_SCORE = "score"
+SCORE = "score"
 """Name of the head in transformers' sequence-classification models."""
-_HEAD_WEIGHT = f"{_SCORE}.weight"
+_HEAD_WEIGHT = f"{SCORE}.weight"
 
 _logger = logging.getLogger(__name__)
 
@@ -175,14 +175,14 @@ def _read_head(path: Path, width: int) -> dict[str, Tensor]:
             f"{path} has the value head of a critic in {_VALUE_HEAD}, a format of earlier versions: export the critic "
             f"again with flowrl export --role critic"
         )
-    weights = read_weights(path, (_HEAD_WEIGHT, f"{_SCORE}.bias"))
+    weights = read_weights(path, (_HEAD_WEIGHT, f"{SCORE}.bias"))
     for name, (weight, file) in weights.items():
         if weight.shape not in (torch.Size((1, width)), torch.Size((1,))):
             raise ModelError(
                 f"{file} has the head {name} of shape {list(weight.shape)}, but a critic or a reward model has one "
                 f"output per token: use a model without this head"
             )
-    return {name.removeprefix(f"{_SCORE}."): weight for name, (weight, _) in weights.items()}
+    return {name.removeprefix(f"{SCORE}."): weight for name, (weight, _) in weights.items()}
 
 
 class RewardModel(SequenceShardable):
@@ -242,7 +242,7 @@ def load_reward_model(
     Raises the errors of `load_policy`.
     """
     model = _load("reward_model", config, on_meta, has_fresh_head=head == "fresh")
-    score = dict(model.named_children()).get(_SCORE)
+    score = dict(model.named_children()).get(SCORE)
     if not isinstance(score, nn.Linear):
         raise ModelError(f"the model in {config.path} has no linear head named score; use a decoder with such a head")
     if head == "fresh":
@@ -378,8 +378,9 @@ def _from_pretrained(
     settings: Mapping[str, Any],  # Any: of a configuration
     device_map: Literal["meta"] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, set[str]]]:
-    """Returns the model that transformers loads, and its report of missing and unexpected weights. On the meta device,
-    it reads no weights.
+    """Loads a model with transformers. Returns the model, and the names of its missing and unexpected weights.
+
+    With `device_map: meta`, all weights of the model are on the meta device, and no weights are read.
     """
     description = _KINDS[kind].description
     try:

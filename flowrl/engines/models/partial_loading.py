@@ -19,7 +19,7 @@ SHOWN_NAMES = 3
 
 @dataclass(frozen=True)
 class WeightDifferences:
-    """Names of weights that only a model, or only its files have."""
+    """Names of the weights by which a model and its files differ."""
 
     missing: tuple[str, ...] = ()
     """Weights of the model that the files lack. A tied weight appears once."""

@@ -23,7 +23,7 @@ from flowrl.config.source import read_json
 from flowrl.engines.models.lora import ModelWeight, model_weights
 from flowrl.engines.models.parameters import check_finite, set_parameter, unique_parameters
 from flowrl.engines.models.partial_loading import InitialWeights
-from flowrl.engines.models.weights import export_dtype, unique_weights
+from flowrl.engines.models.weights import cast_dtype, unique_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -148,7 +148,7 @@ def stream_full_weights(
             full = torch.empty_like(weight.stored, device="cpu", requires_grad=False)
             _read(full, sources[name])
             weight = ModelWeight(full, weight.adapter)
-        yield name, weight.gather(export_dtype(weight, dtype)).detach()
+        yield name, weight.gather(cast_dtype(weight.stored.dtype, dtype)).detach()
 
 
 def _read(weight: Tensor, entry: _Entry) -> None:

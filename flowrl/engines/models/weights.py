@@ -56,7 +56,7 @@ def weight_shapes(
     """Returns name, dtype and shape of each weight that `full_weights` would yield. Does not communicate."""
     weights = unique_weights(model)
     chosen = weights if names is None else names
-    return [(name, export_dtype(weights[name], dtype), tuple(weights[name].stored.shape)) for name in chosen]
+    return [(name, cast_dtype(weights[name].stored.dtype, dtype), tuple(weights[name].stored.shape)) for name in chosen]
 
 
 def full_weights(
@@ -73,7 +73,7 @@ def full_weights(
     """
     weights = unique_weights(model)
     for name in weights if names is None else names:
-        yield name, weights[name].gather(export_dtype(weights[name], dtype)).detach()
+        yield name, weights[name].gather(cast_dtype(weights[name].stored.dtype, dtype)).detach()
 
 
 def export_weight_part(
@@ -90,7 +90,7 @@ def export_weight_part(
     """
     weights = unique_weights(model)
     for name in names:
-        stored, cast = weights[name].stored, export_dtype(weights[name], dtype)
+        stored, cast = weights[name].stored, cast_dtype(weights[name].stored.dtype, dtype)
         if isinstance(stored, DTensor):
             own = stored.to_local()
         else:
@@ -139,9 +139,9 @@ def to_arrays(
     return arrays
 
 
-def export_dtype(weight: ModelWeight, dtype: torch.dtype | None) -> torch.dtype:
+def cast_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype in which a weight is exported. `dtype` replaces that of a floating-point weight."""
-    return weight.stored.dtype if dtype is None or not weight.stored.is_floating_point() else dtype
+    return stored if dtype is None or not stored.is_floating_point else dtype
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -25,7 +25,8 @@ NUM_ITERATIONS = 5
 """Number of Newton-Schulz iterations."""
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the odd polynomial of an iteration. It maps singular values in (0, 1] towards 1."""
+"""Coefficients a, b and c of a s + b s^3 + c s^5. An iteration applies this polynomial to the singular values s, which
+are at most 1, and so moves them towards 1."""
 
 _EPS = 1e-7
 _SCALE = 0.2
@@ -139,7 +140,7 @@ class _Exchange:
     group: distributed.ProcessGroup
     device: torch.device
     coordinates: Sequence[Mapping[str, tuple[int, int]]]
-    """For each rank of `group`: dimension of the mesh -> (index of the rank, size)."""
+    """Position of each rank of `group` in the mesh: dimension -> (index of the rank, size of the dimension)."""
     rank: int
 
     @classmethod
@@ -156,7 +157,7 @@ class _Exchange:
         return len(self.coordinates)
 
     def orthogonalize(self, weights: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> list[Tensor]:
-        """Returns this rank's shard of the orthogonalized update of each matrix. There are at most `num_ranks`."""
+        """Orthogonalizes the updates of at most `num_ranks` matrices. Returns this rank's shard of each result."""
         dtype = compute_dtype(weights[0], self.device.type)
         # If there are several copies of the weights, an owner collects the shards of its own copy.
         sent = [

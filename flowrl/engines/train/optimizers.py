@@ -44,7 +44,7 @@ class TrainedWeight:
 
 
 def trained_weights(model: nn.Module) -> list[TrainedWeight]:
-    """Returns the trained weights of a model. A policy's names are those of its language model."""
+    """Returns the trained weights of a model. Names of a policy's weights lack the prefix `language_model.`."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     hidden = {id(weight) for layer in layers(model) for weight in layer.parameters() if weight.ndim == 2}
     return [
@@ -76,7 +76,7 @@ def _name_patterns(weights: Sequence[TrainedWeight]) -> list[str]:
 def build_optimizer(
     weights: Sequence[TrainedWeight], config: OptimizerConfig, mesh: RankMesh = SINGLE_PROCESS
 ) -> Optimizer:
-    """Returns the optimizer that `config.kind` selects. `mesh`: ranks that share the weights.
+    """Returns an optimizer of the kind `config.kind`. `mesh` has the ranks over which the weights are sharded.
 
     By default, weight decay applies to matrices only, because it would pull outputs towards 0 on biases and norm
     scales. Raises UserError if a user's function raises an error, or does not return an optimizer of these weights.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.config import ONE_DEVICE, ReplicaSizes, UserError
 from flowrl.config.engines.rollout_engines import ENGINES
+from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
 from flowrl.data.folders.private_folder import create_folder
@@ -137,8 +138,8 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
         check_num_gpus(settings.replica, count_gpus())
     elif settings.replica.pp > 1:
         raise UserError(f"pp is {settings.replica.pp}, which vLLM's server does not support on CPUs: use tp")
-    elif settings.engine_args.get("speculative_config"):
-        raise UserError("speculative_config gives wrong tokens, because vLLM samples them wrongly on CPUs: remove it")
+    if problem := find_speculation_problem(settings.engine_args, "cuda" if on_gpu else "cpu"):
+        raise UserError(f"the engine has {problem}: remove it")
     command = ["serve", str(source.path), "--tokenizer", str(source.tokenizer_path)]
     command += ["--served-model-name", settings.name or source.name, "--host", settings.host]
     command += ["--port", str(settings.port), "--dtype", settings.dtype or ("auto" if on_gpu else "float32")]

@@ -21,13 +21,11 @@ from flowrl.config import (
     RewardModelConfig,
     RoleConfig,
     RolloutConfig,
-    RolloutRunConfig,
     RunConfig,
     StudentConfig,
     TrainedConfig,
     VllmConfig,
     import_function,
-    keys_of,
     models_of,
 )
 from flowrl.config.algorithm.advantage import PenalizedAdvantageConfig
@@ -39,6 +37,7 @@ from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
+from flowrl.run.checks.generators import find_generators
 
 
 def check_functions(config: RunConfig) -> str:
@@ -161,7 +160,7 @@ def _functions_of_advantages(
 
 def check_processes(config: RunConfig) -> None:
     """Raises ConfigError if an engine needs its own process, but the backend is inline."""
-    for name, value in _generators(config):
+    for name, _, value, *_ in find_generators(config):
         if value.capabilities.own_process and config.backend == "inline":
             raise ConfigError(
                 f"{name}.engine is {value.engine}, which needs a dedicated process, but backend inline has one "
@@ -170,20 +169,15 @@ def check_processes(config: RunConfig) -> None:
 
 
 def check_partial_models(config: RunConfig) -> None:
-    """Raises ConfigError if an engine that reads the files of a model itself gets one with `strict: false`."""
-    keys = keys_of(config)
-    for name, role in config.role_settings.items():
-        if isinstance(role, JudgeConfig):
-            key, model = f"{keys[name]}.model", role.model
-        elif isinstance(role, RolloutConfig) and isinstance(config, RolloutRunConfig):
-            key, model = "actor.model", config.actor.model
-        else:
-            continue
-        if not model.strict and not role.capabilities.partial_models:
+    """Raises ConfigError if a model has `strict: false`, but the engine of its rollout or judge loads only complete
+    models, as vLLM does.
+    """
+    for _, key, value, model, model_key in find_generators(config):
+        if model is not None and not model.strict and not value.capabilities.partial_models:
             engines = name_alternatives(lambda known: known.partial_models)
             raise ConfigError(
-                f"{key}.strict is false, but {keys[name]}.engine is {role.engine}, which reads the files itself and "
-                f"rejects missing and unexpected weights: set {keys[name]}.engine: {engines}, or {key}.strict: true"
+                f"{model_key}.strict is false, but {key}.engine is {value.engine}, which reads the files itself and "
+                f"rejects missing and unexpected weights: set {key}.engine: {engines}, or {model_key}.strict: true"
             )
 
 
@@ -196,7 +190,7 @@ def check_packages(config: RunConfig) -> None:
                 f"{name}.optimizer.kind is adamw_8bit, which needs {TORCHAO.module}, which is not installed: run "
                 f"{TORCHAO.install}, or set {name}.optimizer.kind: adamw"
             )
-    for name, value in _generators(config):
+    for name, _, value, *_ in find_generators(config):
         known = value.capabilities
         for package in known.packages:
             if importlib.util.find_spec(package.module) is None:
@@ -214,17 +208,8 @@ def check_packages(config: RunConfig) -> None:
 
 
 def check_engine_args(config: RunConfig) -> None:
-    """Raises ConfigError if vLLM has no argument of a name in `vllm.engine_args`, or rejects its type."""
-    keys = keys_of(config)
-    for name, value in _generators(config):
-        settings = value.vllm or VllmConfig()
+    """Raises ConfigError for an argument in `vllm.engine_args` that vLLM does not have, or whose type it rejects."""
+    for generator in find_generators(config):
+        settings = generator.settings.vllm or VllmConfig()
         if (problem := find_argument_problem(settings.engine_args)) is not None:
-            raise ConfigError(f"{keys[name]}.vllm.engine_args {problem}")
-
-
-def _generators(config: RunConfig) -> Iterator[tuple[str, RolloutConfig]]:
-    """Yields the role and the settings of generation of each rollout and judge."""
-    for name, role in config.role_settings.items():
-        value = role.generation if isinstance(role, JudgeConfig) else role
-        if isinstance(value, RolloutConfig):
-            yield name, value
+            raise ConfigError(f"{generator.key}.vllm.engine_args {problem}")

@@ -8,24 +8,24 @@ from flowrl.config import (
     ConfigError,
     EngineConfig,
     JudgeConfig,
-    ModelConfig,
     ModelRoleConfig,
     ReferenceConfig,
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
     TrainedConfig,
-    keys_of,
     models_of,
     shards_model,
 )
 from flowrl.config.engines.rollout_engines import name_alternatives
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
+from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.model import REPLICATED
 from flowrl.config.roles import quantized_device_problem
 from flowrl.controller.placement.inventory import check_one_node
 from flowrl.controller.placement.plan import Plan, RolePlan
 from flowrl.memory.model_fit import check_model_fit, find_head_size_problem, find_replica_problem
+from flowrl.run.checks.generators import find_generators
 
 _logger = logging.getLogger(__name__)
 
@@ -63,20 +63,11 @@ def check_model_sizes(config: RunConfig, planned: Plan) -> None:
     for role, model in models_of(config).items():
         if model.model is not None and role in planned.roles:
             check_model_fit(role, model, planned.roles[role])
-    for role, model in _models_that_generate(config):
-        problem = find_replica_problem(model.path, planned.roles[role].replica) if role in planned.roles else None
-        if problem is not None:
+    for role, _, _, model, _ in find_generators(config):
+        if model is None or role not in planned.roles:
+            continue
+        if (problem := find_replica_problem(model.path, planned.roles[role].replica)) is not None:
             raise ConfigError(f"placement.roles.{role} has {problem}")
-
-
-def _models_that_generate(config: RunConfig) -> Iterator[tuple[str, ModelConfig]]:
-    """Yields the role and the model of each rollout and judge."""
-    actor = models_of(config).get("actor")
-    for role, value in config.role_settings.items():
-        if isinstance(value, JudgeConfig):
-            yield role, value.model
-        elif isinstance(value, RolloutConfig) and actor is not None and actor.model is not None:
-            yield role, actor.model
 
 
 def _check_dimensions(role: str, role_plan: RolePlan, engine: EngineConfig) -> None:
@@ -119,40 +110,29 @@ def check_quantization(config: RunConfig, planned: Plan) -> None:
 
 def check_async_scheduling(config: RunConfig, planned: Plan) -> None:
     """Raises ConfigError if `vllm.async_scheduling` is true on CPUs."""
-    keys = keys_of(config)
-    for role, value in config.role_settings.items():
-        settings = value.vllm if isinstance(value, RolloutConfig | JudgeConfig) else None
-        if planned.kind == "cpu" and settings is not None and settings.async_scheduling is True:
+    for _, key, value, *_ in find_generators(config):
+        if planned.kind == "cpu" and value.vllm is not None and value.vllm.async_scheduling is True:
             raise ConfigError(
-                f"{keys[role]}.vllm.async_scheduling is true, which vLLM supports on GPUs only, but placement.device "
+                f"{key}.vllm.async_scheduling is true, which vLLM supports on GPUs only, but placement.device "
                 f"is {planned.kind}: set auto or false"
             )
 
 
 def check_speculation(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError for speculative decoding on CPUs, where vLLM 0.32 accepts drafts that it should reject. Only
-    greedy responses are right.
-    """
-    keys = keys_of(config)
-    for role, value in config.role_settings.items():
-        settings = value.vllm if isinstance(value, RolloutConfig | JudgeConfig) else None
-        if planned.kind == "cpu" and settings is not None and settings.engine_args.get("speculative_config"):
+    """Raises ConfigError for speculative decoding on CPUs."""
+    for _, key, value, *_ in find_generators(config):
+        arguments = {} if value.vllm is None else value.vllm.engine_args
+        if (problem := find_speculation_problem(arguments, planned.kind)) is not None:
             raise ConfigError(
-                f"{keys[role]}.vllm.engine_args has speculative_config, with which vLLM samples wrong tokens on CPUs, "
-                f"and placement.device is {planned.kind}: remove it"
+                f"{key}.vllm.engine_args has {problem}, and placement.device is {planned.kind}: remove it"
             )
 
 
 def check_head_sizes(config: RunConfig, planned: Plan) -> None:
     """Raises ConfigError if the engine of a rollout or judge does not support its model's heads on the devices."""
-    for role, value in config.role_settings.items():
-        if isinstance(value, JudgeConfig):
-            model = value.model
-        elif isinstance(value, RolloutConfig) and isinstance(config, RolloutRunConfig):
-            model = config.actor.model
-        else:
-            continue
-        if problem := find_head_size_problem(value.engine, model.path, planned.kind):
+    for role, _, value, model, _ in find_generators(config):
+        problem = None if model is None else find_head_size_problem(value.engine, model.path, planned.kind)
+        if problem is not None:
             raise ConfigError(f"{role}.{problem}")
 
 
@@ -173,9 +153,8 @@ def check_determinism(config: RunConfig, planned: Plan) -> None:
                 f"deterministic is true, but {name}.engine.compile is true, and torch.compile selects kernels by "
                 f"measured time: set {name}.engine.compile: auto, or deterministic: false"
             )
-    for name, role in config.role_settings.items():
-        value = role.generation if isinstance(role, JudgeConfig) else role
-        if not isinstance(value, RolloutConfig) or value.quantization is None:
+    for name, _, value, *_ in find_generators(config):
+        if value.quantization is None:
             continue
         known = value.capabilities.quantizations
         if not known[value.quantization].deterministic:

@@ -28,7 +28,7 @@ from flowrl.engines.checkpoint.model_folder import (
     in_file_order,
     save_model,
     write_model,
-    write_weights,
+    write_safetensors,
 )
 from flowrl.engines.models.loading import CriticModel, ModelError, describe_model, load_critic, load_reward_model
 from flowrl.engines.models.weights import full_weights, weight_shapes
@@ -108,7 +108,7 @@ def test_weights_of_several_dtypes_are_aligned(tmp_path: Path) -> None:
     """A reader of safetensors can map a weight only at a multiple of its element size."""
     weights = {"norm": torch.arange(3).bfloat16(), "head": torch.arange(2.0)}
     shapes = in_file_order((name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items())
-    write_weights(tmp_path, shapes, ((name, weights[name]) for name, _, _ in shapes), 1e9)
+    write_safetensors(tmp_path, shapes, ((name, weights[name]) for name, _, _ in shapes), 1e9)
     written = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(written[name], weight) for name, weight in weights.items())
     with (tmp_path / "model.safetensors").open("rb") as file:

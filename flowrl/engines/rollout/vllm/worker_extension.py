@@ -196,12 +196,11 @@ class WorkerExtension:
             )
 
     def follow_leader(self) -> None:
-        """Ignores Ctrl-C, and starts a watchdog thread, which ends this process when the leader exits, even during a
-        collective.
+        """Makes this process end with its leader. A watchdog thread waits for the end of the leader, also during a
+        collective. Ctrl-C, which reaches both processes, is left to the leader.
         """
         leader = parent_process()
         assert leader is not None, "a worker in the leader's process needs no watchdog"
-        # On Ctrl-C, a terminal sends SIGINT to all processes. Only the leader handles the signal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
         def watch() -> None:

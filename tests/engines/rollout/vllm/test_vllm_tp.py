@@ -87,28 +87,26 @@ def all_end(processes: list[psutil.Process]) -> bool:
     return False
 
 
-def test_tp_responses_match_transformers_before_and_after_updates(tp_pair: Pair) -> None:
-    assert len(workers_of(leader_of(tp_pair))) == 2
+def check_updates(pair: Pair) -> None:
+    """Checks that two devices generate with the weights of transformers, before and after two updates."""
+    assert len(workers_of(leader_of(pair))) == 2
     for seed in range(3):
         if seed:
-            tp_pair.sync(seed)
+            pair.sync(seed)
         for greedy in (False, True):
-            found = tp_pair.generate(PROMPTS, greedy=greedy)
-            assert tp_pair.relative_error(PROMPTS, found) < FLOAT32_RTOL
-            assert {version for row in found["versions"] for version in row} == {tp_pair.version}
+            found = pair.generate(PROMPTS, greedy=greedy)
+            assert pair.relative_error(PROMPTS, found) < FLOAT32_RTOL
+            assert {version for row in found["versions"] for version in row} == {pair.version}
+
+
+def test_tp_responses_match_transformers_before_and_after_updates(tp_pair: Pair) -> None:
+    check_updates(tp_pair)
 
 
 def test_stages_match_transformers_before_and_after_updates(ray_session: None, tmp_path: Path) -> None:
     """Each stage loads only the weights of its layers, and two batches are in the pipeline."""
     with open_tp_pair(tmp_path / "model", led=RolePlacement(pool="main", pp=2)) as pair:
-        for seed in range(3):
-            if seed:
-                pair.sync(seed)
-            for greedy in (False, True):
-                found = pair.generate(PROMPTS, greedy=greedy)
-                assert pair.relative_error(PROMPTS, found) < FLOAT32_RTOL
-                assert {version for row in found["versions"] for version in row} == {pair.version}
-        assert len(workers_of(leader_of(pair))) == 2
+        check_updates(pair)
 
 
 def test_shared_memory_of_the_workers_is_unlinked(tp_pair: Pair) -> None:
