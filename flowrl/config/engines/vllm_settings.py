@@ -75,8 +75,14 @@ def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
         if (instead := OWN_ARGUMENTS.get(name) or next(prefixes, None)) is not None:
             return f"{name} cannot be set here ({instead}): remove it"
     speculative = arguments.get("speculative_config")
-    method = speculative.get("method") if isinstance(speculative, Mapping) else speculative
-    if speculative is not None and (method not in SPECULATIVE_METHODS or not isinstance(speculative, Mapping)):
+    if speculative is None:
+        return None
+    if not isinstance(speculative, Mapping):
+        return (
+            f"speculative_config is {speculative}, but must be a mapping: write it like {{method: ngram, "
+            f"num_speculative_tokens: 4}}"
+        )
+    if (method := speculative.get("method")) not in SPECULATIVE_METHODS:
         return (
             f"speculative_config.method is {method}, but only {' and '.join(SPECULATIVE_METHODS)} have no weights, "
             f"which a weight sync would not update: set one of them"

@@ -7,7 +7,7 @@ mask. Code in a model folder is never executed. Weights are read only from safet
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,17 +282,16 @@ def inner_model(model: TrainedModel) -> tuple[PreTrainedModel, str]:
 
 def _load(kind: ModelKind, config: ModelConfig, on_meta: bool, *, has_fresh_head: bool = False) -> PreTrainedModel:
     """Loads the transformers model of a kind. The caller draws a fresh head, which the files may lack."""
-    differences = find_differences(kind, config, has_fresh_head=has_fresh_head)
-    _check_differences(differences, kind, config, has_fresh_head=has_fresh_head)
-    settings, fresh = _model_settings(kind, config), frozenset({_HEAD_WEIGHT} if has_fresh_head else ())
-    model = None
+    model, fresh = None, frozenset({_HEAD_WEIGHT} if has_fresh_head else ())
     if on_meta:
+        differences = find_differences(kind, config, has_fresh_head=has_fresh_head)
+        _check_differences(differences, kind, config, has_fresh_head=has_fresh_head)
+        settings, dtype = _model_settings(kind, config), torch_dtype(config.dtype)
         # If this fails, `_load_full` reports the error.
         with suppress(OSError, ValueError, SafetensorError), quiet_transformers():
-            dtype = torch_dtype(config.dtype)
             model = make_meta_model(_KINDS[kind].auto, config.path, dtype, fresh, differences.missing, **settings)
     if model is None:
-        model = _load_full(kind, config, settings, fresh, differences.missing)
+        model = _load_full(kind, config, fresh)
         if on_meta:
             _logger.warning(
                 "every rank loads all weights of %s before sharding, because names or shapes in its files differ from "
@@ -314,11 +313,22 @@ def find_differences(kind: ModelKind, config: ModelConfig, *, has_fresh_head: bo
     Excludes heads in the files that a critic or a reward model replaces, and its own head if it is fresh. Raises
     ModelError if the folder has no such model.
     """
+    _, differences = _load_and_compare(kind, config, has_fresh_head=has_fresh_head, device_map="meta")
+    return differences
+
+
+def _load_and_compare(
+    kind: ModelKind, config: ModelConfig, *, has_fresh_head: bool, device_map: Literal["meta"] | None = None
+) -> tuple[PreTrainedModel, WeightDifferences]:
+    """Loads a model with transformers. Returns the model, and the result of `find_differences`.
+
+    With `device_map: meta`, all weights of the model are on the meta device, and no weights are read.
+    """
     if (config.path / "adapter_config.json").is_file():
         raise ModelError(f"{config.path} is an adapter, not {_KINDS[kind].description}: merge it into its model first")
-    model, report = _from_pretrained(kind, config, _model_settings(kind, config), device_map="meta")
+    model, report = _from_pretrained(kind, config, device_map)
     report["missing_keys"] -= {_HEAD_WEIGHT} if has_fresh_head else set()
-    return compare_weights(model, report, ignores_heads=kind != "policy")
+    return model, compare_weights(model, report, ignores_heads=kind != "policy")
 
 
 def _check_differences(
@@ -354,18 +364,13 @@ def _read_config(config: ModelConfig, kind: str) -> PreTrainedConfig:
         raise _load_error(config.path, kind, error) from error
 
 
-def _load_full(
-    kind: ModelKind,
-    config: ModelConfig,
-    settings: Mapping[str, Any],  # Any: of a configuration
-    fresh: frozenset[str],
-    missing: Sequence[str],
-) -> PreTrainedModel:
-    model, _ = _from_pretrained(kind, config, settings)
-    if missing:
+def _load_full(kind: ModelKind, config: ModelConfig, fresh: frozenset[str]) -> PreTrainedModel:
+    model, differences = _load_and_compare(kind, config, has_fresh_head=bool(fresh))
+    _check_differences(differences, kind, config, has_fresh_head=bool(fresh))
+    if differences.missing:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         # transformers has already initialized missing buffers, for which it uses no random numbers.
-        InitialWeights(model).fill(model, [name for name in missing if name in parameters])
+        InitialWeights(model).fill(model, [name for name in differences.missing if name in parameters])
     for name, weight in model.named_parameters():
         if name not in fresh:
             check_finite(weight, name, config.path)
@@ -373,16 +378,10 @@ def _load_full(
 
 
 def _from_pretrained(
-    kind: ModelKind,
-    config: ModelConfig,
-    settings: Mapping[str, Any],  # Any: of a configuration
-    device_map: Literal["meta"] | None = None,
+    kind: ModelKind, config: ModelConfig, device_map: Literal["meta"] | None
 ) -> tuple[PreTrainedModel, dict[str, set[str]]]:
-    """Loads a model with transformers. Returns the model, and the names of its missing and unexpected weights.
-
-    With `device_map: meta`, all weights of the model are on the meta device, and no weights are read.
-    """
-    description = _KINDS[kind].description
+    """Returns the model, and transformers' report with the names of missing and unexpected weights."""
+    description, settings = _KINDS[kind].description, _model_settings(kind, config)
     try:
         # The random numbers of the process do not depend on the weights that a file lacks.
         with quiet_transformers(), torch.random.fork_rng(devices=[]):

@@ -39,6 +39,11 @@ def test_drafts_of_a_model_are_rejected(config: dict[str, object]) -> None:
         VllmConfig.model_validate({"engine_args": {"speculative_config": config}})
 
 
+def test_a_draft_that_is_no_mapping_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"speculative_config is ngram, .*mapping.*num_speculative_tokens"):
+        VllmConfig.model_validate({"engine_args": {"speculative_config": "ngram"}})
+
+
 def test_other_arguments_are_passed_on() -> None:
     arguments = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "block_size": 32}
     assert VllmConfig.model_validate({"engine_args": arguments}).engine_args == arguments
