@@ -188,6 +188,8 @@ def _model_files(
         # An empty list of files has a checksum, too, so that a file added later counts as a change.
         names = ("config.json", "generation_config.json") if generates else ("config.json",)
         yield f"{key} (config)", _files_in(model.path, names), True
+    if model.adapter is not None and model.adapter.is_dir():
+        yield f"{name}.model.adapter", _files_in(model.adapter, ("adapter_*",)), False
     if generates or isinstance(role, ScoringModelConfig):
         yield from _tokenizer_files(key, model.tokenizer_path)
 

@@ -60,6 +60,9 @@ from flowrl.config.load import (
     training_module,
 )
 from flowrl.config.model import (
+    ADAPTER_SETTINGS,
+    EMBEDDINGS,
+    BaseQuantization,
     EngineConfig,
     ExportConfig,
     LoraConfig,
@@ -69,6 +72,7 @@ from flowrl.config.model import (
     WeightGroupConfig,
     compiles,
     default_compute_dtype,
+    read_base_model,
     shards_model,
 )
 from flowrl.config.monitoring.health_settings import HealthCheck, HealthChecks, HealthConfig
@@ -112,9 +116,10 @@ from flowrl.config.stages.rollouts import DynamicSampling, RolloutRunConfig
 from flowrl.config.user_errors import CheckFailed, UserError
 
 __all__ = [
-    "ONE_DEVICE", "ROLES", "SINGLE", "TRAIN_ENGINES", "ActorConfig", "AdvantageConfig", "Aggregation", "AnyAdvantage",
-    "AnyCorrection", "AnyDistillation", "AnyKlControl", "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss",
-    "AnySchedule", "AnyShaping", "AsyncSchedule", "CheckFailed", "CheckpointConfig", "Config", "ConfigError",
+    "ADAPTER_SETTINGS", "EMBEDDINGS", "ONE_DEVICE", "ROLES", "SINGLE", "TRAIN_ENGINES", "ActorConfig",
+    "AdvantageConfig", "Aggregation", "AnyAdvantage", "AnyCorrection", "AnyDistillation", "AnyKlControl",
+    "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss", "AnySchedule", "AnyShaping", "AsyncSchedule",
+    "BaseQuantization", "CheckFailed", "CheckpointConfig", "Config", "ConfigError",
     "CorrectionConfig", "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig",
     "DistillationLossConfig", "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig",
     "EpochConfig", "EvaluationConfig", "EvaluationRunConfig", "ExportConfig", "FilePath", "HealthCheck", "HealthChecks",
@@ -128,5 +133,5 @@ __all__ = [
     "TransferConfig", "UserError", "VllmConfig", "WeightGroupConfig", "compiles", "default_compute_dtype",
     "find_tokenizer_role", "import_attribute", "import_function", "import_recipe", "imported_module_name",
     "is_import_name", "keys_of", "load", "load_located", "load_recorded", "loading", "models_of", "parse",
-    "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
+    "read_base_model", "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
 ]  # fmt: skip

@@ -15,6 +15,10 @@ from flowrl.config.engines.train_engines import (
     TrainEngineName,
     get_train_capabilities,
 )
+from flowrl.config.source import read_json
+
+ADAPTER_SETTINGS = "adapter_config.json"
+"""File of peft in the folder of an adapter. It names the base model."""
 
 ModelKind = Literal["policy", "critic", "reward_model"]
 """A causal language model, or a model with a value head or a score head."""
@@ -24,10 +28,16 @@ class ModelConfig(Config):
     """The initial model of a role."""
 
     path: FilePath
-    """Local directory written by `save_pretrained`, or a Hub name."""
+    """Local directory written by `save_pretrained`, or a Hub name. A directory with a LoRA adapter in the format of
+    peft sets `adapter`; `path` is then its base model."""
+
+    adapter: FilePath | None = None
+    """Directory of a saved LoRA adapter for the model at `path`. Its changes are merged into the weights when they are
+    loaded. A role with `lora` trains this adapter further."""
 
     tokenizer: FilePath | None = None
-    """Folder of the tokenizer and its chat template. Null uses the model's folder. It is saved with the model."""
+    """Folder of the tokenizer and its chat template. Null uses that of the adapter, if it has one, or the model's
+    folder. It is saved with the model."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates to zero. float64 is for
@@ -42,10 +52,49 @@ class ModelConfig(Config):
     initializes missing ones as transformers does, with the same values on all ranks. The run reports their names.
     Judges and reward models with a trained head reject missing weights anyway, and vLLM supports only true."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_adapter(cls, settings: Any) -> Any:  # Any: values of the YAML file
+        """Replaces the path of an adapter by that of its base model."""
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("path"), str | Path):
+            return settings
+        folder = Path(settings["path"])
+        if (folder / "config.json").is_file() or not (folder / ADAPTER_SETTINGS).is_file():
+            return settings
+        if settings.get("adapter") is not None:
+            raise ValueError(
+                f"path is {folder}, which is an adapter, but adapter is set, too: set path to the base model, or "
+                f"remove adapter"
+            )
+        return {**settings, "path": read_base_model(folder), "adapter": folder}
+
     @property
     def tokenizer_path(self) -> Path:
         """Folder of the tokenizer."""
-        return self.path if self.tokenizer is None else self.tokenizer
+        if self.tokenizer is not None:
+            return self.tokenizer
+        has_own = self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file()
+        return self.adapter if has_own and self.adapter is not None else self.path
+
+    @property
+    def base(self) -> "ModelConfig":
+        """The same model without the adapter."""
+        return self if self.adapter is None else self.model_copy(update={"adapter": None})
+
+
+def read_base_model(adapter: Path) -> str:
+    """Returns the base model that an adapter folder names. Raises ValueError if it names none."""
+    file = adapter / ADAPTER_SETTINGS
+    try:
+        settings = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{file} cannot be read ({error}): pass the base model, and {adapter} as its adapter"
+        ) from error
+    base = settings.get("base_model_name_or_path") if isinstance(settings, Mapping) else None
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{file} names no base model: pass the base model, and {adapter} as its adapter")
+    return base
 
 
 class ExportConfig(Config):
@@ -58,6 +107,13 @@ class ExportConfig(Config):
     """Dtype of the exported weights. Null keeps the dtype of the trained weights."""
 
 
+BaseQuantization = Literal["nf4", "int8"]
+"""Quantization of the frozen weights under an adapter."""
+
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out"})
+"""Names of the modules with the embeddings and of the head in transformers' language models."""
+
+
 class LoraConfig(Config):
     """LoRA adapter: two low-rank matrices per target layer are trained, and the layer's own weights are frozen."""
 
@@ -65,10 +121,21 @@ class LoraConfig(Config):
     """Rank of the adapter; usually 8 to 64."""
 
     alpha: PositiveFloat = 32.0
-    """Scale. The product of the matrices is multiplied by alpha / rank."""
+    """Scale. The product of the matrices is multiplied by alpha / rank, and with `rslora` by alpha / sqrt(rank)."""
+
+    rslora: bool = False
+    """Rank-stabilized scale, alpha / sqrt(rank), so that gradients do not shrink with the rank (arXiv 2312.03732)."""
 
     targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all_linear"
     """Target layers: all linear layers except the head, or a list of names such as [q_proj, v_proj]."""
+
+    modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Modules of which all weights are trained, such as [embed_tokens, lm_head] for tokens that the model has not
+    learned. They are saved with the adapter. Tied weights are trained together."""
+
+    base_quantization: BaseQuantization | None = None
+    """Quantization of the frozen weights of the target layers (QLoRA): 4-bit `nf4` or `int8`, with torchao. Weight
+    syncs and exports merge the adapter into the dequantized weights. Not for sharded models."""
 
     @model_validator(mode="before")
     @classmethod
@@ -83,6 +150,8 @@ class LoraConfig(Config):
     def _check(self) -> "LoraConfig":
         if self.targets != "all_linear" and (not all(self.targets) or len(set(self.targets)) < len(self.targets)):
             raise ValueError(f"targets are {list(self.targets)}: name each layer once, or set targets: all_linear")
+        if not all(self.modules_to_save) or len(set(self.modules_to_save)) < len(self.modules_to_save):
+            raise ValueError(f"modules_to_save is {list(self.modules_to_save)}: name each module once")
         return self
 
 
@@ -297,8 +366,10 @@ class EngineConfig(Config):
         """Capabilities of the engine."""
         return get_train_capabilities(self.kind)
 
-    def check_role(self, outputs: Sequence[str], *, has_adapter: bool = False, name: str = "") -> None:
-        """Raises ValueError if the engine lacks an output that a role needs, or does not train its adapter.
+    def check_role(
+        self, outputs: Sequence[str], *, has_adapter: bool = False, model: ModelConfig | None = None, name: str = ""
+    ) -> None:
+        """Raises ValueError if the engine lacks an output that a role needs, or does not support its adapter.
 
         `name` is the name of the role, if the error has no location.
         """
@@ -311,6 +382,11 @@ class EngineConfig(Config):
             )
         if has_adapter and not known.adapters:
             raise ValueError(f"lora is set, but engine.kind {self.kind} trains no adapters: remove lora, or {fix}")
+        if model is not None and model.adapter is not None and not known.adapters:
+            raise ValueError(
+                f"model.adapter is {model.adapter}, but engine.kind {self.kind} reads no adapters: merge it into its "
+                f"model, or {fix}"
+            )
 
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":

@@ -34,7 +34,7 @@ from flowrl.config.engines.rollout_engines import (
     name_alternatives,
 )
 from flowrl.config.engines.vllm_settings import VllmConfig
-from flowrl.config.model import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from flowrl.config.model import EMBEDDINGS, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 
 
 class RoleConfig(Config):
@@ -49,7 +49,12 @@ class RoleConfig(Config):
     def _check_engine(self) -> Self:
         settings = dict(self)
         if isinstance(engine := settings.get("engine"), EngineConfig):
-            engine.check_role(self.OUTPUTS, has_adapter=settings.get("lora") is not None)
+            model = settings.get("model")
+            engine.check_role(
+                self.OUTPUTS,
+                has_adapter=settings.get("lora") is not None,
+                model=model if isinstance(model, ModelConfig) else None,
+            )
         return self
 
     def roles(self, name: str) -> dict[str, "RoleConfig"]:
@@ -92,6 +97,40 @@ class TrainedConfig(RoleConfig):
 
     engine: EngineConfig = EngineConfig()
     """Engine settings."""
+
+    def has_base(self, model: ModelConfig) -> bool:
+        """Returns whether `model` is the model of the role with its adapter disabled. They can then share weights."""
+        lora = self.lora
+        is_kept = lora is not None and not lora.modules_to_save and lora.base_quantization is None
+        return is_kept and self.model.adapter is None and self.model == model
+
+    @property
+    def has_frozen_head(self) -> bool:
+        """Whether an adapter is trained, but neither the head nor the embeddings."""
+        return self.lora is not None and EMBEDDINGS.isdisjoint(m.rpartition(".")[2] for m in self.lora.modules_to_save)
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether a weight sync can send the adapter of the role instead of all weights."""
+        # To quantize the base model in each sync takes longer than to send all weights.
+        is_exact = self.lora is not None and self.lora.base_quantization is None
+        return is_exact and self.engine.capabilities.adapters
+
+    @model_validator(mode="after")
+    def _check_base_quantization(self) -> Self:
+        kind = None if self.lora is None else self.lora.base_quantization
+        engine = self.engine
+        for name, value, is_supported in (
+            ("strategy", engine.strategy, engine.strategy != "fsdp"),
+            ("offload", engine.offload, engine.offload not in ("parameters", "idle")),
+            ("compile", engine.compile, engine.compile is not True),
+        ):
+            if kind is not None and not is_supported:
+                raise ValueError(
+                    f"lora.base_quantization is {kind}, which does not support engine.{name}: {str(value).lower()}: "
+                    f"remove one of them"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
@@ -305,7 +344,8 @@ class TransferConfig(Config):
     via: Literal["auto", "object_store", "cuda_ipc", "nccl", "gloo"] = "auto"
     """Transport of the weights. If the engine supports it, `auto` selects cuda_ipc on the actor's GPUs and nccl on
     other GPUs. Otherwise, and on GPUs of an actor with `engine.offload: idle`, `auto` selects object_store. `gloo` is a
-    broadcast as `nccl`, for CPUs.
+    broadcast as `nccl`, for CPUs. If the actor has `lora`, `auto` (except cuda_ipc) and object_store send only the
+    adapter, and the rollout merges it into the base model, which it reads from `model.path`.
     """
 
     senders: Literal["one", "all"] = "one"

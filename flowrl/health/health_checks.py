@@ -130,15 +130,31 @@ def measure_length_limit(window: StepWindow, facts: RunFacts) -> Measurement | N
     return Measurement(length / limit, f"responses have {length:.4g} of at most {limit} tokens on average")
 
 
+_NEVER_ENDS = 0.95
+"""Share of truncated responses from the first step on that a model which cannot end a response has."""
+
+
 def measure_truncation(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the median share of truncated responses."""
     share = window.recent_median("truncated_fraction")
     if share is None:
         return None
+    observation = f"{share:.0%} of the responses are truncated"
+    never_ended = min((record.get("truncated_fraction", 0.0) for record in window.first), default=0.0) >= _NEVER_ENDS
+    if facts.has_frozen_head and share >= _NEVER_ENDS and never_ended:
+        return Measurement(
+            share,
+            observation,
+            meaning="responses have never ended: perhaps the base model has not learned its end token, whose weights "
+            "LoRA does not train",
+            remedy="train the head and the embeddings, too: actor.lora.modules_to_save [lm_head, embed_tokens], or "
+            "raise rollout.max_response_tokens",
+            settings=("actor.lora.modules_to_save",),
+        )
     remedy = "raise rollout.max_response_tokens"
     if facts.can_mask_truncated:
         remedy += ", or exclude truncated responses with algorithm.mask_truncated"
-    return Measurement(share, f"{share:.0%} of the responses are truncated", remedy=remedy)
+    return Measurement(share, observation, remedy=remedy)
 
 
 def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | None:

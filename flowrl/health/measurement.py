@@ -26,6 +26,9 @@ class RunFacts:
     can_mask_truncated: bool = False
     """Whether `algorithm.mask_truncated` exists and is false."""
 
+    has_frozen_head: bool = False
+    """Whether the actor trains a LoRA adapter, and neither its head nor its embeddings."""
+
     gap_limit: float | None = None
     """Largest gap between rollout and trainer without a finding, in nats per token. None: the gap is not checked."""
 

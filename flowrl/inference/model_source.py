@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, read_checkpoint
-from flowrl.config import ModelConfig, UserError
-from flowrl.config.source import read, read_json
+from flowrl.config import ADAPTER_SETTINGS, ModelConfig, UserError, read_base_model
+from flowrl.config.source import read
 from flowrl.data.folders.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
 from flowrl.data.input_paths import find_model_problem
-
-_ADAPTER_SETTINGS = "adapter_config.json"
-"""File of peft in the folder of an adapter. It names the base model."""
 
 _KIND = "model"
 """Part of the name of temporary folders."""
@@ -81,7 +78,7 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
         model = _resolve_run(path, step)
     elif path.is_dir() and (path / MANIFEST).is_file() and not (path / "config.json").is_file():
         model = _resolve_checkpoint(read_checkpoint(path), "checkpoint")
-    elif path.is_dir() and (path / _ADAPTER_SETTINGS).is_file() and not (path / "config.json").is_file():
+    elif path.is_dir() and (path / ADAPTER_SETTINGS).is_file() and not (path / "config.json").is_file():
         model = _merge_adapter(_resolve_model(_read_base(path)), path)
     else:
         model = _resolve_model(source)
@@ -95,7 +92,7 @@ def resolve_model(source: str, *, step: int | None = None, adapter: str | None =
 def check_model(source: str) -> None:
     """Raises ModelSourceError unless `source` is a model, a run, a checkpoint or an adapter. Loads no weights."""
     path = Path(source)
-    if not any((path / name).is_file() for name in ("config.yaml", MANIFEST, _ADAPTER_SETTINGS)):
+    if not any((path / name).is_file() for name in ("config.yaml", MANIFEST, ADAPTER_SETTINGS)):
         _resolve_model(source)
 
 
@@ -141,7 +138,7 @@ def _resolve_model(source: str) -> ModelSource:
             raise ModelSourceError(f"checkpoint {path} is incomplete (it has no {MANIFEST}): choose another step")
         raise ModelSourceError(
             f"{path} has no model: pass a folder with config.json (a model), config.yaml (a run), {MANIFEST} (a "
-            f"checkpoint) or {_ADAPTER_SETTINGS} (an adapter)"
+            f"checkpoint) or {ADAPTER_SETTINGS} (an adapter)"
         )
     if problem := find_model_problem(path):
         raise ModelSourceError(f"no model can be loaded from {source}: {problem}")
@@ -151,23 +148,17 @@ def _resolve_model(source: str) -> ModelSource:
 
 def _read_base(adapter: Path) -> str:
     """Returns the base model of an adapter. Raises ModelSourceError if the adapter does not name one."""
-    file = adapter / _ADAPTER_SETTINGS
     try:
-        base = read_json(file)["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelSourceError(
-            f"{file} names no base model ({error}): pass the base model, and the adapter with --adapter"
-        ) from error
-    if not isinstance(base, str) or not base:
-        raise ModelSourceError(f"{file} names no base model: pass the base model, and the adapter with --adapter")
-    return base
+        return read_base_model(adapter)
+    except ValueError as error:
+        raise ModelSourceError(f"{error}, with --adapter") from error
 
 
 def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
     """Returns the model with the weights of an adapter, in a temporary folder."""
-    if not (adapter / _ADAPTER_SETTINGS).is_file():
+    if not (adapter / ADAPTER_SETTINGS).is_file():
         raise ModelSourceError(
-            f"adapter {adapter} has no {_ADAPTER_SETTINGS}: pass a folder in the format of peft, such as the output "
+            f"adapter {adapter} has no {ADAPTER_SETTINGS}: pass a folder in the format of peft, such as the output "
             f"of `flowrl export --adapter`"
         )
     # imported here, because models without an adapter do not need torch

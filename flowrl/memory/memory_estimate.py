@@ -317,12 +317,14 @@ class _Estimator:
         actor's first rank and on each node of the rollout. Returns 0 on CPUs.
         """
         config, roles = self._config, self._planned.roles
-        is_used = self._transports.get("rollout") == "object_store" and self._planned.kind == "cuda"
+        transport = self._transports.get("rollout")
+        is_used = transport in ("object_store", "adapter") and self._planned.kind == "cuda"
         if not is_used or not isinstance(config, RolloutRunConfig) or (actor := self.role_model("actor")) is None:
             return 0
         slots = (roles["actor"].slots[0], *roles["rollout"].slots)
         element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
-        return actor.size.parameters * element if node in {slot.node for slot in slots} else 0
+        sent = actor.adapter if transport == "adapter" else actor.size.parameters * element
+        return sent if node in {slot.node for slot in slots} else 0
 
     def _make_role_model(self, role: str) -> RoleModel | None:
         value = self._role_configs.get(role)
@@ -369,7 +371,7 @@ class _Estimator:
             offloads=offloads,
             is_evicted_by_actor=offloads and self._shares_device(slot, {"actor"} & self._planned.roles.keys()),
             transport=self._transports.get("rollout"),
-            sender=actor if self._transports.get("rollout") in ("cuda_ipc", "nccl") else None,
+            sender=actor if self._transports.get("rollout") in ("cuda_ipc", "nccl", "adapter") else None,
         )
         return import_attribute(rollout.capabilities.memory)(load)
 
@@ -410,12 +412,7 @@ class _Estimator:
     def _is_actor_without_adapter(self, reference: ReferenceConfig, reference_plan: RolePlan, slot: Slot) -> bool:
         """Returns whether the colocated actor with its LoRA adapter disabled replaces the reference."""
         value, actor = self._role_configs.get("actor"), self.role_model("actor")
-        if (
-            actor is None
-            or not isinstance(value, TrainedConfig)
-            or value.lora is None
-            or value.model != reference.model
-        ):
+        if actor is None or not isinstance(value, TrainedConfig) or not value.has_base(reference.model):
             return False
         actor_plan = self._planned.roles["actor"]
         is_collective = actor.is_sharded or actor.mesh.sp > 1

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flowrl.config import EngineConfig, LoraConfig, TransferConfig, shards_model
+from flowrl.config import EMBEDDINGS, EngineConfig, LoraConfig, TransferConfig, shards_model
 from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.plan import Mesh
 from flowrl.memory.device_constants import nccl_bytes
@@ -18,6 +18,11 @@ from flowrl.memory.model_size import Linears, ModelSize
 if TYPE_CHECKING:
     from flowrl.engines.train.layer_trace import LayerTrace
 
+
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""Bytes of a value in nf4: its 4-bit code, and its share of the 8-bit scale of 64 values, and of the 32-bit scale of
+256 scales.
+"""
 
 QUANTIZATION_BLOCK = 64
 """Number of values of 8-bit moments with a common scale (`BLOCK` in flowrl/engines/train/module_state.py)."""
@@ -152,7 +157,18 @@ class RoleModel:
 
     @property
     def weights(self) -> int:
-        return self.parameters * self.param_bytes // self.num_shards + self._adapter
+        return (self.parameters * self.param_bytes - self._saved_by_codes) // self.num_shards + self._adapter
+
+    @property
+    def _saved_by_codes(self) -> int:
+        """Bytes by which the codes of quantized weights under an adapter are smaller than the weights."""
+        quantization = None if self.lora is None else self.lora.base_quantization
+        if quantization is None:
+            return 0
+        count = self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
+        scales = self.size.layers * sum(outputs for _, _, outputs in self._adapted)
+        codes = count * NF4_BYTES if quantization == "nf4" else count + scales * self.param_bytes
+        return int(count * self.param_bytes - codes)
 
     @property
     def full_weights(self) -> int:
@@ -161,14 +177,29 @@ class RoleModel:
     @property
     def trained(self) -> int:
         """Bytes of the trainable weights on this rank."""
-        return self.weights if self.lora is None else self._adapter
+        if self.lora is None:
+            return self.weights
+        return self._adapter + self._complete * self.param_bytes // self.num_shards
 
     @property
     def trained_parameters(self) -> int:
         """Number of trainable parameters of one tensor-parallel rank before FSDP shards them."""
         if self.lora is None:
             return self.parameters
-        return self.size.layers * self.lora.rank * sum(inputs + outputs for _, inputs, outputs in self._adapted)
+        return self._matrices + self._complete
+
+    @property
+    def _matrices(self) -> int:
+        """Number of values in the matrices of the adapter."""
+        rank = 0 if self.lora is None else self.lora.rank
+        return self.size.layers * rank * sum(inputs + outputs for _, inputs, outputs in self._adapted)
+
+    @property
+    def _complete(self) -> int:
+        """Number of parameters of embeddings and head that are trained beside an adapter. Norms are negligible."""
+        names = () if self.lora is None else self.lora.modules_to_save
+        largest = 2 if self.is_policy and not self.size.tied else 1
+        return min(largest, sum(name.rpartition(".")[2] in EMBEDDINGS for name in names)) * self.size.embedding
 
     @property
     def moments(self) -> int:
@@ -228,7 +259,12 @@ class RoleModel:
 
     @property
     def _adapter(self) -> int:
-        return 0 if self.lora is None else 4 * self.trained_parameters // self.num_shards
+        return 4 * self._matrices // self.num_shards
+
+    @property
+    def adapter(self) -> int:
+        """Bytes of the full adapter, with the weights of `modules_to_save`, that a weight sync sends."""
+        return 4 * self._matrices + self._complete * self.param_bytes
 
     @property
     def merged(self) -> int:
@@ -262,10 +298,17 @@ class RoleModel:
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Bytes of the NCCL communicators: of all ranks, of the shards, and of tensor and sequence parallelism."""
+        """Bytes of one dequantized weight, and of the NCCL communicators: of all ranks, of the shards, and of tensor
+        and sequence parallelism.
+        """
+        fixed = {}
+        if self.lora is not None and self.lora.base_quantization is not None:
+            largest = max(inputs * outputs for _, inputs, outputs in self._adapted)
+            # torchao's index of each value has 8 bytes, and there are three copies of the weight.
+            fixed["dequantized weight"] = largest * (8 + 3 * self.param_bytes)
         if self.device_type == "cpu" or self.mesh.size == 1 or self.is_inline:
-            return {}
-        return {"NCCL": nccl_bytes(1 + self.is_sharded + (self.mesh.tp > 1) + (self.mesh.sp > 1))}
+            return fixed
+        return fixed | {"NCCL": nccl_bytes(1 + self.is_sharded + (self.mesh.tp > 1) + (self.mesh.sp > 1))}
 
     def num_tokens(self, rows: int | None) -> int:
         """Returns the number of tokens of the largest micro-batch, for `rows` rows per call."""

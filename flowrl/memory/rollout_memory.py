@@ -35,8 +35,8 @@ VLLM_STEP_TOKENS = 8192
 INT8_CHUNK_TOKENS = 4096
 """Maximum number of tokens per block of an int8 matrix product (flowrl/engines/models/int8.py)."""
 
-_GPU_LOADS = {"cuda_ipc": "load_ipc", "nccl": "load_broadcast"}
-"""Transport between GPUs -> method of the rollout that loads a bucket. Other transports use `load_weights`."""
+_LOADS = {"cuda_ipc": "load_ipc", "nccl": "load_broadcast", "adapter": "load_adapter"}
+"""Transport -> method of the rollout that loads weights. Other transports use `load_weights`."""
 
 _BITS = {"int8": 8, "fp8": 8, "int4": 4}
 
@@ -74,7 +74,7 @@ class RolloutLoad:
     transport: Transport | None = None
     """Transport of weights from the actor; None for an engine whose weights never change."""
     sender: RoleModel | None = None
-    """The actor, if it sends the weights from another process on this GPU or from other GPUs."""
+    """The actor, if it sends the weights from another process on this GPU or from other GPUs, or sends its adapter."""
 
 
 def hf_memory(load: RolloutLoad) -> RoleMemory:
@@ -182,15 +182,16 @@ def _load_weights(load: RolloutLoad) -> CallMemory:
 
     vLLM keeps received weights until their module is complete, and then builds the module a second time. For CUDA IPC,
     the bucket and the exported weight of the sender are on the same device. Parts of several senders are concatenated.
+    With an adapter, the rollout merges one weight at a time on its device.
     """
     module = max(load.size.embedding, load.size.layer) * load.param_bytes
-    sender = load.sender if load.transport == "cuda_ipc" else None
+    sender = load.sender if load.transport in ("cuda_ipc", "adapter") else None
     exported = 0 if sender is None else sender.exported(load.param_bytes)
     buckets = 0
-    if load.transport in _GPU_LOADS:
+    if load.transport in ("cuda_ipc", "nccl"):
         num_buckets = int(TRANSFER_BUCKETS.value) + (_num_broadcasts(load) > 1)
         buckets = num_buckets * bucket_bytes(load.size, load.param_bytes, load.config.transfer)
-    name = _GPU_LOADS.get(load.transport or "", "load_weights")
+    name = _LOADS.get(load.transport or "", "load_weights")
     return CallMemory(
         name,
         gathered=module + exported,

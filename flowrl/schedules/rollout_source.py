@@ -29,7 +29,7 @@ from flowrl.schedules.scheduler import TrainerRoutes
 from flowrl.weight_sync.transfer import WeightSync
 from flowrl.weight_sync.verification import ComparedWeights
 
-WEIGHT_CALLS = frozenset({"load_weights", "load_broadcast", "load_ipc", "set_version"})
+WEIGHT_CALLS = frozenset({"load_weights", "load_adapter", "load_broadcast", "load_ipc", "set_version"})
 """Rollout methods that change the weight version of a replica."""
 
 

@@ -22,6 +22,7 @@ _TRANSPORT_LABELS: dict[Transport, str] = {
     "shared": "none (the rollout uses the actor's weights)",
     "local": "copied within the process",
     "object_store": "object store",
+    "adapter": "LoRA adapter through the object store",
     "cuda_ipc": "CUDA IPC",
     "nccl": "NCCL",
     "gloo": "gloo",

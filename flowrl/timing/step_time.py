@@ -354,7 +354,8 @@ class _StepEstimator:
     def _sync(self, config: RolloutRunConfig) -> Phase | None:
         transport, rates = choose_transports(config, self._planned)["rollout"], self._rates
         element = ITEMSIZE[config.rollout.sent_dtype or config.actor.model.dtype]
-        num_bytes = self._models["actor"].size.parameters * element
+        actor = self._models["actor"]
+        num_bytes = actor.size.parameters * element
         devices = self._devices("actor") | self._devices("rollout")
         link = self._link("actor", "rollout", num_devices=len(devices))
         # A copy within a GPU reads and writes each weight, and CUDA IPC copies it twice.
@@ -364,8 +365,11 @@ class _StepEstimator:
             "cuda_ipc": WEIGHT_SYNC.value * (rates.memory / 4 if is_alone else link),
             "nccl": WEIGHT_SYNC.value * link,
             "object_store": PAGEABLE_COPY.value / 2,
+            # The rollout reads the base model from files, and copies all merged weights to its device.
+            "adapter": PAGEABLE_COPY.value / 2,
         }
         if transport == "shared":
             return None
         seconds = num_bytes / rate[transport]
-        return Phase("weight sync", "sync", devices, seconds, f"{num_bytes / 1e9:.1f} GB, transport {transport}")
+        sent = actor.adapter if transport == "adapter" else num_bytes
+        return Phase("weight sync", "sync", devices, seconds, f"{sent / 1e9:.1f} GB, transport {transport}")

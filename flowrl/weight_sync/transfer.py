@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from flowrl.config import ConfigError, RolloutConfig, RunConfig, TrainedConfig, TransferConfig, models_of
+from flowrl.config import ConfigError, LoraConfig, RolloutConfig, RunConfig, TrainedConfig, TransferConfig, models_of
 from flowrl.controller.placement.plan import Plan
 from flowrl.controller.placement.weight_transport import (
     Transport,
@@ -23,10 +23,6 @@ if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
 
 class WeightTransfer(Protocol):
     """Sends an actor's weights to a rollout."""
-
-    def __init__(
-        self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
-    ) -> None: ...
 
     def send(self, version: int) -> None:
         """Submits export and load of the current weights for the whole rollout."""
@@ -52,7 +48,7 @@ class SnapshotTransfer(WeightTransfer, Protocol):
 
 
 class _BucketTransfer:
-    """Base class of the weight transports. A transport sends the weights in buckets of at most `bucket_mb`."""
+    """Base class of the transports of all weights. A transport sends them in buckets of at most `bucket_mb`."""
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
@@ -79,6 +75,28 @@ class ObjectStoreTransfer(_BucketTransfer):
 
     def send(self, version: int) -> None:
         # All exports are submitted before the first load, so a time-shared device switches roles once.
+        self.load(self.export(), self._rollout, version)
+
+
+class AdapterTransfer:
+    """Sends only the actor's LoRA adapter, through Ray's object store. The rollout merges it into its base model."""
+
+    updates_all_replicas = False
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, lora: LoraConfig) -> None:
+        self._actor, self._rollout, self._lora, self._bucket_mb = actor, rollout, lora, config.bucket_mb
+
+    def connect(self) -> None:
+        """Does nothing, because an export needs no connection."""
+
+    def export(self) -> Sequence[Future]:
+        return [self._actor.adapter.submit()]
+
+    def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
+        (adapter,) = buckets
+        return [rollout.load_adapter.submit(adapter, self._lora, self._bucket_mb, version)]
+
+    def send(self, version: int) -> None:
         self.load(self.export(), self._rollout, version)
 
 
@@ -141,7 +159,7 @@ class BroadcastTransfer(_BucketTransfer):
             self._actor.broadcast_weights.submit(bucket, *self._bucketing)
 
 
-TRANSFERS: Mapping[Transport, type[WeightTransfer]] = {
+TRANSFERS: Mapping[Transport, Callable[[WorkerGroup, WorkerGroup, TransferConfig, str | None], WeightTransfer]] = {
     "object_store": ObjectStoreTransfer,
     "cuda_ipc": CudaIpcTransfer,
     "nccl": BroadcastTransfer,
@@ -267,6 +285,8 @@ class WeightSync:
             if config is None:
                 self._transfers[roles] = ObjectStoreTransfer(actor, rollout, TransferConfig())
             else:
+                trained = self._role_configs.get(actor.role)
+                lora = trained.lora if isinstance(trained, TrainedConfig) and trained.sends_adapter else None
                 transport = choose_transport(
                     self._plan.roles[actor.role],
                     self._plan.roles[rollout.role],
@@ -275,6 +295,11 @@ class WeightSync:
                     per_replica=self._per_replica,
                     shares_model=actor.shares_model,
                     offloads=actor.is_evicted_by(rollout),
+                    sends_adapter=lora is not None,
                 )
-                self._transfers[roles] = TRANSFERS[transport](actor, rollout, config.transfer, config.sent_dtype)
+                if transport == "adapter":
+                    assert lora is not None, "the actor has an adapter"
+                    self._transfers[roles] = AdapterTransfer(actor, rollout, config.transfer, lora)
+                else:
+                    self._transfers[roles] = TRANSFERS[transport](actor, rollout, config.transfer, config.sent_dtype)
         return self._transfers[roles]

@@ -19,7 +19,7 @@ from flowrl.engines.models.weights import to_arrays, weight_buckets
 from flowrl.engines.rollout.broadcast import BroadcastSender, TransferGroup
 from flowrl.engines.rollout.cuda_ipc import IpcBucket, IpcSender
 from flowrl.engines.rollout.weight_metadata import WeightMetadata
-from flowrl.engines.train.base import Outputs, PartExport, SharedModel, TrainEngine
+from flowrl.engines.train.base import AdapterExport, Outputs, PartExport, SharedModel, TrainEngine
 from flowrl.workers.losses.configured_losses import LANGUAGE_MODELING, distillation_loss, policy_loss
 from flowrl.workers.losses.loss import Loss
 from flowrl.workers.losses.preference_losses import preference_loss
@@ -148,8 +148,7 @@ class Actor(TrainedWorker["ActorGroup"]):
         shared = self.shared_model
         return (
             shared is not None
-            and self.config.lora is not None
-            and model == self.config.model
+            and self.config.has_base(model)
             # All ranks of a collective forward pass must call it at the same time.
             and (
                 not shared.has_collective_forward
@@ -173,6 +172,14 @@ class Actor(TrainedWorker["ActorGroup"]):
         # No snapshot, because the controller copies the result of a call.
         weights = self.engine.export_weights(names, _dtype(dtype))
         arrays = to_arrays(weights, is_receiver=self.rank == 0, snapshot=False)
+        self.context.add_usage(weight_bytes=sum(array.nbytes for array in arrays.values()))
+        return arrays
+
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def adapter(self) -> dict[str, Any]:  # Any: as in `weights`
+        """Returns the current weights of the LoRA adapter on rank 0, with the weights of `modules_to_save`."""
+        assert isinstance(self.engine, AdapterExport), "an engine with the capability adapters"
+        arrays = to_arrays(self.engine.export_adapter(), is_receiver=self.rank == 0, snapshot=False)
         self.context.add_usage(weight_bytes=sum(array.nbytes for array in arrays.values()))
         return arrays
 

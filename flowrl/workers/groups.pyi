@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.config import ExportConfig
+from flowrl.config import ExportConfig, LoraConfig
 from flowrl.controller.dispatch import OrFuture
 from flowrl.controller.group import TypedGroup, batched, blocking, nonblocking
 from flowrl.data.batch.batch import Batch
@@ -49,6 +49,10 @@ class ActorGroup(TypedGroup):
         dtype: OrFuture[str | None] = None,
     ) -> dict[str, Any]:
         """Returns a bucket of the current weights on rank 0. If `bucket_mb` is None, returns all weights."""
+
+    @nonblocking
+    def adapter(self) -> dict[str, Any]:
+        """Returns the current weights of the LoRA adapter on rank 0, with the weights of `modules_to_save`."""
 
     @nonblocking
     def weight_samples(
@@ -450,6 +454,20 @@ class RolloutGroup(TypedGroup):
 
         The engine does not generate until the last bucket is loaded. Bucket 0 restarts an unfinished update, because a
         recovered process receives all buckets again.
+        """
+
+    @nonblocking
+    def load_adapter(
+        self,
+        adapter: OrFuture[Mapping[str, np.ndarray]],
+        lora: OrFuture[LoraConfig],
+        bucket_mb: OrFuture[float],
+        version: OrFuture[int],
+    ) -> list[None]:
+        """Loads the weights of `version`: those of the base model, with a LoRA adapter.
+
+        The base model is read from its files in each call, so that it needs no memory beside the engine's weights.
+        `bucket_mb` limits the size in MB of the weights that are merged at a time.
         """
 
     @nonblocking

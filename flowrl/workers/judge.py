@@ -13,6 +13,7 @@ from flowrl.data.batch.tensordicts import make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer, Message
 from flowrl.engines.models.loading import ModelError
 from flowrl.engines.models.partial_loading import WeightDifferences
+from flowrl.engines.rollout.adapted_weights import start_engine
 from flowrl.engines.rollout.base import (
     TAGS,
     EngineContext,
@@ -20,7 +21,6 @@ from flowrl.engines.rollout.base import (
     Request,
     RolloutEngine,
     SleepingEngine,
-    load_engine_class,
 )
 from flowrl.engines.rollout.sampling import row_keys
 from flowrl.rewards.judgments import Comparison, find_opponents, load_verdict, render_prompt, share_of_wins
@@ -85,7 +85,7 @@ class Judge(Worker["JudgeGroup"]):
             replica=self.context.replica,
             can_sleep=self.context.can_offload,
         )
-        self.engine: RolloutEngine = load_engine_class(config.engine).start(context)
+        self.engine: RolloutEngine = start_engine(context)
 
     @register(Dispatch.RANK_ZERO, memory=())
     def weight_differences(self) -> WeightDifferences:

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flowrl.config import CheckFailed, ModelConfig, RolloutConfig
+from flowrl.config import CheckFailed, LoraConfig, ModelConfig, RolloutConfig
 from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import num_rows, objects
 from flowrl.data.chat import ChatTokenizer
 from flowrl.engines.models.weight_samples import WeightSamples
+from flowrl.engines.rollout.adapted_weights import AdaptedWeights, start_engine
 from flowrl.engines.rollout.base import (
     TAGS,
     ActorWeights,
@@ -29,7 +30,6 @@ from flowrl.engines.rollout.base import (
     RolloutError,
     SleepingEngine,
     StreamingEngine,
-    load_engine_class,
 )
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.rollout.sampling import row_keys
@@ -131,7 +131,10 @@ class Rollout(Worker["RolloutGroup"]):
             can_sleep=self.context.can_offload,
             actor=weights,
         )
-        self.engine: RolloutEngine = load_engine_class(config.engine).start(context)
+        self._model, self._sent_dtype = model, config.sent_dtype
+        self._adapted: AdaptedWeights | None = None
+        """The base model with the adapter of the last update."""
+        self.engine: RolloutEngine = start_engine(context)
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -396,6 +399,22 @@ class Rollout(Worker["RolloutGroup"]):
         self.engine.receive(weights)
         if bucket == num_buckets - 1:
             self.engine.commit()
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=("weights",))
+    def load_adapter(self, adapter: Mapping[str, np.ndarray], lora: LoraConfig, bucket_mb: float, version: int) -> None:
+        """Loads the weights of `version`: those of the base model, with a LoRA adapter.
+
+        The base model is read from its files in each call, so that it needs no memory beside the engine's weights.
+        `bucket_mb` limits the size in MB of the weights that are merged at a time.
+        """
+        self.context.add_usage(weight_bytes=sum(array.nbytes for array in adapter.values()))
+        self._expects_update = False
+        if self._adapted is None:
+            self._adapted = AdaptedWeights(self._model, lora, torch.device(self.device))
+        self._adapted.set(adapter)
+        if self.engine.state is EngineState.UPDATING:
+            self.engine.abort_update()
+        self._adapted.load_into(self.engine, version, bucket_mb, self._sent_dtype)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, memory=())
     def expect_update(self) -> None:

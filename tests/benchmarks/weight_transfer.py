@@ -23,7 +23,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl import Cluster, Placement, WorkerGroup
-from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from flowrl.config import ActorConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, TransferConfig
 from flowrl.workers import Actor, Rollout
 from tests.benchmarks.measure import Figure, alone, machine, paired, peak_growth, read_arguments
 from tests.benchmarks.measure import table as table_of
@@ -50,13 +50,15 @@ def save(folder: Path, size: str) -> ModelConfig:
 
 
 @contextmanager
-def opened(model: ModelConfig, engine: str) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+def opened(
+    model: ModelConfig, engine: str, lora: LoraConfig | None = None
+) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     """Opens an actor and a rollout in separate processes."""
     placement = Placement(device="cpu", pools={"a": [1], "b": [1]}, roles={"actor": "a", "rollout": "b"})
     rollout = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 8})
     dedicated = ("rollout",) if engine == "vllm" else ()
     with Cluster(placement, dedicated=dedicated, num_threads=1) as cluster:
-        settings = ActorConfig(model=model, optimizer=OptimizerConfig(lr=1e-4))
+        settings = ActorConfig(model=model, optimizer=OptimizerConfig(lr=1e-4), lora=lora)
         actor = cluster.group("actor", Actor, settings)
         replica = cluster.group("rollout", Rollout, rollout, model, seed=0)
         cluster.wait_for_calls()
@@ -135,6 +137,22 @@ def object_store(size: str, model: ModelConfig) -> list[Figure]:
         each = partial(sync_weights, actor, rollout, len(shapes), 1e-6, wait_for_each=True)
         results.append(paired(f"{size}: one call per weight ({len(shapes)}); raw is one bucket", each, one_bucket, 3))
     return results
+
+
+def adapter(size: str, model: ModelConfig, engine: str) -> list[Figure]:
+    """Compares an update with only the adapter with one of all merged weights."""
+    lora = LoraConfig(rank=16)
+    with opened(model, engine, lora) as (actor, rollout):
+        sent, merged = (
+            sum(array.nbytes for array in arrays.get().values()) for arrays in (actor.adapter(), actor.weights())
+        )
+
+        def of_adapter() -> None:
+            rollout.load_adapter.submit(actor.adapter.submit(), lora, TransferConfig().bucket_mb, 1).get()
+
+        of_all = partial(sync_weights, actor, rollout, 1, ONE_BUCKET_MB)
+        what = f"{size}: update of {engine} with an adapter ({sent / 1e6:.1f} MB); raw sends {merged / 1e6:.0f} MB"
+        return [paired(what, of_adapter, of_all, REPEATS[size])]
 
 
 def peaks(model: ModelConfig) -> list[Figure]:
@@ -224,8 +242,10 @@ def main() -> None:
         for size in arguments.sizes:
             model = save(Path(folder) / size, size)
             figures += object_store(size, model)
+            figures += adapter(size, model, "hf")
             if importlib.util.find_spec("vllm") is not None:
                 figures += vllm(size, model)
+                figures += adapter(size, model, "vllm")
         if "100M" in arguments.sizes:
             figures += peaks(model)
     if arguments.table:

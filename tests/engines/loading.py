@@ -7,7 +7,8 @@ from torch import Tensor, distributed, nn
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
-from flowrl.engines.models.lora import adapter_state, add_adapter
+from flowrl.engines.models.lora import adapter_state, add_adapter, save_adapter
+from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.weights import export_weights
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
@@ -23,6 +24,8 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 """Name -> ranks, and how they are laid out."""
 
 LORA = LoraConfig(rank=4)
+SAVED = LoraConfig(rank=4, modules_to_save=("embed_tokens",))
+"""Settings of the adapters in files."""
 
 IDS = torch.randint(2, 32, (2, 9), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([9, 4])
@@ -34,7 +37,17 @@ def models(folder: Path, on_meta: bool) -> dict[str, nn.Module]:
     adapted, adapted_critic = load_policy(policy, on_meta=on_meta), load_critic(critic, on_meta=on_meta)
     add_adapter(adapted, LORA)
     add_adapter(adapted_critic.backbone, LORA)
+    saved, saved_tied = (ModelConfig(path=folder / name) for name in ("adapter", "tied adapter"))
+    continued = load_policy(saved_tied, on_meta=on_meta, merges=False)
+    add_adapter(continued, SAVED)
+    SavedAdapter.read(folder / "tied adapter").continue_in(continued)
     return {
+        "policy that continues an adapter": PolicyModel(continued),
+        "policy with a merged adapter": PolicyModel(load_policy(saved, on_meta=on_meta)),
+        "tied policy with a merged adapter": PolicyModel(load_policy(saved_tied, on_meta=on_meta)),
+        "critic with a merged adapter": load_critic(
+            saved.model_copy(update={"dtype": "bfloat16"}), head="fresh", on_meta=on_meta
+        ),
         "policy with an adapter": PolicyModel(adapted),
         "critic with an adapter": adapted_critic,
         "tied policy": PolicyModel(load_policy(ModelConfig(path=folder / "tied"), on_meta=on_meta)),
@@ -43,6 +56,18 @@ def models(folder: Path, on_meta: bool) -> dict[str, nn.Module]:
         "fresh critic": load_critic(policy, head="fresh", on_meta=on_meta),
         "reward": load_reward_model(policy, head="fresh", seed=3, on_meta=on_meta),
     }
+
+
+def write_adapter(base: Path, folder: Path) -> None:
+    """Saves an adapter whose matrices and complete weights are all changed."""
+    model = load_policy(ModelConfig(path=base))
+    add_adapter(model, SAVED)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+    save_adapter(model, base, folder)
 
 
 def first_output(model: nn.Module, name: str) -> Tensor:

@@ -407,6 +407,24 @@ def test_a_critic_gets_its_own_setting() -> None:
     assert finding.setting == "critic.optimizer.lr" and "critic/grad_norm" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("shares", "is_frozen", "names_modules"),
+    [
+        ([1.0] * 5, True, True),
+        ([1.0] * 5, False, False),
+        ([0.3, 0.4, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], True, False),  # the responses have become longer
+        ([0.8] * 5, True, False),
+    ],
+)
+def test_a_policy_that_never_stops_under_lora(shares: list[float], is_frozen: bool, names_modules: bool) -> None:
+    facts = RunFacts(
+        settings=frozenset({"actor.lora.modules_to_save", "rollout.max_response_tokens"}), has_frozen_head=is_frozen
+    )
+    finding = find(HealthConfig(steps=STEPS), records(truncated_fraction=shares), facts)[-1]
+    assert (finding.setting == "actor.lora.modules_to_save") is names_modules
+    assert ("lm_head" in finding.message) is names_modules
+
+
 @pytest.mark.parametrize("can_mask", [False, True])
 def test_a_remedy_that_the_run_already_has_is_not_named(can_mask: bool) -> None:
     facts = RunFacts(can_mask_truncated=can_mask)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.config import LoraConfig
 from flowrl.controller.worker import Dispatch, Worker, register
 
 WAITS_S = 60.0
@@ -67,6 +68,11 @@ class RecordingActor(Recording):
         self.write("weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype)
         return {"bucket": bucket}
 
+    @register(Dispatch.ALL_TO_ONE, blocking=False)
+    def adapter(self) -> dict[str, Any]:
+        self.write("adapter")
+        return {"adapter": self.rank}
+
     @register(Dispatch.RANK_ZERO, blocking=False, memory=())
     def describe_weights(self, bucket: int, bucket_mb: float, dtype: str | None = None) -> Any:
         self.write("describe_weights", bucket=bucket, bucket_mb=bucket_mb, dtype=dtype)
@@ -112,6 +118,10 @@ class RecordingRollout(Recording):
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",))
     def load_weights(self, weights: Mapping[str, Any], version: int, bucket: int = 0, of: int = 1) -> None:
         self.write("load_weights", weights=weights, version=version, bucket=bucket, of=of)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, replay=True, memory=("weights",))
+    def load_adapter(self, adapter: Mapping[str, Any], lora: LoraConfig, bucket_mb: float, version: int) -> None:
+        self.write("load_adapter", adapter=adapter, rank=lora.rank, bucket_mb=bucket_mb, version=version)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, replay="bucket", memory=("weights",), evicts=False)
     def load_ipc(self, shared: Sequence[Any], version: int, bucket: int, of: int) -> Any:

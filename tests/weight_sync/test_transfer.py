@@ -41,6 +41,7 @@ class SyncPair:
         meets: bool = False,
         dedicated: tuple[str, ...] = ("rollout",),
         schedule: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
     ) -> None:
         self.log = folder / "log"
         self.log.touch()
@@ -57,7 +58,7 @@ class SyncPair:
                 "steps": 1,
                 "placement": placement,
                 "schedule": schedule or {},
-                "actor": {"model": {"path": "m"}, "optimizer": {"lr": 1.0}},
+                "actor": {"model": {"path": "m"}, "optimizer": {"lr": 1.0}, "lora": lora},
                 "rollout": {
                     "engine": "vllm",
                     "max_response_tokens": 1,
@@ -108,6 +109,29 @@ def test_object_store_exports_all_buckets_before_the_first_load(open_cluster: Cl
         assert arguments(lines, "weights", rank) == [{"bucket": i, **HOW} for i in BUCKETS]
     expected = [{"weights": {"bucket": i}, "version": 7, "bucket": i, "of": 3} for i in BUCKETS]
     assert [arguments(lines, "load_weights", rank) for rank in range(4)] == [expected] * 4
+
+
+@pytest.mark.parametrize(("kind", "via"), [("cpu", "auto"), ("cuda", "auto"), ("cuda", "object_store")])
+def test_of_an_actor_with_lora_only_the_adapter_is_sent(
+    kind: str, via: str, open_cluster: ClusterMaker, tmp_path: Path
+) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind=kind, via=via, lora={"rank": 3})
+    pair.weight_sync.prepare(pair.actor, pair.rollout)
+    for version in (7, 8):
+        lines = pair.send(version)
+        assert calls(lines) == [("actor", "adapter"), ("rollout", "load_adapter")]
+        expected = {"adapter": {"adapter": 0}, "rank": 3, "bucket_mb": HOW["bucket_mb"], "version": version}
+        assert [arguments(lines, "load_adapter", rank) for rank in range(4)] == [[expected]] * 4
+
+
+def test_an_adapter_is_exported_first_and_loaded_later(open_cluster: ClusterMaker, tmp_path: Path) -> None:
+    pair = SyncPair(open_cluster, tmp_path, kind="cuda", lora={"rank": 3})
+    pair.weight_sync.connect(pair.actor, pair.rollout)
+    version = pair.weight_sync.export(pair.actor, pair.rollout, 7)
+    assert not pair.weight_sync.updates_all_replicas(pair.actor, pair.rollout)
+    assert calls(read(pair.log)) == [("actor", "adapter")]
+    version.send(pair.rollout)
+    assert calls(read(pair.log)[2:]) == [("rollout", "load_adapter")]
 
 
 def test_cuda_ipc_shares_a_bucket_after_the_previous_one_was_loaded(open_cluster: ClusterMaker, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class TrainCapabilities:
     options: tuple[str, ...] = ()
     """Names that the engine accepts in `engine.options`."""
     adapters: bool = False
-    """The engine trains LoRA adapters."""
+    """The engine has the method of `AdapterExport`. It trains LoRA adapters, and starts from saved ones."""
     shares_weights: bool = False
     """The engine has the methods of `SharedModel`: a rollout or a reference in its process can use its model."""
     estimates_memory: bool = False

@@ -2,12 +2,13 @@
 
 from typing import Literal
 
-from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, models_of
+from flowrl.config import AsyncSchedule, RolloutConfig, RunConfig, TrainedConfig, models_of
 from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
 
-Transport = Literal["shared", "local", "object_store", "cuda_ipc", "nccl", "gloo"]
+Transport = Literal["shared", "local", "object_store", "adapter", "cuda_ipc", "nccl", "gloo"]
 """Name of a transport. `shared` transfers nothing, because the rollout uses the weights in the actor's processes. With
-`local`, the rollout runs in the actor's processes and copies the weights there.
+`local`, the rollout runs in the actor's processes and copies the weights there. `adapter` sends only a LoRA adapter
+through the object store.
 """
 
 
@@ -24,6 +25,7 @@ def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
         return transports
     models = models_of(config)
     shares_model = "actor" not in models or models["actor"].engine.capabilities.shares_weights
+    trained = models.get("actor")
     offloading = [role for role, value in models.items() if value.engine.offload == "idle"]
     is_offloaded = any(
         not set(actor.slots).isdisjoint(planned.roles[role].slots) for role in offloading if role in planned.roles
@@ -39,6 +41,7 @@ def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
             per_replica=per_replica,
             shares_model=shares_model,
             offloads=is_offloaded,
+            sends_adapter=isinstance(trained, TrainedConfig) and trained.sends_adapter,
         )
     return transports
 
@@ -52,6 +55,7 @@ def choose_transport(
     per_replica: bool = False,
     shares_model: bool = True,
     offloads: bool = False,
+    sends_adapter: bool = False,
 ) -> Transport:
     """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport, but the
     object store instead of CUDA IPC if the actor offloads.
@@ -61,14 +65,17 @@ def choose_transport(
         per_replica: result of `has_per_replica_updates`.
         shares_model: whether a rollout in the processes of the actor can use its model.
         offloads: whether processes of the actor offload their GPUs while the rollout runs.
+        sends_adapter: whether the actor can send an adapter instead of all weights.
     Raises PlacementError if the placement or the schedule does not support the requested transport.
     """
-    transport = _transport_between(actor, rollout, kind, config, shares_model)
-    if transport == "cuda_ipc" and offloads and config.transfer.via == "auto":
-        return "object_store"  # until CUDA IPC between roles that offload has run on a GPU
+    transport, via = _transport_between(actor, rollout, kind, config, shares_model), config.transfer.via
+    if transport == "cuda_ipc" and offloads and via == "auto":
+        transport = "object_store"  # until CUDA IPC between roles that offload has run on a GPU
+    if transport in ("object_store", "nccl") and via in ("auto", "object_store") and sends_adapter:
+        return "adapter"
     if transport not in ("nccl", "gloo") or not per_replica:
         return transport
-    if config.transfer.via != "auto":
+    if via != "auto":
         raise PlacementError(
             f"{rollout.role}.transfer.via is {transport}, which updates all replicas together, but "
             f"schedule.interrupt is false, which updates each replica by itself: set schedule.interrupt: true, or "

@@ -24,6 +24,7 @@ from flowrl.engines.checkpoint.model_folder import (
 from flowrl.engines.checkpoint.shards import INDEX, Index, read_index, read_tensor
 from flowrl.engines.models.loading import ModelError, load_critic, load_policy, load_reward_model
 from flowrl.engines.models.lora import add_adapter, save_adapter
+from flowrl.engines.models.parameters import replace_parameter
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import cast_dtype, weight_shapes
 from flowrl.engines.train.module_state import MODEL
@@ -74,8 +75,9 @@ def describe_export(files: Mapping[str, bytes], config: ModelConfig, lora: LoraC
 
 def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
     """Returns {file name: contents} for the file that describes an adapter in a checkpoint."""
-    path = model.path.resolve() if model.path.exists() else model.path
-    settings = {"model": model.model_dump(mode="json") | {"path": str(path)}, "lora": lora.model_dump(mode="json")}
+    paths = {"path": model.path, "adapter": model.adapter}
+    paths = {name: str(path.resolve() if path.exists() else path) for name, path in paths.items() if path is not None}
+    settings = {"model": model.model_dump(mode="json") | paths, "lora": lora.model_dump(mode="json")}
     return {_ADAPTER: json.dumps(settings).encode()}
 
 
@@ -201,15 +203,15 @@ def _load_adapted(checkpoint: Path, index: Index, *, on_meta: bool) -> nn.Module
     base, lora = ModelConfig.model_validate(settings["model"]), LoraConfig.model_validate(settings["lora"])
     kind, names = _read_kind(index), _stored_names(index)
     if kind == "critic":
-        model = load_critic(base, on_meta=on_meta)
+        model = load_critic(base, on_meta=on_meta, merges=False)
         add_adapter(model.backbone, lora)
     elif kind == "reward_model":
-        model = load_reward_model(base, head="fresh", on_meta=on_meta)  # the checkpoint has the head
+        model = load_reward_model(base, head="fresh", on_meta=on_meta, merges=False)  # the checkpoint has the head
         if _SCORE_BIAS in names:  # of a critic from which the reward model started
             model.head.bias = nn.Parameter(torch.zeros(1, dtype=model.head.weight.dtype))
         add_adapter(model.language_model, lora)
     else:
-        model = load_policy(base, on_meta=on_meta)
+        model = load_policy(base, on_meta=on_meta, merges=False)
         add_adapter(model, lora)
     trained = {name: weight.shape for name, weight in model.named_parameters() if weight.requires_grad}
     if trained != {name: torch.Size(index.tensors[stored]["size"]) for name, stored in names.items()}:
@@ -217,6 +219,6 @@ def _load_adapted(checkpoint: Path, index: Index, *, on_meta: bool) -> nn.Module
             f"the adapter in {checkpoint} does not match the model in {settings['model']['path']}: restore the model "
             f"that the run started with"
         )
-    weights = dict(_read_weights(checkpoint, index, names))
-    model.load_state_dict(weights, strict=False, assign=True)  # a trained head may have another dtype
+    for name, weight in _read_weights(checkpoint, index, names):
+        replace_parameter(model, name, weight)  # a trained head may have another dtype
     return model

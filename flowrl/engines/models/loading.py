@@ -33,6 +33,7 @@ from flowrl.data.input_paths import MAX_POSITIONS
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.parameters import check_finite
 from flowrl.engines.models.partial_loading import InitialWeights, WeightDifferences, compare_weights
+from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
     SequenceSharding,
@@ -73,17 +74,20 @@ class ModelError(UserError):
     """Raised if a model folder cannot be used for its role."""
 
 
-def load_policy(config: ModelConfig, *, on_meta: bool = False) -> PreTrainedModel:
+def load_policy(config: ModelConfig, *, on_meta: bool = False, merges: bool = True) -> PreTrainedModel:
     """Loads a causal language model in evaluation mode.
 
     Args:
         config: path and dtype of the model. `dropout: 0` disables the model's dropout. With `strict: false`, missing
             weights get their initial values (`InitialWeights`), and unexpected weights are ignored.
         on_meta: leaves the weights on the meta device. `FsdpEngine` then reads only this rank's shards.
+        merges: whether to merge the matrices of `config.adapter` into the weights. Complete weights of the adapter
+            replace those of the model in any case.
     Raises ModelError if the folder has no causal language model, if it lacks weights or has unexpected weights and
-    `config.strict` is true, or if the model has dropout that `config` does not disable.
+    `config.strict` is true, or if the model has dropout that `config` does not disable. Raises LoraError if the adapter
+    does not match the model.
     """
-    return _load("policy", config, on_meta)
+    return _load("policy", config, on_meta, merges=merges)
 
 
 def max_positions(config: ModelConfig) -> int | None:
@@ -144,7 +148,12 @@ def _draw_head(head: nn.Linear, seed: int) -> None:
 
 
 def load_critic(
-    config: ModelConfig, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0, on_meta: bool = False
+    config: ModelConfig,
+    *,
+    head: Literal["zero", "fresh"] = "zero",
+    seed: int = 0,
+    on_meta: bool = False,
+    merges: bool = True,
 ) -> CriticModel:
     """Loads a critic from any causal language model, in evaluation mode.
 
@@ -153,11 +162,11 @@ def load_critic(
         head: initialization of the value head if the folder has none. The head of an exported critic, or of a
             sequence-classification model with one label, is loaded instead.
         seed: seed of a fresh head.
-        on_meta: see `load_policy`.
+        on_meta, merges: see `load_policy`.
     Raises the errors of `load_policy`, and ModelError if the folder has a head with several outputs.
     """
-    critic = CriticModel(_load("critic", config, on_meta), head=head, seed=seed)
-    weights = _read_head(config.path, critic.value_head.in_features)
+    critic = CriticModel(_load("critic", config, on_meta, merges=merges), head=head, seed=seed)
+    weights = _read_head(config, critic.value_head.in_features)
     with torch.no_grad():
         if "weight" in weights:
             critic.value_head.weight.copy_(weights["weight"])
@@ -165,17 +174,21 @@ def load_critic(
     return critic.eval()
 
 
-def _read_head(path: Path, width: int) -> dict[str, Tensor]:
-    """Returns `weight` and `bias` of the head with one output in the files of a model, if they exist.
+def _read_head(config: ModelConfig, width: int) -> dict[str, Tensor]:
+    """Returns `weight` and `bias` of the head with one output in the files of a model or its adapter, if they exist.
 
     transformers' own heads have no bias. Exported critics have one.
     """
+    path, names = config.path, (_HEAD_WEIGHT, f"{SCORE}.bias")
     if (path / _VALUE_HEAD).is_file():
         raise ModelError(
             f"{path} has the value head of a critic in {_VALUE_HEAD}, a format of earlier versions: export the critic "
             f"again with flowrl export --role critic"
         )
-    weights = read_weights(path, (_HEAD_WEIGHT, f"{SCORE}.bias"))
+    weights = read_weights(path, names)
+    if config.adapter is not None:
+        saved = SavedAdapter.read(config.adapter).tensors
+        weights |= {name: (saved[name], str(config.adapter)) for name in names if name in saved}
     for name, (weight, file) in weights.items():
         if weight.shape not in (torch.Size((1, width)), torch.Size((1,))):
             raise ModelError(
@@ -230,7 +243,12 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def load_reward_model(
-    config: ModelConfig, *, head: Literal["from_model", "fresh"] = "from_model", seed: int = 0, on_meta: bool = False
+    config: ModelConfig,
+    *,
+    head: Literal["from_model", "fresh"] = "from_model",
+    seed: int = 0,
+    on_meta: bool = False,
+    merges: bool = True,
 ) -> RewardModel:
     """Loads a sequence-classification model with one label, in evaluation mode.
 
@@ -238,16 +256,16 @@ def load_reward_model(
         config: as in `load_policy`. A fresh head also allows any causal language model.
         head: "from_model" loads the model's head. "fresh" draws head weights from N(0, 1 / (width + 1)), without bias.
         seed: seed of a fresh head.
-        on_meta: see `load_policy`.
+        on_meta, merges: see `load_policy`.
     Raises the errors of `load_policy`.
     """
-    model = _load("reward_model", config, on_meta, has_fresh_head=head == "fresh")
+    model = _load("reward_model", config, on_meta, has_fresh_head=head == "fresh", merges=merges)
     score = dict(model.named_children()).get(SCORE)
     if not isinstance(score, nn.Linear):
         raise ModelError(f"the model in {config.path} has no linear head named score; use a decoder with such a head")
     if head == "fresh":
         _draw_head(score, seed)
-    elif (bias := _read_head(config.path, score.in_features).get("bias")) is not None:
+    elif (bias := _read_head(config, score.in_features).get("bias")) is not None:
         score.bias = nn.Parameter(bias.to(model.dtype))
     return RewardModel(model, score).eval()
 
@@ -280,18 +298,27 @@ def inner_model(model: TrainedModel) -> tuple[PreTrainedModel, str]:
     return (model.backbone, "backbone.") if isinstance(model, CriticModel) else (model.model, "model.")
 
 
-def _load(kind: ModelKind, config: ModelConfig, on_meta: bool, *, has_fresh_head: bool = False) -> PreTrainedModel:
+def _load(
+    kind: ModelKind, config: ModelConfig, on_meta: bool, *, has_fresh_head: bool = False, merges: bool
+) -> PreTrainedModel:
     """Loads the transformers model of a kind. The caller draws a fresh head, which the files may lack."""
     model, fresh = None, frozenset({_HEAD_WEIGHT} if has_fresh_head else ())
+    adapter = None if config.adapter is None else SavedAdapter.read(config.adapter)
+    if adapter is not None and not merges:
+        adapter = adapter.without_matrices()
     if on_meta:
         differences = find_differences(kind, config, has_fresh_head=has_fresh_head)
         _check_differences(differences, kind, config, has_fresh_head=has_fresh_head)
         settings, dtype = _model_settings(kind, config), torch_dtype(config.dtype)
         # If this fails, `_load_full` reports the error.
         with suppress(OSError, ValueError, SafetensorError), quiet_transformers():
-            model = make_meta_model(_KINDS[kind].auto, config.path, dtype, fresh, differences.missing, **settings)
+            model = make_meta_model(
+                _KINDS[kind].auto, config.path, dtype, fresh, differences.missing, adapter, **settings
+            )
     if model is None:
         model = _load_full(kind, config, fresh)
+        if adapter is not None:
+            adapter.merge_into(model)
         if on_meta:
             _logger.warning(
                 "every rank loads all weights of %s before sharding, because names or shapes in its files differ from "
@@ -324,10 +351,10 @@ def _load_and_compare(
 
     With `device_map: meta`, all weights of the model are on the meta device, and no weights are read.
     """
-    if (config.path / "adapter_config.json").is_file():
-        raise ModelError(f"{config.path} is an adapter, not {_KINDS[kind].description}: merge it into its model first")
     model, report = _from_pretrained(kind, config, device_map)
     report["missing_keys"] -= {_HEAD_WEIGHT} if has_fresh_head else set()
+    if config.adapter is not None:
+        report["missing_keys"] -= SavedAdapter.read(config.adapter).weights(model).keys()
     return model, compare_weights(model, report, ignores_heads=kind != "policy")
 
 

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from flowrl.config import LoraConfig, UserError
+from flowrl.config import BaseQuantization, LoraConfig, UserError
 from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import check_finite, to_full_tensor
+from flowrl.engines.models.quantized_base import QuantizedLinear, round_to_codes
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
@@ -34,10 +35,13 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 """peft's name of the adapter. A model has only one adapter."""
 
+_QUANTIZATION = "base_quantization"
+"""Attribute that `add_adapter` sets in each layer with an adapter."""
+
 _BASE = ".base_layer"
 """Suffix that peft adds to the name of an adapted layer."""
 
-_SAVED_PREFIX = "base_model.model."
+SAVED_PREFIX = "base_model.model."
 """Prefix of layer names in peft's files."""
 
 
@@ -46,29 +50,34 @@ class LoraError(UserError):
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Adds an adapter to a model in place and freezes all other weights. A new adapter does not change the model's
-    outputs.
+    """Adds an adapter to a model in place and freezes all other weights, except those of `modules_to_save`. A new
+    adapter does not change the model's outputs.
 
-    The adapter weights have at least float32 and are identical in every process.
+    The matrices of the adapter have at least float32 and are identical in every process.
 
     Args:
         model: unsharded model, on the CPU or on the meta device.
-        config: rank, scale and target layers.
-    Raises LoraError if a target is not a linear layer of the model.
+        config: rank, scale, target layers and complete modules.
+    Raises LoraError if a target is not a linear layer of the model, or if a module does not exist.
     """
     import peft  # noqa: PLC0415 (a run without LoRA needs no peft)
 
-    targets = _target_layers(model, config)
+    trained = _trained_weights(model, config)
+    targets = {name: layer for name, layer in _target_layers(model, config).items() if f"{name}.weight" not in trained}
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] (annotated as int, but floats work)
         target_modules=list(targets),
         lora_dropout=0.0,
+        use_rslora=config.rslora,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in targets.values()),
     )
     peft.inject_adapter_in_model(settings, model, _ADAPTER)
+    for weight in trained.values():
+        weight.requires_grad_(True)
     generator = torch.Generator().manual_seed(0)
     for layer in adapter_layers(model).values():
+        vars(layer)[_QUANTIZATION] = config.base_quantization
         for name, matrix in _matrices(layer).items():
             # Allocated again on the CPU, since peft uses the device of the layer's weight, which may be meta.
             zeros = torch.zeros(matrix.shape, dtype=torch.promote_types(matrix.dtype, torch.float32))
@@ -83,6 +92,11 @@ def adapter_layers(model: nn.Module) -> "dict[str, LoraLinear]":
     from peft.tuners.lora import Linear as LoraLinear  # noqa: PLC0415 (a run without LoRA needs no peft)
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def base_quantization(layer: "LoraLinear") -> BaseQuantization | None:
+    """Returns the quantization of the frozen weight of a layer with an adapter."""
+    return vars(layer)[_QUANTIZATION]
 
 
 def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
@@ -133,12 +147,43 @@ class ModelWeight:
         """
         if self.adapter is None:
             return to_full_tensor(self.stored if dtype is None else self.stored.to(dtype))
-        stored = to_full_tensor(self.stored)
-        matrices = {name: to_full_tensor(matrix) for name, matrix in _matrices(self.adapter).items()}
-        # In place, because the merge of a large weight would otherwise need several copies of it.
-        change = (matrices["lora_B"] @ matrices["lora_A"]).mul_(self.adapter.scaling[_ADAPTER])
-        change = change.T if self.adapter.fan_in_fan_out else change
-        return change.add_(stored.to(change.dtype)).to(dtype or stored.dtype)
+        a, b = (to_full_tensor(matrix) for matrix in _matrices(self.adapter).values())
+        scaling, is_transposed = self.adapter.scaling[_ADAPTER], self.adapter.fan_in_fan_out
+        if isinstance(base := self.adapter.base_layer, QuantizedLinear):
+            stored = base.dequantize()
+        elif (quantization := base_quantization(self.adapter)) is not None:
+            stored = round_to_codes(to_full_tensor(self.stored), quantization)
+        else:
+            stored = to_full_tensor(self.stored)
+        return merge(stored, a, b, scaling, is_transposed=is_transposed, dtype=dtype)
+
+
+def merge(
+    stored: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    *,
+    is_transposed: bool,
+    slices: tuple[slice, ...] = (),
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the weight W + scaling B A in `dtype`, or in the dtype of W. It is computed in at least float32, on the
+    device of W.
+
+    Args:
+        stored: W, [outputs, inputs], or transposed; with `slices`, this part of it.
+        a, b: the matrices of the adapter, [rank, inputs] and [outputs, rank].
+        scaling: alpha / rank, or alpha / sqrt(rank).
+        is_transposed: whether W is [inputs, outputs].
+        slices: part of W. The complete product is computed, because a product of parts can round differently.
+    """
+    computed = torch.promote_types(stored.dtype, torch.float32)
+    a, b = (matrix.to(stored.device, computed) for matrix in (a, b))
+    # In place, because the merge of a large weight would otherwise need several copies of it.
+    change = (b @ a).mul_(scaling)
+    change = (change.T if is_transposed else change)[slices]
+    return change.add_(stored.to(change.dtype)).to(dtype or stored.dtype)
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
@@ -162,7 +207,23 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns a full copy of the adapter weights on the CPU, by their names in peft's files. All ranks of a sharded
     model must call this together.
     """
-    return {name: to_full_tensor(matrix).cpu().clone() for name, matrix in _peft_weights(model).items()}
+    tensors, _ = adapter_tensors(model)
+    return {f"{SAVED_PREFIX}{name}": to_full_tensor(tensor).cpu().clone() for name, tensor in tensors.items()}
+
+
+def adapter_tensors(model: nn.Module) -> tuple[dict[str, Tensor], set[float]]:
+    """Returns the weights of a policy's adapter by name, with those of `modules_to_save`, and the scales of its layers.
+
+    They are DTensors if the model is sharded. A tied weight appears under each of its names.
+    """
+    layers = adapter_layers(model)
+    tensors: dict[str, Tensor] = {
+        f"{path}.{name}.weight": matrix for path, layer in layers.items() for name, matrix in _matrices(layer).items()
+    }
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.requires_grad and ".lora_" not in name:
+            tensors[name] = weight
+    return tensors, {layer.scaling[_ADAPTER] for layer in layers.values()}
 
 
 def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer: bool = True) -> None:
@@ -182,6 +243,10 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
     assert isinstance(config, peft.LoraConfig)
     settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
+    modules = {name.removeprefix(SAVED_PREFIX).split(".")[-2] for name in state if ".lora_" not in name}
+    tensors, _ = adapter_tensors(model)
+    is_tied = len({id(tensor) for tensor in tensors.values()}) < len(tensors)
+    settings |= {"modules_to_save": sorted(modules) or None, "ensure_weight_tying": is_tied}
     with write_atomically(folder) as partial:
         (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
         save_file(state, partial / "adapter_model.safetensors", {"format": "pt"})
@@ -235,14 +300,6 @@ def _matrices(layer: "LoraLinear") -> dict[str, Tensor]:
     return {name: getattr(layer, name)[_ADAPTER].weight for name in ("lora_A", "lora_B")}
 
 
-def _peft_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{_SAVED_PREFIX}{path}.{name}.weight": matrix
-        for path, layer in adapter_layers(model).items()
-        for name, matrix in _matrices(layer).items()
-    }
-
-
 def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, nn.Module]:
     """Returns the layers to adapt, by name. Excludes the output head, because log-probabilities are computed directly
     from its weight.
@@ -262,3 +319,20 @@ def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, n
             )
         chosen |= matches
     return chosen
+
+
+def _trained_weights(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Parameter]:
+    """Returns the weights of `modules_to_save` by name. A tied weight appears under each of its names."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    names: set[str] = set()
+    for module in config.modules_to_save:
+        own = {name for name in weights if f".{module}." in f".{name.rpartition('.')[0]}."}
+        if not own:
+            available = ", ".join(sorted({name.split(".")[-2] for name in weights if "." in name}))
+            raise LoraError(
+                f"lora.modules_to_save has {module}, which is not a module of {type(model).__name__}; available: "
+                f"{available}"
+            )
+        names |= own
+    trained = {id(weights[name]) for name in names}
+    return {name: weight for name, weight in weights.items() if id(weight) in trained}

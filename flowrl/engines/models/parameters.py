@@ -29,6 +29,14 @@ def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     model.get_submodule(owner)._parameters[leaf] = parameter
 
 
+def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Replaces a parameter by a new one with this value, under all names of a tied weight."""
+    old = model.get_parameter(name)
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    for tied in [n for n, weight in model.named_parameters(remove_duplicate=False) if weight is old]:
+        set_parameter(model, tied, new)
+
+
 def to_full_tensor(weight: Tensor) -> Tensor:
     """Returns the full tensor of a weight. All ranks of a sharded model must call this together."""
     return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from flowrl.config.source import read_json
-from flowrl.engines.models.lora import ModelWeight, model_weights
+from flowrl.engines.models.lora import ModelWeight, adapter_layers, base_quantization, model_weights
 from flowrl.engines.models.parameters import check_finite, set_parameter, unique_parameters
 from flowrl.engines.models.partial_loading import InitialWeights
+from flowrl.engines.models.quantized_base import QuantizedLinear
+from flowrl.engines.models.saved_adapter import LayerChange, SavedAdapter
 from flowrl.engines.models.weights import cast_dtype, unique_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,9 +51,21 @@ class _InitialEntry:
     shape: tuple[int, ...]
 
 
-_Entry = _FileEntry | _InitialEntry
+@dataclass(frozen=True)
+class _AdaptedEntry:
+    """A weight to which the change of an adapter is added."""
 
-_pending: WeakKeyDictionary[nn.Module, Mapping[str, _Entry]] = WeakKeyDictionary()
+    base: _FileEntry | _InitialEntry
+    change: LayerChange
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+
+_Entry = _FileEntry | _InitialEntry | _AdaptedEntry
+
+_pending: WeakKeyDictionary[nn.Module, dict[str, _Entry]] = WeakKeyDictionary()
 """For each model on the meta device, maps weight names (without adapter suffixes) to the sources of their values."""
 
 
@@ -60,6 +75,7 @@ def make_meta_model(
     dtype: torch.dtype,
     fresh: frozenset[str] = frozenset(),
     missing: Sequence[str] = (),
+    adapter: SavedAdapter | None = None,
     **settings: Any,  # Any: of a configuration
 ) -> PreTrainedModel | None:
     """Creates a model whose weights stay on the meta device until `load_shards` reads them.
@@ -70,6 +86,7 @@ def make_meta_model(
         dtype: dtype of the weights.
         fresh: names of weights that are set to zero instead of read from the files.
         missing: names of other weights that the files lack. They get their initial values.
+        adapter: an adapter that is merged into the weights.
         settings: overrides of the model configuration.
     Returns: the model, or None if another weight is missing in the files or has a different shape.
     Raises OSError, ValueError or SafetensorError if the model does not exist or its files are corrupt.
@@ -84,18 +101,26 @@ def make_meta_model(
         return None
     pending: dict[str, _Entry] = {}
     initial = InitialWeights(model) if missing else None
+    changes = {} if adapter is None else adapter.changes(model)
+    complete = {} if adapter is None else adapter.weights(model)
     for names, weight in unique_parameters(model):
-        if not fresh.isdisjoint(names):
+        real = None if fresh.isdisjoint(names) else torch.zeros(weight.shape, dtype=weight.dtype)
+        if real is None and (own := next((complete[name] for name in names if name in complete), None)) is not None:
+            real = own.to(weight.dtype, copy=True)
+        if real is not None:
+            parameter = nn.Parameter(real)  # one for all names of a tied weight
             for name in names:
-                set_parameter(model, name, nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype)))
+                set_parameter(model, name, parameter)
             continue
+        entry: _FileEntry | _InitialEntry | None
         if initial is not None and names[0] in missing:
-            pending[names[0]] = _InitialEntry(initial, names[0], tuple(weight.shape))
-            continue
-        entry = next((entries[name] for name in _file_names(model, names) if name in entries), None)
+            entry = _InitialEntry(initial, names[0], tuple(weight.shape))
+        else:
+            entry = next((entries[name] for name in _file_names(model, names) if name in entries), None)
         if entry is None or entry.shape != tuple(weight.shape):
             return None
-        pending[names[0]] = entry
+        change = next((changes[name] for name in names if name in changes), None)
+        pending[names[0]] = entry if change is None else _AdaptedEntry(entry, change)
     _initialize_buffers(model)
     _pending[model] = pending
     if model.can_generate() and cached_file(str(path), "generation_config.json", **_OPTIONAL, local_files_only=local):
@@ -113,12 +138,20 @@ def move_loaded(model: Model, device: torch.device) -> Model:
 
 
 def load_shards(model: nn.Module, device: torch.device) -> None:
-    """Reads this rank's shards of all weights that are on the meta device from the model's files."""
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    """Reads this rank's shards of all weights that are on the meta device from the model's files. The weights of
+    `QuantizedLinear` stay there.
+    """
+    quantized = {id(module.weight) for module in model.modules() if isinstance(module, QuantizedLinear)}
+    tied_names = [names for names, weight in unique_parameters(model) if weight.is_meta and id(weight) not in quantized]
+    if not tied_names:
         return
-    tied_names = [names for names, weight in unique_parameters(model) if weight.is_meta]
+
+    def allocate(tensor: Tensor) -> Tensor:
+        is_kept = not tensor.is_meta or id(tensor) in quantized
+        return tensor if is_kept else torch.empty_like(tensor, device=device)
+
     # `_apply`, because FSDP2 and other modules override it to register their new weights.
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model._apply(allocate)
     for first, *others in tied_names:
         for name in others:
             set_parameter(model, name, model.get_parameter(first))
@@ -129,12 +162,33 @@ def load_shards(model: nn.Module, device: torch.device) -> None:
                 _read(weights[name].stored, entry)
 
 
+def quantize_base(model: PreTrainedModel, device: torch.device) -> None:
+    """Replaces the layers under an adapter by quantized ones on a device, as its settings require. Reads weights that
+    are on the meta device from the model's files, one at a time.
+    """
+    pending = _pending.get(model, {})
+    for path, layer in adapter_layers(model).items():
+        quantization, base = base_quantization(layer), layer.base_layer
+        if quantization is None:
+            continue
+        assert isinstance(base, nn.Linear | Conv1D), "adapters have linear base layers"
+        full = base.weight.detach()
+        if full.is_meta:
+            full = torch.empty_like(full, device="cpu")
+            _read(full, pending.pop(f"{path}.weight"))
+        layer.base_layer = QuantizedLinear(base, full.to(device), quantization)
+
+
 def stream_full_weights(
-    model: nn.Module, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
+    model: nn.Module,
+    names: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the full weights of a model that was loaded with `on_meta`, one at a time. The model is not changed.
 
-    The arguments and the merged adapters are those of `full_weights`.
+    The other arguments and the merged adapters are those of `full_weights`. `device`: where adapters are merged; None
+    is the CPU.
     """
     sources = {
         f"{path}.{name}" if path else name: entry
@@ -144,10 +198,10 @@ def stream_full_weights(
     weights = unique_weights(model)
     for name in weights if names is None else names:
         weight = weights[name]
-        if name in sources:
+        if weight.stored.is_meta:
             full = torch.empty_like(weight.stored, device="cpu", requires_grad=False)
             _read(full, sources[name])
-            weight = ModelWeight(full, weight.adapter)
+            weight = ModelWeight(full.to(device), weight.adapter)
         yield name, weight.gather(cast_dtype(weight.stored.dtype, dtype)).detach()
 
 
@@ -159,12 +213,16 @@ def _read(weight: Tensor, entry: _Entry) -> None:
     if not local.numel():
         return
     slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    change = entry.change if isinstance(entry, _AdaptedEntry) else None
+    entry = entry.base if isinstance(entry, _AdaptedEntry) else entry
     if isinstance(entry, _InitialEntry):
         local.copy_(entry.weights.draw(entry.name)[slices])
-        return
-    with safe_open(entry.file, framework="pt") as file:
-        local.copy_(file.get_slice(entry.name)[slices] if slices else file.get_tensor(entry.name))
-    check_finite(local, entry.name, entry.file)
+    else:
+        with safe_open(entry.file, framework="pt") as file:
+            local.copy_(file.get_slice(entry.name)[slices] if slices else file.get_tensor(entry.name))
+        check_finite(local, entry.name, entry.file)
+    if change is not None:
+        local.copy_(change.merge(local, slices))
 
 
 def read_weights(path: Path, names: Sequence[str]) -> dict[str, tuple[Tensor, str]]:

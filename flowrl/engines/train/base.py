@@ -301,6 +301,17 @@ class PartExport(Protocol):
 
 
 @runtime_checkable
+class AdapterExport(Protocol):
+    """Method of an engine whose capability `adapters` is true."""
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the full matrices of the adapter, and the weights of `modules_to_save`, one at a time. All ranks call
+        this together. Names are those of peft's files without the prefix `base_model.model.`.
+        """
+        ...
+
+
+@runtime_checkable
 class SharedModel(Protocol):
     """Methods of an engine whose capability `shares_weights` is true."""
 
@@ -335,7 +346,9 @@ def check_train_engine(name: str) -> None:
     Does not check properties, because the constructor may set them as attributes.
     """
     engine = load_train_engine_class(name)
-    protocols = [SavedEngine, TrainEngine, *([SharedModel] if engine.capabilities.shares_weights else [])]
+    protocols = [SavedEngine, TrainEngine]
+    protocols += [SharedModel] if engine.capabilities.shares_weights else []
+    protocols += [AdapterExport] if engine.capabilities.adapters else []
     check_members(f"training engine {name}", missing_members(engine, protocols, with_properties=False))
 
 

@@ -129,7 +129,7 @@ def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
             f"its settings"
         ) from None
     if traced.lora is not None:
-        add_adapter(model, traced.lora)
+        add_adapter(model, traced.lora.model_copy(update={"modules_to_save": ()}))  # embeddings and head are no layers
     model.eval()
     if traced.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -148,7 +148,8 @@ def planned_flops(config: str, *, has_head: bool, lora: LoraConfig | None = None
     Args:
         config: text of the model's `config.json`.
         has_head: whether it has a language-modeling head. Otherwise, it has the head of a critic.
-        lora: settings of an adapter; None trains all weights.
+        lora: settings of an adapter; None trains all weights. Products for the gradients of `modules_to_save` are not
+            counted.
     """
     architecture = read_architecture(config)
     with torch.device("meta"):
@@ -158,7 +159,7 @@ def planned_flops(config: str, *, has_head: bool, lora: LoraConfig | None = None
             language_model = AutoModel.from_config(architecture, trust_remote_code=False)
             model = CriticModel(language_model)
         if lora is not None:
-            add_adapter(language_model, lora)
+            add_adapter(language_model, lora.model_copy(update={"modules_to_save": ()}))
     return model_flops(model)
 
 

@@ -183,13 +183,20 @@ def check_partial_models(config: RunConfig) -> None:
 
 def check_packages(config: RunConfig) -> None:
     """Raises ConfigError if a package of an engine, an optimizer or a quantization is not installed on this machine."""
+    has_torchao = importlib.util.find_spec(TORCHAO.module) is not None
     for name, role in models_of(config).items():
-        is_quantized = isinstance(role, TrainedConfig) and role.optimizer.kind == "adamw_8bit"
-        if is_quantized and importlib.util.find_spec(TORCHAO.module) is None:
-            raise ConfigError(
-                f"{name}.optimizer.kind is adamw_8bit, which needs {TORCHAO.module}, which is not installed: run "
-                f"{TORCHAO.install}, or set {name}.optimizer.kind: adamw"
-            )
+        if not isinstance(role, TrainedConfig) or has_torchao:
+            continue
+        kind = None if role.lora is None else role.lora.base_quantization
+        for setting, value, fix in (
+            ("optimizer.kind", "adamw_8bit" if role.optimizer.kind == "adamw_8bit" else None, "optimizer.kind: adamw"),
+            ("lora.base_quantization", kind, "lora.base_quantization: null"),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name}.{setting} is {value}, which needs {TORCHAO.module}, which is not installed: run "
+                    f"{TORCHAO.install}, or set {name}.{fix}"
+                )
     for name, _, value, *_ in find_generators(config):
         known = value.capabilities
         for package in known.packages:

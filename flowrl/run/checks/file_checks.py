@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flowrl.config import (
+    ADAPTER_SETTINGS,
     ActorConfig,
     ConfigError,
     CriticConfig,
@@ -58,6 +59,11 @@ def find_path_problems(config: RunConfig) -> Iterator[str]:
         # The nodes of a cluster may have other files than the driver, which reads only one tokenizer.
         if entry.model is not None and (config.address is None or role == find_tokenizer_role(config))
     }
+    paths |= {
+        f"{role}.model.adapter": (entry.model.adapter, _find_adapter_problem)
+        for role, entry in models_of(config).items()
+        if entry.model is not None and entry.model.adapter is not None and config.address is None
+    }
     judges = {role: value for role, value in config.role_settings.items() if isinstance(value, JudgeConfig)}
     if config.address is None:
         paths |= {f"{role}.model.path": (judge.model.path, find_model_problem) for role, judge in judges.items()}
@@ -78,6 +84,13 @@ def find_path_problems(config: RunConfig) -> Iterator[str]:
     ]
     if generated and (problem := find_generator_problem()):
         yield f"{' and '.join(generated)} cannot generate rows, because {problem}"
+
+
+def _find_adapter_problem(folder: Path) -> str | None:
+    """Returns why no adapter can be read from a folder, or None."""
+    if missing := [name for name in (ADAPTER_SETTINGS, "adapter_model.safetensors") if not (folder / name).is_file()]:
+        return f"it has no {missing[0]}: set a folder in the format of peft, such as that of flowrl export --adapter"
+    return find_model_problem(folder)
 
 
 def check_positions(config: RunConfig) -> None:
@@ -149,6 +162,7 @@ def check_reward_heads(config: RunConfig) -> None:
             not isinstance(value, ScoringModelConfig | RewardModelConfig)
             or value.head == "fresh"
             or value.model is None
+            or value.model.adapter is not None  # it may have the head
         ):
             continue
         names = read_weight_names(value.model.path)
@@ -159,13 +173,18 @@ def check_reward_heads(config: RunConfig) -> None:
             )
 
 
-def check_weight_groups(config: RunConfig) -> None:
-    """Raises ConfigError if a group of an optimizer has a pattern that matches no weight of its local model."""
+def check_trained_weights(config: RunConfig) -> None:
+    """Raises ConfigError if a group of an optimizer has a pattern that matches no weight of its local model. Raises
+    LoraError if a saved adapter, or one of `modules_to_save`, does not fit its model.
+    """
     for role, value in models_of(config).items():
-        if not isinstance(value, TrainedConfig) or not value.optimizer.groups or not value.model.path.is_dir():
+        if not isinstance(value, TrainedConfig) or not value.model.path.is_dir():
+            continue
+        has_modules = value.lora is not None and value.lora.modules_to_save
+        if not (value.optimizer.groups or has_modules or value.model.adapter is not None):
             continue
         if value.engine.kind == DEFAULT_TRAIN_ENGINE:
-            from flowrl.engines.train.fsdp.engine import check_weight_groups as check  # noqa: PLC0415 (torch)
+            from flowrl.engines.train.fsdp.engine import check_trained_weights as check  # noqa: PLC0415 (torch)
 
             is_critic, is_scorer = isinstance(value, CriticConfig), isinstance(value, RewardModelConfig)
             check("critic" if is_critic else "reward_model" if is_scorer else "policy", value, f"{role}.optimizer")

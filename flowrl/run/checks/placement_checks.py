@@ -185,15 +185,22 @@ def check_profile(config: RunConfig, planned: Plan) -> None:
 
 
 def check_adapters(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if a reference shares a sharded LoRA model but is colocated with only some of its ranks."""
+    """Raises ConfigError if a quantized LoRA model is sharded, or if a reference shares a sharded LoRA model but is
+    colocated with only some of its ranks.
+    """
     for role, value in config:
         if not isinstance(value, TrainedConfig) or value.lora is None:
             continue
         role_plan = planned.roles[role]
         is_sharded = shards_model(value.engine, role_plan.mesh.tp)
+        if is_sharded and value.lora.base_quantization is not None:
+            raise ConfigError(
+                f"{role}.lora.base_quantization is {value.lora.base_quantization}, but placement.roles.{role} has tp "
+                f"{role_plan.mesh.tp}, which shards the model: remove one of them"
+            )
         is_collective = config.backend == "ray" and (is_sharded or role_plan.mesh.sp > 1)
         for name, other in config:
-            if is_collective and isinstance(other, ReferenceConfig) and other.model == value.model:
+            if is_collective and isinstance(other, ReferenceConfig) and value.has_base(other.model):
                 _check_shared_ranks(name, planned.roles[name], role, role_plan)
 
 

@@ -89,6 +89,7 @@ def run_facts(config: RunConfig, plan: Plan) -> RunFacts:
         prompts_per_step=config.prompts_per_step,
         trains_on_scores=config.trains_on_scores,
         can_mask_truncated=isinstance(config, OnPolicyConfig) and not config.algorithm.mask_truncated,
+        has_frozen_head=isinstance(actor, TrainedConfig) and actor.has_frozen_head,
         gap_limit=gap_limit(rollout, actor) if is_checked else None,
         gap_causes=f"likely causes, most likely first: {gap_causes(rollout)}",
     )

@@ -21,13 +21,15 @@ def transport(
     tp: int = 1,
     nodes: tuple = (8,),
     per_replica: bool = False,
+    sends_adapter: bool = False,
 ) -> str:
     rollout_role: dict[str, Any] = {"pool": rollout, "tp": tp}
     roles = {"actor": actor, "rollout": rollout_role} | ({} if "b" in actor + rollout else {"reward": "b"})
     placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
     planned = plan(placement, Inventory(nodes, kind), dedicated=("rollout",) if engine == "vllm" else ())
-    return choose_transport(planned.roles["actor"], planned.roles["rollout"], kind, config, per_replica=per_replica)
+    roles_of_plan = planned.roles["actor"], planned.roles["rollout"]
+    return choose_transport(*roles_of_plan, kind, config, per_replica=per_replica, sends_adapter=sends_adapter)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,26 @@ def test_the_fastest_available_transport_is_chosen(
 def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str, via: str, fix: str) -> None:
     with pytest.raises(PlacementError, match=rf"rollout\.transfer\.via .*\b{via}\b.* rollout\.transfer\.via: {fix}$"):
         transport(kind, actor, rollout, via=via)
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor", "rollout", "settings", "expected"),
+    [
+        ("cpu", "a", "a", {"engine": "hf"}, "shared"),
+        ("cuda", "a", "a", {"engine": SCRIPTED}, "local"),
+        ("cpu", "a", "b", {"engine": "hf"}, "adapter"),
+        ("cuda", "a", "b", {}, "adapter"),
+        ("cuda", "a", "b", {"per_replica": True}, "adapter"),
+        ("cuda", "a", "b", {"via": "object_store"}, "adapter"),
+        ("cuda", "a", "b", {"via": "nccl"}, "nccl"),
+        ("cpu", "a", "b", {"via": "gloo"}, "gloo"),
+        ("cuda", "a", "a", {}, "cuda_ipc"),
+    ],
+)
+def test_an_adapter_is_sent_alone_except_over_a_requested_broadcast(
+    kind: str, actor: str, rollout: str, settings: dict[str, Any], expected: str
+) -> None:
+    assert transport(kind, actor, rollout, sends_adapter=True, **settings) == expected
 
 
 def test_per_replica_updates_exclude_broadcasts() -> None:

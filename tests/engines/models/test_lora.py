@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.engines.checkpoint.model_folder import save_model
-from flowrl.engines.models.loading import ModelError, load_critic, load_policy
+from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.lora import (
     LoraError,
     adapter_disabled,
@@ -221,11 +221,50 @@ def test_a_target_that_is_not_an_inner_linear_layer_is_rejected(target: str) -> 
         add_adapter(llama(), LoraConfig(rank=2, targets=(target,)))
 
 
-def test_a_folder_with_only_an_adapter_is_rejected_as_a_model(tmp_path: Path) -> None:
-    start = save(llama(), tmp_path / "start")
+def test_rslora_divides_the_scale_by_the_root_of_the_rank() -> None:
+    model = llama()
+    trained(model, LoraConfig(rank=4, alpha=8.0, rslora=True))
+    name, state = "model.layers.1.mlp.up_proj", adapter_state(model)
+    a, b = (state[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
+    by_hand = llama().state_dict()[f"{name}.weight"] + 8 / 4**0.5 * b @ a
+    assert_norm_close(model_weights(model)[f"{name}.weight"].gather(), by_hand)
+
+
+COMPLETE = LoraConfig(rank=4, alpha=8.0, modules_to_save=("lm_head", "model.norm"))
+
+
+def test_complete_modules_are_trained_beside_the_adapter() -> None:
+    model, before = llama(), llama().state_dict()
+    trained(model, COMPLETE)
+    changed = {name for name, weight in model_weights(model).items() if not torch.equal(weight.stored, before[name])}
+    assert changed == {"lm_head.weight", "model.norm.weight"}
+    assert {name for name in adapter_state(model) if ".lora_" not in name} == {
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.norm.weight",
+    }
+    plain = llama()
+    load_weights(plain, export_weights(model))
+    assert_norm_close(logits(plain), logits(model))
+
+
+def test_a_complete_module_has_no_matrices() -> None:
+    model = llama()
+    add_adapter(model, LoraConfig(rank=2, modules_to_save=("o_proj",)))
+    assert all(".o_proj" not in path for path in adapter_layers(model)) and adapter_layers(model)
+    assert model.get_parameter("model.layers.0.self_attn.o_proj.weight").requires_grad
+
+
+def test_tied_weights_are_trained_and_saved_together(tmp_path: Path) -> None:
+    start = save(qwen2(), tmp_path / "start")
     policy = load_policy(ModelConfig(path=start))
-    add_adapter(policy, LORA)
+    trained(policy, LoraConfig(rank=4, alpha=8.0, modules_to_save=("lm_head",)))
     save_adapter(policy, start, tmp_path / "adapter")
-    for load in (load_policy, load_critic):
-        with pytest.raises(ModelError, match="adapter"):
-            load(ModelConfig(path=tmp_path / "adapter"))
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(policy))
+    assert not torch.equal(policy.lm_head.weight, qwen2().lm_head.weight)
+
+
+@pytest.mark.parametrize("module", ["head", "weight", "model.lm_head"])
+def test_a_module_that_does_not_exist_is_rejected(module: str) -> None:
+    with pytest.raises(LoraError, match=rf"modules_to_save .*\b{module}\b.*lm_head"):
+        add_adapter(llama(), LoraConfig(rank=2, modules_to_save=(module,)))

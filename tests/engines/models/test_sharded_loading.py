@@ -16,7 +16,7 @@ from flowrl.engines.models.loading import CriticModel, ModelError, load_policy
 from flowrl.engines.models.sharded_loading import load_shards, make_meta_model
 from tests.engines.closeness import assert_norm_close
 from tests.engines.families import FAMILIES, build
-from tests.engines.loading import IDS, MESHES, expected, main, measure
+from tests.engines.loading import IDS, MESHES, expected, main, measure, write_adapter
 from tests.engines.losses import policy_logits
 from tests.engines.tiny import SIZES, llama, qwen2, save
 from tests.errors import missing_facts
@@ -31,6 +31,10 @@ KINDS = (
     "reward",
     "policy with an adapter",
     "critic with an adapter",
+    "policy that continues an adapter",
+    "policy with a merged adapter",
+    "tied policy with a merged adapter",
+    "critic with a merged adapter",
 )
 
 
@@ -44,6 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "policy" / "model.safetensors").unlink()
     critic = CriticModel(qwen2().model, head="fresh", seed=7)
     save_model(critic, folder / "tied", folder / "critic")
+    write_adapter(folder / "policy", folder / "adapter")
+    write_adapter(folder / "tied", folder / "tied adapter")
     return folder
 
 

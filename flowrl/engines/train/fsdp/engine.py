@@ -20,6 +20,8 @@ from flowrl.config import (
     TRAIN_ENGINES,
     CriticConfig,
     EngineConfig,
+    LoraConfig,
+    ModelConfig,
     OptimizerConfig,
     RewardModelConfig,
     ScoringModelConfig,
@@ -38,14 +40,18 @@ from flowrl.engines.models.loading import (
     RewardModel,
     TrainedModel,
     describe_model,
+    inner_model,
     load_critic,
     load_policy,
     load_reward_model,
     num_embeddings,
 )
-from flowrl.engines.models.lora import adapter_disabled, adapter_layers, add_adapter
+from flowrl.engines.models.lora import adapter_disabled, adapter_layers, adapter_tensors, add_adapter
+from flowrl.engines.models.parameters import to_full_tensor
+from flowrl.engines.models.quantized_base import QuantizedLinear
+from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
-from flowrl.engines.models.sharded_loading import load_shards, move_loaded
+from flowrl.engines.models.sharded_loading import load_shards, move_loaded, quantize_base
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
 from flowrl.engines.models.weights import WeightShape, export_weight_part, full_weights, weight_shapes
 from flowrl.engines.parallel.gradients import Gradients, ReplicatedGradients, ShardedGradients
@@ -102,7 +108,11 @@ class FsdpEngine(ModuleEngine):
         mesh = rank_mesh(
             context.group, device=context.device, tp=context.tp, sp=context.sp, shard_ranks=context.shard_ranks
         )
-        model, compute = _load_model(context, on_meta=is_sharded(config.engine, mesh))
+        lora = config.lora if isinstance(config, TrainedConfig) else None
+        is_quantized = lora is not None and lora.base_quantization is not None
+        model, compute = _load_model(context, on_meta=is_sharded(config.engine, mesh) or is_quantized)
+        if is_quantized:
+            quantize_base(inner_model(_saved_model(model))[0], context.device)
         optimizer = config.optimizer if isinstance(config, TrainedConfig) else None
         return cls(model, compute, optimizer, config.engine, mesh=mesh, device=context.device)
 
@@ -160,7 +170,7 @@ class FsdpEngine(ModuleEngine):
         self._used = {"flops": 0.0, "tokens": 0.0}
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
-            load_shards(model, home)
+        load_shards(model, home)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.is_sharded:
             self._gradients: Gradients = ShardedGradients(parameters, mesh)
@@ -196,7 +206,9 @@ class FsdpEngine(ModuleEngine):
 
     def _is_compiled(self) -> bool:
         """Returns whether layers are compiled. Logs a warning if this host cannot compile for its GPU."""
-        is_parallel = self.is_sharded or self.mesh.sequence is not None
+        # Neither have products of quantized weights run compiled.
+        is_quantized = any(isinstance(module, QuantizedLinear) for module in self.model.modules())
+        is_parallel = self.is_sharded or self.mesh.sequence is not None or is_quantized
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         on_gpu = self.device.type == "cuda"
         if not compiles(self._engine, on_gpu=on_gpu, is_parallel=is_parallel, is_deterministic=is_deterministic):
@@ -335,11 +347,7 @@ class FsdpEngine(ModuleEngine):
 
     @property
     def _saved(self) -> TrainedModel:
-        """The model as `save_pretrained` names its weights: a policy without its wrapper."""
-        if isinstance(self.model, PolicyModel):
-            return self.model.language_model
-        assert isinstance(self.model, CriticModel | RewardModel), "the model of a role"
-        return self.model
+        return _saved_model(self.model)
 
     def weight_shapes(self, dtype: torch.dtype | None = None) -> list[WeightShape]:
         return weight_shapes(self._saved, dtype=dtype)
@@ -348,6 +356,12 @@ class FsdpEngine(ModuleEngine):
         self, names: Sequence[str] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         return full_weights(self._saved, names, dtype)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        tensors, _ = adapter_tensors(self.language_model)
+        unique = {id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}
+        for name, tensor in reversed(unique.values()):
+            yield name, to_full_tensor(tensor)
 
     @property
     def weight_part(self) -> tuple[int | None, int]:
@@ -491,6 +505,14 @@ class FsdpEngine(ModuleEngine):
             self._offload_optimizer_state()
 
 
+def _saved_model(model: nn.Module) -> TrainedModel:
+    """Returns the model as `save_pretrained` names its weights: a policy without its wrapper."""
+    if isinstance(model, PolicyModel):
+        return model.language_model
+    assert isinstance(model, CriticModel | RewardModel), "the model of a role"
+    return model
+
+
 def compile_layer(layer: nn.Module) -> None:
     """Compiles a layer for micro-batches of any size."""
     # torch's limit is 8, but all models of a process share the code of their layers.
@@ -516,8 +538,9 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
     return shards_model(config, mesh.tp)
 
 
-def check_weight_groups(kind: ModelKind, config: TrainedConfig, key: str) -> None:
-    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight of a model. Reads no weights.
+def check_trained_weights(kind: ModelKind, config: TrainedConfig, key: str) -> None:
+    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight of a model, and LoraError if its
+    adapter does not fit the model, or the saved adapter that it continues. Reads no weights of the model.
 
     `key`: key of the settings of the optimizer.
     """
@@ -529,19 +552,31 @@ def _load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Com
     """Returns the model of a role with its adapter, and the function that computes its outputs."""
     config, lora = context.config, context.config.lora if isinstance(context.config, TrainedConfig) else None
     if context.kind == "policy":
-        language_model = load_policy(context.model, on_meta=on_meta)
-        if lora is not None:
-            add_adapter(language_model, lora)
+        language_model = load_policy(context.model, on_meta=on_meta, merges=lora is None)
+        _add_adapter(language_model, context.model, lora)
         return PolicyModel(language_model), policy_outputs
     if context.kind == "critic":
         assert isinstance(config, CriticConfig)
-        critic = load_critic(context.model, head=config.head, seed=config.head_seed, on_meta=on_meta)
+        critic = load_critic(
+            context.model, head=config.head, seed=config.head_seed, on_meta=on_meta, merges=lora is None
+        )
         model, body, head, compute = critic, critic.backbone, critic.value_head, value_outputs
     else:
         assert isinstance(config, RewardModelConfig | ScoringModelConfig)
-        scorer = load_reward_model(context.model, head=config.head, seed=config.head_seed, on_meta=on_meta)
+        scorer = load_reward_model(
+            context.model, head=config.head, seed=config.head_seed, on_meta=on_meta, merges=lora is None
+        )
         model, body, head, compute = scorer, scorer.language_model, scorer.head, score_outputs
     if lora is not None:
-        add_adapter(body, lora)
+        _add_adapter(body, context.model, lora)
         head.to(torch.promote_types(head.weight.dtype, torch.float32))
     return model, compute
+
+
+def _add_adapter(model: PreTrainedModel, config: ModelConfig, lora: LoraConfig | None) -> None:
+    """Adds an adapter to a model: a new one, or the saved one of the settings."""
+    if lora is None:
+        return
+    add_adapter(model, lora)
+    if config.adapter is not None:
+        SavedAdapter.read(config.adapter).continue_in(model)
