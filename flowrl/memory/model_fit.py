@@ -18,9 +18,6 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 _HIDDEN, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 """Keys of the width of the hidden states and of the number of attention heads."""
 
-_WITHOUT_TP_PLAN = ("gpt2", "opt")
-"""Model families without a tensor-parallel plan in transformers (docs/models.md)."""
-
 
 def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> None:
     """Raises ConfigError if tp or sp does not divide the model's sizes, or if the model has no layer for a LoRA target.
@@ -135,11 +132,6 @@ def excess_tokens_message(setting: str, num_tokens: int, model: Path, max_positi
 
 def _check_tp(role: str, size: ModelSize, tp: int) -> None:
     where = f"placement.roles.{role}.tp is {tp}"
-    if size.family in _WITHOUT_TP_PLAN:
-        raise ConfigError(
-            f"{where}, but transformers has no tensor-parallel plan for {size.family}: remove tp and shard the model "
-            f"with strategy: fsdp"
-        )
     for noun, count in (("attention heads", size.heads), ("key heads", _key_heads(size)), ("MLP columns", size.mlp)):
         if count % tp:
             raise ConfigError(f"{where}, which does not divide the model's {count} {noun}: set tp to a divisor")

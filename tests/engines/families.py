@@ -9,11 +9,14 @@ import torch
 from torch import distributed
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
     Gemma2Config,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
+    GPTJConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -98,6 +101,45 @@ FAMILIES: Mapping[str, Family] = {
     "GLM 4": Family(lambda: Glm4Config(**_HEADS), "GLM-4-0414"),
 }
 
+_OWN: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": END,
+    "eos_token_id": END,
+    "initializer_range": 0.3,
+}
+_FALCON: dict[str, Any] = {**_OWN, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bias": True}
+_FALCON |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+WITH_OWN_ATTENTION: Mapping[str, Family] = {
+    "GPT-J": Family(
+        lambda: GPTJConfig(
+            **_OWN,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=LONGEST,
+            rotary_dim=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    ),
+    "Bloom": Family(
+        lambda: BloomConfig(**_OWN, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+    ),
+    "Falcon": Family(
+        lambda: FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True), "Falcon 40B, 180B"
+    ),
+    "Falcon with ALiBi": Family(
+        lambda: FalconConfig(**_FALCON, multi_query=False, alibi=True, parallel_attn=False), "Falcon RW"
+    ),
+}
+"""Families whose attention does not go through transformers' `AttentionInterface`. They run padded rows, and responses
+come from vLLM.
+"""
+
+TRAINED = {**FAMILIES, **WITH_OWN_ATTENTION}
+
 LORA = LoraConfig(rank=4)
 
 SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}}
@@ -110,8 +152,10 @@ SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
 def build(name: str) -> PreTrainedModel:
     """Returns a language model of a family, with the same weights in every process."""
     torch.manual_seed(0)
-    config = FAMILIES[name].config()
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(TRAINED[name].config()).eval()
+    for path, weight in model.named_parameters() if name in WITH_OWN_ATTENTION else ():
+        if path.endswith(".bias"):  # initialized to zero
+            torch.nn.init.normal_(weight, std=0.1)
     if has_attention_softcap(model):
         model.set_attn_implementation("eager")
     return model
@@ -155,7 +199,7 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
     names = {"split norms of an adapter": split_adapters}
     for kind, case, build_model, settings in kinds:
         mesh = rank_mesh(distributed.group.WORLD, device="cpu", **{kind: 2})
-        for name in names.get(case, FAMILIES):
+        for name in names.get(case, TRAINED):
             try:
                 results[name, case] = train(build_model(name), mesh, **settings)
             except UserError as error:
@@ -166,10 +210,11 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
 
 def markdown(results: Mapping[tuple[str, str], dict | str]) -> str:
     """Returns the table of docs/models.md from the results of one rank."""
-    rows = [["family", "class", "also", "`tp`", "`sp`", "packed"], ["---"] * 6]
-    for name, family in FAMILIES.items():
+    rows = [["family", "class", "also", "`tp`", "`sp`", "packed", "`hf`"], ["---"] * 7]
+    for name, family in TRAINED.items():
         shared = ["no" if isinstance(results[name, kind], str) else "yes" for kind in SHARED]
         model = build(name)
         packed = "yes" if packing_obstacle(model) is None else "no"
-        rows.append([name, f"`{type(model).__name__}`", family.covers, *shared, packed])
+        generates = "yes" if name in FAMILIES else "no"
+        rows.append([name, f"`{type(model).__name__}`", family.covers, *shared, packed, generates])
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

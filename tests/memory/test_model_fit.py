@@ -122,9 +122,10 @@ def test_a_replica_that_cannot_divide_the_model_is_named(replica: ReplicaSizes, 
     assert not missing_facts(problem or "", *facts)
 
 
-def test_family_without_tensor_parallel_plan_is_rejected(tmp_path: Path) -> None:
-    with rejects("placement.roles.actor.tp", "gpt2", "fsdp", error=ConfigError):
-        check(tmp_path, GPT2Config(n_embd=32, n_layer=1, n_head=2), tp=2)
+def test_the_heads_of_gpt2_must_be_divisible_by_tp(tmp_path: Path) -> None:
+    check(tmp_path, GPT2Config(n_embd=32, n_layer=1, n_head=2), tp=2)
+    with rejects("placement.roles.actor.tp", 4, 2, "heads", error=ConfigError):
+        check(tmp_path, GPT2Config(n_embd=32, n_layer=1, n_head=2), tp=4)
 
 
 def test_adapter_on_missing_layer_is_rejected(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
 
 from flowrl.data.batch.tensordicts import row_positions
 from flowrl.devices.device import get_device
@@ -100,6 +101,16 @@ def pack_rows(lengths: Iterable[int]) -> Pack:
     cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     positions_BL = torch.arange(mask_BL.shape[1]).expand(mask_BL.shape)
     return Pack(tuple(lengths_B.tolist()), mask_BL.flatten().nonzero().squeeze(1), positions_BL[mask_BL], cu_seqlens)
+
+
+def find_attention(auto: Any, config: PreTrainedConfig) -> str:
+    """Returns the attention with which a model is loaded: torch's, or transformers' own for families without it.
+
+    `auto`: one of transformers' Auto classes, which share no typed base.
+    """
+    mapping = auto._model_mapping
+    supports = type(config) not in mapping or _get_model_class(config, mapping)._supports_sdpa
+    return "sdpa" if supports else "eager"
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from flowrl.config import ModelConfig, ModelKind, UserError
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.input_paths import MAX_POSITIONS
-from flowrl.engines.models.attention import Pack
+from flowrl.engines.models.attention import Pack, find_attention
 from flowrl.engines.models.parameters import check_finite
 from flowrl.engines.models.partial_loading import InitialWeights, WeightDifferences, compare_weights
 from flowrl.engines.models.saved_adapter import SavedAdapter
@@ -415,7 +415,7 @@ def _from_pretrained(
             return _KINDS[kind].auto.from_pretrained(
                 str(config.path),
                 dtype=torch_dtype(config.dtype),
-                attn_implementation="sdpa",
+                attn_implementation=find_attention(_KINDS[kind].auto, _read_config(config, description)),
                 use_safetensors=True,
                 trust_remote_code=False,
                 # A local folder is never looked up on the Hub.

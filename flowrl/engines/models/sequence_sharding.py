@@ -65,7 +65,8 @@ def enable_ulysses_attention(model: PreTrainedModel, group: ProcessGroup) -> Non
             f"{name} has {heads} attention heads and {kv_heads} key-value heads, which sp {sp} does not divide: set "
             f"sp to a divisor of both"
         )
-    unsupported = ", ".join(_unsupported_attention(settings.to_dict()))
+    own = [] if model._supports_attention_backend else ["custom attention"]
+    unsupported = ", ".join([*own, *_unsupported_attention(settings.to_dict())])
     if unsupported:
         raise SequenceError(f"{name} has {unsupported}, which sp {sp} does not support: set sp: 1 for this role")
     _groups.update(dict.fromkeys(model.modules(), group))

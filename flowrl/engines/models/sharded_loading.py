@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from flowrl.config.source import read_json
+from flowrl.engines.models.attention import find_attention
 from flowrl.engines.models.lora import ModelWeight, adapter_layers, base_quantization, model_weights
 from flowrl.engines.models.parameters import check_finite, set_parameter, unique_parameters
 from flowrl.engines.models.partial_loading import InitialWeights
@@ -95,7 +96,9 @@ def make_meta_model(
     entries = _file_entries(path, local)
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=local, **settings)
     with torch.device("meta"):
-        model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+        model = auto.from_config(
+            config, dtype=dtype, attn_implementation=find_attention(auto, config), trust_remote_code=False
+        )
     if model.state_dict().keys() != dict(model.named_parameters(remove_duplicate=False)).keys():
         # Persistent buffers; no supported model family in docs/models.md has them.
         return None

@@ -1,7 +1,7 @@
 """Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention implementation.
 
-Tensor parallelism follows the plan that transformers defines for the model. FSDP2 (`fully_shard`) wraps each layer and
-the model. Gradients are summed over ranks. FSDP2 would average them by default.
+Tensor parallelism follows the plan that transformers defines for the model, or that of `tp_plans`. FSDP2
+(`fully_shard`) wraps each layer and the model. Gradients are summed over ranks. FSDP2 would average them by default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
@@ -28,6 +29,7 @@ from flowrl.engines.models.lora import tp_replicated_layers, tp_sharded_layers
 from flowrl.engines.models.sequence_sharding import SequenceShardable, SequenceSharding
 from flowrl.engines.parallel.rank_mesh import RankMesh
 from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, shard_adapter, shard_norms
+from flowrl.engines.parallel.tp_plans import copy_outputs, divide_heads, find_plan, for_conv1d
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -203,19 +205,15 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
     # Tensor parallelism replicates embeddings and heads; FSDP2 shards them over the other ranks.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     replicated = {path for path, module in model.named_modules() if any(module is end for end in ends)}
-    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in replicated}
+    own = find_plan(model)
+    known = (model.tp_plan or {}) if own is None else own.styles
+    plan = {pattern: style for pattern, style in known.items() if pattern not in replicated}
     unknown = sorted({style for style in plan.values() if style not in _STYLES})
     if unknown or not plan:
-        reason = f"unknown style {', '.join(unknown)}" if unknown else "transformers has no tensor-parallel plan for it"
+        reason = f"unknown style {', '.join(unknown)}" if unknown else "there is no tensor-parallel plan for it"
         raise EngineError(f"{name} does not support tp {mesh.tp}: {reason}; set tp: 1 and strategy: fsdp for this role")
     settings = model.config.get_text_config()
-    for setting, count in (
-        ("num_attention_heads", settings.num_attention_heads),
-        ("num_key_value_heads", getattr(settings, "num_key_value_heads", settings.num_attention_heads)),
-        ("intermediate_size", getattr(settings, "intermediate_size", 0)),
-    ):
-        if count % mesh.tp:
-            raise EngineError(f"{name} has {setting} {count}, which tp {mesh.tp} does not divide: set tp to a divisor")
+    _check_sizes(name, settings, mesh.tp)
     assert mesh.devices is not None
     frozen = [path for path, weight in model.named_parameters() if not weight.requires_grad]
     paths = [(path, style) for pattern, style in plan.items() for path in _matching_modules(pattern, model)]
@@ -223,9 +221,17 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
     for path, style in paths:
         by_outputs = style.startswith("colwise")
         for layer in tp_sharded_layers(model, path, by_outputs=by_outputs):
-            parallelize_module(model.get_submodule(layer), tp_mesh, styles[style]())
+            module = model.get_submodule(layer)
+            chosen = styles[style]()
+            parallelize_module(module, tp_mesh, for_conv1d(chosen) if isinstance(module, Conv1D) else chosen)
         for layer in tp_replicated_layers(model, path, by_outputs=by_outputs) if shards_norms else ():
             shard_adapter(model.get_submodule(layer), tp_mesh, by_outputs=by_outputs)
+    if own is not None:
+        for path in _matching_modules(own.attention, model):
+            heads = settings.num_attention_heads
+            divide_heads(model.get_submodule(path), own, heads, tp_mesh.get_local_rank(), mesh.tp)
+        for path in _matching_modules(own.copied, model):
+            copy_outputs(model.get_submodule(path))
     if shards_norms:
         shard_norms(model, tp_mesh, [path for path, style in paths if style.startswith("rowwise")])
     for path in frozen:
@@ -233,8 +239,31 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
         model.get_parameter(path).requires_grad_(False)
 
 
+def _check_sizes(name: str, settings: PreTrainedConfig, tp: int) -> None:
+    """Raises EngineError if tp does not divide a size of the model with this name and these settings."""
+    for setting, count in (
+        ("num_attention_heads", settings.num_attention_heads),
+        ("num_key_value_heads", _num_key_value_heads(settings)),
+        ("intermediate_size", getattr(settings, "intermediate_size", 0)),
+    ):
+        if count % tp:
+            raise EngineError(f"{name} has {setting} {count}, which tp {tp} does not divide: set tp to a divisor")
+
+
+def _num_key_value_heads(settings: PreTrainedConfig) -> int:
+    """Returns the number of key-value heads, which Falcon's configuration names differently."""
+    if settings.model_type == "falcon":
+        is_grouped = settings.new_decoder_architecture or not settings.multi_query
+        return settings.num_kv_heads if is_grouped else 1
+    return getattr(settings, "num_key_value_heads", settings.num_attention_heads)
+
+
 def _matching_modules(pattern: str, model: nn.Module) -> list[str]:
-    """Returns the names of the modules that match a pattern of the plan. `*` matches one component of a name."""
+    """Returns the names of the modules that match a pattern of the plan. `*` matches one component of a name. An empty
+    pattern matches none.
+    """
+    if not pattern:
+        return []
     parts = pattern.split(".")
     paths = [path.split(".") for path, _ in model.named_modules()]
     return [".".join(p) for p in paths if len(p) == len(parts) and all(map(fnmatchcase, p, parts))]

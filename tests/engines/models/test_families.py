@@ -20,7 +20,18 @@ from flowrl.engines.rollout.hf.engine import HfRollout, RolloutError
 from flowrl.engines.rollout.response_tensors import Responses, make_requests, stack_responses
 from flowrl.engines.train.fsdp.outputs import PolicyModel
 from tests.engines.closeness import assert_norm_close
-from tests.engines.families import FAMILIES, LONGEST, SHARED, adapted, build, main, markdown, train
+from tests.engines.families import (
+    FAMILIES,
+    LONGEST,
+    SHARED,
+    TRAINED,
+    WITH_OWN_ATTENTION,
+    adapted,
+    build,
+    main,
+    markdown,
+    train,
+)
 from tests.engines.losses import logprobs, policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import save, tokenizer
@@ -33,13 +44,10 @@ IDS = torch.randint(2, VOCABULARY, (3, 50), generator=torch.Generator().manual_s
 REJECTED = {
     ("Mistral with a window", "sp"): "32 tokens",
     ("Gemma 2", "sp"): "sliding_attention",
-    ("GPT-2", "tp"): "tp: 1",
-    ("OPT", "tp"): "tp: 1",
+    ("GPT-2", "split norms"): "transformer.wpe",
+    ("OPT", "split norms"): "model.decoder",
+    **{(name, kind): "custom attention" for name in WITH_OWN_ATTENTION for kind in ("sp", "split norms")},
 }
-
-
-SAME = {"split norms": "tp"}
-"""Kinds of parallelism that reject the same families as another kind."""
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +55,17 @@ def two_rank_results(tmp_path_factory: pytest.TempPathFactory, request: pytest.F
     """Runs two processes; returns one mapping from (family, kind) to results per process."""
     folder: Path = tmp_path_factory.mktemp("families")
     requested = selected_values(request, "split_adapter")
-    run_ranks(main, (folder, [name for name in FAMILIES if name in requested]), 2)
+    run_ranks(main, (folder, [name for name in TRAINED if name in requested]), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict]:
     """Returns results of one process with padded rows; ranks run packed rows."""
-    return {name: train(build(name), packing="never") for name in FAMILIES}
+    return {name: train(build(name), packing="never") for name in TRAINED}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TRAINED)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -89,6 +97,7 @@ def test_a_saved_model_has_the_same_logits_in_transformers(name: str, tmp_path: 
     assert torch.equal(loaded(IDS, use_cache=False).logits, policy_logits(policy, IDS))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
 def test_responses_have_the_trainers_log_probabilities(name: str):
     model, prompts = build(name), [[5], list(range(2, 20)), [7, 8, 9], IDS[0].tolist()]
     responses = generate(model, prompts)
@@ -99,6 +108,13 @@ def test_responses_have_the_trainers_log_probabilities(name: str):
         assert_norm_close(results, expected)
 
 
+@pytest.mark.parametrize("name", WITH_OWN_ATTENTION)
+def test_engine_hf_rejects_models_with_their_own_attention(name: str):
+    with pytest.raises(RolloutError, match=rf"engine hf .*{type(build(name)).__name__}.*vllm"):
+        generate(build(name), [[5]])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_of_maximal_length_is_generated_and_a_longer_one_is_rejected(name: str):
     responses = generate(build(name), [[5] * (LONGEST - 1)], max_response_tokens=1)
     assert responses.lengths.tolist() == [1]
@@ -128,18 +144,18 @@ def test_two_ranks_train_the_weights_of_one_or_reject_the_model(
     two_rank_results: list[dict], alone: dict[str, dict], name: str, kind: str
 ):
     for results in two_rank_results:
-        if (name, SAME.get(kind, kind)) in REJECTED:
-            assert REJECTED[name, SAME.get(kind, kind)] in results[name, kind]
+        if (name, kind) in REJECTED:
+            assert REJECTED[name, kind] in results[name, kind]
         else:
             assert_norm_close(results[name, kind], alone[name])
 
 
 def check_adapter(results_by_rank: list[dict], name: str, case: str) -> None:
-    """Asserts that two ranks train the same adapter as one process, or reject a model without tensor parallelism."""
-    expected = train(adapted(name))
+    """Asserts that two ranks train the same adapter as one process, or reject the model."""
+    expected, kind = train(adapted(name)), case.removesuffix(" of an adapter")
     for results in results_by_rank:
-        if (name, "tp") in REJECTED:
-            assert REJECTED[name, "tp"] in results[name, case]
+        if (name, kind) in REJECTED:
+            assert REJECTED[name, kind] in results[name, case]
         else:
             assert_norm_close(results[name, case], expected)
 
@@ -150,10 +166,7 @@ def test_tensor_parallel_ranks_train_the_adapter_of_one_or_reject_the_model(two_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "split_adapter",
-    FAMILIES,
-)
+@pytest.mark.parametrize("split_adapter", TRAINED)
 def test_ranks_with_split_norms_train_the_adapter_of_one_or_reject_the_model(
     two_rank_results: list[dict], split_adapter: str
 ):

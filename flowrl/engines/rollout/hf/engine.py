@@ -77,6 +77,11 @@ class HfRollout:
         a `meta_copy` of `gathered_from`, `generate` gathers the weights. Raises RolloutError if the model has layers
         without a KV cache.
         """
+        if not model._supports_attention_backend:
+            raise RolloutError(
+                f"engine hf needs a model whose attention goes through transformers' AttentionInterface, which "
+                f"{type(model).__name__} does not use: set rollout.engine: vllm, or use another model"
+            )
         self._gathered_from = gathered_from
         self._is_gathered = False
         if not any(parameter.is_meta for parameter in model.parameters()):
