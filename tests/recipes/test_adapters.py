@@ -42,13 +42,16 @@ def adapter(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "adapter"
 
 
-def starting_from(adapter: Path, config: PPOConfig, lora: dict[str, Any] | None) -> PPOConfig:
+def starting_from(
+    adapter: Path, config: PPOConfig, lora: dict[str, Any] | None, *, is_float64: bool = True
+) -> PPOConfig:
     """Returns a config whose models start from the adapter. The actor trains it further if `lora` is set."""
     models = {role: getattr(config, role).model_dump() for role in ("actor", "critic", "reference")}
     for settings in models.values():
         settings["model"] |= {"path": adapter}
     models["actor"]["lora"] = lora
-    return with_float64_models(PPOConfig.model_validate(config.model_dump() | models))
+    started = PPOConfig.model_validate(config.model_dump() | models)
+    return with_float64_models(started) if is_float64 else started
 
 
 def values(config: PPOConfig, name: str) -> list[float]:
@@ -111,11 +114,8 @@ def test_vllm_generates_with_the_adapter_of_the_actor(
 ) -> None:
     base = ppo_config(output=tmp_path / "run", backend="ray", placement=SPLIT)
     rollout = base.rollout.model_dump(exclude_unset=True) | {"engine": "vllm", "check_weights": "complete"}
-    config = starting_from(adapter, PPOConfig.model_validate(base.model_dump() | {"rollout": rollout}), LORA)
-    models = {role: getattr(config, role).model_dump() for role in ("actor", "critic", "reference")}
-    for settings in models.values():
-        settings["model"] |= {"dtype": "float32"}
-    config = PPOConfig.model_validate(config.model_dump() | models)
+    config = PPOConfig.model_validate(base.model_dump() | {"rollout": rollout})
+    config = starting_from(adapter, config, LORA, is_float64=False)
     train_ppo(config)
     assert all(values(config, "weights_compared")) and not any(values(config, "weights_unreached"))
     assert all(gap < 1e-4 for gap in values(config, "rollout_gap"))
