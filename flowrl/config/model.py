@@ -337,7 +337,7 @@ class EngineConfig(Config):
     compile: bool | Literal["auto"] = "auto"
     """Compile the layers, and the head of a language model, with torch.compile. Steps are faster, except for the first,
     which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs, except with fsdp,
-    tp or sp, with `deterministic: true`, and on hosts without a C compiler or Python's headers."""
+    tp, sp or pp, with `deterministic: true`, and on hosts without a C compiler or Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp and zero1: all-reduce the gradients in buckets during the last backward pass of `update`, instead of
@@ -422,8 +422,8 @@ def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bf
 def compiles(engine: EngineConfig, *, on_gpu: bool, is_parallel: bool, is_deterministic: bool) -> bool:
     """Returns whether the layers of a model are compiled, if the host has a compiler.
 
-    `auto` does so on GPUs, except for layers with collectives (FSDP2, `tp`, `sp`), which have not run compiled on a
-    GPU, and in deterministic mode, because torch selects kernels by measured time.
+    `auto` does so on GPUs, except for layers with collectives (FSDP2, `tp`, `sp`) and of pipeline stages, which have
+    not run compiled on a GPU, and in deterministic mode, because torch selects kernels by measured time.
     """
     if engine.compile == "auto":
         return on_gpu and not is_parallel and not is_deterministic

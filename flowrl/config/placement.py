@@ -61,9 +61,7 @@ class RolePlacement(Config):
     """Sequence-parallel size: number of ranks over which each sequence is sharded."""
 
     pp: PositiveInt = 1
-    """Pipeline-parallel size: number of ranks over which the layers are distributed. Only for rollouts and judges with
-    vLLM; a custom training engine may support it.
-    """
+    """Pipeline-parallel size: number of stages over which the layers are distributed. Not for hf rollouts."""
 
 
 @dataclass(frozen=True)

@@ -312,9 +312,11 @@ class WorkerGroup:
 
     @property
     def shares_model(self) -> bool:
-        """Whether other roles in the processes of this group can use its model."""
+        """Whether other roles in the processes of this group can use its model. No rank of a pipeline has all
+        layers.
+        """
         args, kwargs = self._constructor
-        return self.cls.shares_model(*args, **kwargs)
+        return self.mesh.pp == 1 and self.cls.shares_model(*args, **kwargs)
 
     def is_evicted_by(self, other: "WorkerGroup") -> bool:
         """Returns whether calls of the other group evict this group's processes from a shared device."""

@@ -4,7 +4,8 @@ Null settings whose values depend on the devices, such as the size of a KV cache
 
 Entry points: `memory_estimate.estimate_memory` (bytes per device, role and call), `memory_table.check_memory` and
 `render_memory`, `device_settings.resolve_settings`, `fit_memory` and `fit_engine` (an engine outside of a run), and
-`model_fit.check_model_fit` (model sizes against tp, sp and LoRA targets).
-May import `flowrl.config`, `flowrl.controller.placement` and `flowrl.data`, and `flowrl.engines.train.layer_trace` in a
-function only. Importing the package loads neither torch nor transformers, so a typo in a config is reported at once.
+`model_fit.check_model_fit` (model sizes against tp, sp, pp and LoRA targets).
+May import `flowrl.config`, `flowrl.controller.placement`, `flowrl.data` and
+`flowrl.engines.train.pipeline.stage_schedule`, and `flowrl.engines.train.layer_trace` in a function only. Importing the
+package loads neither torch nor transformers, so a typo in a config is reported at once.
 """

@@ -65,6 +65,9 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
     "engine.offload_activations": lambda config: any(
         value.engine.offload_activations for value in models_of(config).values()
     ),
+    "pp of trained roles": lambda config: any(
+        role in config.placement.roles and config.placement.role(role).pp > 1 for role in models_of(config)
+    ),
     "optimizer.kind adamw_8bit or muon": lambda config: any(
         isinstance(value, TrainedConfig) and value.optimizer.kind in ("adamw_8bit", "muon")
         for value in models_of(config).values()
@@ -411,7 +414,7 @@ def _policy_dtype(config: RunConfig) -> str:
 def _model_row(role: str, stated: RoleConfig, value: ModelRoleConfig, model: ModelConfig, planned: Plan) -> list[str]:
     assert isinstance(stated, ModelRoleConfig), "the resolved settings of a role have the class of the stated settings"
     engine, mesh = value.engine, planned.roles[role].mesh
-    replicated = "single" if mesh.size == 1 else "zero1" if engine.strategy == "zero1" else "ddp"
+    replicated = "single" if mesh.size == mesh.pp else "zero1" if engine.strategy == "zero1" else "ddp"
     strategy = "fsdp" if shards_model(engine, mesh.tp) else replicated
     compute = engine.compute_dtype or model.dtype
     is_half = planned.kind == "cuda" and compute in ("bfloat16", "float16")

@@ -278,13 +278,15 @@ class _Estimator:
     def _model_memory(
         self, role_config: ModelRoleConfig, role_plan: RolePlan, slot: Slot, model: RoleModel
     ) -> RoleMemory:
+        mesh, whole = role_plan.mesh, model
+        model = replace(model, stage=mesh.coordinates(role_plan.slots.index(slot)).pp)
         if isinstance(role_config, TrainedConfig):
             trains_entropy = isinstance(role_config, ActorConfig) and role_config.entropy_coef
             entropy: Entropy = "gradient" if trains_entropy else "value"
             copies = self._config.checkpoint.every > 0 and self._config.checkpoint.asynchronous
             memory = training_role(model, self._rows(role_plan, "minibatch_size"), entropy, copies_checkpoints=copies)
             sends = role_plan.slots.index(slot) < model.num_senders(self._transfer)
-            return self._with_broadcast(memory, model) if sends else memory
+            return self._with_broadcast(memory, whole) if sends else memory
         rows = self._rows(role_plan, "batch_size")
         if isinstance(role_config, ReferenceConfig) and self._is_actor_without_adapter(role_config, role_plan, slot):
             actor = self.role_model("actor")
@@ -407,12 +409,19 @@ class _Estimator:
     def _shares_actor_weights(self, actor: RoleModel, rollout_plan: RolePlan, slot: Slot) -> bool:
         """Returns whether the rollout shares the weights of the actor on this slot."""
         actor_slots = self._planned.roles["actor"].slots
+        if actor.mesh.pp > 1:  # no rank has all layers
+            return False
         return slot in actor_slots and (not actor.is_sharded or tuple(actor_slots) == tuple(rollout_plan.slots))
 
     def _is_actor_without_adapter(self, reference: ReferenceConfig, reference_plan: RolePlan, slot: Slot) -> bool:
         """Returns whether the colocated actor with its LoRA adapter disabled replaces the reference."""
         value, actor = self._role_configs.get("actor"), self.role_model("actor")
-        if actor is None or not isinstance(value, TrainedConfig) or not value.has_base(reference.model):
+        if (
+            actor is None
+            or actor.mesh.pp > 1
+            or not isinstance(value, TrainedConfig)
+            or not value.has_base(reference.model)
+        ):
             return False
         actor_plan = self._planned.roles["actor"]
         is_collective = actor.is_sharded or actor.mesh.sp > 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flowrl.config import ONE_DEVICE, ConfigError, ModelRoleConfig, ReplicaSizes, TrainedConfig
 from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
+from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import RolePlan
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
@@ -18,9 +19,13 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 _HIDDEN, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 """Keys of the width of the hidden states and of the number of attention heads."""
 
+_WITHOUT_PP = ("gpt2", "opt")
+"""Model families with weights before the layers other than those of the embeddings (docs/models.md)."""
+
 
 def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> None:
-    """Raises ConfigError if tp or sp does not divide the model's sizes, or if the model has no layer for a LoRA target.
+    """Raises ConfigError if tp or sp does not divide the model's sizes, if it has fewer layers than pp stages, or no
+    layer for a LoRA target.
 
     Missing models and unsupported families are not checked, because loading them reports the error.
     """
@@ -31,6 +36,8 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
         _check_tp(role, size, role_plan.mesh.tp)
     if role_plan.mesh.sp > 1:
         _check_sp(role, size, role_plan.mesh.sp)
+    if role_plan.mesh.pp > 1 and model.engine.kind == DEFAULT_TRAIN_ENGINE:
+        _check_pp(role, size, role_plan.mesh.pp)
     lora = model.lora if isinstance(model, TrainedConfig) else None
     if lora is not None and lora.targets != "all_linear":
         for target in lora.targets:
@@ -145,6 +152,14 @@ def _check_sp(role: str, size: ModelSize, sp: int) -> None:
             f"placement.roles.{role}.sp is {sp}, but the model has {size.heads} attention heads and {keys} key "
             f"heads: set sp to a divisor of both"
         )
+
+
+def _check_pp(role: str, size: ModelSize, pp: int) -> None:
+    where = f"placement.roles.{role}.pp is {pp}"
+    if size.family in _WITHOUT_PP:
+        raise ConfigError(f"{where}, which {size.family} does not support: remove pp, or use another model family")
+    if pp > size.layers:
+        raise ConfigError(f"{where}, but the model has {size.layers} layers: set pp to at most {size.layers}")
 
 
 def _key_heads(size: ModelSize) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flowrl.config import EMBEDDINGS, EngineConfig, LoraConfig, TransferConfig, shards_model
 from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.plan import Mesh
+from flowrl.engines.train.pipeline.stage_schedule import MAX_UNFINISHED, num_in_flight, split_layers
 from flowrl.memory.device_constants import nccl_bytes
 from flowrl.memory.head_memory import Entropy, HeadMemory, Precision, policy_head_memory
 from flowrl.memory.model_size import Linears, ModelSize
@@ -105,6 +106,24 @@ class RoleModel:
     """Whether the inline backend runs the model. It does not shard."""
     optimizer: str = "adamw"
     """`optimizer.kind` of a trained role. A user's optimizer counts as AdamW."""
+    stage: int = 0
+    """Index of the pipeline stage whose memory is estimated."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the stage."""
+        head = self.size.embedding if self.is_policy else 0
+        own = split_layers([self.size.layer] * self.size.layers, self.mesh.pp, head=head)[self.stage]
+        return own.end - own.start
+
+    @property
+    def has_embeddings(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the stage has a language-modeling head."""
+        return self.is_policy and self.stage == self.mesh.pp - 1
 
     @property
     def is_sharded(self) -> bool:
@@ -142,8 +161,15 @@ class RoleModel:
         return self.device_type == "cuda" and self.engine.offload_activations
 
     @property
+    def num_embeddings(self) -> int:
+        """Number of matrices of the stage with the size of the embeddings."""
+        is_shared = self.size.tied and self.mesh.pp == 1
+        return self.has_embeddings + (self.has_head and not is_shared)
+
+    @property
     def non_layer(self) -> int:
-        return self.size.non_layer if self.is_policy else self.size.backbone_non_layer
+        """Number of parameters of the stage outside its layers."""
+        return self.num_embeddings * self.size.embedding + (self.size.rest if self.stage == self.mesh.pp - 1 else 0)
 
     @property
     def layer(self) -> int:
@@ -153,7 +179,7 @@ class RoleModel:
     @property
     def parameters(self) -> int:
         """Number of parameters of one tensor-parallel rank before FSDP shards them, without an adapter."""
-        return self.size.layers * self.layer + self.non_layer
+        return self.num_layers * self.layer + self.non_layer
 
     @property
     def weights(self) -> int:
@@ -172,7 +198,9 @@ class RoleModel:
 
     @property
     def full_weights(self) -> int:
-        return (self.size.layers * self.size.layer + self.non_layer) * self.param_bytes
+        """Bytes of the weights of all stages."""
+        non_layer = self.size.non_layer if self.is_policy else self.size.backbone_non_layer
+        return (self.size.layers * self.size.layer + non_layer) * self.param_bytes
 
     @property
     def trained(self) -> int:
@@ -190,9 +218,13 @@ class RoleModel:
 
     @property
     def _matrices(self) -> int:
-        """Number of values in the matrices of the adapter."""
+        """Number of values in the matrices of the adapter on one rank, before FSDP shards them."""
+        return self.num_layers * self._matrices_of_layer
+
+    @property
+    def _matrices_of_layer(self) -> int:
         rank = 0 if self.lora is None else self.lora.rank
-        return self.size.layers * rank * sum(inputs + outputs for _, inputs, outputs in self._adapted)
+        return rank * sum(inputs + outputs for _, inputs, outputs in self._adapted)
 
     @property
     def _complete(self) -> int:
@@ -207,13 +239,15 @@ class RoleModel:
         if self.num_optimizer_ranks == 1:
             return self._moments
         # A rank has at least the state of the largest weight, such as the embeddings.
-        largest = self.size.largest_weight / self.parameters if self.lora is None else 0
+        weights = [inputs * outputs for _, inputs, outputs in self.size.linears]
+        weights += [self.size.embedding] if self.num_embeddings else []
+        largest = max(weights) / self.parameters if self.lora is None else 0
         return int(self._moments * max(1 / self.num_optimizer_ranks, largest))
 
     @property
     def num_optimizer_ranks(self) -> int:
         """Number of ranks over which ZeRO-1 divides the optimizer state of a replicated model."""
-        return self.mesh.size if self.engine.strategy == "zero1" and not self.is_inline else 1
+        return self.mesh.size // self.mesh.pp if self.engine.strategy == "zero1" and not self.is_inline else 1
 
     @property
     def _moments(self) -> int:
@@ -224,8 +258,8 @@ class RoleModel:
         if self.optimizer == "muon":
             count = (2 * self.parameters - hidden) * self.param_bytes
         elif self.optimizer == "adamw_8bit":
-            heads = 2 if self.is_policy and not self.size.tied else 1
-            embeddings = heads * self.size.embedding if self.size.hidden % QUANTIZATION_BLOCK == 0 else 0
+            is_quantized = self.size.hidden % QUANTIZATION_BLOCK == 0
+            embeddings = self.num_embeddings * self.size.embedding if is_quantized else 0
             quantized = self._hidden(QUANTIZATION_BLOCK * self.mesh.tp) + embeddings
             count -= int(2 * quantized * (self.param_bytes - 1 - 4 / QUANTIZATION_BLOCK))
         return count // self.num_shards
@@ -235,7 +269,7 @@ class RoleModel:
         divisor.
         """
         matrices = sum(inputs * outputs for _, inputs, outputs in self.size.linears if inputs % divisor == 0)
-        return self.size.layers * matrices // self.mesh.tp
+        return self.num_layers * matrices // self.mesh.tp
 
     @property
     def orthogonalized(self) -> int:
@@ -264,7 +298,7 @@ class RoleModel:
     @property
     def adapter(self) -> int:
         """Bytes of the full adapter, with the weights of `modules_to_save`, that a weight sync sends."""
-        return 4 * self._matrices + self._complete * self.param_bytes
+        return 4 * self.size.layers * self._matrices_of_layer + self._complete * self.param_bytes
 
     @property
     def merged(self) -> int:
@@ -273,7 +307,8 @@ class RoleModel:
 
     def num_senders(self, transfer: TransferConfig) -> int:
         """Returns the number of ranks that broadcast the weights: the first ones of the role."""
-        if transfer.senders == "one" or self.mesh.tp > 1 or self.lora is not None or self.is_inline:
+        is_divided = self.mesh.tp > 1 or self.mesh.pp > 1
+        if transfer.senders == "one" or is_divided or self.lora is not None or self.is_inline:
             return 1
         return self.num_shards if self.is_sharded else self.mesh.size
 
@@ -283,7 +318,7 @@ class RoleModel:
         A merge holds the weight, the float32 product of the adapter's matrices, and their float32 sum. Before, it also
         holds the float32 copy of a 16-bit weight; afterwards, the cast sum.
         """
-        is_copied = self.is_sharded or element_bytes != self.param_bytes
+        is_copied = self.is_sharded or self.mesh.pp > 1 or element_bytes != self.param_bytes
         adapted = max((inputs * outputs for _, inputs, outputs in self._adapted), default=0)
         copy = 4 if self.param_bytes == 2 else 0
         cast = element_bytes if element_bytes != 4 else 0
@@ -298,8 +333,8 @@ class RoleModel:
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Bytes of one dequantized weight, and of the NCCL communicators: of all ranks, of the shards, and of tensor
-        and sequence parallelism.
+        """Bytes of one dequantized weight, and of the NCCL communicators: of all ranks, of the shards, of tensor and
+        sequence parallelism, and of a pipeline: hidden states, gradients, and the ranks of a stage.
         """
         fixed = {}
         if self.lora is not None and self.lora.base_quantization is not None:
@@ -308,13 +343,30 @@ class RoleModel:
             fixed["dequantized weight"] = largest * (8 + 3 * self.param_bytes)
         if self.device_type == "cpu" or self.mesh.size == 1 or self.is_inline:
             return fixed
-        return fixed | {"NCCL": nccl_bytes(1 + self.is_sharded + (self.mesh.tp > 1) + (self.mesh.sp > 1))}
+        stages = 3 if self.mesh.pp > 1 else 0
+        return fixed | {"NCCL": nccl_bytes(1 + self.is_sharded + (self.mesh.tp > 1) + (self.mesh.sp > 1) + stages)}
 
     def num_tokens(self, rows: int | None) -> int:
         """Returns the number of tokens of the largest micro-batch, for `rows` rows per call."""
         budget = self.engine.max_tokens_per_microbatch
         tokens = budget if rows is None else min(budget, rows * self.max_length // self.mesh.sp)
         return max(tokens, self.max_length // self.mesh.sp)
+
+    def num_in_flight(self, rows: int | None) -> int:
+        """Returns the largest number of micro-batches between their forward and backward pass in this stage."""
+        if rows is None:
+            return self.mesh.pp - self.stage
+        num_micros = -(-rows * self.max_length // self.mesh.sp // self.num_tokens(rows))
+        return num_in_flight(self.stage, self.mesh.pp, max(num_micros, 1))
+
+    def sent(self, num_tokens: int) -> int:
+        """Returns the bytes of hidden states and gradients on their way to and from other stages: two unfinished sends
+        and the current one in each direction.
+        """
+        if self.mesh.pp == 1:
+            return 0
+        element = 2 if self.precision == "half" else 4
+        return (MAX_UNFINISHED + 1) * num_tokens * element * self.size.hidden
 
     def trace(self, num_tokens: int, *, is_training: bool) -> "LayerTrace":
         """Returns the activations of a micro-batch of `num_tokens` tokens with rows of about equal length."""
@@ -341,7 +393,7 @@ class RoleModel:
         )
 
     def head(self, num_tokens: int, entropy: Entropy) -> HeadMemory:
-        if not self.is_policy:
+        if not self.has_head:
             return HeadMemory(0, 0)
         return policy_head_memory(self.size, self.precision, num_tokens, entropy, self.device_type)
 
@@ -354,7 +406,7 @@ def training_role(model: RoleModel, rows: int | None, entropy: Entropy, *, copie
     gradients = 0 if model.offloads_parameters else model.gradients
     checkpoint_copy = model.trained + moments if copies_checkpoints else 0
     num_tokens = model.num_tokens(rows)
-    calls = [_update(model, gradients, num_tokens, entropy), inference_call(model, rows, "forward")]
+    calls = [_update(model, gradients, rows, entropy), inference_call(model, rows, "forward")]
     if offloads_optimizer or model.orthogonalized:
         loaded = moments if offloads_optimizer else 0
         calls.append(CallMemory("step", gradients=gradients, gathered=model.orthogonalized, optimizer=loaded))
@@ -398,41 +450,43 @@ def _offloaded_activations(model: RoleModel, num_tokens: int) -> int:
     """Returns the bytes of the inputs of all layers except the last, which stays on the device."""
     if not model.offloads_activations:
         return 0
-    return (model.size.layers - 1) * model.trace(num_tokens, is_training=True).per_layer
+    return (model.num_layers - 1) * model.trace(num_tokens, is_training=True).per_layer
 
 
 def inference_call(model: RoleModel, rows: int | None, name: str) -> CallMemory:
     num_tokens = model.num_tokens(rows)
     layers = model.trace(num_tokens, is_training=False)
     head = model.head(num_tokens, "none")
-    kept = layers.kept(model.size.layers) + model.size.layers * layers.cached
+    kept = layers.kept(model.num_layers) + model.num_layers * layers.cached + model.sent(num_tokens)
     activations = kept + max(layers.peak, head.forward + _head_copy(model))
     return CallMemory(name, activations=activations, gathered=_gathered(model))
 
 
-def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy) -> CallMemory:
-    size = model.size
+def _update(model: RoleModel, gradients: int, rows: int | None, entropy: Entropy) -> CallMemory:
+    size, num_layers, num_tokens = model.size, model.num_layers, model.num_tokens(rows)
     layers = model.trace(num_tokens, is_training=True)
     element = 4 if model.precision == "float32" else 2
     # With sequence parallelism, the attention output is saved before and after the all-to-all between heads and shards.
     exchanged = num_tokens * element * size.queries if model.mesh.sp > 1 else 0
     # The input of a layer in its backward pass, and that of the layer before, which returns from host memory.
-    num_kept = min(size.layers, 2) if model.offloads_activations else size.layers
-    kept = layers.kept(num_kept) + size.layers * (0 if model.engine.gradient_checkpointing else exchanged)
+    num_kept = min(num_layers, 2) if model.offloads_activations else num_layers
+    kept = layers.kept(num_kept) + num_layers * (0 if model.engine.gradient_checkpointing else exchanged)
+    kept = model.num_in_flight(rows) * kept + model.sent(2 * num_tokens)
     head = model.head(num_tokens, entropy)
     is_full_finetuning = model.lora is None
-    embedding_gradient = (2 if model.precision == "half" else 4) * size.embedding if is_full_finetuning else 0
-    head_gradient = embedding_gradient if model.is_policy else 0
+    matrix_gradient = (2 if model.precision == "half" else 4) * size.embedding if is_full_finetuning else 0
+    embedding_gradient = matrix_gradient if model.has_embeddings else 0
+    head_gradient = matrix_gradient if model.has_head else 0
     # Under autocast, the head computes the gradient of the copy of its weights, which is then cast to float32.
     head_copy = _head_copy(model)
     copy_gradient = head_copy if is_full_finetuning else 0
     at_head = kept + max(
-        size.layers * layers.cached + head_copy + head.forward,
+        num_layers * layers.cached + head_copy + head.forward,
         head_copy + head.backward + (copy_gradient or head_gradient),
         copy_gradient + head_gradient,
     )
     # The gradient of a tied weight stays allocated until the gradient of the embeddings is added at the end.
-    tied_gradient = head_gradient if size.tied else 0
+    tied_gradient = head_gradient if size.tied and model.mesh.pp == 1 else 0
     at_layer = kept + tied_gradient + layers.peak + exchanged
     if not model.is_sharded:
         # The float32 sums stay allocated until all gradients have been cast to 16 bits.
@@ -448,7 +502,7 @@ def _update(model: RoleModel, gradients: int, num_tokens: int, entropy: Entropy)
 
 def _head_copy(model: RoleModel) -> int:
     """Returns the bytes of the 16-bit copy of the head's weights that autocast keeps during a pass."""
-    return 2 * model.size.embedding if model.precision == "autocast" and model.is_policy else 0
+    return 2 * model.size.embedding if model.precision == "autocast" and model.has_head else 0
 
 
 def _gathered(model: RoleModel) -> int:
@@ -459,7 +513,7 @@ def _gathered(model: RoleModel) -> int:
     if not model.is_sharded:
         return 0
     running = 1 if model.num_shards == 1 else 2
-    layers = min(running, model.size.layers) if model.engine.reshard_after_forward else model.size.layers
+    layers = min(running, model.num_layers) if model.engine.reshard_after_forward else model.num_layers
     return _gathered_bytes(model) * (model.non_layer + layers * model.layer)
 
 

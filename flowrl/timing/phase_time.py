@@ -4,11 +4,13 @@ docs/step_time.md derives the formulas.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from flowrl.devices.device_rates import GENERATION, LINK, MEMORY, TRAINING, DeviceRates
 from flowrl.engines.train.model_flops import ModelFlops, count_pairs
 from flowrl.engines.train.muon import NUM_ITERATIONS
+from flowrl.engines.train.pipeline.stage_schedule import StageCost, pipeline_seconds
 from flowrl.memory.head_memory import TILED_FROM
 from flowrl.memory.role_memory import RoleModel
 
@@ -44,7 +46,9 @@ class PassTime:
     exposed_s: float
     """Time of the other collectives, of the optimizer, and of copies of its state."""
     model_flops: float
-    """FLOPs of the rank without recomputed ones."""
+    """FLOPs of the rank without recomputed ones, on average over the stages of a pipeline."""
+    idle_share: float = 0.0
+    """Part of `compute_s` in which a rank waits for other stages of its pipeline, on average."""
 
     @property
     def seconds(self) -> float:
@@ -67,11 +71,22 @@ def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: Device
     num_devices = model.mesh.tp * sp
     rows_per_microbatch = max(1, model.engine.max_tokens_per_microbatch * sp // load.length)
     num_microbatches = math.ceil(load.rows / rows_per_microbatch)
-    overlapped = num_microbatches * _fsdp_seconds(model, rates, link, is_training=is_training)
-    exposed = _layer_seconds(model, load.rows * load.length, link, is_training=is_training)
+    stages = [replace(model, stage=stage) for stage in range(model.mesh.pp)]
+    head = flops.count([], targets, is_training=is_training) + (
+        flops.count_recomputed([], targets, layers=False, head=is_training and model.size.vocabulary >= TILED_FROM)
+    )
+    costs = _stage_costs(stages, needed + recomputed - head, head, is_training=is_training)
+    busy = sum(cost.forward + cost.backward for cost in costs)
+    # The passes of a micro-batch on the slowest stage repeat while the pipeline fills and drains.
+    num_passes = num_microbatches + model.mesh.pp - 1
+    compute = pipeline_seconds([cost.divide(num_microbatches) for cost in costs], num_microbatches)
+    overlapped = num_passes * max(_fsdp_seconds(stage, rates, link, is_training=is_training) for stage in stages)
+    num_tokens = num_passes / num_microbatches * load.rows * load.length
+    exposed = max(_layer_seconds(stage, num_tokens, link, is_training=is_training) for stage in stages)
+    exposed += _transfer_seconds(model, num_tokens, link, is_training=is_training)
     if is_training:
-        exposed += _update_seconds(model, rates) + _broadcast_seconds(model, link)
-        all_reduce = _all_reduce_seconds(model, link)
+        exposed += max(_update_seconds(stage, rates) + _broadcast_seconds(stage, link) for stage in stages)
+        all_reduce = max(_all_reduce_seconds(stage, link) for stage in stages)
         # `auto` overlaps on GPUs.
         overlapped, exposed = (
             (overlapped + all_reduce, exposed)
@@ -79,11 +94,20 @@ def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: Device
             else (overlapped, exposed + all_reduce)
         )
     return PassTime(
-        compute_s=repeats * (needed + recomputed) / (num_devices * peak * TRAINING.value),
+        compute_s=repeats * compute / (num_devices * peak * TRAINING.value),
         overlapped_s=repeats * overlapped,
         exposed_s=repeats * exposed,
-        model_flops=repeats * needed / num_devices,
+        model_flops=repeats * needed / (num_devices * model.mesh.pp),
+        idle_share=1 - busy / (model.mesh.pp * compute) if compute else 0.0,
     )
+
+
+def _stage_costs(stages: Sequence[RoleModel], layers: float, head: float, *, is_training: bool) -> list[StageCost]:
+    """Returns the FLOPs of the passes of each pipeline stage over all rows, from those of all layers and the head."""
+    # The backward pass has two thirds of the products, and also recomputed ones, which the forward pass lacks.
+    forward = 1 / 3 if is_training else 1.0
+    costs = [layers * stage.num_layers / stage.size.layers + head * stage.has_head for stage in stages]
+    return [StageCost(cost * forward, cost * (1 - forward)) for cost in costs]
 
 
 def _compute_bytes(model: RoleModel) -> int:
@@ -111,7 +135,15 @@ def _fsdp_seconds(model: RoleModel, rates: DeviceRates, link: float, *, is_train
     return seconds
 
 
-def _layer_seconds(model: RoleModel, num_tokens: int, link: float, *, is_training: bool) -> float:
+def _transfer_seconds(model: RoleModel, num_tokens: float, link: float, *, is_training: bool) -> float:
+    """Returns the time in which a pipeline stage receives hidden states, and in training also their gradients."""
+    if model.mesh.pp == 1:
+        return 0.0
+    num_bytes = (1 + is_training) * num_tokens / model.mesh.sp * _compute_bytes(model) * model.size.hidden
+    return num_bytes / (link * LINK.value)
+
+
+def _layer_seconds(model: RoleModel, num_tokens: float, link: float, *, is_training: bool) -> float:
     """Returns the time of the collectives within layers: sums of tensor parallelism over hidden states, and exchanges
     of sequence parallelism over queries, keys, values and the attention output.
     """
@@ -119,7 +151,7 @@ def _layer_seconds(model: RoleModel, num_tokens: int, link: float, *, is_trainin
     element, (tp, sp), size = _compute_bytes(model), (model.mesh.tp, model.mesh.sp), model.size
     summed = 2 * size.hidden * 2 * (tp - 1) / tp
     exchanged = 2 * (size.queries + size.keys) * (sp - 1) / sp / tp
-    num_bytes = num_passes * size.layers * num_tokens / sp * element * (summed + exchanged)
+    num_bytes = num_passes * model.num_layers * num_tokens / sp * element * (summed + exchanged)
     return num_bytes / (link * LINK.value)
 
 
@@ -157,7 +189,7 @@ def _orthogonalization_flops(model: RoleModel) -> float:
     sides = [(min(inputs, outputs), max(inputs, outputs)) for _, inputs, outputs in model.size.linears]
     flops = NUM_ITERATIONS * sum(2 * rows * rows * (2 * columns + rows) for rows, columns in sides)
     num_ranks = model.num_shards * model.mesh.tp if model.is_sharded else model.num_optimizer_ranks
-    return model.size.layers * flops / num_ranks
+    return model.num_layers * flops / num_ranks
 
 
 @dataclass(frozen=True)

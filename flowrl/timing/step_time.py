@@ -197,7 +197,7 @@ def _find_omitted(config: RunConfig, planned: Plan) -> Iterator[str]:
 
 
 def _is_compiled(engine: EngineConfig, mesh: Mesh, config: RunConfig) -> bool:
-    is_parallel = shards_model(engine, mesh.tp) or mesh.sp > 1
+    is_parallel = shards_model(engine, mesh.tp) or mesh.sp > 1 or mesh.pp > 1
     return compiles(engine, on_gpu=True, is_parallel=is_parallel, is_deterministic=config.deterministic)
 
 
@@ -278,9 +278,11 @@ class _StepEstimator:
             num_updates=num_updates,
         )
         ranks = model.num_shards if model.is_sharded else model.mesh.dp * model.mesh.sp
-        link = self._link(role, num_devices=ranks * model.mesh.tp)
+        # Stages may be on different nodes.
+        link = self._link(role, num_devices=ranks * model.mesh.tp * model.mesh.pp)
         time = pass_time(model, self._flops(model), load, self._rates, link)
         details = f"compute {time.compute_s:.1f}"
+        details += f" (idle {time.idle_share:.0%})" if model.mesh.pp > 1 else ""
         details += f", overlapped {time.overlapped_s:.1f}" if time.overlapped_s else ""
         details += f", exposed {time.exposed_s:.1f}" if time.exposed_s else ""
         details += f"; {num_updates} x {rows:,} rows" if num_updates else ""

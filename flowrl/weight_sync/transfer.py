@@ -191,13 +191,14 @@ def check_senders(config: RunConfig, planned: Plan) -> None:
     for role, value in config:
         if not isinstance(value, RolloutConfig) or value.transfer.senders == "one":
             continue
-        transport, tp, reason = transports.get(role), planned.roles["actor"].mesh.tp, None
+        transport, mesh, reason = transports.get(role), planned.roles["actor"].mesh, None
         if transport not in ("nccl", "gloo"):
             reason = f"the transport of its weights is {transport}, which has no senders"
         elif isinstance(actor, TrainedConfig) and actor.lora is not None:
             reason = "the first rank of the actor sends all weights, because it merges the LoRA adapter"
-        elif tp > 1:
-            reason = f"the first rank of the actor sends all weights, because the actor has tp {tp}"
+        elif mesh.tp > 1 or mesh.pp > 1:
+            size = f"tp {mesh.tp}" if mesh.tp > 1 else f"pp {mesh.pp}"
+            reason = f"the first rank of the actor sends all weights, because the actor has {size}"
         if reason is not None:
             raise ConfigError(f"{role}.transfer.senders is all, but {reason}: set {role}.transfer.senders: one")
 

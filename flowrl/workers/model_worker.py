@@ -64,7 +64,7 @@ def start_engine(worker: "ModelWorker", kind: ModelKind, config: ModelRoleConfig
         tp=mesh.tp,
         shard_ranks=mesh.shard_ranks(config.engine.shard_ranks),
     )
-    return load_train_engine_class(config.engine.kind).start(context)
+    return load_train_engine_class(config.engine.kind, pp=mesh.pp).start(context)
 
 
 def has_collective_forward(mesh: Mesh, engine: EngineConfig) -> bool:

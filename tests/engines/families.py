@@ -30,10 +30,11 @@ from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
 from flowrl.engines.models.attention import packing_obstacle
 from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import add_adapter
-from flowrl.engines.models.weights import export_weights
+from flowrl.engines.parallel.pipeline_mesh import PipelineMesh, pipeline_mesh
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
+from flowrl.engines.train.pipeline.engine import PipelineEngine
 from tests.engines.losses import LOGPROBS, bigram_loss
 from tests.engines.tables import VOCABULARY, table
 from tests.engines.tiny import END, SIZES
@@ -142,7 +143,7 @@ TRAINED = {**FAMILIES, **WITH_OWN_ATTENTION}
 
 LORA = LoraConfig(rank=4)
 
-SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}}
+SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}, "pp": {}}
 """Engine settings of each kind of parallelism."""
 
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
@@ -168,21 +169,24 @@ def adapted(name: str) -> PreTrainedModel:
     return model
 
 
-def train(model: PreTrainedModel, mesh: RankMesh = SINGLE_PROCESS, **settings: str | bool) -> dict[str, Any]:
-    """Takes two steps; returns log-probabilities before and after, losses and weights."""
-    engine = FsdpEngine(
-        PolicyModel(model),
-        policy_outputs,
-        OptimizerConfig(lr=1e-2, eps=1e-1),
-        EngineConfig.model_validate(settings),
-        mesh=mesh,
-    )
+def train(
+    model: PreTrainedModel, mesh: RankMesh | PipelineMesh = SINGLE_PROCESS, **settings: str | bool
+) -> dict[str, Any]:
+    """Takes two steps; returns log-probabilities before and after, losses and weights. A stage before the last one
+    returns only the weights.
+    """
+    optimizer, engine_settings = OptimizerConfig(lr=1e-2, eps=1e-1), EngineConfig.model_validate(settings)
+    arguments = (PolicyModel(model), policy_outputs, optimizer, engine_settings)
+    is_divided = isinstance(mesh, PipelineMesh)
+    engine = PipelineEngine(*arguments, mesh=mesh) if is_divided else FsdpEngine(*arguments, mesh=mesh)
     rows = table(6)
     before = engine.forward(rows, LOGPROBS)["logprobs"]
-    losses = [engine.update(rows, bigram_loss, LOGPROBS)["loss"].result() for _ in range(NUM_STEPS)]
+    steps = [engine.update(rows, bigram_loss, LOGPROBS) for _ in range(NUM_STEPS)]
     after = engine.forward(rows, LOGPROBS)["logprobs"]
-    weights = {name: torch.from_numpy(array) for name, array in export_weights(engine.model).items()}
-    return {"before": before, "after": after, "losses": losses, "weights": weights}
+    weights = {"weights": {name: weight.clone() for name, weight in engine.export_weights()}}
+    if is_divided and mesh.stage < mesh.num_stages - 1:
+        return weights
+    return {"before": before, "after": after, "losses": [step["loss"].result() for step in steps]} | weights
 
 
 def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
@@ -198,7 +202,10 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
     kinds += [("tp", "split norms", build, SPLIT), ("tp", "split norms of an adapter", adapted, SPLIT)]
     names = {"split norms of an adapter": split_adapters}
     for kind, case, build_model, settings in kinds:
-        mesh = rank_mesh(distributed.group.WORLD, device="cpu", **{kind: 2})
+        group = distributed.group.WORLD
+        assert isinstance(group, distributed.ProcessGroup)
+        create: Any = pipeline_mesh if kind == "pp" else rank_mesh
+        mesh = create(group, device="cpu", **{kind: 2})
         for name in names.get(case, TRAINED):
             try:
                 results[name, case] = train(build_model(name), mesh, **settings)
@@ -210,7 +217,7 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
 
 def markdown(results: Mapping[tuple[str, str], dict | str]) -> str:
     """Returns the table of docs/models.md from the results of one rank."""
-    rows = [["family", "class", "also", "`tp`", "`sp`", "packed", "`hf`"], ["---"] * 7]
+    rows = [["family", "class", "also", "`tp`", "`sp`", "`pp`", "packed", "`hf`"], ["---"] * 8]
     for name, family in TRAINED.items():
         shared = ["no" if isinstance(results[name, kind], str) else "yes" for kind in SHARED]
         model = build(name)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import adapter_state, add_adapter
 from flowrl.engines.models.weight_samples import WeightSample, weight_samples
-from flowrl.engines.models.weights import export_weights, meta_copy, to_tensors
+from flowrl.engines.models.weights import export_weights, meta_copy
+from flowrl.engines.parallel.pipeline_mesh import PipelineMesh, pipeline_mesh
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests
 from flowrl.engines.train.base import Denominators, Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs, value_outputs
+from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outputs, value_outputs
 from flowrl.engines.train.microbatch import MicroBatch
+from flowrl.engines.train.pipeline.engine import PipelineEngine
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table, take_rows
@@ -45,6 +48,8 @@ class Case:
     settings: dict
     tp: int = 1
     sp: int = 1
+    pp: int = 1
+    num_layers: int = 2
     lora: bool = False
     slow: bool = False
     """True if faster cases test each of its features."""
@@ -55,6 +60,24 @@ class Case:
     @property
     def optimizer(self) -> OptimizerConfig:
         return OPTIMIZER.model_copy(update={"kind": self.kind})
+
+    @property
+    def num_peers(self) -> int:
+        """Number of ranks of a stage that share rows."""
+        return self.tp * self.sp
+
+    @property
+    def num_row_parts(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.ranks // (self.num_peers * self.pp)
+
+    def rows(self, rank: int) -> list[int]:
+        return ROWS[self.num_row_parts][rank // self.num_peers % self.num_row_parts]
+
+    @property
+    def leaders(self) -> list[int]:
+        """Ranks whose outputs and metrics the controller reads."""
+        return list(range(self.ranks - self.ranks // self.pp, self.ranks, self.num_peers))
 
 
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
@@ -134,6 +157,34 @@ CASES = {
     ),
     "muon, tp x hybrid on 2 x 1 x 2, norms split": Case(4, {**SPLIT, "shard_ranks": 1}, tp=2, kind="muon", slow=True),
     "muon, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, kind="muon", slow=True),
+    "pp on 2": Case(2, {}, pp=2, num_layers=5),
+    "pp on 2, float32": Case(2, {}, pp=2, num_layers=5, dtype=torch.float32, slow=True),
+    "pp on 2, padded, checkpointed": Case(
+        2, {"packing": "never", "gradient_checkpointing": True}, pp=2, num_layers=5, slow=True
+    ),
+    "pp on 4": Case(4, {}, pp=4, num_layers=5, slow=True),
+    "pp x fsdp on 2 x 1": Case(2, {"strategy": "fsdp"}, pp=2, num_layers=5, slow=True),
+    "pp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, pp=2, num_layers=5),
+    "pp x fsdp on 2 x 2, float32": Case(4, {"strategy": "fsdp"}, pp=2, num_layers=5, dtype=torch.float32, slow=True),
+    "pp x fsdp on 2 x 2, checkpointed": Case(
+        4, {"strategy": "fsdp", "gradient_checkpointing": True}, pp=2, num_layers=5, slow=True
+    ),
+    "pp x fsdp on 2 x 2, parameters on the CPU": Case(
+        4, {"strategy": "fsdp", "offload": "parameters"}, pp=2, num_layers=5, slow=True
+    ),
+    "pp x fsdp on 2 x 2, optimizer on the CPU": Case(
+        4, {"strategy": "fsdp", "offload": "optimizer"}, pp=2, num_layers=5, slow=True
+    ),
+    "pp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, pp=2, num_layers=5, slow=True),
+    "pp x ddp on 2 x 2, overlapped": Case(
+        4, {"strategy": "ddp", "overlap_all_reduce": True}, pp=2, num_layers=5, slow=True
+    ),
+    "pp x zero1 on 2 x 2": Case(4, {"strategy": "zero1"}, pp=2, num_layers=5, slow=True),
+    "pp x tp on 2 x 2": Case(4, {}, pp=2, tp=2, num_layers=5, slow=True),
+    "pp x sp on 2 x 2": Case(4, {"strategy": "ddp"}, pp=2, sp=2, num_layers=5, slow=True),
+    "lora, pp on 2": Case(2, {}, pp=2, num_layers=5, lora=True, slow=True),
+    "lora, pp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, pp=2, num_layers=5, lora=True, slow=True),
+    "muon, pp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, pp=2, num_layers=5, kind="muon", slow=True),
 }
 
 ROWS = {
@@ -162,20 +213,17 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     Saves the policy in `folder`, if given, before a fourth step.
     """
     rank = 0 if group is None else group.rank()
-    rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
+    rows = case.rows(rank)
     mesh = SINGLE_PROCESS if group is None else _mesh(case, group)
-    engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
     policy = policy_of(case, mesh)
-    language_model = policy.model.language_model
-    assert isinstance(language_model, PreTrainedModel)
-    backbone = llama().model
+    backbone = llama(num_hidden_layers=case.num_layers).model
     if case.dtype == torch.float64:
         to_float64(backbone)
     critic = CriticModel(backbone)
     if case.lora:
         add_adapter(critic.backbone, LORA)
     nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-    critic = FsdpEngine(critic, value_outputs, case.optimizer, engine, mesh=mesh)
+    critic = make_engine(case, critic, value_outputs, mesh)
     first = take_rows(table(11), torch.tensor(rows, dtype=torch.int64))
     results: dict[str, Any] = {
         "logprobs": _reference_logprobs(policy, first),
@@ -197,15 +245,15 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     policy.onload()
     if case.lora:
         results["reference"] = _reference_logprobs(policy, first)
-        results["adapter"] = adapter_state(language_model)
+        results["adapter"] = adapter_state(policy.model.get_submodule("language_model"))
     index, count = policy.weight_part
     names = [name for name, *_ in policy.weight_shapes()]
     parts = () if index is None or count == 1 else policy.export_part(names)
     results["part"] = index, count, {name: part.clone() for name, part in zip(names, parts, strict=False)}
-    results["policy"] = {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
-    results["critic"] = {name: torch.from_numpy(w) for name, w in export_weights(critic.model).items()}
-    results["wrong samples"] = _wrong_samples(language_model)
-    results["generated"] = _generated(language_model)
+    results["policy"], results["critic"] = exported(policy), exported(critic)
+    results["wrong samples"] = _wrong_samples(policy)
+    if case.pp == 1:
+        results["generated"] = _generated(policy.language_model)
     if folder is not None:
         checkpoints = EngineCheckpoints(policy)
         checkpoints.save(folder)
@@ -231,21 +279,32 @@ def moments_of(engine: FsdpEngine) -> list[torch.Tensor]:
     return [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
 
 
-def policy_of(case: Case, mesh: RankMesh) -> FsdpEngine:
+def policy_of(case: Case, mesh: RankMesh | PipelineMesh) -> FsdpEngine:
     """Returns an engine with an untrained policy."""
-    language_model = qwen2()
+    language_model = qwen2(num_hidden_layers=case.num_layers)
     if case.dtype == torch.float64:
         to_float64(language_model)
     if case.lora:
         add_adapter(language_model, LORA)
+    return make_engine(case, PolicyModel(language_model), policy_outputs, mesh)
+
+
+def make_engine(case: Case, model: nn.Module, compute: Compute, mesh: RankMesh | PipelineMesh) -> FsdpEngine:
     engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
-    return FsdpEngine(PolicyModel(language_model), policy_outputs, case.optimizer, engine, mesh=mesh)
+    if isinstance(mesh, PipelineMesh):
+        return PipelineEngine(model, compute, case.optimizer, engine, mesh=mesh)
+    return FsdpEngine(model, compute, case.optimizer, engine, mesh=mesh)
+
+
+def exported(engine: FsdpEngine) -> dict[str, Tensor]:
+    """Returns a copy of the full weights."""
+    return {name: weight.clone() for name, weight in engine.export_weights()}
 
 
 def fourth_step(policy: FsdpEngine, rows: list[int]) -> dict[str, torch.Tensor]:
     """Takes a fourth step and returns the weights."""
     policy.update(take_rows(table(11, seed=NUM_STEPS), torch.tensor(rows, dtype=torch.int64)), policy_loss, POLICY)
-    return {name: torch.from_numpy(w) for name, w in export_weights(policy.model).items()}
+    return exported(policy)
 
 
 def _reference_logprobs(policy: FsdpEngine, rows: TensorDict) -> torch.Tensor:
@@ -253,14 +312,18 @@ def _reference_logprobs(policy: FsdpEngine, rows: TensorDict) -> torch.Tensor:
     return policy.forward(rows, outputs)["logprobs"]
 
 
-def _wrong_samples(model: PreTrainedModel) -> list[str]:
+def _wrong_samples(policy: FsdpEngine) -> list[str]:
     """Returns the weights whose samples are not bitwise slices of the exported weights."""
-    exported = to_tensors(export_weights(model))
-    tied = {"lm_head.weight": exported["model.embed_tokens.weight"]}
-    samples = [sample for version in range(3) for sample in weight_samples(model, version).samples]
+    weights = exported(policy)
+    tied = {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    # Every rank of one stage can return the samples. Otherwise, only rank 0 does.
+    is_divided = isinstance(policy, PipelineEngine)
+    take = policy.weight_samples if is_divided else partial(weight_samples, policy.language_model)
+    samples = [sample for version in range(3) for sample in take(version).samples]
+    assert samples or (is_divided and policy.group is not None and policy.group.rank() > 0)
 
     def expected(sample: WeightSample) -> torch.Tensor:
-        weight = (tied | exported)[sample.name]
+        weight = (tied | weights)[sample.name]
         return weight if sample.kind == "plain" else weight[:, list(sample.inputs)].T
 
     return [sample.name for sample in samples if not torch.equal(expected(sample), sample.values)]
@@ -270,8 +333,10 @@ def _local_shard(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _mesh(case: Case, group: distributed.ProcessGroup):
+def _mesh(case: Case, group: distributed.ProcessGroup) -> RankMesh | PipelineMesh:
     shard_ranks = case.settings.get("shard_ranks")
+    if case.pp > 1:
+        return pipeline_mesh(group, device="cpu", pp=case.pp, tp=case.tp, sp=case.sp, shard_ranks=shard_ranks)
     return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp, shard_ranks=shard_ranks)
 
 

@@ -87,9 +87,9 @@ def qwen2(dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Qwen
     return Qwen2ForCausalLM(config).to(dtype).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
 
 
-def llama(seed: int = 0) -> LlamaForCausalLM:
+def llama(seed: int = 0, **settings) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{"hidden_size": 32, **SIZES})).eval()
+    return LlamaForCausalLM(LlamaConfig(**{"hidden_size": 32, **SIZES, **settings})).eval()
 
 
 def convolving() -> Lfm2ForCausalLM:

@@ -105,6 +105,42 @@ def test_a_rank_of_zero1_has_the_state_of_the_largest_weight() -> None:
     assert memory.optimizer == pytest.approx(2 * 2 * 102400 * 4096)
 
 
+def stage(index: int, rows: int = 8, lora: LoraConfig | None = None, **settings) -> RoleMemory:
+    model = replace(role_model(**settings), mesh=Mesh(4, 1, 1, 1), stage=index, lora=lora)
+    return training_role(model, rows, "none", copies_checkpoints=False)
+
+
+def test_stages_have_the_weights_of_their_layers() -> None:
+    """A layer has 4 x 4096^2 + 3 x 4096 x 11008 + 2 x 4096 parameters. The head costs as much as two layers."""
+    layer, embeddings = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 102400 * 4096
+    parameters = [stage(i).weights // 2 for i in range(4)]
+    assert parameters == [8 * layer + embeddings, 8 * layer, 8 * layer, 6 * layer + embeddings + 4096]
+    assert sum(parameters) == 6_910_365_696
+    assert [stage(i).optimizer for i in range(4)] == [4 * count for count in parameters]
+
+
+def test_the_first_stages_hold_the_activations_of_more_micro_batches() -> None:
+    """8 rows of 1024 tokens are 8 micro-batches. The stages 1 and 2 of 4 have equal layers, and 3 and 2 micro-batches
+    between forward and backward pass. With one micro-batch per update, both hold one. With an adapter, activations are
+    the largest term.
+    """
+    size, lora = {"max_tokens_per_microbatch": 1024, "strategy": "ddp"}, LoraConfig(rank=1)
+    second, third = (stage(i, lora=lora, **size).calls[0].activations for i in (1, 2))
+    one_second, one_third = (stage(i, rows=1, lora=lora, **size).calls[0].activations for i in (1, 2))
+    assert one_second == one_third
+    kept = second - third
+    assert kept > 0 and third - one_third == pytest.approx(kept)
+
+
+def test_stages_of_a_plan_have_their_own_rows(model: Path) -> None:
+    others = ", ".join(f"{role}: judges" for role in ("rollout", "reference", "critic", "reward"))
+    config = config_of(model, "placement.roles={actor: {pool: policy, pp: 2}, " + others + "}")
+    devices = estimate_memory(config, plan_run(config, [4]), read_sizes(config))
+    first, second, *_ = (device.roles.get("actor") for device in devices)
+    assert first is not None and second is not None and first.weights != second.weights
+    assert first.weights + second.weights == 2 * 6_910_365_696
+
+
 def test_gradients_of_16_bit_weights_have_32_bits() -> None:
     assert training_role(role_model(), 8, "none", copies_checkpoints=False).calls[0].gradients == 4 * 6_910_365_696
 

@@ -97,6 +97,7 @@ def test_a_hub_model_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.
         ({"tp": 4}, ("placement.roles.actor.tp", 4, 6)),
         ({"tp": 6}, ("placement.roles.actor.tp", 6, 2)),
         ({"sp": 4}, ("placement.roles.actor.sp", 4, 6, 2)),
+        ({"pp": 3}, ("placement.roles.actor.pp", 3, 2, "layers")),
     ],
 )
 def test_sizes_that_do_not_divide_the_model_are_rejected(tmp_path: Path, sizes: dict, facts: tuple) -> None:

@@ -190,8 +190,8 @@ def test_single_strategy_on_two_ranks_is_rejected(rejection: Callable[..., str])
 
 def test_parallel_sizes_that_no_engine_supports_are_rejected(rejection: Callable[..., str]) -> None:
     two = ("backend=ray", "placement.device=cpu", "placement.pools.main=[2]")
-    pipeline = rejection(*two, "placement.roles.actor={pool: main, pp: 2}")
-    assert "placement.roles.actor" in pipeline and not missing_facts(pipeline, 2)
+    pipeline = rejection(*two[:2], "placement.pools.main=[3]", "placement.roles.actor={pool: main, pp: 3}")
+    assert not missing_facts(pipeline, "placement.roles.actor.pp", 3, 2, "layers")
     copies = rejection(*two, "placement.roles.actor={pool: main, tp: 2}", "actor.engine.strategy=ddp")
     assert "placement.roles.actor" in copies and not missing_facts(copies, "actor.engine.strategy", "ddp", 2)
 

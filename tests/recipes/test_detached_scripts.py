@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("run_2m1t.sh", "run_2m2t.sh", "run_2m2t_int8.sh", "run_tp_maker.sh")
+SCRIPTS = ("run_2m1t.sh", "run_2m2t.sh", "run_2m2t_int8.sh", "run_tp_maker.sh", "run_pp_trainer.sh")
 SHORT = ("steps=3", "batch_size=64", "minibatch_size=32", "evaluate_every=0", "report={plots: false}")
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
@@ -58,6 +58,16 @@ def test_replicas_with_int8_weights_differ_a_little_from_the_actor(task: Path, t
     check(summary, steps)
     assert all(1e-5 < line["rollout_gap"] < 0.1 for line in steps)
     assert all(0.8 < line["correction/weight"] < 1.2 for line in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_trainer_with_two_stages_sends_its_weights_to_the_replicas(task: Path, tmp_path: Path) -> None:
+    summary, steps = run_script("run_pp_trainer.sh", task, tmp_path / "run")
+    check(summary, steps)
+    assert sum(line.get("weights_compared", 0) for line in steps) > 0
+    # The first responses are those of the initial weights, so only rounding differs.
+    assert steps[0]["rollout_gap"] < 1e-5
 
 
 @needs_vllm

@@ -78,7 +78,7 @@ def test_metrics_are_those_of_both_models(task_folder: Path, tmp_path: Path, tea
     assert initial["agreement"] == pytest.approx(float((top_tokens[0] == top_tokens[1]).float().mean()))
 
 
-PIPELINE = "tests.engines.train.pipeline:PipelineEngine"
+PIPELINE = "tests.engines.train.user_engine:PipelineEngine"
 """An engine that computes log-probabilities and entropies only."""
 
 REWARD = {"function": "recipes.quickstart.task:score", "evaluation": "recipes.quickstart.task:exact"}

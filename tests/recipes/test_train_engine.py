@@ -1,4 +1,4 @@
-"""The shipped recipes run with a user's training engine, a pipeline, by `actor.engine.kind`, with the same metrics."""
+"""The shipped recipes have the same metrics as pipelines: with a user's training engine, and with the included one."""
 
 import shutil
 from collections.abc import Callable
@@ -39,11 +39,19 @@ RECIPES = ["ppo", "grpo", "sft", "dpo"]
 
 
 @pytest.fixture(scope="module")
-def task(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the task with pairs, and with a model whose input and output embeddings are separate."""
-    folder = tmp_path_factory.mktemp("untied") / "data"
+def tied(task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the task with pairs. Its model has tied embeddings."""
+    folder = tmp_path_factory.mktemp("tied") / "data"
     shutil.copytree(task_folder, folder)
     write_few_pairs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(task_folder: Path, tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the task with pairs, and with a model whose input and output embeddings are separate."""
+    folder = tmp_path_factory.mktemp("untied") / "data"
+    shutil.copytree(tied, folder)
     model = load_policy(ModelConfig(path=task_folder / "model"))
     weights = model.state_dict() | {"lm_head.weight": model.lm_head.weight.detach().clone()}
     model.config.tie_word_embeddings = False
@@ -96,17 +104,22 @@ def test_a_recipe_in_one_process_has_the_metrics_of_the_included_engine(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [PIPELINE, "fsdp"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_on_two_stages_has_the_metrics_of_one_process(
-    recipe: str, task: Path, ray_session: None, tmp_path: Path
+    recipe: str, kind: str, task: Path, tied: Path, ray_session: None, tmp_path: Path
 ) -> None:
-    """Also exports the checkpoint of two processes, resumes from it, and compares the saved models."""
+    """Also exports the checkpoint of two processes, and compares the saved models.
+
+    The included engine also divides the critic, and a model with tied embeddings.
+    """
+    task = task if kind == PIPELINE else tied
     expected = run(build(recipe, task, tmp_path / "fsdp"))
-    stages = {"pool": "main", "pp": 2}
-    roles = {"actor": stages} | ({"reference": stages} if recipe != "sft" else {})
-    roles = (dict.fromkeys(ROLES, "main") if recipe in ("ppo", "grpo") else {}) | roles
+    divided = ["actor", *(["reference"] if recipe != "sft" else []), *(["critic"] if kind == "fsdp" else [])]
+    roles = dict.fromkeys(ROLES, "main") if recipe in ("ppo", "grpo") else {}
+    roles |= {role: {"pool": "main", "pp": 2} for role in divided if role != "critic" or recipe == "ppo"}
     placement = {"device": "cpu", "pools": {"main": [2]}, "roles": roles}
-    config = with_engine(build(recipe, task, tmp_path / "own", backend="ray", placement=placement))
+    config = with_engine(build(recipe, task, tmp_path / "own", backend="ray", placement=placement), kind)
     assert_equal_runs(expected, run(config))
     saved, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("fsdp", "own"))
     assert saved.keys() == other.keys()
@@ -137,7 +150,6 @@ def test_an_engine_refuses_settings_and_roles_that_it_does_not_support(task: Pat
 @pytest.mark.parametrize(
     ("kind", "sizes", "facts"),
     [
-        ("fsdp", {"pp": 2}, ("placement.roles.actor", "pp", "actor.engine.kind")),
         (PIPELINE, {"tp": 2}, ("placement.roles.actor", "tp", "fsdp")),
         (PIPELINE, {}, ("placement.roles.actor", "dp", "fsdp")),
     ],

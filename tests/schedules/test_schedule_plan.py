@@ -153,7 +153,12 @@ def test_trainer_routes_invert_the_placement():
 
 @pytest.mark.parametrize(
     ("name", "engine", "num_replicas", "num_trainers"),
-    [("detached_2m1t", "hf", 2, 1), ("detached_2m2t", "hf", 2, 2), ("detached_tp_maker", "vllm", 1, 2)],
+    [
+        ("detached_2m1t", "hf", 2, 1),
+        ("detached_2m2t", "hf", 2, 2),
+        ("detached_tp_maker", "vllm", 1, 2),
+        ("detached_pp_trainer", "hf", 2, 1),
+    ],
 )
 def test_the_detached_placements_are_planned(name: str, engine: str, num_replicas: int, num_trainers: int):
     placement = load(ROOT / f"placement/{name}.yaml", ["device=cpu"], Placement)

@@ -116,6 +116,43 @@ def test_copies_of_a_sharded_model_sum_their_gradients_between_nodes() -> None:
     assert several.overlapped_s - single.overlapped_s == pytest.approx(2 * 4 * PARAMETERS / 2 / 2 / 1e3)
 
 
+def test_stages_wait_for_each_other_and_for_the_hidden_states() -> None:
+    """Two micro-batches of one row on two stages of one layer each. The second one also has the head, so it is slower:
+    the first stage computes one micro-batch before it starts.
+    """
+    model = role_model(Mesh(2, 1, 1, 1), max_tokens_per_microbatch=3)
+    load = PassLoad(rows=2, length=3, targets=2)
+    forward = pass_time(model, FLOPS, load, RATES, LINK_RATE)
+    layer, head = (3 * 2 * MATRICES + 6 * 2 * 4 * 64) / 2, 2 * 2 * HEAD
+    assert 2 * (2 * layer + head) == FORWARD
+    assert forward.compute_s == pytest.approx((layer + 2 * (layer + head)) / 1e9)
+    assert forward.model_flops == FORWARD / 2
+    assert forward.idle_share == pytest.approx(1 - FORWARD / (2 * forward.compute_s * 1e9))
+    # 3 tokens of 64 values of 2 bytes per micro-batch, for the two micro-batches and once until the last stage starts.
+    assert forward.exposed_s == pytest.approx(3 * 3 * 64 * 2 / 1e5)
+    training = pass_time(model, FLOPS, replace(load, num_updates=1), RATES, LINK_RATE)
+    assert training.compute_s == pytest.approx(3 * forward.compute_s)
+    assert training.idle_share == pytest.approx(forward.idle_share)
+
+
+@pytest.mark.parametrize(("num_rows", "share"), [(1, 1 / 2), (3, 1 / 4)])
+def test_stages_of_equal_cost_are_idle_for_the_bubble(num_rows: int, share: float) -> None:
+    """A value head costs nothing. With one micro-batch per row, p - 1 of m + p - 1 micro-batches are idle."""
+    model = replace(role_model(Mesh(2, 1, 1, 1), max_tokens_per_microbatch=3), is_policy=False)
+    flops = planned_flops(json.dumps(SETTINGS), has_head=False)
+    assert flops is not None
+    load = PassLoad(rows=num_rows, length=3, targets=2, num_updates=1)
+    assert pass_time(model, flops, load, RATES, LINK_RATE).idle_share == pytest.approx(share)
+
+
+def test_a_stage_updates_its_own_weights() -> None:
+    """The first stage has the embeddings, and the second one as many parameters in its head, and the last norm."""
+    model, load = role_model(Mesh(2, 1, 1, 1)), PassLoad(rows=1, length=3, targets=2, num_updates=1)
+    own = (PARAMETERS - 64) / 2 + 64
+    transfers = 2 * 2 * 3 * 64 * 2 / 1e5
+    assert pass_time(model, FLOPS, load, RATES, LINK_RATE).exposed_s == pytest.approx(transfers + 28 * own / 1e6)
+
+
 def test_ddp_sums_gradients_once_per_update_after_the_backward_pass() -> None:
     model = role_model(Mesh(1, 4, 1, 1), strategy="ddp", max_tokens_per_microbatch=3)
     time = pass_time(model, FLOPS, PassLoad(rows=2, length=3, targets=2, num_updates=1), RATES, LINK_RATE)

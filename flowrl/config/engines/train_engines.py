@@ -39,7 +39,7 @@ class TrainCapabilities:
 TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
     DEFAULT_TRAIN_ENGINE: TrainCapabilities(
         outputs=("logprobs", "entropy", "topk_logprobs", "topk_ids", "hidden", "values", "scores"),
-        dimensions=("dp", "sp", "tp"),
+        dimensions=("dp", "sp", "tp", "pp"),
         settings=(
             "strategy",
             "shard_ranks",

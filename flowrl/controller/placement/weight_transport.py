@@ -24,7 +24,9 @@ def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
     if actor is None:
         return transports
     models = models_of(config)
-    shares_model = "actor" not in models or models["actor"].engine.capabilities.shares_weights
+    # No rank of a pipeline has all layers.
+    shares_model = actor.mesh.pp == 1
+    shares_model = shares_model and ("actor" not in models or models["actor"].engine.capabilities.shares_weights)
     trained = models.get("actor")
     offloading = [role for role, value in models.items() if value.engine.offload == "idle"]
     is_offloaded = any(

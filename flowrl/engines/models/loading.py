@@ -136,7 +136,7 @@ def num_embeddings(model: PreTrainedModel) -> int:
     """Returns the number of rows of the input embeddings. Token ids must be smaller."""
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
-    return embeddings.weight.shape[0]
+    return embeddings.num_embeddings  # not of the weight, which later pipeline stages lack
 
 
 def _draw_head(head: nn.Linear, seed: int) -> None:

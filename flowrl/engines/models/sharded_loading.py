@@ -161,8 +161,9 @@ def load_shards(model: nn.Module, device: torch.device) -> None:
     for language_model in [module for module in model.modules() if module in _pending]:
         weights = model_weights(language_model)
         for name, entry in _pending.pop(language_model).items():
-            with torch.no_grad():
-                _read(weights[name].stored, entry)
+            if name in weights:  # a pipeline stage lacks those of other stages
+                with torch.no_grad():
+                    _read(weights[name].stored, entry)
 
 
 def quantize_base(model: PreTrainedModel, device: torch.device) -> None:

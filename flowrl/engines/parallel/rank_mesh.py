@@ -82,7 +82,7 @@ def rank_mesh(
             if rest
             else f"shard_ranks is {shard}, which does not divide the {dp} data-parallel ranks"
         )
-    _align_group_counts(group, device)
+    align_group_counts(group, device)
     ranks_DST = torch.tensor(distributed.get_process_group_ranks(group)).view(dp, sp, tp)
     own_d, own_s, own_t = (int(x) for x in (ranks_DST == distributed.get_rank()).nonzero()[0])
     ranks_RST = ranks_DST.view(dp // shard, shard * sp, tp)
@@ -93,14 +93,14 @@ def rank_mesh(
         """Returns the group of these ranks, which is created once, because NCCL allocates buffers for each group."""
         key = tuple(ranks.flatten().tolist())
         if key not in groups:
-            groups[key] = _group(key)
+            groups[key] = create_group(key)
         return groups[key]
 
     dimensions = [shared_group(ranks_RST[:, own_shard, own_t]), shared_group(ranks_RST[own_r, :, own_t])]
     dimensions.append(shared_group(ranks_RST[own_r, own_shard]))
     # Not shared: in the group of the shards, attention would wait until FSDP2 has gathered the next layer's weights.
-    sequence = _group(ranks_DST[own_d, :, own_t].tolist()) if sp > 1 else None
-    both = _group(ranks_DST[own_d].flatten().tolist()) if sp > 1 and tp > 1 else None
+    sequence = create_group(ranks_DST[own_d, :, own_t].tolist()) if sp > 1 else None
+    both = create_group(ranks_DST[own_d].flatten().tolist()) if sp > 1 and tp > 1 else None
     return RankMesh(
         all_ranks=group,
         data=shared_group(ranks_DST[:, :, own_t]),
@@ -117,7 +117,7 @@ def rank_mesh(
     )
 
 
-def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None:
+def align_group_counts(group: ProcessGroup, device: torch.device | str) -> None:
     """Creates dummy groups until all ranks have created the same number of groups. torch derives group names from this
     number.
     """
@@ -125,10 +125,10 @@ def _align_group_counts(group: ProcessGroup, device: torch.device | str) -> None
     most = own.clone()
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)
     for _ in range(int(own), int(most)):
-        _group([distributed.get_rank()])
+        create_group([distributed.get_rank()])
 
 
-def _group(ranks: Sequence[int]) -> ProcessGroup:
+def create_group(ranks: Sequence[int]) -> ProcessGroup:
     """Creates a process group. Only ranks of the new group call this."""
     created = distributed.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True)
     assert isinstance(created, ProcessGroup), "this rank is a member of the group"

@@ -334,10 +334,14 @@ class SharedModel(Protocol):
 _ENGINE_CLASSES = {"fsdp": "flowrl.engines.train.fsdp.engine:FsdpEngine"}
 """Name -> class of the included engines."""
 
+_PIPELINE_CLASSES = {"fsdp": "flowrl.engines.train.pipeline.engine:PipelineEngine"}
+"""Name -> class of the included engines for several pipeline stages."""
 
-def load_train_engine_class(name: str) -> type[TrainEngine]:
-    """Imports the class of a training engine, from its name or `module:Class`."""
-    return import_attribute(_ENGINE_CLASSES.get(name, name))
+
+def load_train_engine_class(name: str, *, pp: int = 1) -> type[TrainEngine]:
+    """Imports the class of a training engine for `pp` pipeline stages, from its name or `module:Class`."""
+    classes = _PIPELINE_CLASSES if pp > 1 else _ENGINE_CLASSES
+    return import_attribute(classes.get(name, name))
 
 
 def check_train_engine(name: str) -> None:

@@ -23,7 +23,7 @@ from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.model import REPLICATED
 from flowrl.config.roles import quantized_device_problem
 from flowrl.controller.placement.inventory import check_one_node
-from flowrl.controller.placement.plan import Plan, RolePlan
+from flowrl.controller.placement.plan import Mesh, Plan, RolePlan
 from flowrl.memory.model_fit import check_model_fit, find_head_size_problem, find_replica_problem
 from flowrl.run.checks.generators import find_generators
 
@@ -193,12 +193,15 @@ def check_adapters(config: RunConfig, planned: Plan) -> None:
             continue
         role_plan = planned.roles[role]
         is_sharded = shards_model(value.engine, role_plan.mesh.tp)
-        if is_sharded and value.lora.base_quantization is not None:
+        is_divided = is_sharded or role_plan.mesh.pp > 1
+        if is_divided and value.lora.base_quantization is not None:
+            size = f"pp {role_plan.mesh.pp}" if role_plan.mesh.pp > 1 else f"tp {role_plan.mesh.tp}"
             raise ConfigError(
-                f"{role}.lora.base_quantization is {value.lora.base_quantization}, but placement.roles.{role} has tp "
-                f"{role_plan.mesh.tp}, which shards the model: remove one of them"
+                f"{role}.lora.base_quantization is {value.lora.base_quantization}, but placement.roles.{role} has "
+                f"{size}, which divides the model: remove one of them"
             )
-        is_collective = config.backend == "ray" and (is_sharded or role_plan.mesh.sp > 1)
+        # A reference never shares the model of pipeline stages.
+        is_collective = config.backend == "ray" and (is_sharded or role_plan.mesh.sp > 1) and role_plan.mesh.pp == 1
         for name, other in config:
             if is_collective and isinstance(other, ReferenceConfig) and value.has_base(other.model):
                 _check_shared_ranks(name, planned.roles[name], role, role_plan)
@@ -222,6 +225,8 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
             f"{key}.strategy is single, but the role has {mesh.size} ranks in pool {role_plan.pool}: "
             f"set strategy: auto, ddp, zero1 or fsdp, or make the pool one device"
         )
+    if mesh.pp > 1:
+        _check_stages(key, role, mesh, engine)
     if mesh.tp > 1 and engine.strategy in REPLICATED:
         raise ConfigError(
             f"{key}.strategy is {engine.strategy}, but placement.roles.{role} has tp {mesh.tp}, which shards "
@@ -241,8 +246,9 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
         )
     if not shards_model(engine, mesh.tp):
         _check_unsharded_settings(key, role_plan, engine)
-    if engine.overlap_all_reduce is True and (mesh.size == 1 or shards_model(engine, mesh.tp)):
-        reason = "has one rank" if mesh.size == 1 else f"has tp {mesh.tp}, which shards the model"
+    if engine.overlap_all_reduce is True and (mesh.size == mesh.pp or shards_model(engine, mesh.tp)):
+        reason = "has one rank" if mesh.size == 1 else "has one rank per pipeline stage"
+        reason = reason if mesh.size == mesh.pp else f"has tp {mesh.tp}, which shards the model"
         raise ConfigError(
             f"{key}.overlap_all_reduce is true, but {role} {reason}, and only replicated models on several ranks "
             f"support it: remove {key}.overlap_all_reduce, or set it to auto"
@@ -254,16 +260,33 @@ def _check_engine(role: str, role_plan: RolePlan, engine: EngineConfig, *, is_tr
         )
 
 
+def _check_stages(key: str, role: str, mesh: Mesh, engine: EngineConfig) -> None:
+    """Raises ConfigError for settings that pipeline stages do not support."""
+    unsupported = {
+        "sequence_parallel_norms": engine.sequence_parallel_norms,
+        "offload_activations": engine.offload_activations,
+        "compile": engine.compile is True,
+    }
+    for name in (name for name, is_set in unsupported.items() if is_set):
+        raise ConfigError(
+            f"{key}.{name} is true, but placement.roles.{role} has pp {mesh.pp}, which does not support it: remove "
+            f"{key}.{name}, or remove pp"
+        )
+
+
 def _check_unsharded_settings(key: str, role_plan: RolePlan, engine: EngineConfig) -> None:
     """Raises ConfigError for settings of sharded models if each rank of the role has the full model."""
-    num_ranks = role_plan.mesh.size
+    mesh = role_plan.mesh
+    num_ranks = mesh.size // mesh.pp
+    model, owner = ("the model", "the role") if mesh.pp == 1 else ("the layers of a stage", "the stage")
     for name, value in engine.sharding_settings().items():
         if num_ranks == 1:
             alternative = "set offload: optimizer" if name == "offload" else "remove it"
-            reason = f"strategy {engine.strategy} does not shard the model of one rank: set strategy: fsdp, or "
+            reason = f"strategy {engine.strategy} does not shard {model} of one rank: set strategy: fsdp, or "
             reason += alternative
         else:
-            reason = f"strategy {engine.strategy} puts the full model on each of the role's {num_ranks} ranks: "
+            full = "the full model" if mesh.pp == 1 else model
+            reason = f"strategy {engine.strategy} puts {full} on each of {owner}'s {num_ranks} ranks: "
             reason += "set strategy: fsdp, or remove it"
         raise ConfigError(f"{key}.{name} is {value}, but {reason}")
 

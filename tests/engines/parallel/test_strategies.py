@@ -17,7 +17,6 @@ from tests.engines.closeness import FLOAT64_RTOL, assert_norm_close, reduction_r
 from tests.engines.strategies import (
     CASES,
     NUM_STEPS,
-    ROWS,
     Case,
     fourth_step,
     main,
@@ -62,21 +61,21 @@ def results(folder: Path, request: pytest.FixtureRequest) -> list[dict]:
 
 
 @cache
-def train_alone(lora: bool, dtype: torch.dtype, kind: str) -> dict:
+def train_alone(lora: bool, dtype: torch.dtype, kind: str, num_layers: int) -> dict:
     """Returns the results of one process with padded rows."""
-    return train(Case(1, {"packing": "never"}, lora=lora, dtype=dtype, kind=kind), None)
+    return train(Case(1, {"packing": "never"}, lora=lora, dtype=dtype, kind=kind, num_layers=num_layers), None)
 
 
 @pytest.fixture
 def alone(name: str) -> dict:
-    return train_alone(CASES[name].lora, CASES[name].dtype, CASES[name].kind)
+    return train_alone(CASES[name].lora, CASES[name].dtype, CASES[name].kind, CASES[name].num_layers)
 
 
 def rtol(name: str) -> float:
-    """Returns the bound of a case: in float32 that of three optimizer steps with two passes of two layers each."""
+    """Returns the bound of a case: in float32 that of three optimizer steps with two passes over all layers each."""
     if CASES[name].dtype == torch.float64:
         return FLOAT64_RTOL
-    return reduction_rtol(CASES[name].dtype, length=MAX_REDUCTION, depth=NUM_STEPS * 2 * 2 * 7)
+    return reduction_rtol(CASES[name].dtype, length=MAX_REDUCTION, depth=NUM_STEPS * 2 * CASES[name].num_layers * 7)
 
 
 MAX_REDUCTION = 96
@@ -101,7 +100,7 @@ def test_zero1_equals_ddp_bit_by_bit(results: list[dict], name: str, replicated:
             assert all(torch.equal(w, other[replicated][model][key]) for key, w in own[name][model].items())
 
 
-@pytest.mark.parametrize("name", cases(lambda case: "zero1" in str(case.settings) and not case.lora))
+@pytest.mark.parametrize("name", cases(lambda case: "zero1" in str(case.settings) and not case.lora and case.pp == 1))
 def test_zero1_divides_the_optimizer_state(results: list[dict], alone: dict, name: str):
     shares = [results[rank][name]["num_moments"] for rank in range(CASES[name].ranks)]
     assert sum(shares) == alone["num_moments"]
@@ -121,15 +120,15 @@ def test_gradients_have_the_norm_of_one_process(results: list[dict], alone: dict
 def test_the_losses_of_all_ranks_are_those_of_one_process(results: list[dict], alone: dict, name: str):
     case = CASES[name]
     for step, expected in enumerate(alone["losses"]):
-        # Ranks that share rows report the same.
-        parts = [results[rank][name]["losses"][step] for rank in range(0, case.ranks, case.tp * case.sp)]
+        # Ranks that share rows report the same, and stages before the last one report nothing.
+        parts = [results[rank][name]["losses"][step] for rank in case.leaders]
         actual = merge_metrics([{"loss": part} for part in parts])["loss"]
         assert actual.result() == pytest.approx(expected.result(), rel=rtol(name))
 
 
 @pytest.mark.parametrize("name", cases(lambda case: case.ranks == 4))
 def test_one_process_resumes_from_a_checkpoint_of_four(results: list[dict], folder: Path, name: str):
-    policy = policy_of(replace(CASES[name], ranks=1, settings={}, tp=1, sp=1), SINGLE_PROCESS)
+    policy = policy_of(replace(CASES[name], ranks=1, settings={}, tp=1, sp=1, pp=1), SINGLE_PROCESS)
     load(policy, folder / name)
     assert policy.steps.num_steps == 3
     assert_norm_close(fourth_step(policy, list(range(11))), results[0][name]["later"], rtol(name))
@@ -148,13 +147,14 @@ def test_passes_without_gradient_match_one_process(results: list[dict], alone: d
     lengths_B = lengths(table(11)).tolist()
     expected = {kind: alone[kind].split(lengths_B) for kind in ("logprobs", "values")}
     for rank in range(case.ranks):
-        rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
+        rows = case.rows(rank)
         for kind, by_row in expected.items():
             own = torch.cat([by_row[row] for row in rows]) if rows else torch.zeros(0)
-            assert_norm_close(results[rank][name][kind], own, rtol(name))
+            is_last = rank >= case.leaders[0]
+            assert_norm_close(results[rank][name][kind], own if is_last else torch.zeros_like(own), rtol(name))
 
 
-@pytest.mark.parametrize("name", cases(shards))
+@pytest.mark.parametrize("name", cases(lambda case: shards(case) and case.pp == 1))
 def test_ranks_generate_from_gathered_weights(results: list[dict], alone: dict, name: str):
     for rank in range(CASES[name].ranks):
         assert results[rank][name]["generated"] == alone["generated"]
@@ -172,9 +172,9 @@ def test_the_parts_of_all_ranks_are_the_exported_weights(results: list[dict], na
     own = {index: part for index, _, part in parts if index is not None}
     ((count,),) = {(count,) for _, count, _ in parts}
     assert sorted(own) == list(range(count))
-    assert (count == 1) == (case.ranks == 1 or case.tp > 1 or case.lora)
+    assert (count == 1) == (case.ranks == 1 or case.tp > 1 or case.pp > 1 or case.lora)
     for weight_name, weight in results[0][name]["policy"].items() if count > 1 else ():
-        rows = [own[index][weight_name.removeprefix("language_model.")] for index in range(count)]
+        rows = [own[index][weight_name] for index in range(count)]
         assert torch.equal(torch.cat(rows), weight), weight_name
 
 
@@ -189,7 +189,19 @@ def test_no_weight_stays_gathered_after_a_pass_without_gradient(results: list[di
     assert all(results[rank][name]["still gathered"] == 0 for rank in range(CASES[name].ranks))
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", cases(lambda case: case.pp > 1 and case.tp == 1 and not case.lora))
+def test_stages_divide_the_weights_and_share_the_tied_embeddings(results: list[dict], alone: dict, name: str):
+    case = CASES[name]
+    held = [results[rank][name]["num_held"] for rank in range(case.ranks)]
+    num_copies = 1 if case.settings.get("strategy") == "fsdp" else case.ranks // case.pp
+    full = alone["num_held"] + alone["policy"]["model.embed_tokens.weight"].numel()
+    assert full <= sum(held) / num_copies <= 1.05 * full
+    most_layers = -(-case.num_layers // case.pp) / case.num_layers
+    num_shards = case.ranks // case.pp // num_copies
+    assert max(held) <= 1.1 * most_layers * full / num_shards
+
+
+@pytest.mark.parametrize("name", cases(lambda case: case.pp == 1))
 def test_a_rank_holds_its_shard_of_the_weights(results: list[dict], alone: dict, name: str):
     """Uneven shards are padded, and tensor parallelism does not shard embeddings and norms."""
     case, full_bytes = CASES[name], alone["num_held"]
@@ -211,9 +223,12 @@ def test_the_base_model_is_unchanged(results: list[dict], name: str):
 
 
 @pytest.mark.parametrize("name", cases(lambda case: case.lora))
-def test_every_rank_can_gather_the_full_adapter(results: list[dict], alone: dict, name: str):
-    for rank in range(CASES[name].ranks):
-        assert_norm_close(results[rank][name]["adapter"], alone["adapter"])
+def test_every_rank_can_gather_the_full_adapter_of_its_stage(results: list[dict], alone: dict, name: str):
+    num_ranks = CASES[name].ranks // CASES[name].pp
+    for rank in range(num_ranks):
+        stages = [results[rank + i * num_ranks][name]["adapter"] for i in range(CASES[name].pp)]
+        assert sum(map(len, stages)) == len(alone["adapter"])
+        assert_norm_close({key: weight for own in stages for key, weight in own.items()}, alone["adapter"])
 
 
 def test_an_adapter_of_bfloat16_weights_is_trained_in_float32_on_ranks(results: list[dict]):

@@ -1,4 +1,4 @@
-"""Program of two stages of the pipeline engine, which repeat what the included engine computes in one process."""
+"""Program of two stages of a pipeline engine, which repeat what the included engine computes in one process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from flowrl.workers import Actor
 from flowrl.workers.losses.loss import BoundLoss
 from tests.engines.combined_losses import STEPS, TEMPERATURE, rows
 
-PIPELINE = "tests.engines.train.pipeline:PipelineEngine"
+PIPELINE = "tests.engines.train.user_engine:PipelineEngine"
 LOSSES = ["token", "pair", "group", "token and ptx", "configured dpo", "configured kto"]
 """Optimizer steps whose losses read log-probabilities and entropies."""
 
@@ -29,8 +29,9 @@ def start(kind: str, folder: Path, group: ProcessGroup | None = None) -> TrainEn
             "engine": {"kind": kind, "max_tokens_per_microbatch": 24},
         }
     )
-    context = TrainContext("policy", config, torch.device("cpu"), group, pp=1 if group is None else group.size())
-    return load_train_engine_class(kind).start(context)
+    pp = 1 if group is None else group.size()
+    context = TrainContext("policy", config, torch.device("cpu"), group, pp=pp)
+    return load_train_engine_class(kind, pp=pp).start(context)
 
 
 def train(engine: TrainEngine) -> Iterator[dict[str, Any]]:
@@ -74,18 +75,18 @@ def weights_after_a_step(engine: TrainEngine) -> dict[str, Tensor]:
     return dict(engine.export_weights())
 
 
-def main(rank: int, folder: Path) -> None:
-    """Trains, saves a checkpoint, and continues from a checkpoint of the included engine."""
+def main(rank: int, folder: Path, kind: str) -> None:
+    """Trains with an engine, saves a checkpoint, and continues from a checkpoint of the included engine."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = distributed.group.WORLD
     assert isinstance(group, ProcessGroup)
-    engine = start(PIPELINE, folder, group)
+    engine = start(kind, folder, group)
     found = results(engine)
     checkpoints = EngineCheckpoints(engine)
     checkpoints.save(folder / "two")
     checkpoints.result()
-    resumed = start(PIPELINE, folder, group)
+    resumed = start(kind, folder, group)
     load(resumed, folder / "one")
     found["resumed"] = weights_after_a_step(resumed)
     torch.save(found, folder / f"{rank}.pt")

@@ -56,7 +56,7 @@ def valid(config: Callable[..., EchoConfig]) -> Callable[..., EchoConfig]:
     return partial(config, reward={"function": "recipes.quickstart.task:score"})
 
 
-ROLES = {"actor": RolePlacement(pool="main", pp=2), "rollout": "main", "reward": "main"}
+ROLES = {"actor": "main", "rollout": RolePlacement(pool="main", pp=2), "reward": "main"}
 
 
 def called(program: Callable[[], object]) -> set[CodeType]:
@@ -94,8 +94,8 @@ def test_flowrl_check_runs_every_check_of_all_levels(valid: Callable[..., EchoCo
 def test_a_start_runs_the_cheap_checks_first(valid: Callable[..., EchoConfig]) -> None:
     """A placement that does not fit is reported before a file that is missing."""
     missing = {"train": "nowhere.jsonl", "max_prompt_tokens": 8}
-    with rejects("placement.roles.actor", "pp", error=ConfigError):
-        check_start(valid(data=missing, placement=on(2, pp=2).model_copy(update={"roles": ROLES})))
+    with rejects("placement.roles.rollout", "pp", error=ConfigError):
+        check_start(valid(data=missing, placement=on(2).model_copy(update={"roles": ROLES})))
     with rejects("data.train", "nowhere.jsonl", error=ConfigError):
         check_start(valid(data=missing))
 

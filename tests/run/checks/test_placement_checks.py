@@ -88,6 +88,13 @@ def test_a_mesh_that_the_engine_can_run_is_planned() -> None:
     assert (planned.roles["actor"].mesh.dp, planned.roles["actor"].mesh.tp) == (2, 2)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "zero1", "fsdp"])
+def test_stages_of_a_pipeline_are_planned_with_every_strategy(strategy: str) -> None:
+    planned = plan_run(run_with(on(8, pp=2, sp=2), strategy=strategy))
+    mesh = planned.roles["actor"].mesh
+    assert (mesh.pp, mesh.dp, mesh.sp) == (2, 2, 2)
+
+
 def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
     planned = plan_run(run_with(on(2, tp=2), reshard_after_forward=False, offload="parameters"))
     assert planned.roles["actor"].mesh.tp == 2
@@ -97,7 +104,6 @@ def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
     ("placement", "engine", "pattern"),
     [
         (on(2), {"strategy": "single"}, r"actor\.engine\.strategy .*single"),
-        (on(2, pp=2), {}, r"placement\.roles\.actor .*pp 2"),
         (on(2, tp=2), {"strategy": "ddp"}, r"strategy .*ddp.* placement\.roles\.actor .*tp 2"),
         (on(2, tp=2), {"strategy": "zero1"}, r"strategy .*zero1.* placement\.roles\.actor .*tp 2"),
         (
@@ -125,6 +131,18 @@ def test_settings_of_sharded_models_are_accepted_if_auto_shards() -> None:
         (on(4), {"strategy": "fsdp", "shard_ranks": 3}, r"engine\.shard_ranks .*\b3\b"),
         (on(1), {"overlap_all_reduce": True}, r"actor\.engine\.overlap_all_reduce .*one rank.*auto"),
         (on(2, tp=2), {"overlap_all_reduce": True}, r"actor\.engine\.overlap_all_reduce .*tp 2.*auto"),
+        (on(2, pp=2), {"overlap_all_reduce": True}, r"actor\.engine\.overlap_all_reduce .*one rank per .*stage.*auto"),
+        (on(2, pp=2), {"strategy": "single"}, r"actor\.engine\.strategy .*single"),
+        (on(2, pp=2), {"offload": "parameters"}, r"engine\.offload .*parameters.*stage.*strategy: fsdp"),
+        (on(4, pp=2), {"shard_ranks": 2}, r"engine\.shard_ranks .*stage's 2 ranks.*strategy: fsdp"),
+        (on(4, pp=2), {"strategy": "fsdp", "shard_ranks": 4}, r"engine\.shard_ranks .*\b4\b.*\b2\b"),
+        (on(4, pp=2, tp=2), {"sequence_parallel_norms": True}, r"engine\.sequence_parallel_norms .*pp 2.*remove"),
+        (on(2, pp=2), {"compile": True}, r"engine\.compile .*pp 2.*remove"),
+        (
+            on(2, pp=2),
+            {"gradient_checkpointing": True, "offload_activations": True},
+            r"engine\.offload_activations .*pp 2.*remove",
+        ),
     ],
 )
 def test_an_engine_that_its_ranks_cannot_run_is_rejected(placement: Placement, engine: dict, pattern: str) -> None:

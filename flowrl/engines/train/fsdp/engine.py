@@ -85,6 +85,9 @@ from flowrl.engines.train.module_state import OPTIMIZER, split_quantized
 from flowrl.engines.train.optimizers import check_groups, trained_weights
 from flowrl.engines.train.steps import OptimizerSteps
 
+ComputeTerm = Callable[[MicroBatch], tuple[Tensor, Mapping[str, Metric]]]
+"""Type of a function that returns a micro-batch's term of a loss, and metrics."""
+
 _logger = logging.getLogger(__name__)
 
 _MAX_GRAPHS = 64
@@ -110,7 +113,7 @@ class FsdpEngine(ModuleEngine):
         )
         lora = config.lora if isinstance(config, TrainedConfig) else None
         is_quantized = lora is not None and lora.base_quantization is not None
-        model, compute = _load_model(context, on_meta=is_sharded(config.engine, mesh) or is_quantized)
+        model, compute = load_model(context, on_meta=is_sharded(config.engine, mesh) or is_quantized)
         if is_quantized:
             quantize_base(inner_model(_saved_model(model))[0], context.device)
         optimizer = config.optimizer if isinstance(config, TrainedConfig) else None
@@ -164,21 +167,16 @@ class FsdpEngine(ModuleEngine):
                 compile_layer(layer)
             if isinstance(model, PolicyModel):
                 model.compiles_head = True
-        self._flops = model_flops(model)
+        self._flops = model_flops(self._whole_model)
         self._num_peers = mesh.tp * (1 if mesh.sequence is None else mesh.sequence.size())
         """Number of ranks that share the work for the rows of this rank."""
         self._used = {"flops": 0.0, "tokens": 0.0}
         if self.is_sharded:
             shard_model(model, mesh, engine, self._compute_dtype)
         load_shards(model, home)
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if self.is_sharded:
-            self._gradients: Gradients = ShardedGradients(parameters, mesh)
-        else:
-            overlaps = self.device.type == "cuda" if engine.overlap_all_reduce == "auto" else engine.overlap_all_reduce
-            self._gradients = ReplicatedGradients(parameters, mesh, overlaps=overlaps)
+        self._gradients = self._make_gradients([weight for weight in model.parameters() if weight.requires_grad])
         if optimizer is not None:
-            check_groups(trained_weights(model), optimizer)
+            check_groups(trained_weights(self._whole_model), optimizer)
             self._steps = OptimizerSteps(
                 model,
                 self._gradients,
@@ -204,11 +202,24 @@ class FsdpEngine(ModuleEngine):
         if sequence is not None:
             enable_ulysses_attention(language_model, sequence)
 
+    @property
+    def _whole_model(self) -> nn.Module:
+        """The model of all ranks, possibly without weights."""
+        return self.model
+
+    def _make_gradients(self, weights: Sequence[nn.Parameter], *, can_overlap: bool = True) -> Gradients:
+        """Returns the gradients of weights. With `can_overlap`, their sum may overlap with the backward pass."""
+        if self.is_sharded:
+            return ShardedGradients(weights, self.mesh)
+        overlaps = self._engine.overlap_all_reduce
+        overlaps = self.device.type == "cuda" if overlaps == "auto" else overlaps
+        return ReplicatedGradients(weights, self.mesh, overlaps=overlaps and can_overlap)
+
     def _is_compiled(self) -> bool:
         """Returns whether layers are compiled. Logs a warning if this host cannot compile for its GPU."""
         # Neither have products of quantized weights run compiled.
         is_quantized = any(isinstance(module, QuantizedLinear) for module in self.model.modules())
-        is_parallel = self.is_sharded or self.mesh.sequence is not None or is_quantized
+        is_parallel = self.has_collective_forward or is_quantized
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         on_gpu = self.device.type == "cuda"
         if not compiles(self._engine, on_gpu=on_gpu, is_parallel=is_parallel, is_deterministic=is_deterministic):
@@ -280,22 +291,38 @@ class FsdpEngine(ModuleEngine):
         is_last: bool = False,
     ) -> dict[str, Metric]:
         """Adds the gradient of `weight` times a loss to the gradient of the next optimizer step. See `TrainEngine`."""
-        steps, metrics = self.steps, []
+        steps = self.steps
         with steps.dropping_on_failure():
             micros, num_own, denominators = self._split(batch, outputs, groups)
             if not steps.begin_loss(denominators, is_last=is_last):
                 return {}
             self._add_usage(batch, outputs, is_training=True)
             factor = steps.loss_factor * weight
+
+            def term(micro: MicroBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+                term, metrics = self._loss_term(micro, loss, outputs, denominators)
+                return term * factor, metrics
+
             with self._training():
-                for i, micro in enumerate(micros):
-                    term, micro_metrics = self._loss_term(micro, loss, outputs, denominators)
-                    is_last_pass = is_last and i == num_own - 1
-                    with self._gradients.last_pass() if is_last_pass else nullcontext():
-                        (term * factor).backward()
-                    if i < num_own:
-                        metrics.append(micro_metrics)
-        return merge_metrics(metrics)
+                return merge_metrics(self._run_passes(micros, term, num_own - 1 if is_last else None)[:num_own])
+
+    def _run_passes(
+        self, micros: Iterator[MicroBatch], compute: ComputeTerm, last: int | None
+    ) -> list[Mapping[str, Metric]]:
+        """Runs a forward and a backward pass over each micro-batch, and returns the metrics of each.
+
+        Args:
+            micros: micro-batches on the CPU, with dummy micro-batches at the end.
+            compute: runs the forward pass of a micro-batch. Returns its term of the gradient's loss, and metrics.
+            last: index of the micro-batch whose backward pass completes the gradients of the step. None: no such pass.
+        """
+        metrics = []
+        for i, micro in enumerate(micros):
+            term, micro_metrics = compute(micro)
+            with self._gradients.last_pass() if i == last else nullcontext():
+                term.backward()
+            metrics.append(micro_metrics)
+        return metrics
 
     def measure(
         self, batch: TensorDictBase, loss: LossTerm, outputs: Outputs, *, groups: Groups | None = None
@@ -343,11 +370,11 @@ class FsdpEngine(ModuleEngine):
 
     @property
     def num_embeddings(self) -> int:
-        return num_embeddings(next(language_models(self.model)))
+        return num_embeddings(next(language_models(self._whole_model)))
 
     @property
     def _saved(self) -> TrainedModel:
-        return _saved_model(self.model)
+        return _saved_model(self._whole_model)
 
     def weight_shapes(self, dtype: torch.dtype | None = None) -> list[WeightShape]:
         return weight_shapes(self._saved, dtype=dtype)
@@ -544,11 +571,11 @@ def check_trained_weights(kind: ModelKind, config: TrainedConfig, key: str) -> N
 
     `key`: key of the settings of the optimizer.
     """
-    model, _ = _load_model(TrainContext(kind, config, torch.device("cpu"), None), on_meta=True)
+    model, _ = load_model(TrainContext(kind, config, torch.device("cpu"), None), on_meta=True)
     check_groups(trained_weights(model), config.optimizer, key)
 
 
-def _load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Compute]:
+def load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Compute]:
     """Returns the model of a role with its adapter, and the function that computes its outputs."""
     config, lora = context.config, context.config.lora if isinstance(context.config, TrainedConfig) else None
     if context.kind == "policy":

@@ -1,4 +1,4 @@
-"""A user's training engine, a pipeline of two processes, computes what the included engine computes in one."""
+"""Two stages compute what the included engine computes in one process, with a user's engine and the included one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +21,9 @@ from tests.processes import run_ranks
 RTOL = 1e-9
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a model, a checkpoint of the included engine, and the results of the stages."""
+@pytest.fixture(scope="module", params=[PIPELINE, "fsdp"], ids=["own", "included"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Returns a folder with a model, a checkpoint of the included engine, and the results of an engine's stages."""
     folder = tmp_path_factory.mktemp("pipeline")
     save(to_float64(qwen2(tie_word_embeddings=False, initializer_range=0.1)), folder / "model")
     for name in ("one", "two"):
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints.save(folder / "one")
     checkpoints.result()
     torch.save(weights_after_a_step(engine), folder / "continued.pt")
-    run_ranks(main, (folder,), 2)
+    run_ranks(main, (folder, request.param), 2)
     return folder
 
 
@@ -87,12 +87,13 @@ def test_each_engine_continues_from_a_checkpoint_of_the_other(folder: Path, stag
     assert_norm_close(weights_after_a_step(engine), torch.load(folder / "continued.pt"), RTOL)
 
 
-def test_a_saved_model_has_the_weights_and_loads_with_transformers(folder: Path, tmp_path: Path) -> None:
-    engine = start(PIPELINE, folder)
+def test_a_saved_model_has_the_weights_and_loads_with_transformers(tmp_path: Path) -> None:
+    save(to_float64(qwen2(tie_word_embeddings=False, initializer_range=0.1)), tmp_path / "model")
+    engine = start(PIPELINE, tmp_path)
     shapes = in_file_order(engine.weight_shapes())
     weights = engine.export_weights([name for name, _, _ in shapes])
-    write_model("policy", engine.describe_model(), shapes, weights, folder / "model", tmp_path / "saved")
-    saved, original = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder / "model"))
+    write_model("policy", engine.describe_model(), shapes, weights, tmp_path / "model", tmp_path / "saved")
+    saved, original = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", tmp_path / "model"))
     assert saved.keys() == original.keys() and all(torch.equal(saved[name], original[name]) for name in saved)
     load_policy(ModelConfig(path=tmp_path / "saved", dtype="float64"))
 
