@@ -55,9 +55,19 @@ class PassTime:
         return max(self.compute_s, self.overlapped_s) + self.exposed_s
 
 
-def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: DeviceRates, link: float) -> PassTime:
-    """Returns the time of passes over rows. `link` has the bytes per second between the ranks that
-    gather or all-reduce the model."""
+def pass_time(
+    model: RoleModel,
+    flops: ModelFlops,
+    load: PassLoad,
+    rates: DeviceRates,
+    link: float,
+    stage_link: float | None = None,
+) -> PassTime:
+    """Returns the time of passes over rows.
+
+    `link` has the bytes per second between ranks that gather or all-reduce the model, and `stage_link` those between
+    pipeline stages (None: the same).
+    """
     is_training, repeats, sp = load.num_updates > 0, max(1, load.num_updates), model.mesh.sp
     lengths, targets = [load.length] * load.rows, load.targets * load.rows
     needed = flops.count(lengths, targets, is_training=is_training)
@@ -83,7 +93,7 @@ def pass_time(model: RoleModel, flops: ModelFlops, load: PassLoad, rates: Device
     overlapped = num_passes * max(_fsdp_seconds(stage, rates, link, is_training=is_training) for stage in stages)
     num_tokens = num_passes / num_microbatches * load.rows * load.length
     exposed = max(_layer_seconds(stage, num_tokens, link, is_training=is_training) for stage in stages)
-    exposed += _transfer_seconds(model, num_tokens, link, is_training=is_training)
+    exposed += _transfer_seconds(model, num_tokens, stage_link or link, is_training=is_training)
     if is_training:
         exposed += max(_update_seconds(stage, rates) + _broadcast_seconds(stage, link) for stage in stages)
         all_reduce = max(_all_reduce_seconds(stage, link) for stage in stages)

@@ -278,9 +278,11 @@ class _StepEstimator:
             num_updates=num_updates,
         )
         ranks = model.num_shards if model.is_sharded else model.mesh.dp * model.mesh.sp
-        # Stages may be on different nodes.
-        link = self._link(role, num_devices=ranks * model.mesh.tp * model.mesh.pp)
-        time = pass_time(model, self._flops(model), load, self._rates, link)
+        # The ranks of a stage are adjacent, and stages may be on different nodes.
+        link, stage_link = (
+            self._link(role, num_devices=ranks * model.mesh.tp * stages) for stages in (1, model.mesh.pp)
+        )
+        time = pass_time(model, self._flops(model), load, self._rates, link, stage_link)
         details = f"compute {time.compute_s:.1f}"
         details += f" (idle {time.idle_share:.0%})" if model.mesh.pp > 1 else ""
         details += f", overlapped {time.overlapped_s:.1f}" if time.overlapped_s else ""

@@ -273,3 +273,11 @@ def test_tensor_parallel_devices_share_products_and_sum_hidden_states() -> None:
     load = replace(LOAD, num_devices=2, summed_bytes=100, weight_bytes=0, token_bytes=1e-9, step_s=0)
     time = generation_time(FLOPS, load, RATES)
     assert time.decode_s == pytest.approx(4 * 4 * (TOKEN_FLOPS / 2 / COMPUTE + 100 / 1e5))
+
+
+def test_stages_on_other_nodes_exchange_hidden_states_over_their_own_link() -> None:
+    load = PassLoad(rows=4, length=3, targets=2)
+    model = replace(role_model(), mesh=replace(role_model().mesh, pp=2))
+    same, slower = (pass_time(model, FLOPS, load, RATES, LINK_RATE, link) for link in (LINK_RATE, LINK_RATE / 10))
+    assert slower.exposed_s == pytest.approx(10 * same.exposed_s) and same.exposed_s > 0
+    assert (slower.compute_s, slower.overlapped_s) == (same.compute_s, same.overlapped_s)
