@@ -240,6 +240,18 @@ def test_reference_of_a_lora_actor_holds_nothing(model: Path) -> None:
     assert actor is not None and actor.optimizer == 2 * 4 * 30 * 16 * (4 * 8192 + 3 * (4096 + 11008))
 
 
+def test_rollout_and_reference_share_no_weights_of_an_actor_with_stages(model: Path) -> None:
+    roles = ("actor", "reference")
+    stages = [f"placement.roles.{role}={{pool: policy, pp: 2}}" for role in roles]
+    config = config_of(model, *stages, "actor.lora.rank=16", "placement.pools.policy=[2]")
+    devices = estimate_memory(config, plan_run(config, [4]), read_sizes(config))
+    references = [device.roles["reference"] for device in devices[:2]]
+    assert sum(memory.weights for memory in references if memory is not None) == 2 * 6_910_365_696
+    for device in devices[:2]:
+        rollout = device.roles["rollout"]
+        assert rollout is not None and rollout.weights == 2 * 6_910_365_696
+
+
 def test_adapter_targets_match_by_their_last_component(model: Path) -> None:
     targets = "[mlp.down_proj, self_attn.q_proj]"
     config = config_of(model, "actor.lora.rank=16", "actor.engine.strategy=ddp", f"actor.lora.targets={targets}")

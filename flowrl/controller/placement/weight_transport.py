@@ -24,9 +24,7 @@ def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
     if actor is None:
         return transports
     models = models_of(config)
-    # No rank of a pipeline has all layers.
-    shares_model = actor.mesh.pp == 1
-    shares_model = shares_model and ("actor" not in models or models["actor"].engine.capabilities.shares_weights)
+    shares_model = "actor" not in models or models["actor"].engine.capabilities.shares_weights
     trained = models.get("actor")
     offloading = [role for role, value in models.items() if value.engine.offload == "idle"]
     is_offloaded = any(
@@ -65,12 +63,14 @@ def choose_transport(
     Args:
         kind: device kind of the placement, `cpu` or `cuda`.
         per_replica: result of `has_per_replica_updates`.
-        shares_model: whether a rollout in the processes of the actor can use its model.
+        shares_model: whether a rollout in the processes of the actor can use its model. With pipeline stages, it never
+            can, because no rank has all layers.
         offloads: whether processes of the actor offload their GPUs while the rollout runs.
         sends_adapter: whether the actor can send an adapter instead of all weights.
     Raises PlacementError if the placement or the schedule does not support the requested transport.
     """
-    transport, via = _transport_between(actor, rollout, kind, config, shares_model), config.transfer.via
+    via = config.transfer.via
+    transport = _transport_between(actor, rollout, kind, config, shares_model and actor.mesh.pp == 1)
     if transport == "cuda_ipc" and offloads and via == "auto":
         transport = "object_store"  # until CUDA IPC between roles that offload has run on a GPU
     if transport in ("object_store", "nccl") and via in ("auto", "object_store") and sends_adapter:

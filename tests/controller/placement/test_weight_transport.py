@@ -19,12 +19,14 @@ def transport(
     engine: str = "vllm",
     via: str = "auto",
     tp: int = 1,
+    actor_pp: int = 1,
     nodes: tuple = (8,),
     per_replica: bool = False,
     sends_adapter: bool = False,
 ) -> str:
     rollout_role: dict[str, Any] = {"pool": rollout, "tp": tp}
-    roles = {"actor": actor, "rollout": rollout_role} | ({} if "b" in actor + rollout else {"reward": "b"})
+    actor_role = {"pool": actor, "pp": actor_pp}
+    roles = {"actor": actor_role, "rollout": rollout_role} | ({} if "b" in actor + rollout else {"reward": "b"})
     placement = Placement.model_validate({"device": kind, "pools": {"a": [4], "b": [4]}, "roles": roles})
     config = RolloutConfig.model_validate({"engine": engine, "max_response_tokens": 1, "transfer": {"via": via}})
     planned = plan(placement, Inventory(nodes, kind), dedicated=("rollout",) if engine == "vllm" else ())
@@ -37,6 +39,9 @@ def transport(
     [
         ("cpu", "a", "a", {"engine": "hf"}, "shared"),
         ("cuda", "a", "a", {"engine": "hf"}, "shared"),
+        ("cpu", "a", "a", {"engine": "hf", "actor_pp": 2}, "object_store"),
+        ("cuda", "a", "a", {"engine": SCRIPTED, "actor_pp": 2}, "object_store"),
+        ("cuda", "a", "a", {"actor_pp": 2}, "cuda_ipc"),
         ("cuda", "a", "a", {"engine": SCRIPTED}, "local"),
         ("cpu", "a", "b", {"engine": "hf"}, "object_store"),
         ("cuda", "a", "b", {"engine": SCRIPTED}, "object_store"),

@@ -470,9 +470,9 @@ def test_cuda_ipc_is_rejected_on_a_machine_that_lacks_it(
         check_cuda_ipc(config, planned, problem)
 
 
-def split_run(tp: int = 1, lora: LoraConfig | None = None, **transfer: str) -> GRPOConfig:
+def split_run(tp: int = 1, pp: int = 1, lora: LoraConfig | None = None, **transfer: str) -> GRPOConfig:
     """Returns a run whose actor sends its weights to a vLLM rollout on other CPU devices."""
-    roles = {"actor": {"pool": "train", "tp": tp}, "reward": "train", "rollout": "make"}
+    roles = {"actor": {"pool": "train", "tp": tp, "pp": pp}, "reward": "train", "rollout": "make"}
     placement = Placement.model_validate({"device": "cpu", "pools": {"train": [2], "make": [1]}, "roles": roles})
     settings = grpo_settings(
         model=Path("m"), rollout={"engine": "vllm", "max_response_tokens": 1, "transfer": transfer}
@@ -487,6 +487,7 @@ def split_run(tp: int = 1, lora: LoraConfig | None = None, **transfer: str) -> G
         (split_run(senders="all"), ["object_store"]),
         (split_run(senders="all", via="gloo", lora=LoraConfig(rank=2)), ["LoRA"]),
         (split_run(senders="all", via="gloo", tp=2), ["tp", 2]),
+        (split_run(senders="all", via="gloo", pp=2), ["pp", 2]),
     ],
 )
 def test_several_senders_without_effect_are_rejected(config: GRPOConfig, facts: list[object]) -> None:
