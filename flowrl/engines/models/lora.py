@@ -226,6 +226,15 @@ def adapter_tensors(model: nn.Module) -> tuple[dict[str, Tensor], set[float]]:
     return tensors, {layer.scaling[_ADAPTER] for layer in layers.values()}
 
 
+def unique_adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns each of `adapter_tensors` once, under the first of its names."""
+    tensors, _ = adapter_tensors(model)
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in names.values()}
+
+
 def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer: bool = True) -> None:
     """Saves the adapter to a folder that peft loads onto the model at `base`. The folder is created atomically.
 

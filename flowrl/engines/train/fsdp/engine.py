@@ -46,7 +46,7 @@ from flowrl.engines.models.loading import (
     load_reward_model,
     num_embeddings,
 )
-from flowrl.engines.models.lora import adapter_disabled, adapter_layers, adapter_tensors, add_adapter
+from flowrl.engines.models.lora import adapter_disabled, adapter_layers, add_adapter, unique_adapter_tensors
 from flowrl.engines.models.parameters import to_full_tensor
 from flowrl.engines.models.quantized_base import QuantizedLinear
 from flowrl.engines.models.saved_adapter import SavedAdapter
@@ -385,9 +385,7 @@ class FsdpEngine(ModuleEngine):
         return full_weights(self._saved, names, dtype)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        tensors, _ = adapter_tensors(self.language_model)
-        unique = {id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}
-        for name, tensor in reversed(unique.values()):
+        for name, tensor in unique_adapter_tensors(self.language_model).items():
             yield name, to_full_tensor(tensor)
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 
 from flowrl.config import TRAIN_ENGINES, EngineConfig, OptimizerConfig, TrainedConfig
 from flowrl.data.metric import Metric
-from flowrl.engines.models.lora import ModelWeight, adapter_tensors
+from flowrl.engines.models.lora import ModelWeight, adapter_tensors, unique_adapter_tensors
 from flowrl.engines.models.parameters import to_full_tensor
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
 from flowrl.engines.models.weights import unique_weights, weight_shapes
@@ -226,16 +226,11 @@ class PipelineEngine(FsdpEngine):
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the adapter of all stages, one weight at a time, as `export_weights` does."""
-        assert isinstance(self.model, PolicyModel) and isinstance(self._skeleton, PolicyModel), "the actor has a policy"
-        own, _ = adapter_tensors(self.model.language_model)
-        whole, _ = adapter_tensors(self._skeleton.language_model)
+        assert isinstance(self._skeleton, PolicyModel), "the actor has a policy"
+        own, _ = adapter_tensors(self.model.get_submodule("language_model"))
         stages: list[list[str]] = [[] for _ in range(self._pipeline.num_stages)]
         distributed.all_gather_object(stages, list(own), group=self._pipeline.gradients)
-        seen: set[int] = set()
-        for name, meta in whole.items():
-            if id(meta) in seen:  # another name of a tied weight
-                continue
-            seen.add(id(meta))
+        for name, meta in unique_adapter_tensors(self._skeleton.language_model).items():
             stage = next(index for index, names in enumerate(stages) if name in names)
             if stage == self._pipeline.stage:
                 weight = to_full_tensor(own[name]).to(self.device).contiguous()

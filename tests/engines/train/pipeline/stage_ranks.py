@@ -77,6 +77,18 @@ def results(kind: ModelKind, engine: FsdpEngine) -> dict[str, Any]:
     }
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapter": {"rank": 4, "targets": ["q_proj", "down_proj"]},
+    "adapter and tied head": {"rank": 4, "targets": ["q_proj"], "modules_to_save": ["lm_head", "model.norm"]},
+}
+
+
+def adapter_results(engine: FsdpEngine) -> dict[str, Any]:
+    """Returns the results of a policy with an adapter, and the exported adapter."""
+    found = results("policy", engine)
+    return found | {"exported": {name: weight.clone() for name, weight in engine.export_adapter()}}
+
+
 def recorded_passes(engine: FsdpEngine) -> list[StagePass]:
     """Returns the passes of this stage in a training step, in the order in which they begin."""
     kinds: list[Any] = []
@@ -142,7 +154,7 @@ def main(rank: int, folder: Path) -> None:
     policy = start("policy", folder / f"stage {rank}", group)
     found["passes"] = recorded_passes(policy)
     found["saved"] = [peak_of_saved(policy, num_micros) for num_micros in (1, 8)]
-    adapter = {"rank": 4, "targets": ["q_proj", "down_proj"]}
-    found["adapter"] = results("policy", start("policy", folder / f"stage {rank}", group, lora=adapter))
+    for name, lora in ADAPTERS.items():
+        found[name] = adapter_results(start("policy", folder / f"stage {rank}", group, lora=lora))
     torch.save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()

@@ -21,12 +21,20 @@ from flowrl.engines.train.pipeline.stage_schedule import (
 from tests.engines.closeness import assert_norm_close
 from tests.engines.families import build
 from tests.engines.tiny import qwen2, save
-from tests.engines.train.pipeline.stage_ranks import LOSSES, NUM_LAYERS, main, results, start
+from tests.engines.train.pipeline.stage_ranks import (
+    ADAPTERS,
+    LOSSES,
+    NUM_LAYERS,
+    adapter_results,
+    main,
+    results,
+    start,
+)
 from tests.errors import rejects
 from tests.processes import run_ranks
 
 RTOL = 1e-9
-KINDS = [*LOSSES, "adapter"]
+KINDS = [*LOSSES, *ADAPTERS]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +58,9 @@ def stages(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, dict[str, Any]]:
     alone: dict[str, dict[str, Any]] = {kind: results(kind, start(kind, folder / "model")) for kind in LOSSES}
-    adapter = {"rank": 4, "targets": ["q_proj", "down_proj"]}
-    return alone | {"adapter": results("policy", start("policy", folder / "model", lora=adapter))}
+    return alone | {
+        name: adapter_results(start("policy", folder / "model", lora=lora)) for name, lora in ADAPTERS.items()
+    }
 
 
 def test_a_weight_that_a_stage_reads_is_checked(folder: Path) -> None:
@@ -66,6 +75,13 @@ def test_two_stages_train_the_weights_of_one_process(stages: list, expected: dic
         steps, alone = ([step["grad_norm"] for step in each[kind]["steps"]] for each in (stage, expected))
         assert steps == pytest.approx(alone, rel=RTOL)
     assert stages[1][kind]["measured"] == pytest.approx(expected[kind]["measured"], rel=RTOL)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_every_stage_exports_the_adapter_of_all_stages(stages: list, expected: dict, kind: str) -> None:
+    for stage in stages:
+        assert list(stage[kind]["exported"]) == list(expected[kind]["exported"])
+        assert_norm_close(stage[kind]["exported"], expected[kind]["exported"], RTOL)
 
 
 @pytest.mark.parametrize("kind", KINDS)
