@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GemmaConfig,
     Glm4Config,
@@ -16,11 +17,13 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
@@ -96,6 +99,32 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GLM": Family(lambda: GlmConfig(**_HEADS), "GLM-4-9B in transformers' own format (glm-4-9b-hf)"),
     "GLM 4": Family(lambda: Glm4Config(**_HEADS), "GLM-4-0414"),
+    "Mixtral": Family(lambda: MixtralConfig(**_SIZES, num_local_experts=4)),
+    "Qwen3-MoE": Family(
+        # The first layer has no experts.
+        lambda: Qwen3MoeConfig(
+            **_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
+        ),
+        "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    ),
+    "DeepSeek-V3": Family(
+        lambda: DeepseekV3Config(
+            **{**_SIZES, "num_key_value_heads": 4},
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=32,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            num_mtp_layers=0,
+        ),
+        "DeepSeek-R1",
+    ),
 }
 
 LORA = LoraConfig(rank=4)
@@ -132,6 +161,7 @@ def train(model: PreTrainedModel, mesh: RankMesh = SINGLE_PROCESS, **settings: s
         OptimizerConfig(lr=1e-2, eps=1e-1),
         EngineConfig.model_validate(settings),
         mesh=mesh,
+        router_loss_coef=0.01,  # dense models have no router
     )
     rows = table(6)
     before = engine.forward(rows, LOGPROBS)["logprobs"]
@@ -154,7 +184,8 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
     kinds += [("tp", "split norms", build, SPLIT), ("tp", "split norms of an adapter", adapted, SPLIT)]
     names = {"split norms of an adapter": split_adapters}
     for kind, case, build_model, settings in kinds:
-        mesh = rank_mesh(distributed.group.WORLD, device="cpu", **{kind: 2})
+        sizes: dict[str, Any] = {kind: 2}
+        mesh = rank_mesh(distributed.group.WORLD, device="cpu", **sizes)
         for name in names.get(case, FAMILIES):
             try:
                 results[name, case] = train(build_model(name), mesh, **settings)

@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from flowrl.config import LoraConfig, UserError
 from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import check_finite, to_full_tensor
+from flowrl.engines.models.routing import mixture_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
@@ -36,6 +37,9 @@ _ADAPTER = "default"
 
 _BASE = ".base_layer"
 """Suffix that peft adds to the name of an adapted layer."""
+
+_EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""Names of the matrices of an expert in files."""
 
 _SAVED_PREFIX = "base_model.model."
 """Prefix of layer names in peft's files."""
@@ -249,6 +253,9 @@ def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, n
     """
     head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    if mixture_of(model) is not None:
+        # peft takes these names for those of experts, also in dense layers and shared experts.
+        linear = {name: m for name, m in linear.items() if name.rpartition(".")[2] not in _EXPERT_MATRICES}
     if config.targets == "all_linear":
         return linear
     chosen = {}
