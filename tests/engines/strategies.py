@@ -30,7 +30,7 @@ from flowrl.engines.train.microbatch import MicroBatch
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table, take_rows
-from tests.engines.tiny import llama, qwen2, to_float64, tokenizer
+from tests.engines.tiny import llama, qwen2, qwen3_moe, to_float64, tokenizer
 
 NUM_STEPS = 3
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -51,6 +51,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     kind: str = "adamw"
     """Optimizer."""
+    experts: bool = False
+    """Whether the policy is a mixture of experts, trained with its auxiliary loss."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -58,6 +60,10 @@ class Case:
 
 
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
+DIVIDED = {"strategy": "fsdp", "expert_parallel": True}
+
+ROUTER_LOSS = 0.1
+"""Coefficient of the auxiliary loss."""
 
 CASES = {
     "fsdp on 1": Case(1, {"strategy": "fsdp"}),
@@ -116,6 +122,31 @@ CASES = {
     ),
     "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True, slow=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True, slow=True),
+    "experts, ddp on 2": Case(2, {"strategy": "ddp"}, experts=True, slow=True),
+    "experts, ddp on 2, one pass": Case(
+        2, {"strategy": "ddp", "max_tokens_per_microbatch": 1000}, experts=True, slow=True
+    ),
+    "experts, fsdp on 2, checkpointed": Case(
+        2, {"strategy": "fsdp", "gradient_checkpointing": True}, experts=True, slow=True
+    ),
+    "experts, fsdp on 4": Case(4, {"strategy": "fsdp"}, experts=True),
+    "experts, sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2, experts=True, slow=True),
+    "experts, tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2, experts=True, slow=True),
+    "experts, lora, fsdp on 2": Case(2, {"strategy": "fsdp"}, lora=True, experts=True, slow=True),
+    "divided experts, fsdp on 1": Case(1, DIVIDED, experts=True, slow=True),
+    "divided experts, fsdp on 2": Case(2, DIVIDED, experts=True),
+    "divided experts, fsdp on 2, padded": Case(2, {**DIVIDED, "packing": "never"}, experts=True, slow=True),
+    "divided experts, fsdp on 2, checkpointed": Case(
+        2, {**DIVIDED, "gradient_checkpointing": True}, experts=True, slow=True
+    ),
+    "divided experts, fsdp on 2, optimizer on the CPU": Case(
+        2, {**DIVIDED, "offload": "optimizer"}, experts=True, slow=True
+    ),
+    "divided experts, fsdp on 4": Case(4, DIVIDED, experts=True),
+    "divided experts, hybrid on 2 x 2": Case(4, {**DIVIDED, "shard_ranks": 2}, experts=True, slow=True),
+    "divided experts, sp x fsdp on 2 x 2": Case(4, DIVIDED, sp=2, experts=True, slow=True),
+    "divided experts, tp x fsdp on 2 x 2": Case(4, DIVIDED, tp=2, experts=True, slow=True),
+    "divided experts, lora, fsdp on 2": Case(2, DIVIDED, lora=True, experts=True, slow=True),
     "muon, ddp on 2": Case(2, {"strategy": "ddp"}, kind="muon", slow=True),
     "muon, fsdp on 1": Case(1, {"strategy": "fsdp"}, kind="muon", slow=True),
     "muon, fsdp on 2": Case(2, {"strategy": "fsdp"}, kind="muon", slow=True),
@@ -164,7 +195,8 @@ def train(case: Case, group: distributed.ProcessGroup | None, folder: Path | Non
     rank = 0 if group is None else group.rank()
     rows = ROWS[case.ranks // (case.tp * case.sp)][rank // (case.tp * case.sp)]
     mesh = SINGLE_PROCESS if group is None else _mesh(case, group)
-    engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
+    dense = {name: value for name, value in case.settings.items() if name != "expert_parallel"}
+    engine = EngineConfig.model_validate({"max_tokens_per_microbatch": 20, **dense})
     policy = policy_of(case, mesh)
     language_model = policy.model.language_model
     assert isinstance(language_model, PreTrainedModel)
@@ -233,13 +265,15 @@ def moments_of(engine: FsdpEngine) -> list[torch.Tensor]:
 
 def policy_of(case: Case, mesh: RankMesh) -> FsdpEngine:
     """Returns an engine with an untrained policy."""
-    language_model = qwen2()
+    language_model = qwen3_moe() if case.experts else qwen2()
     if case.dtype == torch.float64:
         to_float64(language_model)
     if case.lora:
         add_adapter(language_model, LORA)
-    engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
-    return FsdpEngine(PolicyModel(language_model), policy_outputs, case.optimizer, engine, mesh=mesh)
+    engine = EngineConfig.model_validate({"max_tokens_per_microbatch": 20, **case.settings})
+    return FsdpEngine(
+        PolicyModel(language_model), policy_outputs, case.optimizer, engine, mesh=mesh, router_loss_coef=ROUTER_LOSS
+    )
 
 
 def fourth_step(policy: FsdpEngine, rows: list[int]) -> dict[str, torch.Tensor]:
@@ -272,7 +306,8 @@ def _local_shard(parameter: torch.Tensor) -> torch.Tensor:
 
 def _mesh(case: Case, group: distributed.ProcessGroup):
     shard_ranks = case.settings.get("shard_ranks")
-    return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp, shard_ranks=shard_ranks)
+    divides = case.settings.get("expert_parallel", False)
+    return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp, shard_ranks=shard_ranks, expert_parallel=divides)
 
 
 def _generated(model: PreTrainedModel) -> list[list[int]]:

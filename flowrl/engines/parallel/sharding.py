@@ -1,7 +1,7 @@
 """Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention implementation.
 
-Tensor parallelism follows the plan that transformers defines for the model. FSDP2 (`fully_shard`) wraps each layer and
-the model. Gradients are summed over ranks. FSDP2 would average them by default.
+Tensor parallelism follows the plan that transformers defines for the model, except for routed experts. FSDP2
+(`fully_shard`) wraps each layer and the model. Gradients are summed over ranks. FSDP2 would average them by default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,9 @@ from flowrl.config import EngineConfig, UserError
 from flowrl.engines.models.attention import FLASH, ROWS, has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import tp_replicated_layers, tp_sharded_layers
+from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import SequenceShardable, SequenceSharding
+from flowrl.engines.parallel.expert_parallel import shard_experts
 from flowrl.engines.parallel.rank_mesh import RankMesh
 from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, shard_adapter, shard_norms
 
@@ -68,10 +70,16 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
     # With a dimension of one rank, each layer would still all-reduce its gradients.
     sharded = mesh.devices["replicate", "shard"] if mesh.devices["replicate"].size() > 1 else mesh.devices["shard"]
+    experts = set[nn.Parameter]()
+    if config.expert_parallel:
+        assert mesh.experts is not None, "the mesh is created with expert_parallel"
+        for language_model in language_models(model):
+            experts |= shard_experts(language_model, sharded, mesh.experts)
     for unit in [*layers(model), model]:
         fully_shard(
             unit,
             mesh=sharded,
+            ignored_params=experts,
             reshard_after_forward=config.reshard_after_forward and unit is not model,
             mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             offload_policy=offload,
@@ -204,6 +212,9 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     replicated = {path for path, module in model.named_modules() if any(module is end for end in ends)}
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in replicated}
+    if mixture_of(model) is not None:
+        # Each rank computes all routed experts of its tokens. FSDP2 or expert parallelism divides their weights.
+        plan = {pattern: style for pattern, style in plan.items() if ".experts" not in pattern}
     unknown = sorted({style for style in plan.values() if style not in _STYLES})
     if unknown or not plan:
         reason = f"unknown style {', '.join(unknown)}" if unknown else "transformers has no tensor-parallel plan for it"
