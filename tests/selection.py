@@ -18,6 +18,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "health/",
         "recipes/test_detached_scripts.py",
         "recipes/test_games.py",
+        "recipes/test_moe.py",
         "recipes/test_preferences_learn.py",
         "recipes/test_reasoning.py",
         "recipes/test_rollout_recipes_learn.py",

@@ -84,6 +84,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "console": set(),
         "events": set(),
         "metric": set(),
+        "experts": set(),
         "time_limit": set(),
         "input_paths": set(),
         "messages": set(),
@@ -166,7 +167,12 @@ IMPORTERS = {
 }
 """Library -> path prefixes of the files that may import it."""
 
-DATA_SCRIPTS = {"recipes/quickstart/prepare.py", "recipes/data/prepare.py", "recipes/pipeline/prepare.py"}
+DATA_SCRIPTS = {
+    "recipes/quickstart/prepare.py",
+    "recipes/data/prepare.py",
+    "recipes/pipeline/prepare.py",
+    "recipes/moe/prepare.py",
+}
 """Scripts that create a model or data for a recipe. They may import any library."""
 
 CONFIG_LOOKUPS: dict[str, str] = {}

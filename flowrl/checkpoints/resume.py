@@ -38,6 +38,7 @@ MAY_DIFFER = (
     "*engine.strategy",
     "*engine.shard_ranks",
     "*engine.reshard_after_forward",
+    "*engine.expert_parallel",
     "*engine.offload",
     "*engine.gradient_checkpointing",
     "*engine.offload_activations",

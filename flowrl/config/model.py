@@ -310,6 +310,11 @@ class EngineConfig(Config):
     reshard_after_forward: bool = True
     """Reshard weights after the forward pass. False needs more memory and less communication. Only for fsdp."""
 
+    expert_parallel: bool = False
+    """Divide the experts of a mixture of experts over the ranks of a sharded copy, which then exchange tokens instead
+    of the weights of experts. The ranks must divide the number of experts. Only for fsdp.
+    """
+
     offload: Literal["none", "optimizer", "parameters", "idle", "auto"] = "none"
     """CPU offload on GPUs. `optimizer`: optimizer state between steps. `parameters`: weights and optimizer state except
     for the running layer (fsdp); one GPU waits for each copy. `idle`: all state while another role uses the
@@ -337,7 +342,8 @@ class EngineConfig(Config):
     compile: bool | Literal["auto"] = "auto"
     """Compile the layers, and the head of a language model, with torch.compile. Steps are faster, except for the first,
     which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs, except with fsdp,
-    tp, sp or pp, with `deterministic: true`, and on hosts without a C compiler or Python's headers."""
+    tp, sp or pp, mixtures of experts, with `deterministic: true`, and on hosts without a C compiler or Python's
+    headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp and zero1: all-reduce the gradients in buckets during the last backward pass of `update`, instead of
@@ -357,6 +363,7 @@ class EngineConfig(Config):
         settings = {
             "shard_ranks": (self.shard_ranks, self.shard_ranks is not None),
             "reshard_after_forward": (self.reshard_after_forward, not self.reshard_after_forward),
+            "expert_parallel": (self.expert_parallel, self.expert_parallel),
             "offload": (self.offload, self.offload == "parameters"),
         }
         return {name: value for name, (value, is_set) in settings.items() if is_set}
@@ -406,6 +413,11 @@ class EngineConfig(Config):
                 raise ValueError(
                     f"{name} is {value}, but strategy is {self.strategy}: remove it, or set strategy: fsdp"
                 )
+        if self.expert_parallel and self.offload in ("parameters", "auto"):
+            raise ValueError(
+                f"offload is {self.offload}, but expert_parallel is true, and FSDP2 does not move the weights of "
+                f"experts: set offload: optimizer, or remove expert_parallel"
+            )
         if self.strategy in ("single", "fsdp") and self.overlap_all_reduce is True:
             raise ValueError(
                 f"overlap_all_reduce is true, but strategy is {self.strategy}, and only ddp and zero1 support it: "

@@ -33,6 +33,7 @@ from flowrl.config.engines.rollout_engines import (
     get_capabilities,
     name_alternatives,
 )
+from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.engines.vllm_settings import VllmConfig
 from flowrl.config.model import EMBEDDINGS, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 
@@ -95,6 +96,10 @@ class TrainedConfig(RoleConfig):
     """Settings of a LoRA adapter. With an adapter, only the adapter is trained, and in a critic also the value head.
     Null trains all weights."""
 
+    router_loss_coef: NonNegativeFloat | None = None
+    """Coefficient of the auxiliary loss that balances the experts of a mixture of experts (docs/models.md); 0 omits the
+    loss. Null uses `router_aux_loss_coef` of the model's configuration, and is rejected if it has none."""
+
     engine: EngineConfig = EngineConfig()
     """Engine settings."""
 
@@ -130,6 +135,15 @@ class TrainedConfig(RoleConfig):
                     f"lora.base_quantization is {kind}, which does not support engine.{name}: {str(value).lower()}: "
                     f"remove one of them"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_router_loss(self) -> Self:
+        if self.router_loss_coef is not None and self.engine.kind != DEFAULT_TRAIN_ENGINE:
+            raise ValueError(
+                f"router_loss_coef is {self.router_loss_coef:g}, but engine.kind {self.engine.kind} does not read it: "
+                f"remove it, or set engine.kind: {DEFAULT_TRAIN_ENGINE}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -427,6 +441,10 @@ class RolloutConfig(RoleConfig):
     for vLLM on GPUs its own default, which is 1,024 from 70 GiB of memory, except on an A100.
     """
 
+    router_replay: bool = False
+    """Train a mixture of experts with the experts that the rollout has chosen for each token (docs/models.md). The
+    responses then have the column `routes`. Only for `hf`."""
+
     check_weights: Literal["sampled", "complete", "off"] = "sampled"
     """Comparison of the rollout's weights with the actor's weights after each weight sync. `sampled` compares a few
     columns of some weights. `complete` compares all weights and takes several times as long as the transfer."""
@@ -477,6 +495,16 @@ class RolloutConfig(RoleConfig):
         if needed in ("cuda_ipc", "nccl") and needed not in capabilities.gpu_transports:
             others = name_alternatives(lambda known: needed in known.gpu_transports)
             raise ValueError(f"transfer.via is {via}, which {key} does not support: set auto, or engine: {others}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_router_replay(self) -> "RolloutConfig":
+        if self.router_replay and not self.capabilities.returns_routes:
+            others = name_alternatives(lambda known: known.returns_routes)
+            raise ValueError(
+                f"router_replay is true, but engine {self.engine} does not return the experts that it has chosen: set "
+                f"it to false, or set engine: {others}"
+            )
         return self
 
     @model_validator(mode="after")

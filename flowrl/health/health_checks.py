@@ -334,6 +334,16 @@ def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement |
     return Measurement(variance, f"explained_variance is {variance:.3g}", "critic")
 
 
+def measure_dead_experts(window: StepWindow, facts: RunFacts) -> Measurement | None:
+    """Returns the median share of experts without a token, of the role with the largest share."""
+    measurements = []
+    for name in window.last:
+        role, _, metric = name.rpartition("/")
+        if metric == "dead_experts" and (share := window.recent_median(name)) is not None:
+            measurements.append(Measurement(share, f"{share:.0%} of the experts of {role} receive no token", role))
+    return max(measurements, key=lambda measurement: measurement.value, default=None)
+
+
 # Data flow.
 
 
@@ -469,6 +479,13 @@ CHECKS: tuple[Check, ...] = (
         "raise the learning rate of the critic, train it longer before the actor, or use an estimator without a critic",
         ("critic.optimizer.lr",),
         is_lower_bound=True,
+    ),
+    Check(
+        "dead_experts",
+        measure_dead_experts,
+        "the routers have collapsed to few experts, so that the weights of the others are not trained",
+        "raise the coefficient of the auxiliary loss, or lower the learning rate",
+        ("ROLE.router_loss_coef", "ROLE.optimizer.lr"),
     ),
     Check(
         "kl_growth",

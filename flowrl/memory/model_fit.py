@@ -3,18 +3,18 @@ loaded.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from flowrl.config import ONE_DEVICE, ConfigError, ModelRoleConfig, ReplicaSizes, TrainedConfig
+from flowrl.config import ONE_DEVICE, ConfigError, EngineConfig, ModelRoleConfig, ReplicaSizes, TrainedConfig
 from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.source import read_json
-from flowrl.controller.placement.plan import RolePlan
+from flowrl.controller.placement.plan import Mesh, RolePlan
+from flowrl.data.experts.mixture import ROUTER_SCORES, read_mixture
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
 from flowrl.memory.model_size import ModelSize, read_model_size
-
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of the number of experts per layer in the configuration of a language model."""
 
 _HIDDEN, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 """Keys of the width of the hidden states and of the number of attention heads."""
@@ -29,6 +29,8 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
 
     Missing models and unsupported families are not checked, because loading them reports the error.
     """
+    if model.model is not None and model.engine.expert_parallel:
+        _check_experts(role, read_text_config(model.model.path), model.engine, role_plan.mesh)
     size = None if model.model is None else read_model_size(model.model.path)
     if size is None:
         return
@@ -57,7 +59,8 @@ def find_replica_problem(model: Path, replica: ReplicaSizes) -> str | None:
     if size is None or replica == ONE_DEVICE:
         return None
     key_heads, tp = _key_heads(size), replica.tp
-    for noun, count in (("attention heads", size.heads), ("MLP columns", size.mlp)):
+    columns = size.mlp // max(1, size.experts_per_token)
+    for noun, count in (("attention heads", size.heads), ("MLP columns", columns)):
         if count % tp:
             return f"tp {tp}, which does not divide the model's {count} {noun}: set tp to a divisor"
     # With fewer heads than devices, each head is on several devices.
@@ -96,13 +99,6 @@ def find_head_size_problem(engine: str, model: Path, device: str) -> str | None:
     )
 
 
-def has_experts(model: Path) -> bool:
-    """Returns whether `config.json` describes a mixture of experts. False if the file cannot be read."""
-    settings = read_text_config(model)
-    counts = (settings.get(name) for name in NUM_EXPERTS)
-    return any(isinstance(count, int) and count > 1 for count in counts)
-
-
 def read_num_token_ids(folder: Path) -> tuple[int, int] | None:
     """Returns the largest token id of the tokenizer in `folder` plus 1, without and with its added tokens.
 
@@ -137,9 +133,28 @@ def excess_tokens_message(setting: str, num_tokens: int, model: Path, max_positi
     return f"{setting} is {num_tokens}, but the model in {model} supports at most {max_positions} tokens: lower it"
 
 
+def _check_experts(role: str, settings: Mapping[str, Any], engine: EngineConfig, mesh: Mesh) -> None:
+    """Raises ConfigError if the experts of a model cannot be divided over the ranks that share a copy of it."""
+    if not settings:
+        return
+    mixture, key = read_mixture(settings), f"{role}.engine.expert_parallel"
+    if mixture is None:
+        raise ConfigError(
+            f"{key} is true, but the model is no mixture of experts of the families {', '.join(ROUTER_SCORES)}: "
+            f"remove it"
+        )
+    num_ranks = mesh.shard_ranks(engine.shard_ranks) * mesh.sp
+    if mixture.num_experts % num_ranks:
+        raise ConfigError(
+            f"{key} is true, but the model's {mixture.num_experts} experts cannot be divided over the {num_ranks} "
+            f"ranks that share a copy of it: set {role}.engine.shard_ranks to a divisor, or remove {key}"
+        )
+
+
 def _check_tp(role: str, size: ModelSize, tp: int) -> None:
     where = f"placement.roles.{role}.tp is {tp}"
-    for noun, count in (("attention heads", size.heads), ("key heads", _key_heads(size)), ("MLP columns", size.mlp)):
+    mlp = 0 if size.experts else size.mlp  # each rank computes complete experts
+    for noun, count in (("attention heads", size.heads), ("key heads", _key_heads(size)), ("MLP columns", mlp)):
         if count % tp:
             raise ConfigError(f"{where}, which does not divide the model's {count} {noun}: set tp to a divisor")
 
@@ -156,7 +171,7 @@ def _check_sp(role: str, size: ModelSize, sp: int) -> None:
 
 def _check_pp(role: str, size: ModelSize, pp: int) -> None:
     where = f"placement.roles.{role}.pp is {pp}"
-    if size.family in _WITHOUT_PP:
+    if size.family in _WITHOUT_PP or size.experts:
         raise ConfigError(f"{where}, which {size.family} does not support: remove pp, or use another model family")
     if pp > size.layers:
         raise ConfigError(f"{where}, but the model has {size.layers} layers: set pp to at most {size.layers}")

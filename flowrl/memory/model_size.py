@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.config.source import read_json
+from flowrl.data.experts.mixture import read_mixture
 from flowrl.data.input_paths import find_model_file, is_hub_name
 
 PUBLISHED = Path(__file__).parent / "published_sizes.json"
@@ -41,13 +42,21 @@ class ModelSize:
     layer_matrices: int
     """Number of parameters per layer that tensor parallelism shards (matrices and their biases)."""
     layer_rest: int
-    """Number of parameters per layer that tensor parallelism replicates (norms)."""
+    """Number of parameters per layer that tensor parallelism replicates (norms, routers and routed experts)."""
     embedding: int
     """Number of parameters of the input embeddings."""
     rest: int
     """Number of parameters outside layers, embeddings and head, such as the final norm."""
     tied: bool
     """Whether the head shares the weights of the input embeddings."""
+    experts: int = 0
+    """Number of parameters of the routed experts of a layer, which `layer_rest` contains."""
+    num_experts: int = 0
+    """Number of routed experts of a layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Number of routed experts that process a token in a layer."""
+    dense_surplus: int = 0
+    """Number of parameters that the layers without experts have less than the other layers, over all layers."""
     config: str = ""
     """Text of `config.json`, from which flowrl/engines/train/layer_trace.py builds layers."""
 
@@ -67,7 +76,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer + self.non_layer
+        return self.layers * self.layer - self.dense_surplus + self.non_layer
 
     @property
     def cached_values(self) -> int:
@@ -76,8 +85,9 @@ class ModelSize:
 
     @property
     def largest_weight(self) -> int:
-        """Number of parameters of the largest weight."""
-        return max(self.embedding, *(inputs * outputs for _, inputs, outputs in self.linears))
+        """Number of parameters of the largest weight. The gate and up matrices of all experts of a layer are one."""
+        experts = 2 * self.experts // 3
+        return max(self.embedding, experts, *(inputs * outputs for _, inputs, outputs in self.linears))
 
     def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
         """Returns the matrices of a layer that match `lora.targets`.
@@ -112,7 +122,7 @@ def find_size_problem(model: Path) -> str | None:
         family = _read_config(model)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return "which has no config.json with a model_type: save the model with save_pretrained"
-    if family in (*_NORMS, "gpt2", "opt"):
+    if family in (*_NORMS, *_MIXTURES, "gpt2", "opt"):
         return f"whose config.json lacks sizes of the family {family}: save the model with save_pretrained"
     return f"whose family {family} has no estimate (docs/models.md lists the families)"
 
@@ -127,9 +137,9 @@ def _read_config(model: Path) -> dict[str, Any]:  # Any: JSON values
 def model_size_from_config(settings: dict[str, Any]) -> ModelSize | None:  # Any: JSON values
     """Returns the size of a model with this configuration; None if docs/models.md does not list the model family."""
     family = settings["model_type"]
-    if family not in (*_NORMS, "gpt2", "opt"):
+    if family not in (*_NORMS, *_MIXTURES, "gpt2", "opt"):
         return None
-    read = {"gpt2": _gpt2, "opt": _opt}.get(family, _llama_like)
+    read = {"gpt2": _gpt2, "opt": _opt, **dict.fromkeys(_MIXTURES, _mixture)}.get(family, _llama_like)
     return replace(read(settings), config=json.dumps(settings, sort_keys=True, default=str))
 
 
@@ -165,6 +175,33 @@ def _llama_like(settings: dict[str, Any]) -> ModelSize:
         embedding=settings["vocab_size"] * hidden,
         rest=hidden,
         tied=settings.get("tie_word_embeddings", family.startswith("gemma")),
+    )
+
+
+_MIXTURES = ("mixtral", "qwen3_moe")
+"""Families of mixtures of experts whose attention is that of Llama or Qwen3."""
+
+
+def _mixture(settings: dict[str, Any]) -> ModelSize:
+    """Returns the size of a mixture of experts: that of a dense model, with experts instead of the MLP."""
+    mixture = read_mixture(settings)
+    if mixture is None:
+        raise ValueError("the configuration has no experts, or lacks their sizes")
+    dense = _llama_like(settings | {"model_type": "qwen3" if mixture.family == "qwen3_moe" else "llama"})
+    mlp, attention = _num_weights(dense.linears[-3:]), dense.linears[:-3]
+    experts = mixture.num_experts * 3 * dense.hidden * mixture.expert_width
+    router = mixture.num_experts * dense.hidden
+    return replace(
+        dense,
+        family=mixture.family,
+        mlp=mixture.per_token * mixture.expert_width,
+        linears=attention,
+        layer_matrices=dense.layer_matrices - mlp,
+        layer_rest=dense.layer_rest + experts + router,
+        experts=experts,
+        num_experts=mixture.num_experts,
+        experts_per_token=mixture.per_token,
+        dense_surplus=mixture.has_experts.count(False) * (experts + router - mlp),
     )
 
 

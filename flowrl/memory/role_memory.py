@@ -177,9 +177,19 @@ class RoleModel:
         return self.size.layer_matrices // self.mesh.tp + self.size.layer_rest
 
     @property
+    def gathered_layer(self) -> int:
+        """Number of parameters of a layer that FSDP gathers. With expert parallelism, each rank keeps its experts."""
+        return self.layer - (self.size.experts if self.engine.expert_parallel else 0)
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of one tensor-parallel rank before FSDP shards them, without an adapter."""
-        return self.num_layers * self.layer + self.non_layer
+        return self.num_layers * self.layer - self.size.dense_surplus + self.non_layer
+
+    @property
+    def gathered_parameters(self) -> int:
+        """Number of parameters of one tensor-parallel rank that FSDP gathers in a pass."""
+        return self.parameters - self.num_layers * (self.layer - self.gathered_layer)
 
     @property
     def weights(self) -> int:
@@ -200,7 +210,7 @@ class RoleModel:
     def full_weights(self) -> int:
         """Bytes of the weights of all stages."""
         non_layer = self.size.non_layer if self.is_policy else self.size.backbone_non_layer
-        return (self.size.layers * self.size.layer + non_layer) * self.param_bytes
+        return (self.size.layers * self.size.layer - self.size.dense_surplus + non_layer) * self.param_bytes
 
     @property
     def trained(self) -> int:
@@ -494,7 +504,8 @@ def _update(model: RoleModel, gradients: int, rows: int | None, entropy: Entropy
         return CallMemory("update", gradients, max(at_head, at_layer, tied_gradient + embedding_gradient, cast))
     # FSDP reduces the gradients of each layer, and at the end those of the other weights.
     layer_gradients, non_layer_gradients = (
-        int(count * _reduced_bytes(model)) if is_full_finetuning else 0 for count in (model.layer, model.non_layer)
+        int(count * _reduced_bytes(model)) if is_full_finetuning else 0
+        for count in (model.gathered_layer, model.non_layer)
     )
     in_layers = max(at_head, at_layer + layer_gradients)
     return CallMemory("update", gradients, max(in_layers, non_layer_gradients), _gathered(model))
@@ -514,7 +525,7 @@ def _gathered(model: RoleModel) -> int:
         return 0
     running = 1 if model.num_shards == 1 else 2
     layers = min(running, model.num_layers) if model.engine.reshard_after_forward else model.num_layers
-    return _gathered_bytes(model) * (model.non_layer + layers * model.layer)
+    return _gathered_bytes(model) * (model.non_layer + layers * model.gathered_layer)
 
 
 def _gathered_bytes(model: RoleModel) -> int:

@@ -68,6 +68,10 @@ PANELS = (
     Panel("Loss", (Line("loss", "#a63d57"),)),
     Panel("Validation loss", (Line("validation_loss", "#2e8b57"),)),
     Panel("Entropy (nats per token)", (Line("actor/entropy", "#3f7f8c"),)),
+    Panel(
+        "Largest load of an expert (multiple of the mean)",
+        (Line("actor/expert_load_max", "#8a6d1f", "actor"), Line("critic/expert_load_max", "#3f7f8c", "critic")),
+    ),
     Panel("Tokens per second", (Line("tokens_per_s", "#5b6470"),)),
     Panel("Staleness (versions)", (Line("staleness", "#2a78b5", "mean"), Line("staleness_max", "#c0562f", "max"))),
     Panel("Buffer depth (prompts)", (Line("buffer_depth", "#7a5aa6"),)),

@@ -133,8 +133,9 @@ def _fsdp_seconds(model: RoleModel, rates: DeviceRates, link: float, *, is_train
     if not model.is_sharded:
         return 0.0
     num_gathers = 2 if is_training and model.engine.reshard_after_forward else 1
-    reduced = 4 * model.trained_parameters if is_training else 0
-    moved = num_gathers * _compute_bytes(model) * model.parameters + reduced
+    gathered = model.gathered_parameters
+    reduced = 4 * min(model.trained_parameters, gathered) if is_training else 0
+    moved = num_gathers * _compute_bytes(model) * gathered + reduced
     shards = model.num_shards
     copies = model.mesh.dp * model.mesh.sp // shards
     seconds = moved * (shards - 1) / shards / (link * LINK.value)
@@ -154,13 +155,16 @@ def _transfer_seconds(model: RoleModel, num_tokens: float, link: float, *, is_tr
 
 
 def _layer_seconds(model: RoleModel, num_tokens: float, link: float, *, is_training: bool) -> float:
-    """Returns the time of the collectives within layers: sums of tensor parallelism over hidden states, and exchanges
-    of sequence parallelism over queries, keys, values and the attention output.
+    """Returns the time of the collectives within layers: sums of tensor parallelism over hidden states, exchanges of
+    sequence parallelism over queries, keys, values and the attention output, and exchanges of expert parallelism over
+    the tokens of experts and their outputs.
     """
     num_passes = 1 + is_training * (1 + model.engine.gradient_checkpointing)
     element, (tp, sp), size = _compute_bytes(model), (model.mesh.tp, model.mesh.sp), model.size
     summed = 2 * size.hidden * 2 * (tp - 1) / tp
     exchanged = 2 * (size.queries + size.keys) * (sp - 1) / sp / tp
+    if model.engine.expert_parallel:
+        exchanged += 2 * size.experts_per_token * size.hidden * (model.num_shards - 1) / model.num_shards
     num_bytes = num_passes * model.num_layers * num_tokens / sp * element * (summed + exchanged)
     return num_bytes / (link * LINK.value)
 

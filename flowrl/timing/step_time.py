@@ -305,6 +305,11 @@ class _StepEstimator:
         shares_prefixes = not is_vllm or settings.prefix_caching
         # A decode step does not read the input embeddings, unless the head shares them.
         unread = 0 if size.tied else size.embedding * element
+        if size.experts:
+            # With equal routes, an expert has no token of a step with this probability.
+            num_tokens = min(math.ceil(rollout.num_seqs / pp), rows)
+            idle = (1 - size.experts_per_token / size.num_experts) ** num_tokens
+            unread += idle * size.layers * size.experts * element
         load = GenerationLoad(
             num_rows=rows,
             num_prefills=math.ceil(rows / config.samples_per_prompt) if shares_prefixes else rows,

@@ -14,6 +14,7 @@ from flowrl.data.batch.tensordicts import lengths, make_tensordict, sum_tokens
 from flowrl.data.dtypes import torch_dtype
 from flowrl.devices.device import release_unused_memory
 from flowrl.engines.models.loading import LanguageModel
+from flowrl.engines.models.routing import ROUTES
 from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.models.weights import to_arrays, weight_buckets
 from flowrl.engines.rollout.broadcast import BroadcastSender, TransferGroup
@@ -70,6 +71,7 @@ class Actor(TrainedWorker["ActorGroup"]):
 
     KIND = "policy"
     COMPUTED = ("logprobs", "entropy", "hidden", "topk_logprobs", "topk_ids")
+    READS_IF_PRESENT = (ROUTES,)
 
     def __init__(self, config: TrainedConfig) -> None:
         super().__init__(config)
@@ -79,7 +81,7 @@ class Actor(TrainedWorker["ActorGroup"]):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        reads=("input_ids", "response_mask?"),
+        reads=("input_ids", "response_mask?", f"{ROUTES}?"),
         writes=("logprobs",),
         balance="tokens",
         resolve=add_entropies,
@@ -95,7 +97,7 @@ class Actor(TrainedWorker["ActorGroup"]):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        reads=("input_ids", "response_mask"),
+        reads=("input_ids", "response_mask", f"{ROUTES}?"),
         writes=("response_logprobs",),
         balance="tokens",
     )

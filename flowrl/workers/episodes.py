@@ -8,11 +8,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
 from flowrl.data.batch.tensordicts import lengths, make_tensordict, num_rows, objects
 from flowrl.data.chat import ChatTokenizer, MissingEmbeddingError
+from flowrl.engines.models.routing import ROUTES
 from flowrl.engines.rollout.base import (
     GatheringEngine,
     Request,
@@ -464,11 +466,24 @@ def episodes_to_tensordict(
     prompts = [episode.request.token_ids for episode in episodes]
     segments = {SEGMENTS: describe_segments(episodes, tokenizer)} if with_segments else {}
     table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
-    if TURN_REWARDS not in score:
-        return table
-    rewards_T, records = turn_columns(episodes)
-    tokens = {**dict(table["tokens"].items()), TURN_REWARDS: torch.tensor(rewards_T)}
-    return make_tensordict({**dict(table["rows"].items()), EPISODE: records}, tokens, lengths(table))
+    rows, tokens = dict(table["rows"].items()), dict(table["tokens"].items())
+    if any(response.routes is not None for response in responses):
+        tokens[ROUTES] = _stack_routes(responses, lengths(table).tolist())
+    if TURN_REWARDS in score:
+        rewards_T, rows[EPISODE] = turn_columns(episodes)
+        tokens[TURN_REWARDS] = torch.tensor(rewards_T)
+    return make_tensordict(rows, tokens, lengths(table))
+
+
+def _stack_routes(responses: Sequence[Response], num_tokens: Sequence[int]) -> torch.Tensor:
+    """Returns the routes of all rows, [T, M], with 0 for the tokens at the end of a row that the engine has not
+    processed.
+    """
+    rows = []
+    for response, length in zip(responses, num_tokens, strict=True):
+        assert response.routes is not None, "the engine returns the routes of all responses, or of none"
+        rows.append(np.pad(response.routes, ((0, length - len(response.routes)), (0, 0))))
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def responses_to_tensordict(

@@ -167,6 +167,7 @@ def resolve_loss(
     except UserError as error:
         raise ContractError(str(error)) from None
     others = contract.reads if isinstance(contract.reads, tuple) else ()
+    others += tuple(name for name in cls.READS_IF_PRESENT if name in batch.columns)
     return replace(contract, reads=tuple(dict.fromkeys([*columns, *others])), groups=loss.group)
 
 
@@ -183,6 +184,9 @@ class TrainedWorker(ModelWorker[GroupType]):
 
     COMPUTED: ClassVar[tuple[str, ...]]
     """Outputs of the model that a loss may read (`flowrl.engines.train.base.Outputs`)."""
+
+    READS_IF_PRESENT: ClassVar[tuple[str, ...]] = ()
+    """Columns that a call with a loss reads besides those of the loss, if the batch has them."""
 
     temperature = 1.0
     """Divisor of the logits."""

@@ -14,6 +14,7 @@ from flowrl.config import CheckFailed, LoraConfig, ModelConfig, RolloutConfig
 from flowrl.controller.worker import Arguments, Contract, Dispatch, Worker, register
 from flowrl.data.batch.tensordicts import num_rows, objects
 from flowrl.data.chat import ChatTokenizer
+from flowrl.engines.models.routing import ROUTES
 from flowrl.engines.models.weight_samples import WeightSamples
 from flowrl.engines.rollout.adapted_weights import AdaptedWeights, start_engine
 from flowrl.engines.rollout.base import (
@@ -74,7 +75,8 @@ RESPONSE_COLUMNS = (
 def add_columns(contract: Contract, cls: type[Worker], arguments: Arguments, config: RolloutConfig) -> Contract:
     """Returns the contract of a call that generates, for `register(resolve=...)`.
 
-    Environments and rewards read more columns. Scored responses and those of an environment have more columns.
+    Environments and rewards read more columns. Scored responses, those of an environment, and those with routes have
+    more columns.
     """
     score = arguments.get("score", ())
     if isinstance(contract.reads, tuple) and (score or config.environment is not None):
@@ -82,7 +84,8 @@ def add_columns(contract: Contract, cls: type[Worker], arguments: Arguments, con
     if contract.writes:
         segments = (SEGMENTS,) if config.environment is not None or EPISODE in score else ()
         scores = (*score, FAILED, CALLS) if score else ()
-        contract = replace(contract, writes=(*contract.writes, *scores, *segments))
+        routes = (ROUTES,) if config.router_replay else ()
+        contract = replace(contract, writes=(*contract.writes, *scores, *segments, *routes))
     return contract
 
 

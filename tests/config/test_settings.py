@@ -113,6 +113,17 @@ def quantized(quantization: str = "int8", **correction: Any) -> dict[str, Any]:
         ),
         (
             EngineConfig,
+            {"strategy": "fsdp", "expert_parallel": True, "offload": "parameters"},
+            ("offload", "parameters", "expert_parallel", "optimizer"),
+        ),
+        (EngineConfig, {"strategy": "ddp", "expert_parallel": True}, ("expert_parallel", "ddp", "fsdp")),
+        (
+            RolloutConfig,
+            {"max_response_tokens": 8, "engine": "vllm", "router_replay": True},
+            ("router_replay", "true", "vllm", "hf"),
+        ),
+        (
+            EngineConfig,
             {"strategy": "fsdp", "overlap_all_reduce": True},
             ("overlap_all_reduce", "true", "strategy", "fsdp", "ddp"),
         ),

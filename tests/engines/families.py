@@ -10,6 +10,7 @@ from torch import distributed
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     GemmaConfig,
@@ -19,11 +20,13 @@ from transformers import (
     GPTJConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
@@ -100,6 +103,32 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GLM": Family(lambda: GlmConfig(**_HEADS), "GLM-4-9B in transformers' own format (glm-4-9b-hf)"),
     "GLM 4": Family(lambda: Glm4Config(**_HEADS), "GLM-4-0414"),
+    "Mixtral": Family(lambda: MixtralConfig(**_SIZES, num_local_experts=4)),
+    "Qwen3-MoE": Family(
+        # The first layer has no experts.
+        lambda: Qwen3MoeConfig(
+            **_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
+        ),
+        "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    ),
+    "DeepSeek-V3": Family(
+        lambda: DeepseekV3Config(
+            **{**_SIZES, "num_key_value_heads": 4},
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=32,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            num_mtp_layers=0,
+        ),
+        "DeepSeek-R1",
+    ),
 }
 
 _OWN: dict[str, Any] = {
@@ -178,7 +207,11 @@ def train(
     optimizer, engine_settings = OptimizerConfig(lr=1e-2, eps=1e-1), EngineConfig.model_validate(settings)
     arguments = (PolicyModel(model), policy_outputs, optimizer, engine_settings)
     is_divided = isinstance(mesh, PipelineMesh)
-    engine = PipelineEngine(*arguments, mesh=mesh) if is_divided else FsdpEngine(*arguments, mesh=mesh)
+    engine = (
+        PipelineEngine(*arguments, mesh=mesh)
+        if is_divided
+        else FsdpEngine(*arguments, mesh=mesh, router_loss_coef=0.01)  # dense models have no router
+    )
     rows = table(6)
     before = engine.forward(rows, LOGPROBS)["logprobs"]
     steps = [engine.update(rows, bigram_loss, LOGPROBS) for _ in range(NUM_STEPS)]

@@ -1,11 +1,12 @@
 """Program of the ranks of the loading tests: sharded loading, full loading, and their memory."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from flowrl.config import EngineConfig, LoraConfig, ModelConfig
+from flowrl.config import EngineConfig, LoraConfig, ModelConfig, UserError
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
 from flowrl.engines.models.lora import adapter_state, add_adapter, save_adapter
 from flowrl.engines.models.saved_adapter import SavedAdapter
@@ -14,7 +15,7 @@ from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 
-MESHES: dict[str, tuple[int, dict[str, int]]] = {
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp on 2": (2, {}),
     "fsdp on 4": (4, {}),
     "hybrid on 2 x 2": (4, {"shard_ranks": 2}),
@@ -55,6 +56,11 @@ def models(folder: Path, on_meta: bool) -> dict[str, nn.Module]:
         "critic": load_critic(critic, on_meta=on_meta),
         "fresh critic": load_critic(policy, head="fresh", on_meta=on_meta),
         "reward": load_reward_model(policy, head="fresh", seed=3, on_meta=on_meta),
+        "policy with experts": PolicyModel(load_policy(ModelConfig(path=folder / "mixtral"), on_meta=on_meta)),
+        "critic with experts": load_critic(ModelConfig(path=folder / "qwen3_moe"), head="fresh", on_meta=on_meta),
+        "policy with experts and a buffer": PolicyModel(
+            load_policy(ModelConfig(path=folder / "deepseek", dtype="bfloat16"), on_meta=on_meta)
+        ),
     }
 
 
@@ -107,6 +113,21 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 def expected(folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     """Returns the outputs and weights of fully loaded models."""
     return {name: (first_output(model, name), _weights(model)) for name, model in models(folder, on_meta=False).items()}
+
+
+def load_experts(rank: int, folder: Path, output: Path) -> None:
+    """Loads a mixture of experts in shards, and writes "loaded" or the layer of the weight that is not finite."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{output}/store", rank=rank, world_size=2)
+    mesh = rank_mesh(distributed.group.WORLD, device="cpu")
+    text = "loaded"
+    try:
+        policy = PolicyModel(load_policy(ModelConfig(path=folder), on_meta=True))
+        FsdpEngine(policy, policy_outputs, None, EngineConfig(strategy="fsdp"), mesh=mesh)
+    except UserError as error:
+        text = next(word for word in str(error).split() if word.startswith("model.layers"))[:14]
+    (output / f"{rank}.txt").write_text(text)
+    distributed.destroy_process_group()
 
 
 def growth(mesh: RankMesh, folder: Path, on_meta: bool, lora: bool) -> int:

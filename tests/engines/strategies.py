@@ -33,7 +33,7 @@ from flowrl.engines.train.pipeline.engine import PipelineEngine
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines.losses import weighted_loss
 from tests.engines.tables import table, take_rows
-from tests.engines.tiny import llama, qwen2, to_float64, tokenizer
+from tests.engines.tiny import llama, qwen2, qwen3_moe, to_float64, tokenizer
 
 NUM_STEPS = 3
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -56,6 +56,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     kind: str = "adamw"
     """Optimizer."""
+    experts: bool = False
+    """Whether the policy is a mixture of experts, trained with its auxiliary loss."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -81,6 +83,10 @@ class Case:
 
 
 SPLIT = {"strategy": "fsdp", "sequence_parallel_norms": True}
+DIVIDED = {"strategy": "fsdp", "expert_parallel": True}
+
+ROUTER_LOSS = 0.1
+"""Coefficient of the auxiliary loss."""
 
 CASES = {
     "fsdp on 1": Case(1, {"strategy": "fsdp"}),
@@ -139,6 +145,31 @@ CASES = {
     ),
     "lora, tp x fsdp on 2 x 2, norms split": Case(4, SPLIT, tp=2, lora=True, slow=True),
     "lora, sp x tp on 2 x 2": Case(4, {"strategy": "fsdp"}, sp=2, tp=2, lora=True, slow=True),
+    "experts, ddp on 2": Case(2, {"strategy": "ddp"}, experts=True, slow=True),
+    "experts, ddp on 2, one pass": Case(
+        2, {"strategy": "ddp", "max_tokens_per_microbatch": 1000}, experts=True, slow=True
+    ),
+    "experts, fsdp on 2, checkpointed": Case(
+        2, {"strategy": "fsdp", "gradient_checkpointing": True}, experts=True, slow=True
+    ),
+    "experts, fsdp on 4": Case(4, {"strategy": "fsdp"}, experts=True),
+    "experts, sp x ddp on 2 x 2": Case(4, {"strategy": "ddp"}, sp=2, experts=True, slow=True),
+    "experts, tp x fsdp on 2 x 2": Case(4, {"strategy": "fsdp"}, tp=2, experts=True, slow=True),
+    "experts, lora, fsdp on 2": Case(2, {"strategy": "fsdp"}, lora=True, experts=True, slow=True),
+    "divided experts, fsdp on 1": Case(1, DIVIDED, experts=True, slow=True),
+    "divided experts, fsdp on 2": Case(2, DIVIDED, experts=True),
+    "divided experts, fsdp on 2, padded": Case(2, {**DIVIDED, "packing": "never"}, experts=True, slow=True),
+    "divided experts, fsdp on 2, checkpointed": Case(
+        2, {**DIVIDED, "gradient_checkpointing": True}, experts=True, slow=True
+    ),
+    "divided experts, fsdp on 2, optimizer on the CPU": Case(
+        2, {**DIVIDED, "offload": "optimizer"}, experts=True, slow=True
+    ),
+    "divided experts, fsdp on 4": Case(4, DIVIDED, experts=True),
+    "divided experts, hybrid on 2 x 2": Case(4, {**DIVIDED, "shard_ranks": 2}, experts=True, slow=True),
+    "divided experts, sp x fsdp on 2 x 2": Case(4, DIVIDED, sp=2, experts=True, slow=True),
+    "divided experts, tp x fsdp on 2 x 2": Case(4, DIVIDED, tp=2, experts=True, slow=True),
+    "divided experts, lora, fsdp on 2": Case(2, DIVIDED, lora=True, experts=True, slow=True),
     "muon, ddp on 2": Case(2, {"strategy": "ddp"}, kind="muon", slow=True),
     "muon, fsdp on 1": Case(1, {"strategy": "fsdp"}, kind="muon", slow=True),
     "muon, fsdp on 2": Case(2, {"strategy": "fsdp"}, kind="muon", slow=True),
@@ -281,7 +312,7 @@ def moments_of(engine: FsdpEngine) -> list[torch.Tensor]:
 
 def policy_of(case: Case, mesh: RankMesh | PipelineMesh) -> FsdpEngine:
     """Returns an engine with an untrained policy."""
-    language_model = qwen2(num_hidden_layers=case.num_layers)
+    language_model = qwen3_moe() if case.experts else qwen2(num_hidden_layers=case.num_layers)
     if case.dtype == torch.float64:
         to_float64(language_model)
     if case.lora:
@@ -290,10 +321,13 @@ def policy_of(case: Case, mesh: RankMesh | PipelineMesh) -> FsdpEngine:
 
 
 def make_engine(case: Case, model: nn.Module, compute: Compute, mesh: RankMesh | PipelineMesh) -> FsdpEngine:
-    engine = EngineConfig(max_tokens_per_microbatch=20, **case.settings)
+    settings = {name: value for name, value in case.settings.items() if name != "expert_parallel" or case.experts}
+    if isinstance(model, CriticModel):  # dense
+        settings.pop("expert_parallel", None)
+    engine = EngineConfig.model_validate({"max_tokens_per_microbatch": 20, **settings})
     if isinstance(mesh, PipelineMesh):
         return PipelineEngine(model, compute, case.optimizer, engine, mesh=mesh)
-    return FsdpEngine(model, compute, case.optimizer, engine, mesh=mesh)
+    return FsdpEngine(model, compute, case.optimizer, engine, mesh=mesh, router_loss_coef=ROUTER_LOSS)
 
 
 def exported(engine: FsdpEngine) -> dict[str, Tensor]:
@@ -337,7 +371,8 @@ def _mesh(case: Case, group: distributed.ProcessGroup) -> RankMesh | PipelineMes
     shard_ranks = case.settings.get("shard_ranks")
     if case.pp > 1:
         return pipeline_mesh(group, device="cpu", pp=case.pp, tp=case.tp, sp=case.sp, shard_ranks=shard_ranks)
-    return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp, shard_ranks=shard_ranks)
+    divides = case.settings.get("expert_parallel", False)
+    return rank_mesh(group, device="cpu", tp=case.tp, sp=case.sp, shard_ranks=shard_ranks, expert_parallel=divides)
 
 
 def _generated(model: PreTrainedModel) -> list[list[int]]:

@@ -17,8 +17,12 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from flowrl.engines.models.routing import mixture_of
 from tests.engines.tables import VOCABULARY
 
 AnyModel = TypeVar("AnyModel", bound=PreTrainedModel)
@@ -61,14 +65,27 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
 
 
+class Qwen3MoeRouter(Qwen3MoeTopKRouter):
+    """Router in the dtype of its input; that of transformers computes probabilities in float32."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        weights, experts = logits.softmax(-1).topk(self.top_k, dim=-1)
+        return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, experts
+
+
 def to_float64(model: AnyModel) -> AnyModel:
-    """Converts a model to float64 in place, including the computation of its norms; returns it."""
+    """Converts a model to float64 in place, including the computation of its norms and routers; returns it."""
     model.double()
+    if mixture_of(model) is not None:
+        model.set_experts_implementation("eager")
     for name, module in list(model.named_modules()):
-        if type(module).__name__ in ("Qwen2RMSNorm", "LlamaRMSNorm"):
+        if type(module).__name__ in ("Qwen2RMSNorm", "LlamaRMSNorm", "Qwen3MoeRMSNorm"):
             owner, _, leaf = name.rpartition(".")
             assert isinstance(module.weight, nn.Parameter) and isinstance(module.variance_epsilon, float)
             setattr(model.get_submodule(owner), leaf, RMSNorm(module.weight, module.variance_epsilon))
+        elif isinstance(module, Qwen3MoeTopKRouter):
+            module.__class__ = Qwen3MoeRouter
     return model
 
 
@@ -85,6 +102,13 @@ def qwen2(dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Qwen
     torch.manual_seed(seed)
     config = Qwen2Config(**{"hidden_size": 64, "tie_word_embeddings": True, **SIZES, **settings})
     return Qwen2ForCausalLM(config).to(dtype).eval()  # pyright: ignore[reportArgumentType] (transformers narrows `to`)
+
+
+def qwen3_moe(seed: int = 0, **settings) -> Qwen3MoeForCausalLM:
+    """Returns a mixture of four experts in each layer, two of them per token."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **sizes, **settings})).eval()
 
 
 def llama(seed: int = 0, **settings) -> LlamaForCausalLM:

@@ -124,6 +124,12 @@ CASES = {
         0.8,
         RunFacts(devices={("actor", "reward"): "a", ("rollout",): "b"}),
     ),
+    # Medians 0.3 of the actor and 0.6 of the critic.
+    "dead_experts": Case(
+        "dead_experts",
+        records(actor__dead_experts=[0.1, 0.3, 0.3, 0.9], critic__dead_experts=[0.5, 0.6, 0.6, 0.7]),
+        0.6,
+    ),
     "value_function": Case("value_function", records(explained_variance=[0.9] * 8 + [-0.5, -0.1, 0.3, 0.5]), 0.1),
     "skipped_updates": Case("skipped_updates", records(critic__skipped_update=[1, 0, 1, 1]), 0.75),
 }

@@ -17,6 +17,7 @@ SCRIPTS = {
     "tools": "tools/run_calculator.sh",
     "games": "games/run_nim.sh",
     "reasoning": "reasoning/run_reasoning.sh",
+    "moe": "moe/run_moe.sh",
     "split": "ppo/run_split_placement.sh",
     "async_2m1t": "detached/run_2m1t.sh",
     "async_2m2t": "detached/run_2m2t.sh",
@@ -24,8 +25,8 @@ SCRIPTS = {
 }
 """Scripts below `recipes/`. `ppo/run_ppo.sh` trains as the quickstart does."""
 
-OWN_TASK = ("tools", "games", "reasoning")
-"""Scripts that do not train on the quickstart's task."""
+OWN_TASK = ("tools", "games", "reasoning", "moe")
+"""Scripts that do not train the quickstart's model on its task."""
 
 
 OF_TIMES = ("idle_devices",)

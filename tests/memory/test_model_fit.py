@@ -11,6 +11,7 @@ from flowrl.config import (
     ONE_DEVICE,
     ActorConfig,
     ConfigError,
+    EngineConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -18,9 +19,10 @@ from flowrl.config import (
     ReplicaSizes,
 )
 from flowrl.config import RolePlacement as Role
+from flowrl.data.experts.mixture import has_experts
+from flowrl.data.input_paths import read_text_config
 from flowrl.memory.model_fit import (
     find_replica_problem,
-    has_experts,
     read_head_size,
     read_max_positions,
     read_num_token_ids,
@@ -80,7 +82,7 @@ def test_the_head_size_of_a_model(settings: dict[str, object], expected: int | N
 )
 def test_a_mixture_of_experts_is_recognized(settings: dict[str, object], expected: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert has_experts(tmp_path) is expected
+    assert has_experts(read_text_config(tmp_path)) is expected
 
 
 def test_a_hub_model_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +90,7 @@ def test_a_hub_model_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.
     settings = {"num_local_experts": 8, "max_position_embeddings": 128}
     (make_snapshot(tmp_path, "owner/experts") / "config.json").write_text(json.dumps(settings))
     model = Path("owner/experts")
-    assert has_experts(model) and read_max_positions(model) == 128
+    assert has_experts(read_text_config(model)) and read_max_positions(model) == 128
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,36 @@ def test_adapter_on_missing_layer_is_rejected(tmp_path: Path) -> None:
 )
 def test_fitting_sizes_and_adapters_are_accepted(tmp_path: Path, lora: LoraConfig | None, sizes: dict) -> None:
     check(tmp_path, QWEN, lora, **sizes)
+
+
+def check_experts(folder: Path, config: PreTrainedConfig, num_ranks: int, **engine: object) -> None:
+    config.save_pretrained(folder)
+    settings = {"strategy": "fsdp", "expert_parallel": True, **engine}
+    actor = ActorConfig(
+        model=ModelConfig(path=folder), optimizer=OptimizerConfig(lr=1e-4), engine=EngineConfig.model_validate(settings)
+    )
+    placement = Placement(device="cpu", pools={"main": [num_ranks]}, roles={"actor": "main"})
+    plan_run(ActorRun(output=Path("out"), steps=1, placement=placement, actor=actor))
+
+
+@pytest.mark.parametrize(("num_ranks", "engine"), [(4, {}), (12, {"shard_ranks": 4}), (1, {})])
+def test_ranks_that_divide_the_experts_are_accepted(num_ranks: int, engine: dict, tmp_path: Path) -> None:
+    check_experts(tmp_path, tiny.qwen3_moe().config, num_ranks, **engine)
+
+
+def test_experts_that_ranks_cannot_divide_are_rejected(tmp_path: Path) -> None:
+    with rejects("actor.engine.expert_parallel", 4, 6, "actor.engine.shard_ranks", error=ConfigError):
+        check_experts(tmp_path, tiny.qwen3_moe().config, 6)
+
+
+def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:
+    with rejects("actor.engine.expert_parallel", "mixtral", error=ConfigError):
+        check_experts(tmp_path, QWEN, 2)
+
+
+def test_replicated_models_do_not_divide_experts(tmp_path: Path) -> None:
+    with rejects("actor.engine.expert_parallel", "fsdp", error=ConfigError):
+        check_experts(tmp_path, tiny.qwen3_moe().config, 2, strategy="auto")
 
 
 def test_missing_model_is_not_checked(tmp_path: Path) -> None:

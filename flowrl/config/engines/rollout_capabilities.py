@@ -54,6 +54,8 @@ class EngineCapabilities:
     keeps_turn_cache: bool = False
     """The engine has the setting `rollout.keep_turn_cache`: it keeps the KV cache of an episode between two turns, or
     prefills each turn again."""
+    returns_routes: bool = False
+    """The engine returns the experts that a mixture of experts has chosen (`rollout.router_replay`)."""
     dimensions: tuple[Literal["tp", "pp"], ...] = ()
     """Parallel sizes that its role in the placement may have. One engine then uses several devices of a node."""
     partial_models: bool = False

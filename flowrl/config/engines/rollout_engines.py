@@ -23,6 +23,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
         streaming=True,
         keeps_turn_cache=True,
         partial_models=True,
+        returns_routes=True,
         matches_trainer=True,
         dtypes=("float32", "bfloat16", "float16", "float64"),
         quantizations={"int8": Quantization()},

@@ -44,6 +44,7 @@ TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
             "strategy",
             "shard_ranks",
             "reshard_after_forward",
+            "expert_parallel",
             "offload",
             "compute_dtype",
             "gradient_checkpointing",

@@ -13,6 +13,7 @@ HealthCheck = Literal[
     "gradient_spike",
     "ratio_range",
     "value_function",
+    "dead_experts",
     "kl_growth",
     "entropy_collapse",
     "repetition",
@@ -67,6 +68,9 @@ class HealthConfig(Config):
     """Smallest explained variance of the critic. The check begins after 3 x `health.steps` steps. A critic that
     predicts the same value for all tokens has an explained variance of 0.
     """
+
+    dead_experts: Share | None = 0.5
+    """Largest share of the experts of a mixture of experts that no token of a step has chosen (`ROLE/dead_experts`)."""
 
     kl_growth: PositiveFloat | None = 1.0
     """Largest KL of the policy to the reference in nats per token. A KL below that of the first step is no finding."""

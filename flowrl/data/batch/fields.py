@@ -40,6 +40,12 @@ FIELDS: dict[str, Field] = {
         "rollout",
         "with an environment: parts of the response with `kind`, `start`, `end` (tokens) and `text`",
     ),
+    "routes": Field(
+        "token, uint8 or int16",
+        "rollout",
+        "with `rollout.router_replay`: 1 + index of each chosen expert, for all layers; 0 where the rollout has not "
+        "processed the token",
+    ),
     "old_logprobs": Field(
         "token, f32",
         "actor",

@@ -33,6 +33,7 @@ from flowrl.data.input_paths import MAX_POSITIONS
 from flowrl.engines.models.attention import Pack, find_attention
 from flowrl.engines.models.parameters import check_finite
 from flowrl.engines.models.partial_loading import InitialWeights, WeightDifferences, compare_weights
+from flowrl.engines.models.routing import experts_implementation, mixture_of
 from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
@@ -331,6 +332,8 @@ def _load(
     if has_attention_softcap(model):
         # torch's own attention kernel would ignore the softcap.
         model.set_attn_implementation("eager")
+    if (implementation := experts_implementation(model.dtype)) is not None and mixture_of(model) is not None:
+        model.set_experts_implementation(implementation)
     return model.eval()
 
 
@@ -459,7 +462,7 @@ def _dropout_settings(config: PreTrainedConfig) -> dict[str, float]:
     return {
         name: value
         for name, value in config.get_text_config().to_dict().items()
-        if ("dropout" in name or name.endswith(("_pdrop", "layerdrop")))
+        if ("dropout" in name or name.endswith(("_pdrop", "layerdrop", "jitter_noise")))
         # A setting of GPT-2's multiple-choice head, which no role uses.
         and name != "summary_first_dropout"
         and isinstance(value, float)

@@ -28,6 +28,7 @@ from flowrl.config import BaseQuantization, LoraConfig, UserError
 from flowrl.data.folders.atomic_folder import write_atomically
 from flowrl.engines.models.parameters import check_finite, to_full_tensor
 from flowrl.engines.models.quantized_base import QuantizedLinear, round_to_codes
+from flowrl.engines.models.routing import mixture_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
@@ -40,6 +41,9 @@ _QUANTIZATION = "base_quantization"
 
 _BASE = ".base_layer"
 """Suffix that peft adds to the name of an adapted layer."""
+
+_EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""Names of the matrices of an expert in files."""
 
 SAVED_PREFIX = "base_model.model."
 """Prefix of layer names in peft's files."""
@@ -315,6 +319,9 @@ def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, n
     """
     head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    if mixture_of(model) is not None:
+        # peft takes these names for those of experts, also in dense layers and shared experts.
+        linear = {name: m for name, m in linear.items() if name.rpartition(".")[2] not in _EXPERT_MATRICES}
     if config.targets == "all_linear":
         return linear
     chosen = {}

@@ -126,6 +126,20 @@ def run_backbone(
     return output.last_hidden_state
 
 
+def local_tokens(values_BL: Tensor, sharding: SequenceSharding | None, pack: Pack | None = None) -> Tensor:
+    """Returns the values [B, L, ...] of the tokens that `run_backbone` passes to the backbone of this rank, [B, l,
+    ...]. Values of filler tokens are 0.
+    """
+    rows_BL = values_BL if pack is None else pack.pack(values_BL)
+    if sharding is None:
+        return rows_BL
+    assert sharding.tp_group is None, "mixtures of experts reject sequence-parallel norms"
+    length, rank = sharding.shard_length(rows_BL), sharding.group.rank()
+    num_filler = length * sharding.group.size() - rows_BL.shape[1]
+    padded_BL = nn.functional.pad(rows_BL, (*[0, 0] * (rows_BL.dim() - 2), 0, num_filler))
+    return padded_BL[:, rank * length : (rank + 1) * length]
+
+
 def run_head(head: nn.Linear, hidden_BlD: Tensor, sharding: SequenceSharding | None) -> Tensor:
     return nn.functional.linear(hidden_BlD.to(head.weight.dtype), *head_weights(head, sharding))
 

@@ -1,11 +1,15 @@
 """Loads sharded models without a full copy on any rank.
 
 A model is created on the meta device, where weights take no memory, and is then sharded. Each rank allocates only its
-shards and reads them from the safetensors files.
+shards and reads them from the safetensors files. If the files have the experts of a layer as separate matrices, a rank
+reads only those that its shard consists of.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,8 +26,9 @@ from transformers.utils.hub import cached_file
 
 from flowrl.config.source import read_json
 from flowrl.engines.models.attention import find_attention
+from flowrl.engines.models.file_layout import FilePart, file_parts
 from flowrl.engines.models.lora import ModelWeight, adapter_layers, base_quantization, model_weights
-from flowrl.engines.models.parameters import check_finite, set_parameter, unique_parameters
+from flowrl.engines.models.parameters import check_finite, replace_parameter, set_parameter, unique_parameters
 from flowrl.engines.models.partial_loading import InitialWeights
 from flowrl.engines.models.quantized_base import QuantizedLinear
 from flowrl.engines.models.saved_adapter import LayerChange, SavedAdapter
@@ -44,6 +49,14 @@ class _FileEntry:
 
 
 @dataclass(frozen=True)
+class _PartsEntry:
+    """A weight [E, R, C] whose experts are separate entries of the files, sorted by file."""
+
+    parts: tuple[tuple[FilePart, _FileEntry], ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class _InitialEntry:
     """A weight that the files lack, with the name and the shape of its initial value."""
 
@@ -56,7 +69,7 @@ class _InitialEntry:
 class _AdaptedEntry:
     """A weight to which the change of an adapter is added."""
 
-    base: _FileEntry | _InitialEntry
+    base: _FileEntry | _PartsEntry | _InitialEntry
     change: LayerChange
 
     @property
@@ -64,7 +77,7 @@ class _AdaptedEntry:
         return self.base.shape
 
 
-_Entry = _FileEntry | _InitialEntry | _AdaptedEntry
+_Entry = _FileEntry | _PartsEntry | _InitialEntry | _AdaptedEntry
 
 _pending: WeakKeyDictionary[nn.Module, dict[str, _Entry]] = WeakKeyDictionary()
 """For each model on the meta device, maps weight names (without adapter suffixes) to the sources of their values."""
@@ -99,36 +112,44 @@ def make_meta_model(
         model = auto.from_config(
             config, dtype=dtype, attn_implementation=find_attention(auto, config), trust_remote_code=False
         )
-    if model.state_dict().keys() != dict(model.named_parameters(remove_duplicate=False)).keys():
-        # Persistent buffers; no supported model family in docs/models.md has them.
-        return None
     pending: dict[str, _Entry] = {}
     initial = InitialWeights(model) if missing else None
     changes = {} if adapter is None else adapter.changes(model)
-    complete = {} if adapter is None else adapter.weights(model)
+    find = _EntryFinder(model, entries)
+    _set_known(model, fresh, {} if adapter is None else adapter.weights(model))
     for names, weight in unique_parameters(model):
-        real = None if fresh.isdisjoint(names) else torch.zeros(weight.shape, dtype=weight.dtype)
-        if real is None and (own := next((complete[name] for name in names if name in complete), None)) is not None:
-            real = own.to(weight.dtype, copy=True)
-        if real is not None:
-            parameter = nn.Parameter(real)  # one for all names of a tied weight
-            for name in names:
-                set_parameter(model, name, parameter)
+        if not weight.is_meta:
             continue
-        entry: _FileEntry | _InitialEntry | None
+        entry: _FileEntry | _PartsEntry | _InitialEntry | None
         if initial is not None and names[0] in missing:
             entry = _InitialEntry(initial, names[0], tuple(weight.shape))
         else:
-            entry = next((entries[name] for name in _file_names(model, names) if name in entries), None)
-        if entry is None or entry.shape != tuple(weight.shape):
+            entry = find(names, tuple(weight.shape))
+        if entry is None:
             return None
         change = next((changes[name] for name in names if name in changes), None)
         pending[names[0]] = entry if change is None else _AdaptedEntry(entry, change)
     _initialize_buffers(model)
+    for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        entry = find([name], tuple(model.get_buffer(name).shape))
+        if isinstance(entry, _FileEntry):
+            _read_buffer(model, name, entry, dtype)
+        elif name not in missing:
+            return None
     _pending[model] = pending
     if model.can_generate() and cached_file(str(path), "generation_config.json", **_OPTIONAL, local_files_only=local):
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=local)
     return model
+
+
+def _set_known(model: PreTrainedModel, fresh: frozenset[str], complete: Mapping[str, Tensor]) -> None:
+    """Sets fresh weights to zero, and those of `complete` to their values, under all names of tied weights."""
+    for names, weight in unique_parameters(model):
+        value = next((complete[name] for name in names if name in complete), None)
+        if not fresh.isdisjoint(names):
+            replace_parameter(model, names[0], torch.zeros(weight.shape, dtype=weight.dtype))
+        elif value is not None:
+            replace_parameter(model, names[0], value.to(weight.dtype, copy=True))
 
 
 def move_loaded(model: Model, device: torch.device) -> Model:
@@ -221,12 +242,41 @@ def _read(weight: Tensor, entry: _Entry) -> None:
     entry = entry.base if isinstance(entry, _AdaptedEntry) else entry
     if isinstance(entry, _InitialEntry):
         local.copy_(entry.weights.draw(entry.name)[slices])
+    elif isinstance(entry, _PartsEntry):
+        _read_parts(local, slices, entry)
     else:
         with safe_open(entry.file, framework="pt") as file:
             local.copy_(file.get_slice(entry.name)[slices] if slices else file.get_tensor(entry.name))
         check_finite(local, entry.name, entry.file)
     if change is not None:
         local.copy_(change.merge(local, slices))
+
+
+def _read_parts(local_erc: Tensor, slices: Sequence[slice], entry: _PartsEntry) -> None:
+    """Reads the parts of a weight [E, R, C] that overlap this rank's shard, which is at `slices` of the weight."""
+    own_e, own_r, own_c = slices
+    for path, parts in groupby(entry.parts, key=lambda pair: pair[1].file):
+        with safe_open(path, framework="pt") as file:
+            for part, stored in parts:
+                assert part.expert is not None, "a complete weight has a file entry of its own"
+                start, stop = max(part.first_row, own_r.start), min(part.first_row + part.shape[0], own_r.stop)
+                if start < stop and own_e.start <= part.expert < own_e.stop:
+                    target_rc = local_erc[part.expert - own_e.start, start - own_r.start : stop - own_r.start]
+                    rows = slice(start - part.first_row, stop - part.first_row)
+                    target_rc.copy_(file.get_slice(stored.name)[rows, own_c])
+                    check_finite(target_rc, stored.name, path)
+
+
+def _read_buffer(model: PreTrainedModel, name: str, entry: _FileEntry, dtype: torch.dtype) -> None:
+    """Reads a persistent buffer, which no rank shards. transformers keeps some in float32."""
+    keeps_float32 = any(re.search(pattern, name) for pattern in model._keep_in_fp32_modules_strict or ())
+    with safe_open(entry.file, framework="pt") as file:
+        value = file.get_tensor(entry.name)
+    if value.is_floating_point():
+        check_finite(value, entry.name, entry.file)
+        value = value.to(torch.float32 if keeps_float32 and dtype.itemsize == 2 else dtype)
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._buffers[leaf] = value.clone()  # not mapped from the file, as in `move_loaded`
 
 
 def read_weights(path: Path, names: Sequence[str]) -> dict[str, tuple[Tensor, str]]:
@@ -252,11 +302,33 @@ def _file_entries(path: Path, local: bool) -> dict[str, _FileEntry]:
     return entries
 
 
-def _file_names(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
-    """Yields the possible names of a weight in a file: with and without the backbone prefix."""
-    prefix = f"{model.base_model_prefix}."
-    for name in names:
-        yield from (name, name.removeprefix(prefix), prefix + name)
+class _EntryFinder:
+    """Finds weights of a model in its files."""
+
+    def __init__(self, model: PreTrainedModel, entries: Mapping[str, _FileEntry]) -> None:
+        self._model, self._entries = model, entries
+
+    def __call__(self, names: Sequence[str], shape: tuple[int, ...]) -> _FileEntry | _PartsEntry | None:
+        """Returns the entry of a weight with these names, or None if the files lack it or have another shape."""
+        if (entry := self._find_name(names)) is not None:
+            return entry if entry.shape == shape else None
+        parts = self._parts.get(names[0], ())
+        pairs = [(part, entry) for part in parts if (entry := self._find_name([part.name])) is not None]
+        if not parts or len(pairs) < len(parts) or any(part.shape != entry.shape for part, entry in pairs):
+            return None
+        if parts[0].expert is None:
+            return pairs[0][1]
+        return _PartsEntry(tuple(sorted(pairs, key=lambda pair: pair[1].file)), shape)
+
+    def _find_name(self, names: Sequence[str]) -> _FileEntry | None:
+        """Returns the entry with one of these names, with or without the prefix of the backbone."""
+        prefix = f"{self._model.base_model_prefix}."
+        spellings = (spelling for name in names for spelling in (name, name.removeprefix(prefix), prefix + name))
+        return next((self._entries[name] for name in spellings if name in self._entries), None)
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[FilePart, ...]]:
+        return file_parts(self._model)
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.engines.models.lora import ModelWeight, model_weights
+from flowrl.engines.models.routing import find_routers
 
 INPUTS = 4
 """Number of matrix columns that are sampled per weight version."""
@@ -103,10 +104,10 @@ def weight_samples(
     exported_names: dict[int, str] = {}
     for name, weight in weights.items():
         exported_names.setdefault(id(weight.stored), name)
-    samples = []
+    samples, routers = [], find_routers(model)
     for name in chosen:
         exported_name = exported_names[id(weights[name].stored)]
-        kind, dim = _kind(model, name, weights[name])
+        kind, dim = _kind(model, name, weights[name], routers)
         width = weights[name].stored.shape[dim] if dim is not None else 0
         # A layer is sampled once per num_layers versions, so the columns advance once per such visit.
         visit = version // max(1, len(names) // len(chosen))
@@ -122,15 +123,15 @@ def weight_samples(
     return WeightSamples(version, tuple(samples))
 
 
-def _kind(model: nn.Module, name: str, weight: ModelWeight) -> tuple[Kind, int | None]:
+def _kind(model: nn.Module, name: str, weight: ModelWeight, routers: Sequence[nn.Module]) -> tuple[Kind, int | None]:
     """Returns the kind of a weight (see `WeightSample.kind`), and the index of the tensor dimension that
-    `WeightSample.inputs` indexes. Returns None instead of the index for a vector.
+    `WeightSample.inputs` indexes. Returns None instead of the index for a vector. `routers` are linear layers, too.
     """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path) if weight.adapter is None else weight.adapter.base_layer
     if leaf == "weight" and isinstance(module, nn.Embedding):
         return "table", 1
-    if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
+    if leaf == "weight" and (isinstance(module, nn.Linear | Conv1D) or module in routers):
         return "matrix", 0 if isinstance(module, Conv1D) else 1
     return "plain", 0 if weight.stored.ndim > 1 else None
 

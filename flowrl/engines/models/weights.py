@@ -21,6 +21,7 @@ from flowrl.data.dtypes import dtype_name
 from flowrl.engines.models.int8 import Int8Linear, int8_layers
 from flowrl.engines.models.lora import ModelWeight, adapter_layers, model_weights
 from flowrl.engines.models.parameters import set_parameter
+from flowrl.engines.models.routing import EXPERT_PARALLEL, experts_implementation
 
 BFLOAT16 = "|bfloat16"
 """Suffix of the name of an int16 array that contains the bits of a bfloat16 weight."""
@@ -148,6 +149,8 @@ def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the buffers of the model."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
+    if config._experts_implementation == EXPERT_PARALLEL:  # the copy has the weights of all experts
+        config._experts_implementation = experts_implementation(model.dtype)
     with torch.device("meta"):
         meta_model = type(model)(config)
     _share_buffers(meta_model, model)

@@ -5,7 +5,7 @@ below 1/256 of its value.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -197,8 +197,15 @@ class ReplicatedGradients:
 class ShardedGradients:
     """Gradient shards, which FSDP2 reduce-scatters at the end of each backward pass and adds to existing gradients."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], mesh: RankMesh, experts: Iterable[nn.Parameter] = ()
+    ) -> None:
+        """`experts`: weights that FSDP2 ignores, of which each rank of a copy of the model has the complete gradient
+        of its part.
+        """
         self._parameters, self._mesh = parameters, mesh
+        own = {id(weight) for weight in experts}
+        self._experts = [parameter for parameter in parameters if id(parameter) in own]
         _allow_other_dtypes(parameters)
 
     def zero(self) -> None:
@@ -218,6 +225,12 @@ class ShardedGradients:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        assert self._mesh.devices is not None, "several ranks"
+        if self._mesh.devices["replicate"].size() > 1:
+            for parameter in self._experts:
+                assert parameter.grad is not None
+                group = self._mesh.devices.get_group("replicate")
+                distributed.all_reduce(local_tensor(parameter.grad), group=group)
 
     def cast(self) -> None:
         _cast(self._parameters)

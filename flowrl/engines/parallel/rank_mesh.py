@@ -37,6 +37,8 @@ class RankMesh:
     """Whether this rank reports the row count for all ranks of `same_rows`. True if its tensor- and sequence-parallel
     index is 0.
     """
+    experts: ProcessGroup | None = None
+    """Ranks of a copy of the model, which exchange tokens of their experts. None without expert parallelism."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums the values elementwise over all ranks, in place."""
@@ -60,7 +62,13 @@ SINGLE_PROCESS = RankMesh(
 
 
 def rank_mesh(
-    group: ProcessGroup | None, *, device: torch.device | str, tp: int = 1, sp: int = 1, shard_ranks: int | None = None
+    group: ProcessGroup | None,
+    *,
+    device: torch.device | str,
+    tp: int = 1,
+    sp: int = 1,
+    shard_ranks: int | None = None,
+    expert_parallel: bool = False,
 ) -> RankMesh:
     """Creates the process groups of a role. All ranks of `group` must call this together.
 
@@ -70,6 +78,7 @@ def rank_mesh(
         tp: number of tensor-parallel ranks.
         sp: number of sequence-parallel ranks.
         shard_ranks: number of data-parallel ranks over which one copy of the model is sharded. None means all.
+        expert_parallel: whether the ranks of a copy exchange tokens of experts.
     Raises ValueError if tp, sp and shard_ranks do not divide the number of ranks.
     """
     if group is None:
@@ -100,6 +109,8 @@ def rank_mesh(
     dimensions.append(shared_group(ranks_RST[own_r, own_shard]))
     # Not shared: in the group of the shards, attention would wait until FSDP2 has gathered the next layer's weights.
     sequence = create_group(ranks_DST[own_d, :, own_t].tolist()) if sp > 1 else None
+    # Not shared, as the one above.
+    experts = create_group(ranks_RST[own_r, :, own_t].tolist()) if expert_parallel else None
     both = create_group(ranks_DST[own_d].flatten().tolist()) if sp > 1 and tp > 1 else None
     return RankMesh(
         all_ranks=group,
@@ -114,6 +125,7 @@ def rank_mesh(
         ),
         tp=tp,
         is_row_leader=own_s == 0 and own_t == 0,
+        experts=experts,
     )
 
 

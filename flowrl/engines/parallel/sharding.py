@@ -1,6 +1,7 @@
 """Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention implementation.
 
-Tensor parallelism follows the plan that transformers defines for the model, or that of `tp_plans`. FSDP2
+Tensor parallelism follows the plan that transformers defines for the model, or that of `tp_plans`, except for routed
+experts. FSDP2
 (`fully_shard`) wraps each layer and the model. Gradients are summed over ranks. FSDP2 would average them by default.
 """
 
@@ -9,6 +10,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -26,10 +28,12 @@ from flowrl.config import EngineConfig, UserError
 from flowrl.engines.models.attention import FLASH, ROWS, has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import tp_replicated_layers, tp_sharded_layers
+from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import SequenceShardable, SequenceSharding
+from flowrl.engines.parallel.expert_parallel import shard_experts
 from flowrl.engines.parallel.rank_mesh import RankMesh
 from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, shard_adapter, shard_norms
-from flowrl.engines.parallel.tp_plans import copy_outputs, divide_heads, find_plan, for_conv1d
+from flowrl.engines.parallel.tp_plans import TensorParallelPlan, copy_outputs, divide_heads, find_plan, for_conv1d
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -70,10 +74,16 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
     # With a dimension of one rank, each layer would still all-reduce its gradients.
     sharded = mesh.devices["replicate", "shard"] if mesh.devices["replicate"].size() > 1 else mesh.devices["shard"]
+    experts = set[nn.Parameter]()
+    if config.expert_parallel:
+        assert mesh.experts is not None, "the mesh is created with expert_parallel"
+        for language_model in language_models(model):
+            experts |= shard_experts(language_model, sharded, mesh.experts)
     for unit in [*layers(model), model]:
         fully_shard(
             unit,
             mesh=sharded,
+            ignored_params=experts,
             reshard_after_forward=config.reshard_after_forward and unit is not model,
             mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             offload_policy=offload,
@@ -208,6 +218,9 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
     own = find_plan(model)
     known = (model.tp_plan or {}) if own is None else own.styles
     plan = {pattern: style for pattern, style in known.items() if pattern not in replicated}
+    if mixture_of(model) is not None:
+        # Each rank computes all routed experts of its tokens. FSDP2 or expert parallelism divides their weights.
+        plan = {pattern: style for pattern, style in plan.items() if ".experts" not in pattern}
     unknown = sorted({style for style in plan.values() if style not in _STYLES})
     if unknown or not plan:
         reason = f"unknown style {', '.join(unknown)}" if unknown else "there is no tensor-parallel plan for it"
@@ -227,16 +240,20 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
         for layer in tp_replicated_layers(model, path, by_outputs=by_outputs) if shards_norms else ():
             shard_adapter(model.get_submodule(layer), tp_mesh, by_outputs=by_outputs)
     if own is not None:
-        for path in _matching_modules(own.attention, model):
-            heads = settings.num_attention_heads
-            divide_heads(model.get_submodule(path), own, heads, tp_mesh.get_local_rank(), mesh.tp)
-        for path in _matching_modules(own.copied, model):
-            copy_outputs(model.get_submodule(path))
+        _adapt_modules(model, own, settings.num_attention_heads, tp_mesh)
     if shards_norms:
         shard_norms(model, tp_mesh, [path for path, style in paths if style.startswith("rowwise")])
     for path in frozen:
         # torch's style for norms creates trainable weights, also for frozen norms.
         model.get_parameter(path).requires_grad_(False)
+
+
+def _adapt_modules(model: PreTrainedModel, plan: TensorParallelPlan, heads: int, tp_mesh: DeviceMesh) -> None:
+    """Makes the modules of a model with `heads` heads work with the shards of a plan of `tp_plans`."""
+    for path in _matching_modules(plan.attention, model):
+        divide_heads(model.get_submodule(path), plan, heads, tp_mesh.get_local_rank(), tp_mesh.size())
+    for path in _matching_modules(plan.copied, model):
+        copy_outputs(model.get_submodule(path))
 
 
 def _check_sizes(name: str, settings: PreTrainedConfig, tp: int) -> None:

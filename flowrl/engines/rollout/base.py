@@ -129,6 +129,9 @@ class Response:
     """Weight version that sampled each token, one per token."""
     truncated: bool = False
     """True if the response ended at the length limit. False if it ended at a stop token."""
+    routes: "np.ndarray | None" = None
+    """With `rollout.router_replay`, the values of the column `routes` of all processed tokens: those of the prompt, of
+    earlier segments and of this segment, except the last one. [tokens, layers x experts per token]."""
 
 
 def check_request_ids(new: Iterable[str], running: Iterable[str]) -> None:

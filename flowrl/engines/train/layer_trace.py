@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedCo
 
 from flowrl.config import ConfigError, LoraConfig
 from flowrl.data.dtypes import torch_dtype
+from flowrl.data.experts.mixture import read_mixture
 from flowrl.engines.models.attention import (
     ROWS,
     Pack,
@@ -163,7 +164,9 @@ def _construct(traced: Pass) -> PreTrainedModel:
         architecture.head_dim = (
             getattr(architecture, "head_dim", None) or architecture.hidden_size // architecture.num_attention_heads
         )
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        # Tensor parallelism does not shard routed experts.
+        is_dense = read_mixture(architecture.to_dict()) is None
+        for name in ("num_attention_heads", "num_key_value_heads", *(("intermediate_size",) if is_dense else ())):
             setattr(architecture, name, getattr(architecture, name) // traced.tp)
     with torch.device("meta"):
         model = AutoModel.from_config(

@@ -1,8 +1,8 @@
 """Counts the floating-point operations (FLOPs) that a model needs for a pass over rows. Pure functions.
 
-A product of matrices [n, m] and [m, k] has 2 n m k FLOPs. Only matrix products count: of the linear layers, and of
-queries with keys and attention weights with values. Other operations are below 1 % for models with billions of
-parameters. docs/metrics.md has the formula.
+A product of matrices [n, m] and [m, k] has 2 n m k FLOPs. Only matrix products count: of the linear layers, of the
+routers and the experts that process a token, and of queries with keys and attention weights with values. Other
+operations are below 1 % for models with billions of parameters. docs/metrics.md has the formula.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import LoraConfig
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.routing import find_routers, is_experts, mixture_of
 from flowrl.engines.parallel.sharding import language_models, layers
 from flowrl.engines.train.layer_trace import read_architecture
 
-_SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 """Names of linear layers that read the same input. A trained weight in one of them is not before the others."""
 
 _ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B")
@@ -95,7 +96,7 @@ def count_pairs(length: int, window: int | None = None, *, is_causal: bool = Tru
 
 def model_flops(model: nn.Module) -> ModelFlops | None:
     """Returns the FLOPs of a module with a language model. Returns None without a language model, or if the module has
-    matrices of another kind, such as experts or convolutions.
+    matrices of another kind, such as convolutions, or experts of an unknown family.
 
     The backward pass computes the gradient of a weight only if the weight is trained, and the gradient of an input only
     if a trained weight is before it. With an adapter (LoRA), the frozen weights therefore have no gradients, and
@@ -106,9 +107,9 @@ def model_flops(model: nn.Module) -> ModelFlops | None:
     an adapter, their count is too small by at most two matrices of the adapter.
     """
     language_model = next(language_models(model), None)
-    if language_model is None or not _has_known_matrices(model):
+    if language_model is None or not _has_known_matrices(model, language_model):
         return None
-    settings = language_model.config.get_text_config()
+    experts, settings = _Experts.of(language_model), language_model.config.get_text_config()
     windows = _windows(settings)
     if windows is None:
         return None
@@ -119,14 +120,14 @@ def model_flops(model: nn.Module) -> ModelFlops | None:
     """For each decoder layer, whether the outputs of its linear layers have gradients, by name."""
     is_trained = False
     """Whether a trained weight is before the current module."""
-    owner, has_input_gradient = "", False
+    inputs: dict[str, bool] = {}
+    """Whether the input of linear layers has a gradient, by `_input_owner`."""
     for name, module in model.named_modules():
         if id(module) in blocks:
             has_gradient.append({})
         own = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
         if isinstance(module, nn.Linear | Conv1D):
-            if (input_owner := _input_owner(name)) != owner:
-                owner, has_input_gradient = input_owner, is_trained
+            has_input_gradient = inputs.setdefault(_input_owner(name), is_trained)
             from_adapter = f".{_ADAPTER_PARTS[-1]}." in name
             passes = _linear_passes(module, is_trained if from_adapter else has_input_gradient)
             (per_target if module is head else per_token).append(passes)
@@ -134,11 +135,12 @@ def model_flops(model: nn.Module) -> ModelFlops | None:
                 layer = _layer_name(name).rpartition(".")[2]
                 known = has_gradient[-1].get(layer, False)
                 has_gradient[-1][layer] = known or has_input_gradient or any(own)
+        per_token += [_matrix_passes(weight, used, is_trained) for weight, used in experts.used_weights(module)]
         is_trained = is_trained or any(own)
     per_pair: dict[int | None, Passes] = {}
     for outputs, window in zip(has_gradient, windows, strict=True):
         per_pair[window] = _total([per_pair.get(window, Passes()), _pair_passes(outputs, settings)])
-    recomputed = sum(_recomputed_per_token(layer) for layer in layers(model))
+    recomputed = sum(_recomputed_per_token(layer, experts) for layer in layers(model))
     return ModelFlops(_total(per_token), _total(per_target), per_pair, recomputed)
 
 
@@ -163,21 +165,54 @@ def planned_flops(config: str, *, has_head: bool, lora: LoraConfig | None = None
     return model_flops(model)
 
 
-def _recomputed_per_token(layer: nn.Module) -> int:
+@dataclass(frozen=True)
+class _Experts:
+    """The routers of a mixture of experts, and the number of experts that process a token."""
+
+    routers: Sequence[nn.Module] = ()
+    per_token: int = 0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_Experts":
+        mixture = mixture_of(model)
+        return cls() if mixture is None else cls(find_routers(model), mixture.per_token)
+
+    def used_weights(self, module: nn.Module) -> list[tuple[Tensor, float]]:
+        """Returns the weights of a router, or of all experts of a layer, with the part that a token uses. Empty for
+        other modules.
+        """
+        if module in self.routers:
+            return [(module.get_parameter("weight"), 1.0)]
+        if self.routers and is_experts(module):
+            return [(weight, self.per_token / len(weight)) for weight in module.parameters()]
+        return []
+
+
+def _recomputed_per_token(layer: nn.Module, experts: _Experts) -> int:
     """Returns the FLOPs per token of the matrices of a layer that gradient checkpointing computes a second time.
 
     The recomputation ends as soon as it has all tensors that the backward pass needs. The result of the last matrix is
-    such a tensor only if a norm follows, which layers with more than two norms have.
+    such a tensor only if a norm follows, which layers with more than two norms have, or if it is the last one of
+    experts or their router, whose results are multiplied.
     """
-    matrices = [2 * module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear | Conv1D)]
+    matrices: list[float] = []
+    is_product = False
+    for module in layer.modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            matrices.append(2 * module.weight.numel())
+            is_product = False
+        elif used := experts.used_weights(module):
+            matrices.append(sum(2 * weight.numel() * part for weight, part in used))
+            is_product = True
     others = (child for child in layer.children() if not isinstance(child, nn.Linear | Conv1D))
     num_norms = sum(any(True for _ in child.parameters(recurse=False)) for child in others)
-    return sum(matrices if num_norms > 2 else matrices[:-1])
+    return round(sum(matrices if num_norms > 2 or is_product else matrices[:-1]))
 
 
-def _has_known_matrices(model: nn.Module) -> bool:
+def _has_known_matrices(model: nn.Module, language_model: PreTrainedModel) -> bool:
+    experts = _Experts.of(language_model)
     return all(
-        isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+        isinstance(module, nn.Linear | Conv1D | nn.Embedding) or experts.used_weights(module)
         for module in model.modules()
         if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     )
@@ -197,8 +232,13 @@ def _input_owner(name: str) -> str:
 
 
 def _linear_passes(layer: nn.Linear | Conv1D, has_input_gradient: bool) -> Passes:
-    flops = 2 * layer.weight.numel()
-    return Passes(flops, flops * (has_input_gradient + layer.weight.requires_grad))
+    return _matrix_passes(layer.weight, 1, has_input_gradient)
+
+
+def _matrix_passes(weight: Tensor, used: float, has_input_gradient: bool) -> Passes:
+    """Returns the FLOPs per token of products with a part `used` of a weight."""
+    flops = round(2 * weight.numel() * used)
+    return Passes(flops, flops * (has_input_gradient + weight.requires_grad))
 
 
 def _windows(settings: PreTrainedConfig) -> list[int | None] | None:

@@ -177,7 +177,7 @@ _CHECKS = (
     Check("models", Level.FILES, file_checks.check_positions),
     Check("models", Level.FILES, file_checks.check_reward_heads),
     Check("models", Level.FILES, file_checks.check_trained_weights, Need.TRAINING),
-    Check("models", Level.FILES, file_checks.warn_about_experts, Need.TRAINING),
+    Check("models", Level.FILES, file_checks.check_experts, Need.TRAINING),
     Check("tokenizer", Level.FILES, file_checks.check_vocabularies),
     Check("placement", Level.CONFIG, placement_checks.check_nodes, Need.START),
     *_of_plan("placement", Level.CONFIG, Need.NONE, placement_checks.describe_devices),

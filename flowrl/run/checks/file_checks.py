@@ -1,6 +1,5 @@
 """Checks of the files of models and data, of which they read only sizes, headers and names."""
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,25 +13,30 @@ from flowrl.config import (
     PtxConfig,
     RewardModelConfig,
     RoleConfig,
+    RolloutConfig,
     RolloutRunConfig,
     RunConfig,
     ScoringModelConfig,
+    StudentConfig,
     TrainedConfig,
     find_tokenizer_role,
     models_of,
 )
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
-from flowrl.data.input_paths import find_dataset_problem, find_model_problem, read_vocabulary_size
+from flowrl.data.experts.mixture import ROUTER_SCORES, has_experts, read_mixture
+from flowrl.data.input_paths import (
+    find_dataset_problem,
+    find_model_problem,
+    read_text_config,
+    read_vocabulary_size,
+)
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.memory.model_fit import (
     excess_tokens_message,
-    has_experts,
     read_max_positions,
     read_num_token_ids,
     read_weight_names,
 )
-
-_logger = logging.getLogger(__name__)
 
 
 class InvalidPaths(ConfigError):
@@ -190,13 +194,53 @@ def check_trained_weights(config: RunConfig) -> None:
             check("critic" if is_critic else "reward_model" if is_scorer else "policy", value, f"{role}.optimizer")
 
 
-def warn_about_experts(config: RunConfig) -> None:
-    """Logs a warning per trained mixture of experts."""
+def check_experts(config: RunConfig) -> None:
+    """Raises ConfigError if the auxiliary loss of a trained model is not defined, if its experts are compiled, or if
+    there are no routes to replay.
+    """
+    _check_router_replay(config)
     for role, value in models_of(config).items():
-        if value.model is not None and isinstance(value, TrainedConfig) and has_experts(value.model.path):
-            _logger.warning(
-                "%s.model.path is %s, a mixture of experts, whose training is untested: it has no auxiliary loss that "
-                "balances the experts and no estimate of memory, and each rank reads all weights before it shards them",
-                role,
-                value.model.path,
+        if not isinstance(value, TrainedConfig) or not (settings := read_text_config(value.model.path)):
+            continue
+        coef, key = value.router_loss_coef, f"{role}.router_loss_coef"
+        if not has_experts(settings):
+            if coef is not None:
+                raise ConfigError(f"{key} is {coef:g}, but {value.model.path} is no mixture of experts: remove it")
+            continue
+        mixture = read_mixture(settings)
+        if mixture is None and coef != 0:
+            raise ConfigError(
+                f"{key} is {coef if coef is None else f'{coef:g}'}, but the auxiliary loss is not defined for the "
+                f"family {settings.get('model_type')} of {value.model.path} (it is for {', '.join(ROUTER_SCORES)}): "
+                f"set it to 0, which trains without a loss that balances the experts"
+            )
+        if mixture is not None and mixture.router_loss_coef is None and coef is None:
+            raise ConfigError(
+                f"{key} is null, which selects the coefficient of the model, but config.json in {value.model.path} has "
+                f"no router_aux_loss_coef: set it, for example to 0.001, or to 0 for no auxiliary loss"
+            )
+        if value.engine.compile is True:
+            raise ConfigError(
+                f"{role}.engine.compile is true, but {value.model.path} is a mixture of experts, whose shapes depend "
+                f"on its routes: set it to auto, which does not compile such a model"
+            )
+
+
+def _check_router_replay(config: RunConfig) -> None:
+    """Raises ConfigError if `router_replay` is set for a policy without routers that the trainer knows."""
+    if not any(isinstance(value, RolloutConfig) and value.router_replay for _, value in config):
+        return
+    for role, value in models_of(config).items():
+        if not isinstance(value, ActorConfig | StudentConfig):
+            continue
+        if value.engine.kind != DEFAULT_TRAIN_ENGINE:
+            raise ConfigError(
+                f"rollout.router_replay is true, but {role}.engine.kind is {value.engine.kind}, which does not read "
+                f"the routes: set rollout.router_replay: false, or {role}.engine.kind: {DEFAULT_TRAIN_ENGINE}"
+            )
+        settings = read_text_config(value.model.path)
+        if settings and read_mixture(settings) is None:
+            raise ConfigError(
+                f"rollout.router_replay is true, but {role}.model.path is {value.model.path}, which is no mixture of "
+                f"experts of the families {', '.join(ROUTER_SCORES)}: set rollout.router_replay: false"
             )

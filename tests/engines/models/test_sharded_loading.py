@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import spawn
-from transformers import AutoModel, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM, PreTrainedModel
 
 from flowrl.config import ModelConfig
 from flowrl.engines.checkpoint.model_folder import save_model
@@ -16,9 +16,8 @@ from flowrl.engines.models.loading import CriticModel, ModelError, load_policy
 from flowrl.engines.models.sharded_loading import load_shards, make_meta_model
 from tests.engines.closeness import assert_norm_close
 from tests.engines.families import FAMILIES, build
-from tests.engines.loading import IDS, MESHES, expected, main, measure, write_adapter
-from tests.engines.losses import policy_logits
-from tests.engines.tiny import SIZES, llama, qwen2, save
+from tests.engines.loading import MESHES, expected, load_experts, main, measure, write_adapter
+from tests.engines.tiny import SIZES, llama, qwen2, qwen3_moe, save
 from tests.errors import missing_facts
 from tests.processes import run_ranks
 from tests.slow_cases import as_parameters, selected_values
@@ -35,6 +34,9 @@ KINDS = (
     "policy with a merged adapter",
     "tied policy with a merged adapter",
     "critic with a merged adapter",
+    "policy with experts",
+    "critic with experts",
+    "policy with experts and a buffer",
 )
 
 
@@ -46,11 +48,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(llama(), folder / "policy")
     llama().save_pretrained(folder / "policy", max_shard_size="20KB")
     (folder / "policy" / "model.safetensors").unlink()
+    save(build("Mixtral"), folder / "mixtral")
+    build("Mixtral").save_pretrained(folder / "mixtral", max_shard_size="20KB")
+    (folder / "mixtral" / "model.safetensors").unlink()
+    save(qwen3_moe(), folder / "qwen3_moe")
+    save(with_selection_bias(build("DeepSeek-V3")), folder / "deepseek")
     critic = CriticModel(qwen2().model, head="fresh", seed=7)
     save_model(critic, folder / "tied", folder / "critic")
     write_adapter(folder / "policy", folder / "adapter")
     write_adapter(folder / "tied", folder / "tied adapter")
     return folder
+
+
+def with_selection_bias(model: PreTrainedModel) -> PreTrainedModel:
+    """Sets the persistent buffers of a model, which its routers add to their scores."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +90,8 @@ def test_sharded_loading_equals_full_loading(results: list[dict], unsharded: dic
         actual, found_weights = results[rank][mesh, kind]
         assert found_weights.keys() == weights.keys()
         assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
-        # These critics are in bfloat16, and ranks sum in another order.
-        rtol = 0.05 if kind.startswith("critic") else None
+        # These models are in bfloat16, and ranks sum in another order.
+        rtol = 0.05 if kind.startswith("critic") or kind.endswith("buffer") else None
         assert_norm_close(actual, expected, rtol)
 
 
@@ -136,13 +151,31 @@ def test_a_pickle_file_is_rejected(tmp_path: Path):
 def test_files_that_only_transformers_can_read_are_loaded_unsharded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Files of Mixtral have one weight per expert; its model has one weight for all experts."""
+    """A matrix in the files of this family is the concatenation of several weights of its model."""
     torch.manual_seed(0)
-    model = MixtralForCausalLM(MixtralConfig(**SIZES, hidden_size=32, num_local_experts=2)).eval()
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    model = HrmTextForCausalLM(HrmTextConfig(**sizes, hidden_size=32)).eval()
     with caplog.at_level(logging.WARNING):
         loaded = load_policy(ModelConfig(path=save(model, tmp_path)), on_meta=True)
-    assert not missing_facts(caplog.text, "WARNING", tmp_path, "MixtralForCausalLM")
-    assert torch.equal(policy_logits(loaded, IDS), policy_logits(model, IDS))
+    assert not missing_facts(caplog.text, "WARNING", tmp_path, "HrmTextForCausalLM")
+    assert all(torch.equal(weight, model.get_parameter(name)) for name, weight in loaded.named_parameters())
+
+
+def broken_expert(folder: Path) -> Path:
+    """Writes a mixture of four experts, of which the last one has a NaN in each layer."""
+    path = save(qwen3_moe(), folder) / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if ".experts.3.up_proj" in name:
+            weight[0, 0] = torch.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_rank_reads_only_its_own_experts(tmp_path: Path):
+    """A rank that reads the last expert raises an error."""
+    run_ranks(load_experts, (broken_expert(tmp_path / "model"), tmp_path), 2)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["loaded", "model.layers.0"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")

@@ -5,28 +5,61 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.config import ConfigError, ModelConfig
+from flowrl.config import ConfigError, EngineConfig, ModelConfig
 from flowrl.run.checks.file_checks import (
+    check_experts,
     check_paths,
     check_positions,
     check_vocabularies,
-    warn_about_experts,
 )
 from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import grpo_settings, ppo_settings
-from tests.errors import missing_facts, rejects
+from tests.errors import rejects
 from tests.run.checks.test_placement_checks import ActorRun, on, run_with
 
+MIXTRAL: dict[str, object] = {
+    "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64,
+    "num_hidden_layers": 2, "router_aux_loss_coef": 0.02,
+}  # fmt: skip
 
-def test_training_of_a_mixture_of_experts_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
-    model = ModelConfig(path=tmp_path)
-    trained = run_with(on(1)).actor.model_copy(update={"model": model})
-    config = run_with(on(1)).model_copy(update={"actor": trained})
-    warn_about_experts(config)
-    (record,) = caplog.records
-    assert not missing_facts(record.getMessage(), "actor.model.path", tmp_path)
+
+def with_model(folder: Path, settings: dict[str, object], **actor: object) -> ActorRun:
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = run_with(on(1))
+    return config.model_copy(
+        update={"actor": config.actor.model_copy(update={"model": ModelConfig(path=folder), **actor})}
+    )
+
+
+@pytest.mark.parametrize("coef", [None, 0.0, 0.1])
+def test_the_auxiliary_loss_of_experts_may_have_any_coefficient(coef: float | None, tmp_path: Path) -> None:
+    check_experts(with_model(tmp_path, MIXTRAL, router_loss_coef=coef))
+
+
+@pytest.mark.parametrize(
+    ("settings", "coef", "facts"),
+    [
+        (MIXTRAL | {"router_aux_loss_coef": None}, None, ["null", "0.001"]),
+        (MIXTRAL | {"model_type": "olmoe"}, None, ["olmoe", "mixtral", "0"]),
+        (MIXTRAL | {"model_type": "olmoe"}, 0.1, ["olmoe", "0.1"]),
+        ({"model_type": "qwen2"}, 0.1, ["0.1", "remove"]),
+    ],
+)
+def test_an_undefined_auxiliary_loss_is_rejected(
+    settings: dict[str, object], coef: float | None, facts: list[str], tmp_path: Path
+) -> None:
+    with rejects("actor.router_loss_coef", tmp_path, *facts, error=ConfigError):
+        check_experts(with_model(tmp_path, settings, router_loss_coef=coef))
+
+
+def test_an_unknown_family_is_trained_with_an_explicit_0(tmp_path: Path) -> None:
+    check_experts(with_model(tmp_path, MIXTRAL | {"model_type": "olmoe"}, router_loss_coef=0.0))
+
+
+def test_compiled_experts_are_rejected(tmp_path: Path) -> None:
+    with rejects("actor.engine.compile", tmp_path, error=ConfigError):
+        check_experts(with_model(tmp_path, MIXTRAL, engine=EngineConfig(compile=True)))
 
 
 def test_only_the_actor_must_support_the_length_of_the_ptx_text(tmp_path: Path) -> None:

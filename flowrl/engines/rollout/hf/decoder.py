@@ -17,6 +17,7 @@ the next turn copies them into its own slot, and an extension processes only the
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -27,6 +28,7 @@ from flowrl.config import RolloutConfig
 from flowrl.engines.rollout.base import Request, Response
 from flowrl.engines.rollout.hf.decode_step import ShortStep, has_short_step
 from flowrl.engines.rollout.hf.kv_cache import SLOT_MULTIPLE, LayerStates, SlotCache, TurnCache, TurnCaches, round_up
+from flowrl.engines.rollout.hf.routes import RouteRecorder
 from flowrl.engines.rollout.sampling import sample_tokens, uniforms
 
 _MIN_ROWS = 16
@@ -158,6 +160,7 @@ class Decoder:
         self._model, self._config, self._device, self._max_length = model, config, device, max_length
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._short_step = ShortStep(model) if has_short_step(model) else None
+        self._routes = RouteRecorder(model) if config.router_replay else None
         self._end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
         self._num_heads: int = model.config.get_text_config().num_attention_heads
         self.turn_caches = TurnCaches()
@@ -231,7 +234,9 @@ class Decoder:
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         missing = max(count - len(free), _MIN_ROWS - len(self._rows), 0)
         if self._cache is None:
-            self._cache = SlotCache(self._num_layers, missing, longest, self._device)
+            # Routes of tokens are stored, copied and kept like the keys and values of a further layer.
+            num_layers = self._num_layers + (self._routes is not None)
+            self._cache = SlotCache(num_layers, missing, longest, self._device)
         self._cache.grow(len(self._rows) + missing, longest)
         free += range(len(self._rows), len(self._rows) + missing)
         self._rows += [None] * missing
@@ -248,7 +253,8 @@ class Decoder:
                 continue
             ids_UL, _ = _pad([history[:width] for history in chunk], width)
             cache.begin_prefill(torch.tensor([slots[history] for history in chunk], device=self._device))
-            self._model.base_model(input_ids=ids_UL.to(self._device), past_key_values=cache, use_cache=True)
+            with self._recording_routes(cache):
+                self._model.base_model(input_ids=ids_UL.to(self._device), past_key_values=cache, use_cache=True)
 
     def _prefill_chunks(self, histories: Sequence[History]) -> Iterator[list[History]]:
         """Splits histories, sorted by length, into forward passes of at most `_PREFILL_TOKENS` tokens."""
@@ -281,13 +287,14 @@ class Decoder:
                 ids_UL, is_token_UL = _pad(tokens, round_up(len(tokens[-1]), _PROMPT_MULTIPLE))
                 slots_U, starts_U = (torch.tensor(x, device=self._device) for x in (slots, starts_of_chunk))
                 positions_UL = cache.begin_extension(slots_U, starts_U, is_token_UL.to(self._device))
-                self._model.base_model(
-                    input_ids=ids_UL.to(self._device),
-                    position_ids=positions_UL,
-                    attention_mask=cache.mask(self._model.dtype),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
+                with self._recording_routes(cache):
+                    self._model.base_model(
+                        input_ids=ids_UL.to(self._device),
+                        position_ids=positions_UL,
+                        attention_mask=cache.mask(self._model.dtype),
+                        past_key_values=cache,
+                        use_cache=True,
+                    )
 
     def _extension_chunks(self, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         """Splits pieces, sorted by length, into forward passes with at most `_EXTENSION_LOGITS` attention logits and
@@ -377,14 +384,18 @@ class Decoder:
         cache.begin_step(position_R, self._longest)
         if self._short_step is not None:
             return self._short_step.logits(self._slots.next_token, position_R, cache)
-        output = self._model(
-            input_ids=self._slots.next_token[:, None],
-            position_ids=position_R[:, None],
-            attention_mask=cache.mask(self._model.dtype),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with self._recording_routes(cache):
+            output = self._model(
+                input_ids=self._slots.next_token[:, None],
+                position_ids=position_R[:, None],
+                attention_mask=cache.mask(self._model.dtype),
+                past_key_values=cache,
+                use_cache=True,
+            )
         return output.logits[:, -1]
+
+    def _recording_routes(self, cache: SlotCache) -> AbstractContextManager[None]:
+        return nullcontext() if self._routes is None else self._routes.recording(cache)
 
     def _sample(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         config = self._config
@@ -470,6 +481,9 @@ class Decoder:
             row.response.token_ids += row_tokens[start:count]
             row.response.logprobs += row_logprobs[start:count]
             row.response.versions += [version] * (count - start)
+            if self._routes is not None and self._cache is not None:
+                # The last token has been sampled, but not processed.
+                row.response.routes = self._routes.read(self._cache, slot, len(row.history) - 1)
             self._rows[slot] = None
             rows.append(row)
         self.num_rows -= len(rows)

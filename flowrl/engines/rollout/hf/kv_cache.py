@@ -250,6 +250,13 @@ class SlotCache(Cache):
         self._step_index: dict[int, Tensor] = {}
         """Number of heads -> `step_index` of the current step."""
 
+    @property
+    def passed_rows(self) -> int:
+        """Number of rows of the prepared pass."""
+        if self.extension is not None:
+            return len(self.extension.rows_U)
+        return self.num_rows if self.prefilled is None else len(self.prefilled)
+
     def begin_prefill(self, rows: Tensor) -> None:
         """Prepares a prefill of right-padded tokens. `rows` are the indices of the rows that receive the keys and
         values.
@@ -318,11 +325,13 @@ class SlotCache(Cache):
 
     def read(self, row: int, num_slots: int) -> list[LayerStates]:
         """Returns a copy of the first `num_slots` positions of a row, for each layer."""
-        layers = []
-        for layer in self.layers:
-            assert isinstance(layer, _SlotLayer)
-            layers.append(layer.read(row, num_slots))
-        return layers
+        return [self.read_layer(layer, row, num_slots) for layer in range(len(self.layers))]
+
+    def read_layer(self, layer: int, row: int, num_slots: int) -> LayerStates:
+        """Returns a copy of the first `num_slots` positions of a row in one layer."""
+        slots = self.layers[layer]
+        assert isinstance(slots, _SlotLayer)
+        return slots.read(row, num_slots)
 
     def write(self, row: int, layers: Sequence[LayerStates]) -> None:
         """Stores the result of `read` in a row."""

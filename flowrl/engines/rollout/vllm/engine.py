@@ -25,6 +25,7 @@ from flowrl.config import ONE_DEVICE, ModelConfig, ReplicaSizes, RolloutConfig, 
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.devices.device import get_device, has_gpu
+from flowrl.engines.models.file_layout import converted_parts
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.parameters import unique_parameters
 from flowrl.engines.models.weights import to_tensors
@@ -128,6 +129,8 @@ class VllmRollout:
         empty = load_policy(model, on_meta=True)
         self._tied = {names[0]: names[1:] for names, _ in unique_parameters(empty)}
         """Maps a weight name to its tied names. vLLM receives a tied weight under each of its names."""
+        self._parts = converted_parts(empty)
+        """Maps the name of a weight to its entries in the model's files, if they differ. vLLM receives these."""
         ends = eos_ids(tokenizer, empty.generation_config)
         self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})
         self._stop_sequences: dict[int, list[list[int]]] = {}
@@ -336,14 +339,15 @@ class VllmRollout:
         self._serving.require_update("receive weights")
         if isinstance(weights, IpcBucket | WeightMetadata):
             with self._end_update_on_error():
-                call_workers(self._engine, "update_weights", {"weights": weights, "tied": self._tied})
+                names = {"tied": self._tied, "parts": self._parts}
+                call_workers(self._engine, "update_weights", {"weights": weights} | names)
             self._serving.mark_received(weights.names)
             return
         received = to_tensors(weights)
         named = {alias: weight for name, weight in received.items() for alias in (name, *self._tied.get(name, ()))}
         context = SharedTensors.of(named) if self._num_devices > 1 else nullcontext(named)
         with self._end_update_on_error(), context as tensors:
-            call_workers(self._engine, "update_weights", {"weights": tensors})
+            call_workers(self._engine, "update_weights", {"weights": tensors, "parts": self._parts})
         self._serving.mark_received(received)
 
     def commit(self) -> None:

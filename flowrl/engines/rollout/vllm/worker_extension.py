@@ -24,9 +24,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from flowrl.engines.models.file_layout import FilePart, split_parts
 from flowrl.engines.rollout.broadcast import BroadcastReceiver, TransferGroup
 from flowrl.engines.rollout.cuda_ipc import IpcBucket, read_bucket
 from flowrl.engines.rollout.weight_metadata import WeightMetadata, with_tied_names
@@ -100,6 +102,8 @@ class Tensors(WeightTransferUpdateInfo):
     weights: Mapping[str, Tensor] | SharedTensors | IpcBucket | WeightMetadata
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Maps a weight name to its tied names. Only GPU transfers use it."""
+    parts: Mapping[str, Sequence[FilePart]] = field(default_factory=dict)
+    """Maps the name of a weight to its entries in the files of the model, if they have other names or shapes."""
 
 
 class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
@@ -115,6 +119,8 @@ class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
             keep_freed_memory()
 
     def start_weight_update(self) -> None:
+        if self.device.type == "cpu":
+            _set_up_experts_again(self.model)
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
@@ -123,11 +129,12 @@ class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
         load: Any = self.model.load_weights  # a method of vLLM's models, which torch does not type
         if isinstance(weights, WeightMetadata):
             assert self.receiver is not None, "the engine has joined the broadcast"
-            load(with_tied_names(self.receiver.receive(weights), update_info.tied))
+            named = with_tied_names(self.receiver.receive(weights), update_info.tied)
         elif isinstance(weights, IpcBucket):
-            load(with_tied_names(read_bucket(weights, self.device), update_info.tied))
+            named = with_tied_names(read_bucket(weights, self.device), update_info.tied)
         else:
-            load((weights.map() if isinstance(weights, SharedTensors) else weights).items())
+            named = (weights.map() if isinstance(weights, SharedTensors) else weights).items()
+        load(split_parts(named, update_info.parts))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -145,6 +152,18 @@ def keep_freed_memory() -> None:
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, 32 * 2**20)  # glibc's maximum
         set_option(_TRIM_THRESHOLD, 256 * 2**20)
+
+
+def _set_up_experts_again(model: torch.nn.Module) -> None:
+    """Makes vLLM pack the weights of experts on CPUs after each update.
+
+    vLLM 0.32 packs them only when it sets up the kernel of a layer (`UnquantizedFusedMoEMethod._setup_kernel`). After
+    an update, the kernel would read weights that are not packed.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 class WorkerExtension:

@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -49,11 +49,13 @@ from flowrl.engines.models.loading import (
 from flowrl.engines.models.lora import adapter_disabled, adapter_layers, add_adapter, unique_adapter_tensors
 from flowrl.engines.models.parameters import to_full_tensor
 from flowrl.engines.models.quantized_base import QuantizedLinear
+from flowrl.engines.models.routing import ROUTES, find_routers, mixture_of
 from flowrl.engines.models.saved_adapter import SavedAdapter
-from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention
+from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention, local_tokens
 from flowrl.engines.models.sharded_loading import load_shards, move_loaded, quantize_base
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
 from flowrl.engines.models.weights import WeightShape, export_weight_part, full_weights, weight_shapes
+from flowrl.engines.parallel.expert_parallel import owned_experts
 from flowrl.engines.parallel.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.parallel.sharding import (
@@ -78,6 +80,8 @@ from flowrl.engines.train.base import (
 )
 from flowrl.engines.train.fsdp.activation_offload import offload_inputs
 from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outputs, score_outputs, value_outputs
+from flowrl.engines.train.fsdp.router_loss import RouterLoss
+from flowrl.engines.train.fsdp.router_replay import RouteReplay
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
 from flowrl.engines.train.model_flops import model_flops
 from flowrl.engines.train.module_engine import ModuleEngine
@@ -109,15 +113,22 @@ class FsdpEngine(ModuleEngine):
         """Loads the model of a role, adds its adapter, and returns the engine."""
         config = context.config
         mesh = rank_mesh(
-            context.group, device=context.device, tp=context.tp, sp=context.sp, shard_ranks=context.shard_ranks
+            context.group,
+            device=context.device,
+            tp=context.tp,
+            sp=context.sp,
+            shard_ranks=context.shard_ranks,
+            expert_parallel=config.engine.expert_parallel,
         )
         lora = config.lora if isinstance(config, TrainedConfig) else None
         is_quantized = lora is not None and lora.base_quantization is not None
         model, compute = load_model(context, on_meta=is_sharded(config.engine, mesh) or is_quantized)
         if is_quantized:
             quantize_base(inner_model(_saved_model(model))[0], context.device)
-        optimizer = config.optimizer if isinstance(config, TrainedConfig) else None
-        return cls(model, compute, optimizer, config.engine, mesh=mesh, device=context.device)
+        optimizer, coef = None, None
+        if isinstance(config, TrainedConfig):
+            optimizer, coef = config.optimizer, config.router_loss_coef
+        return cls(model, compute, optimizer, config.engine, mesh=mesh, device=context.device, router_loss_coef=coef)
 
     def __init__(
         self,
@@ -128,6 +139,7 @@ class FsdpEngine(ModuleEngine):
         *,
         mesh: RankMesh = SINGLE_PROCESS,
         device: torch.device | str = "cpu",
+        router_loss_coef: float | None = None,
     ) -> None:
         """Moves the model to the device and shards it as `engine.strategy` requires.
 
@@ -139,6 +151,8 @@ class FsdpEngine(ModuleEngine):
             engine: strategy, precision and token budget.
             mesh: process groups of the role.
             device: `cpu` or `cuda:N`.
+            router_loss_coef: coefficient of the auxiliary loss of a mixture of experts. None: the one in its
+                configuration.
         Raises ValueError if the strategy does not support the mesh, and EngineError if the model does not support the
         engine settings.
         """
@@ -153,15 +167,14 @@ class FsdpEngine(ModuleEngine):
         self._compute_dtype = None if engine.compute_dtype is None else torch_dtype(engine.compute_dtype)
         check_weight_dtype(model, self._compute_dtype)
         self.model = move_loaded(model, self.device).eval()
-        weight_dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
-        dtype = self._compute_dtype or weight_dtype
+        dtype = self._compute_dtype or next((weight.dtype for weight in model.parameters()), torch.float32)
         self._is_packing = can_pack_rows(model, engine, self.device.type, dtype)
         for language_model in language_models(model):
             self._prepare(language_model, dtype)
-        sequence_sharding = make_sequence_sharding(engine, mesh)
-        if sequence_sharding is not None:
+        self._sequence_sharding = make_sequence_sharding(engine, mesh)
+        if self._sequence_sharding is not None:
             assert isinstance(model, SequenceShardable), "sequence parallelism needs a SequenceShardable"
-            model.sequence_sharding = sequence_sharding
+            model.sequence_sharding = self._sequence_sharding
         if self._is_compiled():
             for layer in layers(model):
                 compile_layer(layer)
@@ -175,6 +188,7 @@ class FsdpEngine(ModuleEngine):
             shard_model(model, mesh, engine, self._compute_dtype)
         load_shards(model, home)
         self._gradients = self._make_gradients([weight for weight in model.parameters() if weight.requires_grad])
+        self._router_loss, self._replay = _find_routers(model, optimizer, router_loss_coef, mesh)
         if optimizer is not None:
             check_groups(trained_weights(self._whole_model), optimizer)
             self._steps = OptimizerSteps(
@@ -210,7 +224,7 @@ class FsdpEngine(ModuleEngine):
     def _make_gradients(self, weights: Sequence[nn.Parameter], *, can_overlap: bool = True) -> Gradients:
         """Returns the gradients of weights. With `can_overlap`, their sum may overlap with the backward pass."""
         if self.is_sharded:
-            return ShardedGradients(weights, self.mesh)
+            return ShardedGradients(weights, self.mesh, owned_experts(self.model))
         overlaps = self._engine.overlap_all_reduce
         overlaps = self.device.type == "cuda" if overlaps == "auto" else overlaps
         return ReplicatedGradients(weights, self.mesh, overlaps=overlaps and can_overlap)
@@ -224,6 +238,8 @@ class FsdpEngine(ModuleEngine):
         on_gpu = self.device.type == "cuda"
         if not compiles(self._engine, on_gpu=on_gpu, is_parallel=is_parallel, is_deterministic=is_deterministic):
             return False
+        if any(mixture_of(language_model) is not None for language_model in language_models(self.model)):
+            return False  # shapes of experts depend on routes, and hooks observe the routers
         if self._engine.compile == "auto" and (problem := find_compiler_problem(get_device(self.device))) is not None:
             _logger.warning(
                 "engine.compile is auto, but %s, so layers are not compiled and steps take longer: correct this, or "
@@ -252,7 +268,8 @@ class FsdpEngine(ModuleEngine):
     def forward(self, batch: TensorDictBase, outputs: Outputs) -> dict[str, Tensor]:
         """Returns outputs of a batch, without gradients. See `TrainEngine`."""
         self._add_usage(batch, outputs, is_training=False)
-        with adapter_disabled(self.model) if outputs.without_adapter else nullcontext(), torch.no_grad():
+        base = adapter_disabled(self.model) if outputs.without_adapter else nullcontext()
+        with base, self._replaying(batch), torch.no_grad():
             collected = collect_outputs(batch, outputs, self._passes(batch, outputs))
         if self.is_sharded:
             reshard_weights(self.model)
@@ -272,12 +289,22 @@ class FsdpEngine(ModuleEngine):
         for own, wait in fetched:
             yield own, wait()
 
+    def _replaying(self, batch: TensorDictBase) -> AbstractContextManager[None]:
+        """Returns a context in which passes use the routes of the batch, if it has the column `routes`."""
+        has_routes = self._replay is not None and ROUTES in batch["tokens"].keys()  # noqa: SIM118 (a TensorDict)
+        return self._replay.active() if has_routes and self._replay is not None else nullcontext()
+
     def _to_device(self, micro: MicroBatch, outputs: Outputs) -> MicroBatch:
         """Returns a micro-batch on the device, with the number of its targets, which is known only on the host."""
         return replace(micro, num_targets=int(outputs.mask_of(micro)[:, 1:].sum())).to(self.device)
 
     def _outputs(self, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
-        with self._autocast():
+        counting, layout = nullcontext(), (self._sequence_sharding, micro.pack)
+        if self._replay is not None and ROUTES in micro.tokens:
+            self._replay.set(local_tokens(micro.tokens[ROUTES], *layout))
+        if self._router_loss is not None:
+            counting = self._router_loss.counting(local_tokens(micro.mask, *layout).flatten())
+        with self._autocast(), counting:
             return mask_outputs(self._compute(self.model, micro, outputs), micro, outputs)
 
     def forward_backward(
@@ -291,9 +318,9 @@ class FsdpEngine(ModuleEngine):
         is_last: bool = False,
     ) -> dict[str, Metric]:
         """Adds the gradient of `weight` times a loss to the gradient of the next optimizer step. See `TrainEngine`."""
-        steps = self.steps
+        steps, routers = self.steps, self._router_loss
         with steps.dropping_on_failure():
-            micros, num_own, denominators = self._split(batch, outputs, groups)
+            micros, num_own, num_passes, denominators = self._split(batch, outputs, groups)
             if not steps.begin_loss(denominators, is_last=is_last):
                 return {}
             self._add_usage(batch, outputs, is_training=True)
@@ -301,13 +328,19 @@ class FsdpEngine(ModuleEngine):
 
             def term(micro: MicroBatch) -> tuple[Tensor, Mapping[str, Metric]]:
                 term, metrics = self._loss_term(micro, loss, outputs, denominators)
+                if routers is not None and routers.needs_counts:
+                    routers.share_counts()
                 return term * factor, metrics
 
-            with self._training():
-                return merge_metrics(self._run_passes(micros, term, num_own - 1 if is_last else None)[:num_own])
+            observing = nullcontext() if routers is None else routers.active(self.device, factor)
+            with self._training(), self._replaying(batch), observing:
+                if routers is not None and routers.needs_counts and (num_passes > 1 or not micros):
+                    routers.count_all([self._count_pass(micro, outputs) for micro in micros])
+                metrics = self._run_passes(micros, term, num_own - 1 if is_last else None)[:num_own]
+                return merge_metrics(metrics if routers is None else [*metrics, routers.metrics()])
 
     def _run_passes(
-        self, micros: Iterator[MicroBatch], compute: ComputeTerm, last: int | None
+        self, micros: Sequence[MicroBatch], compute: ComputeTerm, last: int | None
     ) -> list[Mapping[str, Metric]]:
         """Runs a forward and a backward pass over each micro-batch, and returns the metrics of each.
 
@@ -324,14 +357,20 @@ class FsdpEngine(ModuleEngine):
             metrics.append(micro_metrics)
         return metrics
 
+    def _count_pass(self, micro: MicroBatch, outputs: Outputs) -> Callable[[], object]:
+        """Returns a forward pass of a micro-batch without targets, whose head therefore takes no time."""
+        assert outputs.mask is not None, "a loss has a mask of trained tokens"
+        without_targets = replace(micro, tokens={**micro.tokens, outputs.mask: torch.zeros_like(micro.mask)})
+        return lambda: self._outputs(self._to_device(without_targets, outputs), outputs)
+
     def measure(
         self, batch: TensorDictBase, loss: LossTerm, outputs: Outputs, *, groups: Groups | None = None
     ) -> dict[str, Metric]:
         """Returns the metrics of a loss, as `forward_backward` does, without computing a gradient."""
-        micros, num_own, denominators = self._split(batch, outputs, groups)
+        micros, num_own, _, denominators = self._split(batch, outputs, groups)
         self._add_usage(batch, outputs, is_training=False)
         metrics: list[Mapping[str, Metric]] = []
-        with torch.no_grad():
+        with self._replaying(batch), torch.no_grad():
             for i, micro in enumerate(micros if denominators.tokens else ()):
                 _, micro_metrics = self._loss_term(micro, loss, outputs, denominators)
                 if i < num_own:
@@ -474,12 +513,14 @@ class FsdpEngine(ModuleEngine):
 
     def _split(
         self, batch: TensorDictBase, outputs: Outputs, groups: Groups | None
-    ) -> tuple[Iterator[MicroBatch], int, Denominators]:
-        """Returns the micro-batches, the number of them before the dummy micro-batches, and the denominators."""
+    ) -> tuple[list[MicroBatch], int, int, Denominators]:
+        """Returns the micro-batches, the number of them before the dummy micro-batches, the largest number of
+        micro-batches of any rank, and the denominators.
+        """
         groups_B = None if groups is None else index_groups(batch, groups)
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing, groups_B=groups_B)
         denominators, num_passes = self._count_globally(batch, outputs, groups_B, len(micros))
-        return self._with_dummies(micros, batch, num_passes, groups), len(micros), denominators
+        return [*self._with_dummies(micros, batch, num_passes, groups)], len(micros), num_passes, denominators
 
     def _count_globally(
         self, batch: TensorDictBase, outputs: Outputs, groups_B: Tensor | None, num_micros: int
@@ -536,6 +577,16 @@ def _saved_model(model: nn.Module) -> TrainedModel:
         return model.language_model
     assert isinstance(model, CriticModel | RewardModel), "the model of a role"
     return model
+
+
+def _find_routers(
+    model: nn.Module, optimizer: OptimizerConfig | None, coef: float | None, mesh: RankMesh
+) -> tuple[RouterLoss | None, RouteReplay | None]:
+    """Returns the auxiliary loss of a trained model's routers, and the replay of their routes. None: it has none."""
+    mixture = next((part for part in language_models(model) if find_routers(part)), None)
+    if mixture is None or optimizer is None:
+        return None, None
+    return RouterLoss(mixture, coef, mesh), RouteReplay(mixture)
 
 
 def compile_layer(layer: nn.Module) -> None:

@@ -152,19 +152,18 @@ class PipelineEngine(FsdpEngine):
         return torch.zeros((), device=self.device), {}
 
     def _run_passes(
-        self, micros: Iterator[MicroBatch], compute: ComputeTerm, last: int | None
+        self, micros: Sequence[MicroBatch], compute: ComputeTerm, last: int | None
     ) -> list[Mapping[str, Metric]]:
         metrics: list[Mapping[str, Metric]] = []
         in_flight: deque[tuple[Tensor | None, Tensor]] = deque()
         """Received hidden states, and hidden states or loss, of micro-batches without backward pass."""
-        remaining = list(micros)
-        for kind, i in one_forward_one_backward(self._pipeline.stage, self._pipeline.num_stages, len(remaining)):
+        for kind, i in one_forward_one_backward(self._pipeline.stage, self._pipeline.num_stages, len(micros)):
             if kind == "forward" and self._is_last:
-                term, micro_metrics = compute(remaining[i])
+                term, micro_metrics = compute(micros[i])
                 metrics.append(micro_metrics)
                 in_flight.append((self._input.hidden_BlD, term))
             elif kind == "forward":
-                micro = remaining[i].to(self.device)
+                micro = micros[i].to(self.device)
                 in_flight.append((self._receive(micro), self._run_body(micro)))
             else:
                 with self._gradients.last_pass() if i == last else nullcontext():

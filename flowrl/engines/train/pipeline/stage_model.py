@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.loading import CriticModel, RewardModel
 from flowrl.engines.models.lora import model_weights
+from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import SequenceShardable, run_backbone
 from flowrl.engines.parallel.sharding import EngineError, language_models, layers
 from flowrl.engines.train.base import ROW_OUTPUTS, Outputs
@@ -140,6 +141,11 @@ def _find_parts(model: PreTrainedModel, num_stages: int) -> tuple[nn.Module, str
     if not model._supports_attention_backend:  # the layers of such families return tuples
         raise EngineError(
             f"{type(model).__name__} does not support pp {num_stages}, because it has custom attention: remove pp for "
+            f"this role"
+        )
+    if mixture_of(model) is not None:
+        raise EngineError(
+            f"{type(model).__name__} does not support pp {num_stages}, because its layers have experts: remove pp for "
             f"this role"
         )
     body, found = model.base_model, layers(model)

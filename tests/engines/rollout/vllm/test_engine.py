@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from flowrl import Batch, Cluster, Placement, WorkerGroup
 from flowrl.config import ModelConfig, RolloutConfig, VllmConfig
@@ -40,6 +48,10 @@ ARCHITECTURES = {
     "Qwen2, tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "LLaMA": lambda: LlamaConfig(**SIZES),
     "Qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "Mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "Qwen3-MoE": lambda: Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[0]
+    ),
 }
 
 TF32_RTOL = 2**-10

@@ -20,6 +20,7 @@ from flowrl.engines.models.weight_samples import weight_samples
 from flowrl.engines.models.weights import export_weights
 from flowrl.workers import Rollout
 from tests.engines import tiny, vllm_checks
+from tests.engines.rollout.vllm.test_engine import ARCHITECTURES as MIXTURES
 from tests.errors import missing_facts
 
 pytestmark = [
@@ -101,6 +102,29 @@ def test_correct_weights_pass_before_and_after_updates(served: Served) -> None:
         assert served.all_pass() == len(served.model.state_dict())
         served.step()
         served.send()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "unreached"),
+    [
+        ("Mixtral", ("mlp.gate.weight", "experts.gate_up_proj", "experts.down_proj")),
+        ("Qwen3-MoE", ("experts.gate_up_proj", "experts.down_proj")),
+    ],
+)
+def test_all_weights_of_a_mixture_but_those_of_experts_are_compared(
+    ray_session: None, tmp_path: Path, architecture: str, unreached: tuple[str, ...]
+) -> None:
+    """vLLM stores experts in other layouts. It has another name for the routers of Mixtral."""
+    with serving(tmp_path / "model", MIXTURES[architecture]()) as other:
+        for _ in range(2):
+            samples = weight_samples(other.model, other.version, num_subsets=1)
+            ((count, found, _),) = other.group.run(vllm_checks.comparison, samples)
+            names = list(other.model.state_dict())
+            assert set(found) == {name for name in names if name.endswith(unreached)}
+            assert found and count == len(names) - len(found)
+            other.step(0.01)
+            other.send()
 
 
 @pytest.mark.slow

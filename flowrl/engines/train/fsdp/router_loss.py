@@ -1,0 +1,181 @@
+"""The auxiliary loss that balances the load of the experts of a mixture, and its metrics.
+
+The loss of a layer is E sum_e f_e P_e (`flowrl.algorithms.losses.load_balance`). The share f_e and the mean probability
+P_e are those of all tokens of a call of `forward_backward`: of all ranks and micro-batches, without padding. The loss
+is the mean over the layers. It therefore depends neither on micro-batches nor on the number of ranks. Shares of a
+micro-batch, as in transformers, would depend on both.
+
+The gradient of a token needs the shares of all tokens. If a rank has several micro-batches, an additional pass without
+gradients counts the routes before the first backward pass.
+
+Shape suffixes: N tokens of a micro-batch, K experts of a token, E experts, L layers with experts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, get_args
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from flowrl.algorithms.losses.load_balance import count_routes, load_balance_loss, router_probabilities
+from flowrl.config import UserError
+from flowrl.data.experts.expert_load import ExpertLoad, Statistic
+from flowrl.data.experts.mixture import ROUTER_SCORES
+from flowrl.data.metric import Metric
+from flowrl.engines.models.routing import Routes, find_routers, mixture_of, replace_routes
+from flowrl.engines.parallel.rank_mesh import RankMesh
+
+
+class RouterLoss:
+    """The auxiliary loss of one model. It adds its gradient to that of the logits of each router."""
+
+    def __init__(self, model: PreTrainedModel, coef: float | None, mesh: RankMesh) -> None:
+        """`coef`: coefficient of the loss; None for that of the model's configuration. Raises UserError if the
+        configuration has none.
+        """
+        mixture = mixture_of(model)
+        assert mixture is not None, "the model is a mixture of experts"
+        coef = mixture.router_loss_coef if coef is None else coef
+        if coef is None:
+            raise UserError(
+                f"router_loss_coef is null, which selects the coefficient of the model, but the config.json of "
+                f"{type(model).__name__} has no router_aux_loss_coef: set router_loss_coef, 0 for no loss"
+            )
+        self.coef = coef
+        self._routers = find_routers(model)
+        self._mixture, self._mesh = mixture, mesh
+        self._mask_N: Tensor | None = None
+        """Tokens of the current micro-batch that count."""
+        self._is_counting = False
+        self._counts_LE: Tensor | None = None
+        self._sums_LE: Tensor | None = None
+        """Numbers of tokens and sums of probabilities of this rank, since `active`."""
+        self._all_counts_LE: Tensor | None = None
+        """Numbers of tokens of all ranks and micro-batches."""
+        self._factor = 0.0
+
+    @contextmanager
+    def active(self, device: torch.device, factor: float) -> Iterator[None]:
+        """Inside the `with` block, backward passes add the gradient of `factor` times the coefficient times the loss.
+
+        All ranks enter the block together.
+        """
+        shape = len(self._routers), self._mixture.num_experts
+        self._counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._sums_LE = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._all_counts_LE, self._factor = None, factor
+        with replace_routes(self._routers, self._observe):
+            yield
+
+    def count_all(self, passes: Sequence[Callable[[], object]]) -> None:
+        """Runs forward passes without gradients that count the routes of this rank, and shares them. All ranks call
+        this together.
+        """
+        with torch.no_grad():
+            for run in passes:
+                run()
+        self.share_counts()
+        assert self._counts_LE is not None and self._sums_LE is not None, "inside active"
+        # The passes of the training count again.
+        self._counts_LE, self._sums_LE = torch.zeros_like(self._counts_LE), torch.zeros_like(self._sums_LE)
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether backward passes need the routes of all tokens, which are unknown before `share_counts`."""
+        return self.coef > 0 and self._all_counts_LE is None
+
+    @contextmanager
+    def counting(self, mask_N: Tensor) -> Iterator[None]:
+        """Counts the routes of a forward pass. `mask_N`: tokens that count, also in the backward pass that follows."""
+        self._mask_N, self._is_counting = mask_N, True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    def share_counts(self) -> None:
+        """Sums the routes over all ranks, which call this together, for the backward passes that follow."""
+        assert self._counts_LE is not None, "inside active"
+        self._all_counts_LE = _sum(self._counts_LE, self._mesh.data)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Returns the loss without its coefficient, and statistics of the load, for the tokens of this rank and of its
+        sequence-parallel peers.
+        """
+        assert self._counts_LE is not None and self._sums_LE is not None, "inside active"
+        # Not over the other ranks, whose metrics the controller merges: they may still sum gradients.
+        counts_LE, sums_LE = (
+            _sum(values, self._mesh.sequence).cpu().numpy() for values in (self._counts_LE, self._sums_LE)
+        )
+        return {name: ExpertLoad(name, counts_LE, sums_LE) for name in get_args(Statistic)}
+
+    def gradient(self, layer: int, logits_NE: Tensor) -> Tensor:
+        """Returns the gradient of the loss with respect to the logits of a router."""
+        assert self._all_counts_LE is not None and self._mask_N is not None, "the routes are shared"
+        counts_E = self._all_counts_LE[layer]
+        with torch.enable_grad():
+            leaf_NE = logits_NE.detach().requires_grad_()
+            term = load_balance_loss(
+                router_probabilities(leaf_NE, scores=ROUTER_SCORES[self._mixture.family]),
+                counts_E,
+                self._mask_N,
+                num_tokens=counts_E.sum().double() / self._mixture.per_token,
+            )
+            (gradient_NE,) = torch.autograd.grad(term * (self._factor * self.coef / len(self._routers)), leaf_NE)
+        return gradient_NE
+
+    def _observe(self, layer: int, routes: Routes) -> Routes:
+        """Counts the routes of a layer in the forward pass, and adds the gradient of the loss in the backward pass."""
+        if self._is_counting:
+            assert self._mask_N is not None and self._counts_LE is not None and self._sums_LE is not None
+            with torch.no_grad():
+                probabilities_NE = router_probabilities(
+                    routes.logits, scores=ROUTER_SCORES[self._mixture.family]
+                ).masked_fill(~self._mask_N[:, None], 0)
+                self._sums_LE[layer] += probabilities_NE.sum(0)
+                self._counts_LE[layer] += count_routes(
+                    routes.experts, self._mask_N, num_experts=self._mixture.num_experts
+                )
+        if self.coef == 0 or not torch.is_grad_enabled() or not routes.logits.requires_grad:
+            return routes
+        return routes._replace(weights=_AddGradient.apply(routes.weights, routes.logits, self, layer))
+
+
+def _sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Returns the sum of the values of all ranks of a group."""
+    total = values.clone()
+    if group is not None:
+        distributed.all_reduce(total, group=group)
+    return total
+
+
+class _Context(Protocol):
+    saved_tensors: tuple[Tensor, ...]
+    loss: RouterLoss
+    layer: int
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _AddGradient(torch.autograd.Function):
+    """Returns the weights of a router unchanged. The backward pass adds the gradient of the loss to that of the logits.
+
+    The loss is no term of the total, because its gradient depends on routes of tokens that the forward pass has not
+    seen. Gradient checkpointing recomputes the logits, and FSDP2 has gathered the weights when the gradient arrives.
+    """
+
+    @staticmethod
+    def forward(ctx: _Context, weights_NK: Tensor, logits_NE: Tensor, loss: RouterLoss, layer: int) -> Tensor:
+        ctx.save_for_backward(logits_NE)
+        ctx.loss, ctx.layer = loss, layer
+        return weights_NK.view_as(weights_NK)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (torch leaves the arguments open)
+        ctx: _Context, gradient_NK: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        (logits_NE,) = ctx.saved_tensors
+        return gradient_NK, ctx.loss.gradient(ctx.layer, logits_NE), None, None
