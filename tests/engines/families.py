@@ -105,10 +105,7 @@ FAMILIES: Mapping[str, Family] = {
     "GLM 4": Family(lambda: Glm4Config(**_HEADS), "GLM-4-0414"),
     "Mixtral": Family(lambda: MixtralConfig(**_SIZES, num_local_experts=4)),
     "Qwen3-MoE": Family(
-        # The first layer has no experts.
-        lambda: Qwen3MoeConfig(
-            **_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
-        ),
+        lambda: Qwen3MoeConfig(**_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
         "Qwen3-30B-A3B, Qwen3-235B-A22B",
     ),
     "DeepSeek-V3": Family(

@@ -17,6 +17,7 @@ from flowrl.memory.model_size import PUBLISHED, ModelSize, model_size_from_confi
 from flowrl.memory.role_memory import QUANTIZATION_BLOCK
 from flowrl.memory.rollout_memory import MIN_ROWS, PREFILL_TOKENS, SAMPLED_ELEMENTS, SLOT_MULTIPLE
 from tests.engines.families import FAMILIES, build
+from tests.engines.tiny import qwen3_moe
 
 
 def size_of(config: PreTrainedConfig) -> ModelSize:
@@ -34,6 +35,11 @@ def test_parameter_count_equals_the_model(name: str) -> None:
     assert size.layers * size.layer - size.dense_surplus + size.backbone_non_layer == size.parameters - head
     experts = [weight.numel() for weight in model.parameters() if weight.ndim == 3]
     assert size.experts == sum(experts[:2]) and size.largest_weight >= max(experts, default=0)
+
+
+def test_the_parameters_of_a_mixture_with_a_dense_layer_are_counted() -> None:
+    model = qwen3_moe(mlp_only_layers=[0])
+    assert size_of(model.config).parameters == sum(weight.numel() for weight in model.parameters())
 
 
 @pytest.mark.parametrize("family", ["mamba", "deepseek_v3"])

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from flowrl.config import ConfigError, LoraConfig
 from flowrl.data.dtypes import torch_dtype
@@ -31,6 +32,7 @@ from flowrl.engines.models.attention import (
 )
 from flowrl.engines.models.loading import has_attention_softcap
 from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import run_backbone
 from flowrl.engines.parallel.sharding import layers
 
@@ -44,6 +46,10 @@ _IGNORED = ("auto_map", "quantization_config")
 
 _REPEATED = "flowrl_repeated_heads"
 """Name in transformers of attention that repeats keys and values for every query head."""
+
+
+_EQUAL_LOADS = "flowrl_equal_loads"
+"""Name in transformers of experts with equal loads."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,8 @@ def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
         ) from None
     if traced.lora is not None:
         add_adapter(model, traced.lora.model_copy(update={"modules_to_save": ()}))  # embeddings and head are no layers
+    if mixture_of(model) is not None:
+        model.set_experts_implementation(_EQUAL_LOADS)
     model.eval()
     if traced.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -213,4 +221,23 @@ def _attend_repeated(
     return rows_attention(module, query, *repeat_heads(query, key, value), *arguments, **settings)
 
 
+def _run_equal_loads(experts: Any, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """Computes experts with equal loads. Allocates what grouped products do, for which fake tensors need bfloat16.
+
+    `experts`: a module of transformers with the weights of all experts of a layer (Any: it has no typed base).
+    """
+    (num_tokens, num_choices), num_experts = experts_NK.shape, experts.num_experts
+    num_pairs = num_tokens * num_choices
+    order_S = experts_NK.flatten().argsort()
+    filled_S = nn.functional.pad(order_S, (0, -num_pairs % num_experts))
+    tokens_ETD = hidden_ND[filled_S // num_choices].unflatten(0, (num_experts, -1))
+    with torch.autocast("cpu", enabled=False):  # autocast does not cast the inputs of grouped products
+        gate_up, down = experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
+        gated_ETM = experts._apply_gate(torch.bmm(tokens_ETD.to(gate_up.dtype), gate_up))
+        outputs_SD = torch.bmm(gated_ETM, down).flatten(0, 1)[:num_pairs]
+    weighted_SD = outputs_SD[order_S.argsort()] * weights_NK.reshape(-1, 1)
+    return weighted_SD.unflatten(0, (num_tokens, num_choices)).sum(1).to(hidden_ND.dtype)
+
+
 AttentionInterface.register(_REPEATED, _attend_repeated)
+ExpertsInterface.register(_EQUAL_LOADS, _run_equal_loads)

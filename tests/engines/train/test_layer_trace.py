@@ -74,7 +74,7 @@ def cast_bytes(config: PreTrainedConfig, precision: str) -> int:
     """Returns the bytes of the weights of a layer that autocast has cast, which the trace includes."""
     if precision != "autocast":
         return 0
-    layer = layers(AutoModelForCausalLM.from_config(config))[0]
+    layer = layers(AutoModelForCausalLM.from_config(config))[-1]
     return 2 * sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
 
 
