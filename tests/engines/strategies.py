@@ -20,7 +20,7 @@ from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.models.loading import CriticModel
 from flowrl.engines.models.lora import adapter_state, add_adapter
 from flowrl.engines.models.weight_samples import WeightSample, weight_samples
-from flowrl.engines.models.weights import export_weights, meta_copy
+from flowrl.engines.models.weights import meta_copy
 from flowrl.engines.parallel.pipeline_mesh import PipelineMesh, pipeline_mesh
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
@@ -401,12 +401,15 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> list[dict[str, 
     return states
 
 
-def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[str, Any]:
+def train_in_half(
+    dtype: str, group: distributed.ProcessGroup | None, *, strategy: str = "fsdp", pp: int = 1
+) -> dict[str, Any]:
     """Trains a float32 policy with half-precision compute; returns norms, skipped steps, loss scale and weights."""
-    mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu")
-    settings = {"strategy": "single" if group is None else "fsdp", "compute_dtype": dtype}
-    policy = policy_of(Case(1 if group is None else group.size(), settings, dtype=torch.float32), mesh)
-    rows = torch.arange(11) if group is None else torch.arange(group.rank(), 11, group.size())
+    settings = {"strategy": "single" if group is None else strategy, "compute_dtype": dtype}
+    case = Case(1 if group is None else group.size(), settings, pp=pp, dtype=torch.float32)
+    policy = policy_of(case, SINGLE_PROCESS if group is None else _mesh(case, group))
+    num_parts = case.num_row_parts
+    rows = torch.arange(0 if group is None else group.rank() % num_parts, 11, num_parts)
     # The same rows in each step, so that skipped steps do not change the later ones.
     reports = [policy.update(take_rows(table(11), rows), policy_loss, POLICY) for _ in range(NUM_STEPS + 2)]
     scale = policy.steps.loss_scale
@@ -414,7 +417,7 @@ def train_in_half(dtype: str, group: distributed.ProcessGroup | None) -> dict[st
         "norms": [report["grad_norm"].result() for report in reports if "grad_norm" in report],
         "skipped": sum(report["skipped_update"].result() for report in reports),
         "scale": None if scale is None else (scale.factor, scale.good_steps),
-        "weights": {name: torch.from_numpy(weight) for name, weight in export_weights(policy.model).items()},
+        "weights": exported(policy),
     }
 
 
@@ -499,6 +502,11 @@ def main(rank: int, folder: Path, names: Collection[str]) -> None:
         results["bfloat16"] = train_on_bfloat16(group)
         results |= {f"sum with {strategy}": norm_of_a_sum(strategy, group) for strategy in SUMS}
         results |= {f"in {dtype}": train_in_half(dtype, group) for dtype in ("bfloat16", "float16")}
+        results |= {
+            f"in {dtype} on stages with {strategy}": train_in_half(dtype, group, strategy=strategy, pp=2)
+            for dtype in ("bfloat16", "float16")
+            for strategy in ("ddp", "fsdp")
+        }
         results["moves"] = {moves: train_with_moves(group, moves=moves) for moves in (False, True)}
     if rank == 0:
         assert isinstance(groups[1], distributed.ProcessGroup)

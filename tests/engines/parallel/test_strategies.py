@@ -273,6 +273,22 @@ def test_fsdp_in_half_precision_equals_one_process_in_half_precision(results: li
         assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_stages_in_half_precision_equal_one_process_in_half_precision(
+    results: list[dict], dtype: str, strategy: str
+) -> None:
+    """Under autocast (ddp), hidden states between stages have float32, and with fsdp the dtype of the computation. Both
+    gradients of the tied embeddings are rounded before their sum, and not only after it.
+    """
+    expected = train_in_half(dtype, None) if strategy == "ddp" else results[0][f"in {dtype} on 1"]
+    first, second = (results[rank][f"in {dtype} on stages with {strategy}"] for rank in (0, 1))
+    assert first["norms"][:2] == pytest.approx(expected["norms"][:2], rel=1e-3 if strategy == "ddp" else 0.01)
+    assert (first["norms"], first["skipped"], first["scale"]) == (second["norms"], second["skipped"], second["scale"])
+    for name, weight in first["weights"].items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fsdp_on_one_rank_in_half_precision_equals_a_single_process(results: list[dict], dtype: str):
     """As on two ranks. Autocast computes norms and sums in float32."""
