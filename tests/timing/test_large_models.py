@@ -13,15 +13,15 @@ LORA = ["actor.lora={rank: 32}", "actor.optimizer.kind=adamw", "actor.engine.max
 QWEN = ["recipes/grpo/qwen32b.yaml", "--devices", "8"]
 LLAMA = ["recipes/grpo/llama70b.yaml", "--devices", "8,8"]
 MOE = ["recipes/moe/qwen30b_a3b.yaml", "--devices", "8"]
-GATHERED = [f"{role}.engine.expert_parallel=false" for role in ("actor", "reference")]
+DIVIDED = [f"{role}.engine.expert_parallel=true" for role in ("actor", "reference")]
 FSDP = [f"placement.roles.{role}=main" for role in ("actor", "reference")]
 FSDP += ["actor.engine.shard_ranks=16", "reference.engine.shard_ranks=16"]
 
 RUNS = {
     ("Qwen2.5-32B, 8 x H100", "as in the file: fsdp"): QWEN,
     ("Qwen2.5-32B, 8 x H100", "LoRA"): [*QWEN, *LORA],
-    ("Qwen3-30B-A3B, 8 x H100", "as in the file: expert parallelism"): MOE,
-    ("Qwen3-30B-A3B, 8 x H100", "fsdp gathers all experts"): [*MOE, *GATHERED],
+    ("Qwen3-30B-A3B, 8 x H100", "as in the file: fsdp"): MOE,
+    ("Qwen3-30B-A3B, 8 x H100", "expert parallelism"): [*MOE, *DIVIDED],
     ("Llama-3.3-70B, 16 x H100", "as in the file: a pipeline stage per node"): LLAMA,
     ("Llama-3.3-70B, 16 x H100", "fsdp over both nodes"): [*LLAMA, *FSDP],
     ("Llama-3.3-70B, 16 x H100", "fsdp over both nodes, LoRA"): [*LLAMA, *FSDP, *LORA],
