@@ -82,7 +82,7 @@ def test_other_settings_of_the_adapter_are_rejected_before_the_run_starts(
     adapter: Path, ppo_config: Callable[..., PPOConfig], tmp_path: Path
 ) -> None:
     config = starting_from(adapter, ppo_config(output=tmp_path / "run"), LORA | {"rank": 8})
-    with pytest.raises(UserError, match=r"lora .*rank.*remove lora"):
+    with pytest.raises(UserError, match=r"^actor\.lora .*rank is 4, not 8.*remove lora"):
         check_start(config)
     assert not (tmp_path / "run").exists()
 

@@ -153,7 +153,9 @@ class SavedAdapter:
         different += [name for name, tensor in matrices.items() if name in own and own[name].shape != tensor.shape]
         different += [name for name in self.weights(model) if name not in own]
         if different or scalings - {self.scaling}:
+            ranks = {tensor.shape[0] for name, tensor in own.items() if name.endswith(f"{_MATRIX}A.weight")}
             what = f"see {different[0]}" if different else f"its scale is {self.scaling:g}, not {max(scalings):g}"
+            what = what if self.rank in ranks else f"its rank is {self.rank}, not {max(ranks)}"
             raise LoraError(
                 f"lora differs from the adapter {self.folder}, which it continues ({what}): set rank, alpha, rslora, "
                 f"targets and modules_to_save as in its {ADAPTER_SETTINGS}, or remove lora to merge the adapter and "

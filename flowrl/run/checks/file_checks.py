@@ -178,8 +178,8 @@ def check_reward_heads(config: RunConfig) -> None:
 
 
 def check_trained_weights(config: RunConfig) -> None:
-    """Raises ConfigError if a group of an optimizer has a pattern that matches no weight of its local model. Raises
-    LoraError if a saved adapter, or one of `modules_to_save`, does not fit its model.
+    """Raises ConfigError if a group of an optimizer has a pattern that matches no weight of its local model, or if a
+    saved adapter or one of `modules_to_save` does not fit the model.
     """
     for role, value in models_of(config).items():
         if not isinstance(value, TrainedConfig) or not value.model.path.is_dir():
@@ -188,10 +188,17 @@ def check_trained_weights(config: RunConfig) -> None:
         if not (value.optimizer.groups or has_modules or value.model.adapter is not None):
             continue
         if value.engine.kind == DEFAULT_TRAIN_ENGINE:
-            from flowrl.engines.train.fsdp.engine import check_trained_weights as check  # noqa: PLC0415 (torch)
+            # torch
+            from flowrl.engines.models.lora import LoraError  # noqa: PLC0415
+            from flowrl.engines.train.fsdp.engine import check_trained_weights as check  # noqa: PLC0415
 
             is_critic, is_scorer = isinstance(value, CriticConfig), isinstance(value, RewardModelConfig)
-            check("critic" if is_critic else "reward_model" if is_scorer else "policy", value, f"{role}.optimizer")
+            kind = "critic" if is_critic else "reward_model" if is_scorer else "policy"
+            try:
+                check(kind, value, f"{role}.optimizer")
+            except LoraError as error:
+                where = f"{role}." if str(error).startswith("lora") else f"{role}.model: "
+                raise ConfigError(f"{where}{error}") from error
 
 
 def check_experts(config: RunConfig) -> None:

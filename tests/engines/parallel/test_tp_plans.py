@@ -32,7 +32,7 @@ def test_a_plan_divides_every_matrix_of_the_layers(name: str) -> None:
 class Attention(nn.Module):
     """Records its arguments."""
 
-    num_heads = 4
+    num_heads, num_kv_heads = 4, 2
 
     def forward(self, states: Tensor, alibi: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return states, alibi
@@ -51,7 +51,6 @@ def test_a_rank_gets_the_biases_of_its_heads() -> None:
 
 def test_a_mask_of_all_heads_is_not_divided() -> None:
     module, mask = Attention(), torch.zeros(2, 1, 3, 3)
-    module.num_kv_heads = 2
     divide_heads(module, PLANS["falcon"], 4, 1, 2)
     assert module(torch.zeros(1), alibi=mask)[1] is mask
     per_head = torch.arange(2 * 4 * 9.0).view(2, 4, 3, 3)
