@@ -9,7 +9,7 @@ folder=${OUTPUT:-runs/moe}/seed$seed
 
 python -m recipes.quickstart.prepare --output "$folder/data" --seed "$seed"
 python -m recipes.moe.prepare --output "$folder/model" --seed "$seed"
-fine_tune recipes/quickstart/sft.yaml "$folder/sft" "$seed" \
+fine_tune recipes/quickstart/sft.yaml "$folder/sft" "$seed" steps=700 \
     actor.model.path="$folder/model" actor.router_loss_coef=0.01 data.train="$folder/data/sft.jsonl"
 exec python -m recipes.grpo.train recipes/moe/arithmetic.yaml output="$(next_folder "$folder/grpo")" seed="$seed" \
     actor.model.path="$folder/sft/model" data.train="$folder/data/train.jsonl" data.test="$folder/data/test.jsonl" "$@"

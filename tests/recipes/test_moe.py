@@ -18,8 +18,8 @@ from tests.recipes.scripts import ROOT, read_steps, read_summary, run_script
 FOLDER = ROOT / "recipes/moe"
 SCRIPT = FOLDER / "run_moe.sh"
 
-MIN_GAIN = 0.05
-"""Smallest gain of the held-out accuracy."""
+MIN_GAIN = 0.1
+"""Smallest gain of the held-out accuracy. Seed 0 gains 0.259."""
 
 
 def test_the_model_is_a_mixture_whose_experts_two_ranks_divide(tmp_path: Path) -> None:
@@ -65,4 +65,4 @@ def test_grpo_of_a_mixture_solves_more_held_out_problems(tmp_path: Path) -> None
     summary = read_summary(tmp_path / "seed1/grpo")
     assert summary["accuracy_after"] > summary["accuracy_before"] + MIN_GAIN
     loads = [step["actor/expert_load_max"] for step in read_steps(tmp_path / "seed1/grpo")]
-    assert max(loads[-10:]) < 2.5
+    assert max(loads) < 2.5
