@@ -146,7 +146,7 @@ IMPORTERS = {
     "torchao": (
         "flowrl/engines/rollout/vllm/",
         "flowrl/engines/train/quantized_adamw.py",
-        "flowrl/engines/models/quantized_base.py",
+        "flowrl/engines/models/adapters/quantized_base.py",
     ),
     "transformers": ("flowrl/engines/", "flowrl/data/"),
     "huggingface_hub": ("flowrl/data/input_paths.py",),

@@ -163,8 +163,8 @@ def _merge_adapter(source: ModelSource, adapter: Path) -> ModelSource:
         )
     # imported here, because models without an adapter do not need torch
     from flowrl.engines.checkpoint.model_folder import save_model  # noqa: PLC0415
+    from flowrl.engines.models.adapters.lora import merge_adapter  # noqa: PLC0415
     from flowrl.engines.models.loading import load_policy, stored_dtype  # noqa: PLC0415
-    from flowrl.engines.models.lora import merge_adapter  # noqa: PLC0415
 
     temporary = create_folder(_KIND)
     path = temporary.path / adapter.resolve().name

@@ -30,8 +30,8 @@ from torch.multiprocessing.spawn import spawn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine, is_sharded
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig
 from flowrl.devices import device as devices
-from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.train.base import Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs

@@ -11,8 +11,8 @@ from flowrl.config import EngineConfig, ExportConfig, LoraConfig, ModelConfig, O
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.checkpoint.export import describe_export, export_model
 from flowrl.engines.checkpoint.model_folder import save_model
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs

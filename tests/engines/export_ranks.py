@@ -10,8 +10,8 @@ from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints
 from flowrl.engines.checkpoint.export import describe_export
 from flowrl.engines.checkpoint.model_folder import save_model
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import CriticModel, load_critic, load_policy
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.base import Outputs
 from flowrl.engines.train.fsdp.engine import FsdpEngine, is_sharded

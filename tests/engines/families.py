@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, UserError
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.attention import packing_obstacle
 from flowrl.engines.models.loading import has_attention_softcap
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.pipeline_mesh import PipelineMesh, pipeline_mesh
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine

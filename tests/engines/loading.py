@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, UserError
+from flowrl.engines.models.adapters.lora import adapter_state, add_adapter, save_adapter
+from flowrl.engines.models.adapters.saved_adapter import SavedAdapter
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
-from flowrl.engines.models.lora import adapter_state, add_adapter, save_adapter
-from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.weights import export_weights
 from flowrl.engines.parallel.rank_mesh import RankMesh, rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.config import EngineConfig
-from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.parallel import gradients
 from flowrl.engines.parallel.rank_mesh import rank_mesh
 from flowrl.engines.train.base import Denominators

@@ -17,8 +17,8 @@ from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConf
 from flowrl.data.metric import Mean, Metric
 from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
+from flowrl.engines.models.adapters.lora import adapter_state, add_adapter
 from flowrl.engines.models.loading import CriticModel
-from flowrl.engines.models.lora import adapter_state, add_adapter
 from flowrl.engines.models.weight_samples import WeightSample, weight_samples
 from flowrl.engines.models.weights import meta_copy
 from flowrl.engines.parallel.pipeline_mesh import PipelineMesh, pipeline_mesh

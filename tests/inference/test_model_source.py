@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from flowrl.cli import main
 from flowrl.config.data.data_settings import TEMPLATE_FILE
 from flowrl.data.checksums import CheckpointError
-from flowrl.engines.models.lora import LoraError
+from flowrl.engines.models.adapters.lora import LoraError
 from flowrl.inference.model_source import ModelSourceError, resolve_model
 from tests.engines.tiny import llama, qwen2, save
 from tests.errors import rejects

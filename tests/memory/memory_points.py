@@ -22,8 +22,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from flowrl.config import EngineConfig, LoraConfig, OptimizerConfig, RolloutConfig
 from flowrl.controller.placement.plan import Mesh
 from flowrl.data.batch.tensordicts import make_tensordict
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import CriticModel
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, rank_mesh
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.rollout.response_tensors import make_requests

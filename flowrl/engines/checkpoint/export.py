@@ -22,8 +22,8 @@ from flowrl.engines.checkpoint.model_folder import (
     write_model,
 )
 from flowrl.engines.checkpoint.shards import INDEX, Index, read_index, read_tensor
+from flowrl.engines.models.adapters.lora import add_adapter, save_adapter
 from flowrl.engines.models.loading import ModelError, load_critic, load_policy, load_reward_model
-from flowrl.engines.models.lora import add_adapter, save_adapter
 from flowrl.engines.models.parameters import replace_parameter
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import cast_dtype, weight_shapes

@@ -30,11 +30,11 @@ from transformers.utils import logging as transformers_logging
 from flowrl.config import ModelConfig, ModelKind, UserError
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.input_paths import MAX_POSITIONS
+from flowrl.engines.models.adapters.saved_adapter import SavedAdapter
 from flowrl.engines.models.attention import Pack, find_attention
 from flowrl.engines.models.parameters import check_finite
 from flowrl.engines.models.partial_loading import InitialWeights, WeightDifferences, compare_weights
 from flowrl.engines.models.routing import experts_implementation, mixture_of
-from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.sequence_sharding import (
     SequenceShardable,
     SequenceSharding,

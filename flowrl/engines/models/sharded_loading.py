@@ -25,13 +25,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from flowrl.config.source import read_json
+from flowrl.engines.models.adapters.lora import ModelWeight, adapter_layers, base_quantization, model_weights
+from flowrl.engines.models.adapters.quantized_base import QuantizedLinear
+from flowrl.engines.models.adapters.saved_adapter import LayerChange, SavedAdapter
 from flowrl.engines.models.attention import find_attention
 from flowrl.engines.models.file_layout import FilePart, file_parts
-from flowrl.engines.models.lora import ModelWeight, adapter_layers, base_quantization, model_weights
 from flowrl.engines.models.parameters import check_finite, replace_parameter, set_parameter, unique_parameters
 from flowrl.engines.models.partial_loading import InitialWeights
-from flowrl.engines.models.quantized_base import QuantizedLinear
-from flowrl.engines.models.saved_adapter import LayerChange, SavedAdapter
 from flowrl.engines.models.weights import cast_dtype, unique_weights
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from flowrl.engines.models.lora import ModelWeight, model_weights
+from flowrl.engines.models.adapters.lora import ModelWeight, model_weights
 from flowrl.engines.models.routing import find_routers
 
 INPUTS = 4

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowrl.data.dtypes import dtype_name
+from flowrl.engines.models.adapters.lora import ModelWeight, adapter_layers, model_weights
 from flowrl.engines.models.int8 import Int8Linear, int8_layers
-from flowrl.engines.models.lora import ModelWeight, adapter_layers, model_weights
 from flowrl.engines.models.parameters import set_parameter
 from flowrl.engines.models.routing import EXPERT_PARALLEL, experts_implementation
 

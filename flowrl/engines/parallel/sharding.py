@@ -25,9 +25,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from flowrl.config import EngineConfig, UserError
+from flowrl.engines.models.adapters.lora import tp_replicated_layers, tp_sharded_layers
 from flowrl.engines.models.attention import FLASH, ROWS, has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import has_attention_softcap
-from flowrl.engines.models.lora import tp_replicated_layers, tp_sharded_layers
 from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import SequenceShardable, SequenceSharding
 from flowrl.engines.parallel.expert_parallel import shard_experts

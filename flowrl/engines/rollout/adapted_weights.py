@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from flowrl.config import LoraConfig, ModelConfig, TransferConfig
 from flowrl.data.dtypes import torch_dtype
+from flowrl.engines.models.adapters.lora import add_adapter
+from flowrl.engines.models.adapters.saved_adapter import set_adapter
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import add_adapter
-from flowrl.engines.models.saved_adapter import set_adapter
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import to_arrays, to_tensors, weight_buckets, weight_shapes
 from flowrl.engines.rollout.base import EngineContext, RolloutEngine, load_engine_class

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flowrl.config import CheckFailed
-from flowrl.engines.models.lora import model_weights
+from flowrl.engines.models.adapters.lora import model_weights
 from flowrl.engines.models.weight_samples import WeightSample, WeightSamples, sampled_columns, select_columns
 from flowrl.engines.models.weights import to_tensors
 

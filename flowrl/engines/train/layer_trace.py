@@ -21,6 +21,7 @@ from transformers.integrations.moe import ExpertsInterface
 from flowrl.config import ConfigError, LoraConfig
 from flowrl.data.dtypes import torch_dtype
 from flowrl.data.experts.mixture import read_mixture
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.attention import (
     ROWS,
     Pack,
@@ -31,7 +32,6 @@ from flowrl.engines.models.attention import (
     rows_attention,
 )
 from flowrl.engines.models.loading import has_attention_softcap
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import run_backbone
 from flowrl.engines.parallel.sharding import layers

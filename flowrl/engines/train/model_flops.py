@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreT
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import LoraConfig
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import CriticModel
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.models.routing import find_routers, is_experts, mixture_of
 from flowrl.engines.parallel.sharding import language_models, layers
 from flowrl.engines.train.layer_trace import read_architecture

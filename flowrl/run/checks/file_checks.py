@@ -189,8 +189,8 @@ def check_trained_weights(config: RunConfig) -> None:
             continue
         if value.engine.kind == DEFAULT_TRAIN_ENGINE:
             # torch
-            from flowrl.engines.models.lora import LoraError  # noqa: PLC0415
-            from flowrl.engines.train.fsdp.engine import check_trained_weights as check  # noqa: PLC0415
+            from flowrl.engines.models.adapters.lora import LoraError  # noqa: PLC0415
+            from flowrl.engines.train.fsdp.role_model import check_trained_weights as check  # noqa: PLC0415
 
             is_critic, is_scorer = isinstance(value, CriticConfig), isinstance(value, RewardModelConfig)
             kind = "critic" if is_critic else "reward_model" if is_scorer else "policy"

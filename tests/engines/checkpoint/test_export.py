@@ -14,8 +14,8 @@ from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.checkpoint.export import DESCRIPTION, describe_adapter, export_adapter, export_model
 from flowrl.engines.checkpoint.model_folder import describe_tokenizer
 from flowrl.engines.checkpoint.shards import INDEX
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import ModelError, describe_model, load_critic
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs, value_outputs

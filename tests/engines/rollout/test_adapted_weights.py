@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from flowrl.config import LoraConfig, ModelConfig, RolloutConfig
+from flowrl.engines.models.adapters.lora import save_adapter
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import save_adapter
 from flowrl.engines.models.weight_samples import weight_samples
 from flowrl.engines.models.weights import export_weights, to_arrays
 from flowrl.engines.rollout.adapted_weights import AdaptedWeights, start_engine
 from flowrl.engines.rollout.base import EngineContext
 from flowrl.engines.rollout.hf.engine import HfRollout
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from tests.engines.models.test_lora import LORA, MODELS, trained
+from tests.engines.models.adapters.test_lora import LORA, MODELS, trained
 from tests.engines.rollout.scripted_engine import ScriptedEngine
 from tests.engines.strategies import POLICY, policy_loss
 from tests.engines.tables import table

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from flowrl.config import CheckFailed, LoraConfig
-from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.weight_samples import weight_samples
 from flowrl.engines.models.weights import export_weights, load_weights
 from flowrl.engines.rollout.weight_check import (

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from flowrl.config import LoraConfig
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import has_attention_softcap
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.parallel.sharding import layers
 from flowrl.engines.train.layer_trace import LayerTrace, Pass, trace_layers
 from tests.engines.families import FAMILIES

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flowrl.algorithms.hidden_logprobs import logprobs_from_hidden
 from flowrl.config import LoraConfig
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.loading import CriticModel
-from flowrl.engines.models.lora import add_adapter
 from flowrl.engines.train.model_flops import ModelFlops, Passes, count_pairs, model_flops, planned_flops
 from tests.engines.families import FAMILIES
 from tests.engines.tiny import convolving, qwen2

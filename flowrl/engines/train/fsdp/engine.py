@@ -18,13 +18,8 @@ from transformers import PreTrainedModel
 
 from flowrl.config import (
     TRAIN_ENGINES,
-    CriticConfig,
     EngineConfig,
-    LoraConfig,
-    ModelConfig,
     OptimizerConfig,
-    RewardModelConfig,
-    ScoringModelConfig,
     TrainedConfig,
     compiles,
     shards_model,
@@ -34,23 +29,17 @@ from flowrl.data.dtypes import torch_dtype
 from flowrl.data.metric import Metric, merge_metrics
 from flowrl.devices.device import find_compiler_problem, get_device
 from flowrl.devices.host_copies import HostCopies
+from flowrl.engines.models.adapters.lora import adapter_disabled, adapter_layers, unique_adapter_tensors
+from flowrl.engines.models.adapters.quantized_base import QuantizedLinear
 from flowrl.engines.models.attention import has_grouped_kernel, packing_obstacle
 from flowrl.engines.models.loading import (
-    CriticModel,
-    RewardModel,
     TrainedModel,
     describe_model,
     inner_model,
-    load_critic,
-    load_policy,
-    load_reward_model,
     num_embeddings,
 )
-from flowrl.engines.models.lora import adapter_disabled, adapter_layers, add_adapter, unique_adapter_tensors
 from flowrl.engines.models.parameters import to_full_tensor
-from flowrl.engines.models.quantized_base import QuantizedLinear
 from flowrl.engines.models.routing import ROUTES, find_routers, mixture_of
-from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.sequence_sharding import SequenceShardable, enable_ulysses_attention, local_tokens
 from flowrl.engines.models.sharded_loading import load_shards, move_loaded, quantize_base
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
@@ -71,7 +60,6 @@ from flowrl.engines.parallel.sharding import (
 from flowrl.engines.train.base import (
     Denominators,
     LossTerm,
-    ModelKind,
     Outputs,
     TrainContext,
     collect_outputs,
@@ -79,7 +67,8 @@ from flowrl.engines.train.base import (
     mask_outputs,
 )
 from flowrl.engines.train.fsdp.activation_offload import offload_inputs
-from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel, policy_outputs, score_outputs, value_outputs
+from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel
+from flowrl.engines.train.fsdp.role_model import load_model, saved_model
 from flowrl.engines.train.fsdp.router_loss import RouterLoss
 from flowrl.engines.train.fsdp.router_replay import RouteReplay
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
@@ -124,7 +113,7 @@ class FsdpEngine(ModuleEngine):
         is_quantized = lora is not None and lora.base_quantization is not None
         model, compute = load_model(context, on_meta=is_sharded(config.engine, mesh) or is_quantized)
         if is_quantized:
-            quantize_base(inner_model(_saved_model(model))[0], context.device)
+            quantize_base(inner_model(saved_model(model))[0], context.device)
         optimizer, coef = None, None
         if isinstance(config, TrainedConfig):
             optimizer, coef = config.optimizer, config.router_loss_coef
@@ -413,7 +402,7 @@ class FsdpEngine(ModuleEngine):
 
     @property
     def _saved(self) -> TrainedModel:
-        return _saved_model(self._whole_model)
+        return saved_model(self._whole_model)
 
     def weight_shapes(self, dtype: torch.dtype | None = None) -> list[WeightShape]:
         return weight_shapes(self._saved, dtype=dtype)
@@ -571,14 +560,6 @@ class FsdpEngine(ModuleEngine):
             self._offload_optimizer_state()
 
 
-def _saved_model(model: nn.Module) -> TrainedModel:
-    """Returns the model as `save_pretrained` names its weights: a policy without its wrapper."""
-    if isinstance(model, PolicyModel):
-        return model.language_model
-    assert isinstance(model, CriticModel | RewardModel), "the model of a role"
-    return model
-
-
 def _find_routers(
     model: nn.Module, optimizer: OptimizerConfig | None, coef: float | None, mesh: RankMesh
 ) -> tuple[RouterLoss | None, RouteReplay | None]:
@@ -612,47 +593,3 @@ def is_sharded(config: EngineConfig, mesh: RankMesh) -> bool:
     if config.strategy in ("ddp", "zero1") and mesh.tp > 1:
         raise ValueError(f"strategy is {config.strategy}, but tp is {mesh.tp}; tensor parallelism needs strategy fsdp")
     return shards_model(config, mesh.tp)
-
-
-def check_trained_weights(kind: ModelKind, config: TrainedConfig, key: str) -> None:
-    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight of a model, and LoraError if its
-    adapter does not fit the model, or the saved adapter that it continues. Reads no weights of the model.
-
-    `key`: key of the settings of the optimizer.
-    """
-    model, _ = load_model(TrainContext(kind, config, torch.device("cpu"), None), on_meta=True)
-    check_groups(trained_weights(model), config.optimizer, key)
-
-
-def load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Compute]:
-    """Returns the model of a role with its adapter, and the function that computes its outputs."""
-    config, lora = context.config, context.config.lora if isinstance(context.config, TrainedConfig) else None
-    if context.kind == "policy":
-        language_model = load_policy(context.model, on_meta=on_meta, merges=lora is None)
-        _add_adapter(language_model, context.model, lora)
-        return PolicyModel(language_model), policy_outputs
-    if context.kind == "critic":
-        assert isinstance(config, CriticConfig)
-        critic = load_critic(
-            context.model, head=config.head, seed=config.head_seed, on_meta=on_meta, merges=lora is None
-        )
-        model, body, head, compute = critic, critic.backbone, critic.value_head, value_outputs
-    else:
-        assert isinstance(config, RewardModelConfig | ScoringModelConfig)
-        scorer = load_reward_model(
-            context.model, head=config.head, seed=config.head_seed, on_meta=on_meta, merges=lora is None
-        )
-        model, body, head, compute = scorer, scorer.language_model, scorer.head, score_outputs
-    if lora is not None:
-        _add_adapter(body, context.model, lora)
-        head.to(torch.promote_types(head.weight.dtype, torch.float32))
-    return model, compute
-
-
-def _add_adapter(model: PreTrainedModel, config: ModelConfig, lora: LoraConfig | None) -> None:
-    """Adds an adapter to a model: a new one, or the saved one of the settings."""
-    if lora is None:
-        return
-    add_adapter(model, lora)
-    if config.adapter is not None:
-        SavedAdapter.read(config.adapter).continue_in(model)

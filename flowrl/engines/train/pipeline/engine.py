@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 
 from flowrl.config import TRAIN_ENGINES, EngineConfig, OptimizerConfig, TrainedConfig
 from flowrl.data.metric import Metric
-from flowrl.engines.models.lora import ModelWeight, adapter_tensors, unique_adapter_tensors
+from flowrl.engines.models.adapters.lora import ModelWeight, adapter_tensors, unique_adapter_tensors
 from flowrl.engines.models.parameters import to_full_tensor
 from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
 from flowrl.engines.models.weights import unique_weights, weight_shapes
@@ -24,8 +24,9 @@ from flowrl.engines.parallel.gradients import Gradients
 from flowrl.engines.parallel.pipeline_mesh import PipelineMesh, pipeline_mesh
 from flowrl.engines.parallel.sharding import language_models
 from flowrl.engines.train.base import Denominators, LossTerm, Outputs, TrainContext
-from flowrl.engines.train.fsdp.engine import ComputeTerm, FsdpEngine, load_model
+from flowrl.engines.train.fsdp.engine import ComputeTerm, FsdpEngine
 from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel
+from flowrl.engines.train.fsdp.role_model import load_model
 from flowrl.engines.train.microbatch import Groups, MicroBatch
 from flowrl.engines.train.module_state import describe_module
 from flowrl.engines.train.pipeline.stage_gradients import StageGradients

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flowrl.engines.models.adapters.lora import model_weights
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.loading import CriticModel, RewardModel
-from flowrl.engines.models.lora import model_weights
 from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import SequenceShardable, run_backbone
 from flowrl.engines.parallel.sharding import EngineError, language_models, layers

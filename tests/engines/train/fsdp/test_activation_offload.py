@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowrl.config import EngineConfig, LoraConfig
 from flowrl.devices.device import CpuDevice, get_device
-from flowrl.engines.models.lora import add_adapter
+from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.parallel.rank_mesh import RankMesh
 from flowrl.engines.parallel.sharding import EngineError, layers
 from flowrl.engines.rollout.hf.kv_cache import with_slot_attention

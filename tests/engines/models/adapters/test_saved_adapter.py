@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from flowrl.config import LoraConfig, ModelConfig
+from flowrl.engines.models.adapters.lora import LoraError, adapter_state, add_adapter, save_adapter
+from flowrl.engines.models.adapters.saved_adapter import SavedAdapter
 from flowrl.engines.models.loading import load_critic, load_policy, load_reward_model
-from flowrl.engines.models.lora import LoraError, adapter_state, add_adapter, save_adapter
-from flowrl.engines.models.saved_adapter import SavedAdapter
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import full_weights
 from tests.engines.closeness import assert_norm_close
-from tests.engines.models.test_lora import LORA, MODELS, logits, trained
+from tests.engines.models.adapters.test_lora import LORA, MODELS, logits, trained
 from tests.engines.tiny import llama, qwen2, save
 
 COMPLETE = LoraConfig(rank=4, alpha=8.0, rslora=True, modules_to_save=("lm_head",))

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from flowrl.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from flowrl.engines.checkpoint.model_folder import save_model
-from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import (
+from flowrl.engines.models.adapters.lora import (
     LoraError,
     adapter_disabled,
     adapter_layers,
@@ -21,6 +20,7 @@ from flowrl.engines.models.lora import (
     model_weights,
     save_adapter,
 )
+from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.weights import WeightsError, export_weights, gathered_weights, load_weights, meta_copy
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs

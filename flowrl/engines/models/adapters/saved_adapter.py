@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import ADAPTER_SETTINGS
 from flowrl.config.source import read_json
-from flowrl.engines.models.lora import SAVED_PREFIX, LoraError, adapter_tensors, merge
+from flowrl.engines.models.adapters.lora import SAVED_PREFIX, LoraError, adapter_tensors, merge
 from flowrl.engines.models.parameters import check_finite, replace_parameter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import ActorConfig, BaseQuantization, LoraConfig, ModelConfig, OptimizerConfig, UserError
+from flowrl.engines.models.adapters.lora import add_adapter
+from flowrl.engines.models.adapters.quantized_base import QuantizedLinear, round_to_codes
+from flowrl.engines.models.adapters.saved_adapter import set_adapter
 from flowrl.engines.models.loading import load_policy
-from flowrl.engines.models.lora import add_adapter
-from flowrl.engines.models.quantized_base import QuantizedLinear, round_to_codes
-from flowrl.engines.models.saved_adapter import set_adapter
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import full_weights, load_weights, to_arrays, write_weights
 from flowrl.engines.train.base import TrainContext
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from tests.engines.closeness import assert_norm_close
-from tests.engines.models.test_lora import MODELS, logits
+from tests.engines.models.adapters.test_lora import MODELS, logits
 from tests.engines.strategies import POLICY, policy_loss
 from tests.engines.tables import table
 from tests.engines.tiny import save

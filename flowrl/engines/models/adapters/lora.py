@@ -26,8 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from flowrl.config import BaseQuantization, LoraConfig, UserError
 from flowrl.data.folders.atomic_folder import write_atomically
+from flowrl.engines.models.adapters.quantized_base import QuantizedLinear, round_to_codes
 from flowrl.engines.models.parameters import check_finite, to_full_tensor
-from flowrl.engines.models.quantized_base import QuantizedLinear, round_to_codes
 from flowrl.engines.models.routing import mixture_of
 
 if TYPE_CHECKING:
