@@ -124,6 +124,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
+MIXTURES = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")
+"""Families of mixtures of experts."""
+
 LORA = LoraConfig(rank=4)
 
 SHARED = {"tp": {"strategy": "fsdp"}, "sp": {"strategy": "ddp"}}
@@ -188,6 +191,9 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
                 results[name, case] = train(build_model(name), mesh, **settings)
             except UserError as error:
                 results[name, case] = str(error)
+    mesh = rank_mesh(distributed.group.WORLD, device="cpu", expert_parallel=True)
+    for name in MIXTURES:
+        results[name, "divided experts"] = train(build(name), mesh, strategy="fsdp", expert_parallel=True)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 

@@ -20,7 +20,7 @@ from flowrl.engines.rollout.hf.engine import HfRollout, RolloutError
 from flowrl.engines.rollout.response_tensors import Responses, make_requests, stack_responses
 from flowrl.engines.train.fsdp.outputs import PolicyModel
 from tests.engines.closeness import assert_norm_close
-from tests.engines.families import FAMILIES, LONGEST, SHARED, adapted, build, main, markdown, train
+from tests.engines.families import FAMILIES, LONGEST, MIXTURES, SHARED, adapted, build, main, markdown, train
 from tests.engines.losses import logprobs, policy_logits
 from tests.engines.tables import VOCABULARY
 from tests.engines.tiny import save, tokenizer
@@ -138,6 +138,15 @@ def test_two_ranks_train_the_weights_of_one_or_reject_the_model(
             assert error in results[name, kind]
         else:
             assert_norm_close(results[name, kind], alone[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_two_ranks_that_divide_experts_train_the_weights_of_one(
+    two_rank_results: list[dict], alone: dict[str, dict], mixture: str
+):
+    for results in two_rank_results:
+        assert_norm_close(results[mixture, "divided experts"], alone[mixture])
 
 
 def check_adapter(results_by_rank: list[dict], name: str, kind: str) -> None:
