@@ -128,6 +128,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
+<<<<<<< HEAD
 _OWN: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "bos_token_id": END,
@@ -166,6 +167,10 @@ come from vLLM.
 """
 
 TRAINED = {**FAMILIES, **WITH_OWN_ATTENTION}
+=======
+MIXTURES = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")
+"""Families of mixtures of experts."""
+>>>>>>> moe
 
 LORA = LoraConfig(rank=4)
 
@@ -241,6 +246,9 @@ def main(rank: int, folder: Path, split_adapters: Collection[str]) -> None:
                 results[name, case] = train(build_model(name), mesh, **settings)
             except UserError as error:
                 results[name, case] = str(error)
+    mesh = rank_mesh(distributed.group.WORLD, device="cpu", expert_parallel=True)
+    for name in MIXTURES:
+        results[name, "divided experts"] = train(build(name), mesh, strategy="fsdp", expert_parallel=True)
     torch.save(results, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 

@@ -19,7 +19,7 @@ FOLDER = ROOT / "recipes/moe"
 SCRIPT = FOLDER / "run_moe.sh"
 
 MIN_GAIN = 0.1
-"""Smallest gain of the held-out accuracy. Seed 0 gains 0.259."""
+"""Smallest gain of the held-out accuracy. Seed 0 gains 0.259, and seed 1 0.163."""
 
 
 def test_the_model_is_a_mixture_whose_experts_two_ranks_divide(tmp_path: Path) -> None:

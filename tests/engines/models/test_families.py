@@ -23,6 +23,7 @@ from tests.engines.closeness import assert_norm_close
 from tests.engines.families import (
     FAMILIES,
     LONGEST,
+    MIXTURES,
     SHARED,
     TRAINED,
     WITH_OWN_ATTENTION,
@@ -155,6 +156,15 @@ def test_two_ranks_train_the_weights_of_one_or_reject_the_model(
             assert_norm_close(results[name, kind], {part: alone[name][part] for part in results[name, kind]})
     if kind == "pp" and (name, kind) not in REJECTED:
         assert [len(results[name, kind]) for results in two_rank_results] == [1, len(alone[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_two_ranks_that_divide_experts_train_the_weights_of_one(
+    two_rank_results: list[dict], alone: dict[str, dict], mixture: str
+):
+    for results in two_rank_results:
+        assert_norm_close(results[mixture, "divided experts"], alone[mixture])
 
 
 def check_adapter(results_by_rank: list[dict], name: str, case: str) -> None:
