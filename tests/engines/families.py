@@ -128,7 +128,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-<<<<<<< HEAD
 _OWN: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "bos_token_id": END,
@@ -167,10 +166,8 @@ come from vLLM.
 """
 
 TRAINED = {**FAMILIES, **WITH_OWN_ATTENTION}
-=======
 MIXTURES = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")
 """Families of mixtures of experts."""
->>>>>>> moe
 
 LORA = LoraConfig(rank=4)
 
