@@ -68,6 +68,11 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
     "pp of trained roles": lambda config: any(
         role in config.placement.roles and config.placement.role(role).pp > 1 for role in models_of(config)
     ),
+    "engine.expert_parallel": lambda config: any(value.engine.expert_parallel for value in models_of(config).values()),
+    "lora.base_quantization": lambda config: any(
+        isinstance(value, TrainedConfig) and value.lora is not None and value.lora.base_quantization is not None
+        for value in models_of(config).values()
+    ),
     "optimizer.kind adamw_8bit or muon": lambda config: any(
         isinstance(value, TrainedConfig) and value.optimizer.kind in ("adamw_8bit", "muon")
         for value in models_of(config).values()
