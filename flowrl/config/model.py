@@ -135,7 +135,7 @@ class LoraConfig(Config):
 
     base_quantization: BaseQuantization | None = None
     """Quantization of the frozen weights of the target layers (QLoRA): 4-bit `nf4` or `int8`, with torchao. Weight
-    syncs and exports merge the adapter into the dequantized weights. Not for sharded models."""
+    syncs and exports merge the adapter into the dequantized weights. Not for sharded models and pipeline stages."""
 
     @model_validator(mode="before")
     @classmethod
@@ -312,7 +312,7 @@ class EngineConfig(Config):
 
     expert_parallel: bool = False
     """Divide the experts of a mixture of experts over the ranks of a sharded copy, which then exchange tokens instead
-    of the weights of experts. The ranks must divide the number of experts. Only for fsdp.
+    of the weights of experts. The number of these ranks must divide the number of experts. Only for fsdp.
     """
 
     offload: Literal["none", "optimizer", "parameters", "idle", "auto"] = "none"
@@ -342,8 +342,8 @@ class EngineConfig(Config):
     compile: bool | Literal["auto"] = "auto"
     """Compile the layers, and the head of a language model, with torch.compile. Steps are faster, except for the first,
     which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs, except with fsdp,
-    tp, sp or pp, mixtures of experts, with `deterministic: true`, and on hosts without a C compiler or Python's
-    headers."""
+    tp, sp, pp or `lora.base_quantization`, for mixtures of experts, with `deterministic: true`, and on hosts without a
+    C compiler or Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp and zero1: all-reduce the gradients in buckets during the last backward pass of `update`, instead of

@@ -131,7 +131,7 @@ def measure_length_limit(window: StepWindow, facts: RunFacts) -> Measurement | N
 
 
 _NEVER_ENDS = 0.95
-"""Share of truncated responses from the first step on that a model which cannot end a response has."""
+"""Smallest share of truncated responses, in the first steps and now, of a model that probably cannot end a response."""
 
 
 def measure_truncation(window: StepWindow, facts: RunFacts) -> Measurement | None:

@@ -42,7 +42,7 @@ def load_balance_loss(probabilities: Tensor, counts: Tensor, mask: Tensor, *, nu
 
         L = E sum_e f_e P_e,   f_e = counts_e / T,   P_e = (sum of the probabilities of e over the T tokens) / T
 
-    Its minimum for equal probabilities is K, the number of experts of a token.
+    It is K, the number of experts of a token, if all experts have equal probabilities or equal loads.
 
     Args:
         probabilities: [N, E], from `router_probabilities`. Receives the gradient.

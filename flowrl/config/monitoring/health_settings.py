@@ -70,7 +70,7 @@ class HealthConfig(Config):
     """
 
     dead_experts: Share | None = 0.5
-    """Largest share of the experts of a mixture of experts that no token of a step has chosen (`ROLE/dead_experts`)."""
+    """Largest share of the experts of a mixture of experts that receive no token in a step (`ROLE/dead_experts`)."""
 
     kl_growth: PositiveFloat | None = 1.0
     """Largest KL of the policy to the reference in nats per token. A KL below that of the first step is no finding."""

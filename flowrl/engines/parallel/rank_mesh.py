@@ -109,7 +109,7 @@ def rank_mesh(
     dimensions.append(shared_group(ranks_RST[own_r, own_shard]))
     # Not shared: in the group of the shards, attention would wait until FSDP2 has gathered the next layer's weights.
     sequence = create_group(ranks_DST[own_d, :, own_t].tolist()) if sp > 1 else None
-    # Not shared, as the one above.
+    # A group of its own, because exchanges of tokens would otherwise wait for FSDP2's gathers.
     experts = create_group(ranks_RST[own_r, :, own_t].tolist()) if expert_parallel else None
     both = create_group(ranks_DST[own_d].flatten().tolist()) if sp > 1 and tp > 1 else None
     return RankMesh(

@@ -220,7 +220,7 @@ class FsdpEngine(ModuleEngine):
 
     def _is_compiled(self) -> bool:
         """Returns whether layers are compiled. Logs a warning if this host cannot compile for its GPU."""
-        # Neither have products of quantized weights run compiled.
+        # Layers with quantized weights have not run compiled on a GPU.
         is_quantized = any(isinstance(module, QuantizedLinear) for module in self.model.modules())
         is_parallel = self.has_collective_forward or is_quantized
         is_deterministic = torch.are_deterministic_algorithms_enabled()

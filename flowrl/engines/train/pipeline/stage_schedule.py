@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 MAX_UNFINISHED = 2
-"""Largest number of unfinished sends of a stage per direction. With it, no stage waits for a send in 1F1B: before a
-stage sends hidden states a third time, it has received a gradient that the next stage computed after receiving the
-first ones.
+"""Largest number of unfinished sends of a stage per direction. A stage waits for the oldest of three sends, which the
+other stage receives before that micro-batch, so that the limit causes no deadlock in 1F1B.
 """
 
 
