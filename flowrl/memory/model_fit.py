@@ -14,13 +14,11 @@ from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh, RolePlan
 from flowrl.data.experts.mixture import ROUTER_SCORES, read_mixture
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
+from flowrl.engines.train.pipeline.stage_schedule import FAMILIES
 from flowrl.memory.model_size import ModelSize, read_model_size
 
 _HIDDEN, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 """Keys of the width of the hidden states and of the number of attention heads."""
-
-_WITHOUT_PP = ("gpt2", "opt")
-"""Model families with weights before the layers other than those of the embeddings (docs/models.md)."""
 
 
 def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> None:
@@ -171,7 +169,7 @@ def _check_sp(role: str, size: ModelSize, sp: int) -> None:
 
 def _check_pp(role: str, size: ModelSize, pp: int) -> None:
     where = f"placement.roles.{role}.pp is {pp}"
-    if size.family in _WITHOUT_PP or size.experts:
+    if size.family not in FAMILIES:
         raise ConfigError(f"{where}, which {size.family} does not support: remove pp, or use another model family")
     if pp > size.layers:
         raise ConfigError(f"{where}, but the model has {size.layers} layers: set pp to at most {size.layers}")

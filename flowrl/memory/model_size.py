@@ -53,6 +53,8 @@ class ModelSize:
     """Number of parameters of the routed experts of a layer, which `layer_rest` contains."""
     num_experts: int = 0
     """Number of routed experts of a layer; 0 for a dense model."""
+    expert_width: int = 0
+    """Width of the hidden layer of a routed expert."""
     experts_per_token: int = 0
     """Number of routed experts that process a token in a layer."""
     dense_surplus: int = 0
@@ -200,6 +202,7 @@ def _mixture(settings: dict[str, Any]) -> ModelSize:
         layer_rest=dense.layer_rest + experts + router,
         experts=experts,
         num_experts=mixture.num_experts,
+        expert_width=mixture.expert_width,
         experts_per_token=mixture.per_token,
         dense_surplus=mixture.has_experts.count(False) * (experts + router - mlp),
     )

@@ -271,6 +271,8 @@ class RoleModel:
             is_quantized = self.size.hidden % QUANTIZATION_BLOCK == 0
             embeddings = self.num_embeddings * self.size.embedding if is_quantized else 0
             quantized = self._hidden(QUANTIZATION_BLOCK * self.mesh.tp) + embeddings
+            if is_quantized and self.size.expert_width % QUANTIZATION_BLOCK == 0:
+                quantized += self.num_layers * self.size.experts - self.size.dense_surplus
             count -= int(2 * quantized * (self.param_bytes - 1 - 4 / QUANTIZATION_BLOCK))
         return count // self.num_shards
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from flowrl.checkpoints.saver import Checkpointable
-from flowrl.config import RunConfig, UserError
+from flowrl.config import RunConfig, TrainedConfig, UserError
 from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
 from flowrl.controller.worker import GroupType, Worker
@@ -168,7 +168,7 @@ class Run:
         self._observers.recorder.request_next()
 
     def _begin(self, rollout: WorkerGroup | None = None) -> None:
-        """Restores the checkpoint, and sends its weights to the rollout."""
+        """Restores the checkpoint, and sends the weights to the rollout if they are not those of the initial model."""
         resumed = self._started.resumed
         self._saver.check(resumed)
         self._observers.recorder.check()
@@ -177,14 +177,21 @@ class Run:
         if resumed is not None:
             self._started.warn_about_threads()
             self._saver.restore(resumed)
-            if rollout is not None and self._policy is not None:
-                self._observers.watch_weights(self._started.weight_sync.send(self._policy, rollout, self.version))
+        if rollout is not None and self._policy is not None and (resumed is not None or self._has_quantized_base):
+            self._observers.watch_weights(self._started.weight_sync.send(self._policy, rollout, self.version))
         self.cluster.wait_for_calls()
         self._observers.begin()
         if self._source is not None and self._policy is not None and rollout is not None:
             self._source.begin(self._policy, self.step, self.version)
             self._observers.measure_idleness(self._policy.role, rollout.role, self._source)
         self._observers.reset_clock()
+
+    @property
+    def _has_quantized_base(self) -> bool:
+        """Whether the policy has other weights than the initial model, from which a rollout starts."""
+        settings = None if self._policy is None else self.config.role_settings.get(self._policy.role)
+        lora = settings.lora if isinstance(settings, TrainedConfig) else None
+        return lora is not None and lora.base_quantization is not None
 
     def _steps(self, draw: Callable[[], Batch]) -> Iterator[Batch]:
         """Yields the batch of each step, which `draw` returns. After the loop body, evaluates and saves what is due."""

@@ -452,11 +452,12 @@ def episodes_to_tensordict(
     score: Sequence[str] = (),
     *,
     with_segments: bool = False,
+    no_routes: np.ndarray | None = None,
     **columns: torch.Tensor,
 ) -> TensorDict:
     """Returns the columns of complete episodes, with those of the reward (`score`) and additional ones, [B].
 
-    `with_segments` adds the column `segments`.
+    `with_segments` adds the column `segments`, and `no_routes` (`RoutingEngine.no_routes`) the column `routes`.
     """
     responses = [episode.response for episode in episodes if episode.response is not None]
     assert len(responses) == len(episodes), "every episode is complete"
@@ -467,22 +468,23 @@ def episodes_to_tensordict(
     segments = {SEGMENTS: describe_segments(episodes, tokenizer)} if with_segments else {}
     table = responses_to_tensordict(prompts, stacked, tokenizer, **scores, **segments, **columns)
     rows, tokens = dict(table["rows"].items()), dict(table["tokens"].items())
-    if any(response.routes is not None for response in responses):
-        tokens[ROUTES] = _stack_routes(responses, lengths(table).tolist())
+    if no_routes is not None:
+        tokens[ROUTES] = _stack_routes(responses, lengths(table).tolist(), no_routes)
     if TURN_REWARDS in score:
         rewards_T, rows[EPISODE] = turn_columns(episodes)
         tokens[TURN_REWARDS] = torch.tensor(rewards_T)
     return make_tensordict(rows, tokens, lengths(table))
 
 
-def _stack_routes(responses: Sequence[Response], num_tokens: Sequence[int]) -> torch.Tensor:
+def _stack_routes(responses: Sequence[Response], num_tokens: Sequence[int], no_routes: np.ndarray) -> torch.Tensor:
     """Returns the routes of all rows, [T, M], with 0 for the tokens at the end of a row that the engine has not
-    processed.
+    processed. `no_routes`: [0, M], so that a result without rows has the same columns.
     """
-    rows = []
+    rows = [no_routes]
     for response, length in zip(responses, num_tokens, strict=True):
-        assert response.routes is not None, "the engine returns the routes of all responses, or of none"
-        rows.append(np.pad(response.routes, ((0, length - len(response.routes)), (0, 0))))
+        # An episode that fails before its first turn has no routes.
+        routes = no_routes if response.routes is None else response.routes
+        rows.append(np.pad(routes, ((0, length - len(routes)), (0, 0))))
     return torch.from_numpy(np.concatenate(rows))
 
 

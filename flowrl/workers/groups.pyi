@@ -467,7 +467,8 @@ class RolloutGroup(TypedGroup):
         """Loads the weights of `version`: those of the base model, with a LoRA adapter.
 
         The base model is read from its files in each call, so that it needs no memory beside the engine's weights.
-        `bucket_mb` limits the size in MB of the weights that are merged at a time.
+        `bucket_mb` limits the size in MB of the weights that are merged at a time. With shared weights, sets only the
+        version.
         """
 
     @nonblocking

@@ -29,6 +29,7 @@ from flowrl.engines.rollout.base import (
     Request,
     RolloutEngine,
     RolloutError,
+    RoutingEngine,
     SleepingEngine,
     StreamingEngine,
 )
@@ -157,12 +158,13 @@ class Rollout(Worker["RolloutGroup"]):
             run_episodes(self.engine, own, episodes)
         return self._to_tensordict(own, score)
 
-    def _to_tensordict(self, own: Sequence[Episode], score: Sequence[str]) -> TensorDict:
-        """Returns the rows of complete episodes."""
-        return self._count(episodes_to_tensordict(own, self.tokenizer, score, with_segments=self._has_segments(score)))
-
-    def _count(self, responses: TensorDict) -> TensorDict:
-        """Adds the rows and their sampled tokens to the usage of the call, and returns the rows."""
+    def _to_tensordict(self, own: Sequence[Episode], score: Sequence[str], **columns: torch.Tensor) -> TensorDict:
+        """Returns the rows of complete episodes, and adds them and their sampled tokens to the usage of the call."""
+        no_routes = self.engine.no_routes if isinstance(self.engine, RoutingEngine) else None
+        with_segments = self._has_segments(score)
+        responses = episodes_to_tensordict(
+            own, self.tokenizer, score, with_segments=with_segments, no_routes=no_routes, **columns
+        )
         num_tokens = int(responses["tokens", "response_mask"].sum())
         self.context.add_usage(tokens=num_tokens / self.context.replica.num_devices, responses=num_rows(responses))
         return responses
@@ -293,7 +295,13 @@ class Rollout(Worker["RolloutGroup"]):
                     break
                 if not left_s:
                     break
-        return self._count(self._groups.pop_complete(self.tokenizer, score, with_segments=self._has_segments(score)))
+        rows = self._groups.pop_complete()
+        return self._to_tensordict(
+            [episode for _, episode in rows],
+            score,
+            prompt_id=torch.tensor([prompt_id for prompt_id, _ in rows], dtype=torch.int64),
+            sample=torch.tensor([episode.index for _, episode in rows], dtype=torch.int64),
+        )
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, resend=False, memory=())
     def count_waiting(self, samples: int) -> int:
@@ -408,8 +416,12 @@ class Rollout(Worker["RolloutGroup"]):
         """Loads the weights of `version`: those of the base model, with a LoRA adapter.
 
         The base model is read from its files in each call, so that it needs no memory beside the engine's weights.
-        `bucket_mb` limits the size in MB of the weights that are merged at a time.
+        `bucket_mb` limits the size in MB of the weights that are merged at a time. With shared weights, sets only the
+        version.
         """
+        if self.shares_weights:
+            self.set_version(version)
+            return
         self.context.add_usage(weight_bytes=sum(array.nbytes for array in adapter.values()))
         self._expects_update = False
         if self._adapted is None:
@@ -558,25 +570,14 @@ class PromptGroups:
         for group in groups.values():
             self.episodes.add(group.samples.values())
 
-    def pop_complete(
-        self, tokenizer: ChatTokenizer, score: Sequence[str] = (), *, with_segments: bool = False
-    ) -> TensorDict:
-        """Removes all complete groups and returns their rows, in the order in which the groups were added.
-
-        `score` names the columns of the reward. `with_segments` adds the column `segments`.
+    def pop_complete(self) -> list[tuple[int, Episode]]:
+        """Removes all complete groups. Returns the prompt_id and the episode of each row, in the order in which the
+        groups were added.
         """
         complete = {prompt_id: group for prompt_id, group in self._groups.items() if self._is_complete(group)}
         for prompt_id in complete:
             del self._groups[prompt_id]
-        rows = [(prompt_id, sample) for prompt_id, group in complete.items() for sample in group.samples.values()]
-        return episodes_to_tensordict(
-            [sample for _, sample in rows],
-            tokenizer,
-            score,
-            with_segments=with_segments,
-            prompt_id=torch.tensor([prompt_id for prompt_id, _ in rows], dtype=torch.int64),
-            sample=torch.tensor([sample.index for _, sample in rows], dtype=torch.int64),
-        )
+        return [(prompt_id, sample) for prompt_id, group in complete.items() for sample in group.samples.values()]
 
     def drop(self, prompt_ids: Iterable[int] | None = None) -> list[str]:
         """Removes the groups of these prompts (None: all groups) and returns their request ids."""

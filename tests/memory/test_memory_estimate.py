@@ -90,6 +90,22 @@ def test_optimizers_have_their_own_state() -> None:
     assert muon.calls[-1].gathered == 6 * 2 * 4096 * 11008
 
 
+def test_adamw_8bit_has_small_moments_of_all_experts() -> None:
+    settings = {
+        "model_type": "qwen3_moe", "hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "vocab_size": 1000,
+        "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 512, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [], "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    size = model_size_from_config(settings)
+    assert size is not None
+    model = replace(role_model(), size=size, optimizer="adamw_8bit")
+    quantized = 3 * (4 * 128 * 128 + 8 * 3 * 128 * 64) + 2 * 1000 * 128
+    rest = 3 * (2 * 128 + 2 * 64 + 8 * 128) + 128
+    own = training_role(model, 8, "none", copies_checkpoints=False)
+    assert own.optimizer == pytest.approx(2 * quantized * (1 + 4 / 64) + 4 * rest, rel=1e-6)
+
+
 def test_zero1_divides_the_optimizer_state_only() -> None:
     full, divided = (
         training_role(role_model(strategy=strategy), 8, "none", copies_checkpoints=False)

@@ -54,6 +54,10 @@ def starting_from(
     return with_float64_models(started) if is_float64 else started
 
 
+def with_lora(config: PPOConfig, lora: dict[str, Any]) -> PPOConfig:
+    return PPOConfig.model_validate(config.model_dump() | {"actor": config.actor.model_dump() | {"lora": lora}})
+
+
 def values(config: PPOConfig, name: str) -> list[float]:
     """Returns a metric of each step."""
     records = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
@@ -76,6 +80,31 @@ def test_a_run_starts_from_the_policy_of_an_adapter(
     for expected, line in zip(lines, metrics_of(apart), strict=True):
         assert_same(expected, line)
     assert all(values(apart, "weights_compared"))
+
+
+def test_a_rollout_that_shares_weights_on_some_devices_gets_the_adapter_on_the_others(
+    ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    roles = dict.fromkeys(ROLES, "main") | {"rollout": "main+other"}
+    placement = Placement.model_validate(SPLIT.model_dump() | {"roles": roles})
+    together, beside = (
+        with_float64_models(with_lora(ppo_config(output=tmp_path / name, **settings), {"rank": 4}))
+        for name, settings in (("together", {}), ("beside", {"placement": placement}))
+    )
+    for config in (together, beside):
+        train_ppo(config)
+    for expected, line in zip(metrics_of(together), metrics_of(beside), strict=True):
+        assert_same(expected, line)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao, of the extra optimizers")
+def test_a_rollout_in_another_process_starts_with_the_quantized_policy(
+    ppo_config: Callable[..., PPOConfig], tmp_path: Path
+) -> None:
+    lora = {"rank": 4, "base_quantization": "int8"}
+    config = with_lora(ppo_config(output=tmp_path / "run", placement=SPLIT), lora)
+    train_ppo(config)
+    assert all(gap < 1e-5 for gap in values(config, "rollout_gap"))
 
 
 def test_other_settings_of_the_adapter_are_rejected_before_the_run_starts(

@@ -37,8 +37,8 @@ GPU_CONFIGS = [path for path in CONFIGS if "device: cuda" in path.read_text(enco
 
 @pytest.mark.parametrize("path", GPU_CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_gpu_config_has_a_valid_plan_for_its_gpus_of_80_gb(path: Path) -> None:
-    num_gpus = 8 if "7b" in path.stem else 1
-    assert main(["plan", str(path), "--devices", str(num_gpus), "placement.memory_gb=80"]) == 0
+    devices = {"qwen0.5b": "1", "qwen1.5b": "1", "llama70b": "8,8"}.get(path.stem, "8")
+    assert main(["plan", str(path), "--devices", devices, "placement.memory_gb=80"]) == 0
 
 
 @pytest.mark.parametrize("path", GPU_CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -10,7 +10,12 @@ from tests.slow_cases import as_parameters
 
 ROOT = Path(__file__).parents[2]
 
-LORA = ["actor.lora={rank: 32}", "actor.optimizer.kind=adamw", "actor.engine.max_tokens_per_microbatch=16384"]
+LORA = [
+    "actor.lora={rank: 32}",
+    "actor.model.dtype=bfloat16",
+    "actor.optimizer.kind=adamw",
+    "actor.engine.max_tokens_per_microbatch=16384",
+]
 QWEN = ["recipes/grpo/qwen32b.yaml", "--devices", "8"]
 LLAMA = ["recipes/grpo/llama70b.yaml", "--devices", "8,8"]
 MOE = ["recipes/moe/qwen30b_a3b.yaml", "--devices", "8"]

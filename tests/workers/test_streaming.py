@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from flowrl.config import ActorConfig, ModelConfig, OptimizerConfig, RolloutConf
 from flowrl.controller.errors import ProcessLost, WorkerError, WorkerUserError
 from flowrl.workers import Actor, Rollout
 from flowrl.workers.rollout import RESPONSE_COLUMNS
+from recipes.moe.prepare import main as prepare_mixture
 
 SAMPLES = 3
 COLUMNS = (*RESPONSE_COLUMNS, "prompt_id", "sample")
@@ -77,6 +79,21 @@ def test_poll_without_requests_returns_no_rows_immediately(rollout: WorkerGroup)
     assert batch.num_rows == 0 and set(batch.columns) == set(COLUMNS)
     assert batch.get("response") == [] and batch.get("input_ids").tolist() == []
     assert time.monotonic() - started < 60
+
+
+def test_a_batch_without_rows_has_the_routes_of_no_tokens(tmp_path: Path) -> None:
+    assert prepare_mixture(["--output", str(tmp_path / "model")]) == 0
+    placement = Placement(pools={"b": [1]}, roles={"rollout": "b"})
+    with Cluster(placement, backend="inline", num_threads=1) as cluster:
+        model = ModelConfig(path=tmp_path / "model")
+        rollout = cluster.group("rollout", Rollout, config(router_replay=True), model, seed=0)
+        empty = rollout.poll(0.0)
+        rollout.add(groups(1, 2), SAMPLES)
+        batches = [empty, *polled(rollout, 2)]
+        routes = [batch.get("routes") for batch in batches]
+        assert [len(each) for each in routes] == [len(batch.get("input_ids")) for batch in batches]
+    assert len(routes[0]) == 0
+    assert len({(each.shape[1], each.dtype) for each in routes}) == 1 and routes[0].shape[1] > 0
 
 
 def test_aborted_groups_are_not_returned(rollout: WorkerGroup) -> None:

@@ -73,7 +73,7 @@ def choose_transport(
     transport = _transport_between(actor, rollout, kind, config, shares_model and actor.mesh.pp == 1)
     if transport == "cuda_ipc" and offloads and via == "auto":
         transport = "object_store"  # until CUDA IPC between roles that offload has run on a GPU
-    if transport in ("object_store", "nccl") and via in ("auto", "object_store") and sends_adapter:
+    if transport == "object_store" and sends_adapter:
         return "adapter"
     if transport not in ("nccl", "gloo") or not per_replica:
         return transport
@@ -83,7 +83,7 @@ def choose_transport(
             f"schedule.interrupt is false, which updates each replica by itself: set schedule.interrupt: true, or "
             f"{rollout.role}.transfer.via: auto"
         )
-    return "object_store"
+    return "adapter" if sends_adapter else "object_store"
 
 
 def _transport_between(

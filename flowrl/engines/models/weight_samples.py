@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from flowrl.engines.models.adapters.lora import ModelWeight, model_weights
+from flowrl.engines.models.adapters.quantized_base import QuantizedLinear
 from flowrl.engines.models.routing import find_routers
 
 INPUTS = 4
@@ -132,7 +133,8 @@ def _kind(model: nn.Module, name: str, weight: ModelWeight, routers: Sequence[nn
     if leaf == "weight" and isinstance(module, nn.Embedding):
         return "table", 1
     if leaf == "weight" and (isinstance(module, nn.Linear | Conv1D) or module in routers):
-        return "matrix", 0 if isinstance(module, Conv1D) else 1
+        is_transposed = isinstance(module, Conv1D) or (isinstance(module, QuantizedLinear) and module.is_transposed)
+        return "matrix", 0 if is_transposed else 1
     return "plain", 0 if weight.stored.ndim > 1 else None
 
 

@@ -503,6 +503,16 @@ class PreemptingEngine(Protocol):
 
 
 @runtime_checkable
+class RoutingEngine(Protocol):
+    """An engine with `returns_routes`: its responses have routes if `rollout.router_replay` is set."""
+
+    @property
+    def no_routes(self) -> "np.ndarray | None":
+        """Routes of no tokens, [0, layers x experts per token]. None: the responses have no routes."""
+        ...
+
+
+@runtime_checkable
 class BroadcastEngine(Protocol):
     """An engine with the transport `nccl`. Its `receive` also accepts the `WeightMetadata` of a broadcast, and then
     receives the weights with a `BroadcastReceiver` on each device.
@@ -536,6 +546,7 @@ def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
         ColocatedEngine: not capabilities.own_process,
         RequestBatch: capabilities.streaming,
         SleepingEngine: capabilities.sleep,
+        RoutingEngine: capabilities.returns_routes,
         BroadcastEngine: "nccl" in capabilities.gpu_transports,
     }
     return missing_members(engine, [protocol for protocol, is_required in required.items() if is_required])

@@ -71,15 +71,15 @@ def load_module_state(model: nn.Module, optimizer: Optimizer | None, tensors: Ma
 def split_quantized(value: Tensor) -> dict[str, Tensor]:
     """Returns the parts of a quantized optimizer tensor by the suffix of their names. Others have the suffix "".
 
-    The codes have the shape of the tensor, [R, C], and the scales the shape [R, number of blocks of a row]. Both are
-    sharded as the tensor, and share its memory.
+    The codes have the shape of the tensor, [..., C], and the scales the shape [..., number of blocks of a row]. Both
+    are sharded as the tensor, and share its memory.
     """
     local = local_tensor(value)
     if not is_traceable_wrapper_subclass(local):
         return {"": value}
     quantized: Any = local  # Any: torchao's type, which is not always installed
-    rows, columns = quantized.codes.shape
-    scale = quantized.scale.view(rows, columns // BLOCK)
+    *rows, columns = quantized.codes.shape
+    scale = quantized.scale.view(*rows, columns // BLOCK)
     return {CODES: shard_like(quantized.codes, value), SCALE: shard_like(scale, value)}
 
 
@@ -101,12 +101,10 @@ def shard_like(local: Tensor, value: Tensor) -> Tensor:
     """
     if not isinstance(value, DTensor):
         return local
-    num_column_shards = value.shape[1] // local_tensor(value).shape[1]
-    width = local.shape[1] * num_column_shards
-    return DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=torch.Size((value.shape[0], width)),
-        stride=(width, 1)
-    )  # fmt: skip
+    num_column_shards = value.shape[-1] // local_tensor(value).shape[-1]
+    shape = torch.Size((*value.shape[:-1], local.shape[-1] * num_column_shards))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
 
 
 def describe_module(model: nn.Module) -> str:

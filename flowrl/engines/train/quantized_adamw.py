@@ -21,8 +21,9 @@ class QuantizedAdamW(AdamW8bit):
     """torchao's optimizer, with the blocks of this module.
 
     Moments are quantized for matrices of at least `MIN_ROWS` rows and `MIN_SIZE` values whose rows have whole blocks on
-    each rank. Other weights have moments in their own dtype. The step is compiled on GPUs, where it needs less memory.
-    On CPUs, the compiler would take a minute for each shape of a weight.
+    each rank. The fused matrices of all experts of a layer count as one. Other weights have moments in their own dtype.
+    The step is compiled on GPUs, where it needs less memory. On CPUs, the compiler would take a minute for each shape
+    of a weight.
     """
 
     def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> None:  # Any: as torch
@@ -43,5 +44,5 @@ class QuantizedAdamW(AdamW8bit):
 
 def has_quantized_moments(weight: Tensor) -> bool:
     """Returns whether the moments of a weight are quantized. Only `tp` changes the result, because it shards rows."""
-    has_size = weight.ndim == 2 and weight.shape[0] >= MIN_ROWS and weight.numel() >= MIN_SIZE
-    return has_size and local_tensor(weight).shape[1] % BLOCK == 0
+    has_size = weight.ndim >= 2 and weight.shape[:-1].numel() >= MIN_ROWS and weight.numel() >= MIN_SIZE
+    return has_size and local_tensor(weight).shape[-1] % BLOCK == 0

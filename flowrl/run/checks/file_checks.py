@@ -207,7 +207,9 @@ def check_experts(config: RunConfig) -> None:
     """
     _check_router_replay(config)
     for role, value in models_of(config).items():
-        if not isinstance(value, TrainedConfig) or not (settings := read_text_config(value.model.path)):
+        if not isinstance(value, TrainedConfig) or value.engine.kind != DEFAULT_TRAIN_ENGINE:
+            continue
+        if not (settings := read_text_config(value.model.path)):
             continue
         coef, key = value.router_loss_coef, f"{role}.router_loss_coef"
         if not has_experts(settings):

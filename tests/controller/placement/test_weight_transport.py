@@ -92,7 +92,8 @@ def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str
         ("cpu", "a", "a", {"engine": "hf"}, "shared"),
         ("cuda", "a", "a", {"engine": SCRIPTED}, "local"),
         ("cpu", "a", "b", {"engine": "hf"}, "adapter"),
-        ("cuda", "a", "b", {}, "adapter"),
+        ("cuda", "a", "b", {}, "nccl"),
+        ("cuda", "a", "b", {"engine": "hf"}, "adapter"),
         ("cuda", "a", "b", {"per_replica": True}, "adapter"),
         ("cuda", "a", "b", {"via": "object_store"}, "adapter"),
         ("cuda", "a", "b", {"via": "nccl"}, "nccl"),
@@ -100,7 +101,7 @@ def test_an_impossible_transport_is_rejected(kind: str, actor: str, rollout: str
         ("cuda", "a", "a", {}, "cuda_ipc"),
     ],
 )
-def test_an_adapter_is_sent_alone_except_over_a_requested_broadcast(
+def test_an_adapter_is_sent_instead_of_all_weights_through_the_object_store(
     kind: str, actor: str, rollout: str, settings: dict[str, Any], expected: str
 ) -> None:
     assert transport(kind, actor, rollout, sends_adapter=True, **settings) == expected

@@ -47,10 +47,8 @@ REJECTED = {
     ("Gemma 2", "sp"): "sliding_attention",
     ("GPT-2", "split norms"): "transformer.wpe",
     ("OPT", "split norms"): "model.decoder",
-    **{(name, kind): "custom attention" for name in WITH_OWN_ATTENTION for kind in ("sp", "split norms", "pp")},
-    ("GPT-2", "pp"): "remove pp",
-    ("OPT", "pp"): "remove pp",
-    **{(name, "pp"): "experts" for name in ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")},
+    **{(name, kind): "custom attention" for name in WITH_OWN_ATTENTION for kind in ("sp", "split norms")},
+    **{(name, "pp"): "remove pp" for name in (*WITH_OWN_ATTENTION, "GPT-2", "OPT", *MIXTURES)},
     **{(name, "split norms"): "sequence_parallel_norms" for name in ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")},
 }
 

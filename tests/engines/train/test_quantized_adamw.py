@@ -17,7 +17,7 @@ from flowrl.engines.train.optimizers import build_optimizer, trained_weights
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines import quantized_ranks
 from tests.engines.closeness import assert_norm_close
-from tests.engines.quantized_ranks import engine_of, save, train
+from tests.engines.quantized_ranks import MODELS, engine_of, save, train
 from tests.processes import run_ranks
 
 pytestmark = [
@@ -52,6 +52,16 @@ def test_a_moment_of_a_matrix_has_a_byte_per_value_and_a_scale_per_64() -> None:
             SCALE: (torch.float32, (64, 2)),
         }
         assert list(split_quantized(optimizer.state[layer.bias][key])) == [""]
+
+
+def test_the_matrices_of_all_experts_have_quantized_moments() -> None:
+    engine = engine_of(model="experts")
+    train(engine, 0)
+    state = state_of(engine)
+    for part, columns in (("gate_up_proj", 64), ("down_proj", 64)):
+        name = f"optimizer.language_model.model.layers.0.mlp.experts.{part}.exp_avg"
+        assert state[f"{name}{CODES}"].dtype == torch.uint8
+        assert state[f"{name}{SCALE}"].shape == (*state[f"{name}{CODES}"].shape[:-1], columns // 64)
 
 
 def test_updates_are_close_to_those_of_adamw() -> None:
@@ -101,21 +111,21 @@ def test_offloaded_moments_are_released_saved_and_restored(tmp_path: Path, monke
     assert_equal(state_of(again), state_of(straight))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MODELS)
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Returns checkpoints of one process, and of two ranks that have resumed from it."""
-    root = tmp_path_factory.mktemp("quantized")
-    engine = engine_of()
+    root = tmp_path_factory.mktemp(request.param)
+    engine = engine_of(model=request.param)
     train(engine, 0, 1)
     save(engine, root / "one")
     train(engine, 2)
     save(engine, root / "one-trained")
-    run_ranks(quantized_ranks.main, (root,), 2)
+    run_ranks(quantized_ranks.main, (root, request.param), 2)
     return root
 
 
 def loaded(folder: Path) -> dict[str, Tensor]:
-    engine = engine_of()
+    engine = engine_of(model="dense" if "dense" in folder.parent.name else "experts")
     load(engine, folder)
     return state_of(engine)
 
@@ -135,6 +145,7 @@ def test_a_step_on_shards_is_close_to_that_of_one_process(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("folder", ["dense"], indirect=True)
 def test_a_layout_with_other_blocks_is_rejected(folder: Path) -> None:
     """The two tensor-parallel ranks have 32 columns of `o_proj`, which are less than a block."""
     with pytest.raises(CheckpointError, match=r"o_proj\.weight\.exp_avg"):

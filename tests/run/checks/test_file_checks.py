@@ -57,6 +57,11 @@ def test_an_unknown_family_is_trained_with_an_explicit_0(tmp_path: Path) -> None
     check_experts(with_model(tmp_path, MIXTRAL | {"model_type": "olmoe"}, router_loss_coef=0.0))
 
 
+def test_the_experts_of_a_user_defined_engine_are_not_checked(tmp_path: Path) -> None:
+    engine = EngineConfig(kind="tests.engines.train.user_engine:PipelineEngine")
+    check_experts(with_model(tmp_path, MIXTRAL | {"model_type": "olmoe"}, engine=engine))
+
+
 def test_compiled_experts_are_rejected(tmp_path: Path) -> None:
     with rejects("actor.engine.compile", tmp_path, error=ConfigError):
         check_experts(with_model(tmp_path, MIXTRAL, engine=EngineConfig(compile=True)))

@@ -256,7 +256,8 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
     assert isinstance(config, peft.LoraConfig)
     settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
     settings["target_modules"] = sorted(settings["target_modules"])
-    modules = {name.removeprefix(SAVED_PREFIX).split(".")[-2] for name in state if ".lora_" not in name}
+    # Complete paths, because peft selects all modules whose name ends with one of these names.
+    modules = {name.removeprefix(SAVED_PREFIX).rpartition(".")[0] for name in state if ".lora_" not in name}
     tensors, _ = adapter_tensors(model)
     is_tied = len({id(tensor) for tensor in tensors.values()}) < len(tensors)
     settings |= {"modules_to_save": sorted(modules) or None, "ensure_weight_tying": is_tied}

@@ -3,6 +3,7 @@
 A role merges them into the weights that it loads (`model.adapter`), or trains them further (`lora`).
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,22 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MATRIX = ".lora_"
 """Part of the names of the matrices A and B."""
 
+_MATRICES = ("A.weight", "B.weight")
+"""Ends of the names of the matrices, after `_MATRIX`."""
+
+_HEADS = ("lm_head", "score")
+"""Names of heads. An adapter of a policy is also read by critics, which lack its head, and the reverse."""
+
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
     "bias": ("none", None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "layer_replication": (None,),
 }
 """Setting of peft -> supported values."""
 
@@ -85,7 +96,14 @@ class SavedAdapter:
                 )
         for name, tensor in tensors.items():
             check_finite(tensor, name, file)
-        scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+            path, _, matrix = name.partition(_MATRIX)
+            pair = {f"{path}{_MATRIX}{end}" for end in _MATRICES}
+            if matrix and not (matrix in _MATRICES and pair <= tensors.keys()):
+                raise LoraError(
+                    f"adapter {folder} has the weight {name}, but a run reads only pairs of matrices lora_A.weight and "
+                    f"lora_B.weight: merge it into its model with peft, and set path to the result"
+                )
+        scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         return cls(folder, rank, scaling, {name.removeprefix(SAVED_PREFIX): own for name, own in tensors.items()})
 
     def without_matrices(self) -> "SavedAdapter":
@@ -99,14 +117,14 @@ class SavedAdapter:
         changes: dict[str, LayerChange] = {}
         for name in self.tensors:
             path, _, matrix = name.partition(_MATRIX)
-            if matrix != "A.weight":
+            if matrix != _MATRICES[0]:
                 continue
             layer_path = next((own for own in _model_names(model, path) if _linear(model, own) is not None), None)
             layer = None if layer_path is None else _linear(model, layer_path)
-            a, b = self.tensors[name], self.tensors.get(f"{path}.lora_B.weight")
+            a, b = self.tensors[name], self.tensors[f"{path}{_MATRIX}{_MATRICES[1]}"]
             is_transposed = isinstance(layer, Conv1D)
             shape = None if layer is None else tuple(layer.weight.shape)
-            if b is None or shape is None or (b.shape[0], a.shape[1]) != (shape[::-1] if is_transposed else shape):
+            if shape is None or (b.shape[0], a.shape[1]) != (shape[::-1] if is_transposed else shape):
                 raise LoraError(
                     f"adapter {self.folder} does not match the model {type(model).__name__}: see the layer {path}; set "
                     f"path to the base model of the adapter"
@@ -117,13 +135,19 @@ class SavedAdapter:
     def weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """Returns the complete weights of the adapter that a model has, by their names in the model.
 
-        They are those of `modules_to_save`. Raises LoraError if one has another shape.
+        They are those of `modules_to_save`. Raises LoraError if one has another shape, or if it is neither in the model
+        nor a head.
         """
         known, weights = dict(model.named_parameters(remove_duplicate=False)), {}
         for name, tensor in self.tensors.items():
             own = next((own for own in _model_names(model, name) if own in known), None)
-            if _MATRIX in name or own is None:  # such as the head of a policy, in a critic
+            if _MATRIX in name or (own is None and name.split(".")[-2:-1][0] in _HEADS):
                 continue
+            if own is None:
+                raise LoraError(
+                    f"adapter {self.folder} has the weight {name}, which is not in the model {type(model).__name__}: "
+                    f"set path to the base model of the adapter"
+                )
             if known[own].shape != tensor.shape:
                 raise LoraError(
                     f"adapter {self.folder} has the weight {name} of shape {list(tensor.shape)}, but the model has "
@@ -152,7 +176,7 @@ class SavedAdapter:
         different = sorted({name for name in own if _MATRIX in name} ^ matrices.keys())
         different += [name for name, tensor in matrices.items() if name in own and own[name].shape != tensor.shape]
         different += [name for name in self.weights(model) if name not in own]
-        if different or scalings - {self.scaling}:
+        if different or not all(math.isclose(scaling, self.scaling) for scaling in scalings):
             ranks = {tensor.shape[0] for name, tensor in own.items() if name.endswith(f"{_MATRIX}A.weight")}
             what = f"see {different[0]}" if different else f"its scale is {self.scaling:g}, not {max(scalings):g}"
             what = what if self.rank in ranks else f"its rank is {self.rank}, not {max(ranks)}"

@@ -147,6 +147,8 @@ class Decoder:
         end_ids: Sequence[int],
         max_length: int,
         device: torch.device,
+        *,
+        routes: RouteRecorder | None = None,
     ) -> None:
         """Stores the settings. The first call of `join` allocates the cache.
 
@@ -156,11 +158,12 @@ class Decoder:
             end_ids: tokens that end a response, in addition to `config.stop_ids`.
             max_length: maximum number of tokens of prompt and response.
             device: device of the model.
+            routes: records the routes of all tokens.
         """
         self._model, self._config, self._device, self._max_length = model, config, device, max_length
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._short_step = ShortStep(model) if has_short_step(model) else None
-        self._routes = RouteRecorder(model) if config.router_replay else None
+        self._routes = routes
         self._end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
         self._num_heads: int = model.config.get_text_config().num_attention_heads
         self.turn_caches = TurnCaches()

@@ -30,6 +30,7 @@ from flowrl.engines.rollout.base import (
 )
 from flowrl.engines.rollout.hf.decoder import Decoder, Row
 from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
+from flowrl.engines.rollout.hf.routes import RouteRecorder
 from flowrl.engines.rollout.weight_check import Compared, compare_model
 
 _JOIN_SHARE = 8
@@ -95,7 +96,13 @@ class HfRollout:
         self.max_length = _max_length(model.config.get_text_config())
         """Maximum number of tokens of prompt and response together."""
         self._eos_ids = eos_ids(tokenizer, model.generation_config)
+        self._routes = RouteRecorder(self.model) if config.router_replay else None
         self._batch = self._new_batch()
+
+    @property
+    def no_routes(self) -> np.ndarray | None:
+        """Routes of no tokens. None: the responses have no routes."""
+        return None if self._routes is None else self._routes.no_routes
 
     # Weight updates, for a model that the engine owns.
 
@@ -225,7 +232,7 @@ class HfRollout:
         return self._batch.read_partial(request_ids)
 
     def _new_batch(self) -> "ContinuousBatch":
-        decoder = Decoder(self.model, self._config, self._eos_ids, self.max_length, self._device)
+        decoder = Decoder(self.model, self._config, self._eos_ids, self.max_length, self._device, routes=self._routes)
         return ContinuousBatch(decoder, self._config.num_seqs)
 
 

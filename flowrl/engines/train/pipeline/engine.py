@@ -22,7 +22,7 @@ from flowrl.engines.models.weight_samples import WeightSamples, weight_samples
 from flowrl.engines.models.weights import unique_weights, weight_shapes
 from flowrl.engines.parallel.gradients import Gradients
 from flowrl.engines.parallel.pipeline_mesh import PipelineMesh, pipeline_mesh
-from flowrl.engines.parallel.sharding import language_models
+from flowrl.engines.parallel.sharding import EngineError, language_models
 from flowrl.engines.train.base import Denominators, LossTerm, Outputs, TrainContext
 from flowrl.engines.train.fsdp.engine import ComputeTerm, FsdpEngine
 from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel
@@ -50,8 +50,13 @@ class PipelineEngine(FsdpEngine):
 
     @classmethod
     def start(cls, context: TrainContext) -> "PipelineEngine":
-        """Creates the model of a role on the meta device, and loads the weights of this stage."""
+        """Creates the model of a role on the meta device, and loads the weights of this stage. Raises EngineError for
+        settings that stages do not support.
+        """
         config = context.config
+        lora = config.lora if isinstance(config, TrainedConfig) else None
+        if config.engine.expert_parallel or (lora is not None and lora.base_quantization is not None):
+            raise EngineError("pp does not support expert_parallel and base_quantization: remove them, or pp")
         assert context.group is not None, "a pipeline has several ranks"
         mesh = pipeline_mesh(
             context.group,

@@ -18,13 +18,12 @@ from transformers import PreTrainedModel
 from flowrl.engines.models.adapters.lora import model_weights
 from flowrl.engines.models.attention import Pack
 from flowrl.engines.models.loading import CriticModel, RewardModel
-from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import SequenceShardable, run_backbone
 from flowrl.engines.parallel.sharding import EngineError, language_models, layers
 from flowrl.engines.train.base import ROW_OUTPUTS, Outputs
 from flowrl.engines.train.fsdp.outputs import PolicyModel
 from flowrl.engines.train.microbatch import MicroBatch
-from flowrl.engines.train.pipeline.stage_schedule import split_layers
+from flowrl.engines.train.pipeline.stage_schedule import FAMILIES, split_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -136,41 +135,23 @@ def _find_parts(model: PreTrainedModel, num_stages: int) -> tuple[nn.Module, str
     """Returns the module that runs the layers, and in it: the name of the embeddings, the layers, and the names of the
     modules with weights after the layers.
 
-    Raises EngineError unless the modules with weights are the embeddings, the layers, and norms after the layers.
+    Raises EngineError if the model is not of the families `FAMILIES`, or has too few layers.
     """
-    if not model._supports_attention_backend:  # the layers of such families return tuples
+    if model.config.get_text_config().model_type not in FAMILIES:
         raise EngineError(
-            f"{type(model).__name__} does not support pp {num_stages}, because it has custom attention: remove pp for "
-            f"this role"
-        )
-    if mixture_of(model) is not None:
-        raise EngineError(
-            f"{type(model).__name__} does not support pp {num_stages}, because its layers have experts: remove pp for "
-            f"this role"
+            f"{type(model).__name__} does not support pp {num_stages}, only models of the families "
+            f"{', '.join(sorted(FAMILIES))} do: remove pp for this role"
         )
     body, found = model.base_model, layers(model)
     children = [(name, child) for name, child in body.named_children() if next(child.parameters(), None) is not None]
-    blocks = next(((i, c) for i, (_, c) in enumerate(children) if isinstance(c, nn.ModuleList)), None)
-    embeddings = model.get_input_embeddings()
-    is_known = (
-        blocks is not None
-        and list(blocks[1]) == found
-        and [child for _, child in children[: blocks[0]]] == [embeddings]
-        and all(weight.ndim == 1 for _, child in children[blocks[0] + 1 :] for weight in child.parameters())
-    )
-    if blocks is None or not is_known:
-        names = ", ".join(name for name, _ in children)
-        raise EngineError(
-            f"{type(model).__name__} does not support pp {num_stages}: it needs embeddings, decoder layers and a last "
-            f"norm, but the model has {names}; remove pp for this role"
-        )
+    (embeddings, _), (_, blocks), *norms = children
+    assert isinstance(blocks, nn.ModuleList), "the weights of these families are embeddings, layers and a last norm"
     if num_stages > len(found):
         raise EngineError(
             f"{type(model).__name__} has {len(found)} layers, fewer than the {num_stages} stages: set pp to at most "
             f"{len(found)}"
         )
-    index, modules = blocks
-    return body, children[0][0], modules, [name for name, _ in children[index + 1 :]]
+    return body, embeddings, blocks, [name for name, _ in norms]
 
 
 def empty_outputs(micro: MicroBatch, outputs: Outputs, dtype: torch.dtype, width: int) -> dict[str, Tensor]:

@@ -14,6 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "glm", "glm4"})
+"""Families (`model_type`) whose layers can be divided into stages. The modules of a model do not show all that it
+computes between the embeddings and the head: Granite scales the embeddings, and the last norm of OLMo has no weight.
+"""
+
 MAX_UNFINISHED = 2
 """Largest number of unfinished sends of a stage per direction. A stage waits for the oldest of three sends, which the
 other stage receives before that micro-batch, so that the limit causes no deadlock in 1F1B.

@@ -264,6 +264,16 @@ def test_tied_weights_are_trained_and_saved_together(tmp_path: Path) -> None:
     assert not torch.equal(policy.lm_head.weight, qwen2().lm_head.weight)
 
 
+def test_peft_loads_a_complete_module_whose_name_is_the_end_of_other_names(tmp_path: Path) -> None:
+    start = save(llama(), tmp_path / "start")
+    policy = load_policy(ModelConfig(path=start))
+    trained(policy, LoraConfig(rank=4, alpha=8.0, modules_to_save=("model.norm",)))
+    save_adapter(policy, start, tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(policy))
+    assert not torch.equal(policy.model.norm.weight, llama().model.norm.weight)
+
+
 @pytest.mark.parametrize("module", ["head", "weight", "model.lm_head"])
 def test_a_module_that_does_not_exist_is_rejected(module: str) -> None:
     with pytest.raises(LoraError, match=rf"modules_to_save .*\b{module}\b.*lm_head"):

@@ -14,7 +14,9 @@ from flowrl.engines.models.adapters.quantized_base import QuantizedLinear, round
 from flowrl.engines.models.adapters.saved_adapter import set_adapter
 from flowrl.engines.models.loading import load_policy
 from flowrl.engines.models.sharded_loading import stream_full_weights
+from flowrl.engines.models.weight_samples import weight_samples
 from flowrl.engines.models.weights import full_weights, load_weights, to_arrays, write_weights
+from flowrl.engines.rollout.weight_check import compare_model
 from flowrl.engines.train.base import TrainContext
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from tests.engines.closeness import assert_norm_close
@@ -132,6 +134,15 @@ def test_a_checkpoint_has_only_the_adapter(kind: BaseQuantization, folder: Path)
     for each in (engine, other):
         each.update(table(11, seed=5), policy_loss, POLICY)
     assert torch.equal(logits(engine.language_model), logits(other.language_model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollout_has_the_sampled_weights_after_a_sync(kind: BaseQuantization, folder: Path) -> None:
+    engine, rollout = engine_of(folder, kind, steps=1), load_policy(ModelConfig(path=folder))
+    write_weights(rollout, engine.export_weights())
+    for version in range(2):
+        compared = compare_model(rollout, weight_samples(engine.language_model, version))
+        assert compared.count and not compared.wrong and not compared.unreached
 
 
 def test_a_weight_without_whole_blocks_is_rejected() -> None:

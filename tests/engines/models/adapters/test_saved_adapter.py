@@ -142,10 +142,31 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"bias": "all"}, {}, "bias"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
         ({"peft_type": "IA3"}, {}, "peft_type IA3"),
+        ({"lora_bias": True}, {}, "lora_bias"),
+        ({"trainable_token_indices": [5]}, {}, "trainable_token_indices"),
+        ({"target_parameters": ["experts.down_proj"]}, {}, "target_parameters"),
+        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 32)}, "lora_embedding_A"),
+        ({}, {LAYER.replace("A.weight", "B.bias"): torch.zeros(32)}, "B.bias"),
+        ({}, {LAYER.replace("q_proj", "k_norm"): torch.zeros(4, 32)}, "k_norm.*pairs"),
+        ({}, {"base_model.model.model.other.weight": torch.zeros(3)}, "model.other.weight"),
         ({"r": None}, {}, "cannot be read"),
         ({}, {LAYER: torch.full((4, 64), float("nan"))}, "NaN"),
     ],
-    ids=["dora", "bias", "pattern", "ia3", "no rank", "nan"],
+    ids=[
+        "dora",
+        "bias",
+        "pattern",
+        "ia3",
+        "biases of matrices",
+        "tokens",
+        "experts",
+        "embedding",
+        "bias of b",
+        "half a pair",
+        "unknown",
+        "no rank",
+        "nan",
+    ],
 )
 def test_other_adapters_are_rejected(
     settings: dict[str, Any], tensors: dict[str, Tensor], message: str, tmp_path: Path
@@ -159,8 +180,9 @@ def test_other_adapters_are_rejected(
 @pytest.mark.parametrize("name", [LAYER, LAYER.replace("layers.0", "layers.7"), "base_model.model.lm_head.weight"])
 def test_an_adapter_of_another_model_is_rejected(name: str, on_meta: bool, tmp_path: Path) -> None:
     _, folder = saved(tmp_path, llama())
+    tensors = {name: torch.zeros(4, 7), name.replace("lora_A", "lora_B"): torch.zeros(7, 4)}
     with pytest.raises(LoraError, match="base model of the adapter"):
-        load_policy(ModelConfig(path=changed(folder, tensors={name: torch.zeros(4, 7)})), on_meta=on_meta)
+        load_policy(ModelConfig(path=changed(folder, tensors=tensors)), on_meta=on_meta)
 
 
 def test_a_folder_without_a_base_model_is_rejected(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 """Stages load only their layers, and together they compute what one process computes."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedModel
 
-from flowrl.config import UserError
+from flowrl.config import ActorConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, UserError
 from flowrl.engines.parallel.sharding import EngineError
+from flowrl.engines.train.base import TrainContext
 from flowrl.engines.train.fsdp.outputs import PolicyModel
+from flowrl.engines.train.pipeline.engine import PipelineEngine
 from flowrl.engines.train.pipeline.stage_model import cut_model
 from flowrl.engines.train.pipeline.stage_schedule import (
     StageCost,
@@ -20,7 +25,7 @@ from flowrl.engines.train.pipeline.stage_schedule import (
 )
 from tests.engines.closeness import assert_norm_close
 from tests.engines.families import build
-from tests.engines.tiny import qwen2, save
+from tests.engines.tiny import SIZES, qwen2, save
 from tests.engines.train.pipeline.stage_ranks import (
     ADAPTERS,
     LOSSES,
@@ -129,10 +134,27 @@ def test_a_stage_keeps_the_activations_of_the_micro_batches_in_flight(stages: li
         assert one > 0 and eight == num_in_flight(stage, 2, 8) * one
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
-def test_a_model_with_other_weights_before_its_layers_is_rejected(name: str) -> None:
-    with rejects("pp", 2, "embeddings", "remove", error=EngineError):
-        cut_model(PolicyModel(build(name)), 0, 2)
+def olmo() -> PreTrainedModel:
+    return OlmoForCausalLM(OlmoConfig(hidden_size=32, **SIZES))
+
+
+@pytest.mark.parametrize("create", [partial(build, "GPT-2"), partial(build, "OPT"), olmo], ids=["gpt2", "opt", "olmo"])
+def test_a_model_of_another_family_is_rejected(create: Callable[[], PreTrainedModel]) -> None:
+    with rejects("pp", 2, "qwen2", "remove", error=EngineError):
+        cut_model(PolicyModel(create()), 0, 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine": EngineConfig(strategy="fsdp", expert_parallel=True)},
+        {"lora": LoraConfig(rank=2, base_quantization="int8")},
+    ],
+)
+def test_settings_without_stages_are_rejected(settings: dict[str, Any]) -> None:
+    config = ActorConfig(model=ModelConfig(path=Path("model")), optimizer=OptimizerConfig(lr=1.0), **settings)
+    with rejects("pp", "remove", error=EngineError):
+        PipelineEngine.start(TrainContext("policy", config, torch.device("cpu"), None, pp=2))
 
 
 def test_more_stages_than_layers_are_rejected() -> None:
