@@ -13,6 +13,16 @@ from flowrl.engines.train.muon import NUM_ITERATIONS
 from flowrl.engines.train.pipeline.stage_schedule import StageCost, pipeline_seconds
 from flowrl.memory.head_memory import TILED_FROM
 from flowrl.memory.role_memory import RoleModel
+from flowrl.timing.pass_bytes import (
+    all_reduce_bytes,
+    broadcast_bytes,
+    copied_sum_bytes,
+    gathered_bytes,
+    layer_bytes,
+    reduced_bytes,
+    stage_bytes,
+    tied_bytes,
+)
 
 _WEIGHT_BYTES = 12
 """Bytes per parameter of an optimizer step: reads weight and gradient, and writes the weight. In addition, it reads and
@@ -92,11 +102,13 @@ def pass_time(
     compute = pipeline_seconds([cost.divide(num_microbatches) for cost in costs], num_microbatches)
     overlapped = num_passes * max(_fsdp_seconds(stage, rates, link, is_training=is_training) for stage in stages)
     num_tokens = num_passes / num_microbatches * load.rows * load.length
-    exposed = max(_layer_seconds(stage, num_tokens, link, is_training=is_training) for stage in stages)
-    exposed += _transfer_seconds(model, num_tokens, stage_link or link, is_training=is_training)
+    exposed = max(layer_bytes(stage, num_tokens, is_training=is_training) for stage in stages) / (link * LINK.value)
+    # A stage receives hidden states, and in training also their gradients.
+    exposed += (1 + is_training) * stage_bytes(model, num_tokens) / ((stage_link or link) * LINK.value)
     if is_training:
-        exposed += max(_update_seconds(stage, rates) + _broadcast_seconds(stage, link) for stage in stages)
-        all_reduce = max(_all_reduce_seconds(stage, link) for stage in stages)
+        exposed += max(_update_seconds(stage, rates) + broadcast_bytes(stage) / (link * LINK.value) for stage in stages)
+        exposed += tied_bytes(model) / ((stage_link or link) * LINK.value)
+        all_reduce = max(map(all_reduce_bytes, stages)) / (link * LINK.value)
         # `auto` overlaps on GPUs.
         overlapped, exposed = (
             (overlapped + all_reduce, exposed)
@@ -120,67 +132,17 @@ def _stage_costs(stages: Sequence[RoleModel], layers: float, head: float, *, is_
     return [StageCost(cost * forward, cost * (1 - forward)) for cost in costs]
 
 
-def _compute_bytes(model: RoleModel) -> int:
-    return 4 if model.precision == "float32" else 2
-
-
 def _fsdp_seconds(model: RoleModel, rates: DeviceRates, link: float, *, is_training: bool) -> float:
-    """Returns the time of FSDP's collectives and copies in a micro-batch.
-
-    A pass gathers the weights once, and with training and `reshard_after_forward` twice. Gradients are reduced in
-    float32, and then over the copies of the model (HSDP).
-    """
+    """Returns the time of FSDP's collectives and copies in a micro-batch."""
     if not model.is_sharded:
         return 0.0
-    num_gathers = 2 if is_training and model.engine.reshard_after_forward else 1
-    gathered = model.gathered_parameters
-    reduced = 4 * min(model.trained_parameters, gathered) if is_training else 0
-    moved = num_gathers * _compute_bytes(model) * gathered + reduced
-    shards = model.num_shards
-    copies = model.mesh.dp * model.mesh.sp // shards
-    seconds = moved * (shards - 1) / shards / (link * LINK.value)
-    seconds += 2 * reduced / shards * (copies - 1) / copies / (rates.network * LINK.value)
+    seconds = gathered_bytes(model, is_training=is_training) / (link * LINK.value)
+    seconds += is_training * copied_sum_bytes(model) / (rates.network * LINK.value)
     if model.offloads_parameters:
-        shard = num_gathers * model.param_bytes * model.parameters + reduced
-        seconds += shard / shards / (rates.host * LINK.value)
+        num_gathers = 2 if is_training and model.engine.reshard_after_forward else 1
+        shard = num_gathers * model.param_bytes * model.parameters + is_training * reduced_bytes(model)
+        seconds += shard / model.num_shards / (rates.host * LINK.value)
     return seconds
-
-
-def _transfer_seconds(model: RoleModel, num_tokens: float, link: float, *, is_training: bool) -> float:
-    """Returns the time in which a pipeline stage receives hidden states, and in training also their gradients."""
-    if model.mesh.pp == 1:
-        return 0.0
-    num_bytes = (1 + is_training) * num_tokens / model.mesh.sp * _compute_bytes(model) * model.size.hidden
-    return num_bytes / (link * LINK.value)
-
-
-def _layer_seconds(model: RoleModel, num_tokens: float, link: float, *, is_training: bool) -> float:
-    """Returns the time of the collectives within layers: sums of tensor parallelism over hidden states, exchanges of
-    sequence parallelism over queries, keys, values and the attention output, and exchanges of expert parallelism over
-    the tokens of experts and their outputs.
-    """
-    num_passes = 1 + is_training * (1 + model.engine.gradient_checkpointing)
-    element, (tp, sp), size = _compute_bytes(model), (model.mesh.tp, model.mesh.sp), model.size
-    summed = 2 * size.hidden * 2 * (tp - 1) / tp
-    exchanged = 2 * (size.queries + size.keys) * (sp - 1) / sp / tp
-    if model.engine.expert_parallel:
-        exchanged += 2 * size.experts_per_token * size.hidden * (model.num_shards - 1) / model.num_shards
-    num_bytes = num_passes * model.num_layers * num_tokens / sp * element * (summed + exchanged)
-    return num_bytes / (link * LINK.value)
-
-
-def _all_reduce_seconds(model: RoleModel, link: float) -> float:
-    """Returns the time of DDP's all-reduce of the gradients of an update."""
-    if model.is_sharded:
-        return 0.0
-    ranks = model.mesh.dp * model.mesh.sp
-    return 2 * 4 * model.trained_parameters * (ranks - 1) / ranks / (link * LINK.value)
-
-
-def _broadcast_seconds(model: RoleModel, link: float) -> float:
-    """Returns the time in which the ranks of ZeRO-1 send the updated weights to each other."""
-    ranks = model.num_optimizer_ranks
-    return model.trained * (ranks - 1) / ranks / (link * LINK.value)
 
 
 def _update_seconds(model: RoleModel, rates: DeviceRates) -> float:

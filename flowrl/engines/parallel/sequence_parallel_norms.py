@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from transformers import PreTrainedModel
 
@@ -44,11 +44,11 @@ def shard_norms(model: PreTrainedModel, tp_mesh: DeviceMesh, rowwise: Collection
     for norm in norms:
         parallelize_module(norm, tp_mesh, SequenceParallel(use_local_output=True))
     for module in full_sequence:
-        _gather_inputs(module, tp_mesh)
+        replicate_inputs(module, tp_mesh, SEQUENCE)
 
 
 def shard_adapter(matrix: nn.Module, tp_mesh: DeviceMesh, *, by_outputs: bool) -> None:
-    """Prepares the replicated matrix of an adapter for hidden states that are sharded by sequence.
+    """Prepares the replicated matrix of an adapter for hidden states that are a DTensor.
 
     Args:
         matrix: the replicated matrix, which is A for a column-wise sharded layer and B for a row-wise sharded layer.
@@ -98,16 +98,15 @@ def _norms_error(model: PreTrainedModel, reason: str) -> NormsError:
     )
 
 
-def _gather_inputs(module: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """All-gathers the hidden states that enter a module.
+def replicate_inputs(module: nn.Module, tp_mesh: DeviceMesh, placement: Placement) -> None:
+    """Passes the hidden states that enter a module as a replicated DTensor, and gathers them if they are sharded.
 
-    The gathered states are replicated DTensors. A single reduce-scatter therefore handles the gradients of all
-    matrices.
+    A single collective then sums the gradients of all matrices that read them. `placement` is that of the hidden states
+    before.
     """
 
-    def gather(states_BlD: Tensor) -> Tensor:
-        sharded = DTensor.from_local(states_BlD, tp_mesh, [SEQUENCE], run_check=False)
-        return sharded.redistribute(placements=[Replicate()])
+    def gather(states: Tensor) -> Tensor:
+        return DTensor.from_local(states, tp_mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
 
     def before(
         _: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]

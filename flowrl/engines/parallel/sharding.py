@@ -1,10 +1,11 @@
 """Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention implementation.
 
 Tensor parallelism follows the plan that transformers defines for the model, or that of `tp_plans`, except for routed
-experts. FSDP2
-(`fully_shard`) wraps each layer and the model. Gradients are summed over ranks. FSDP2 would average them by default.
+experts. FSDP2 (`fully_shard`) wraps each layer and the model. Gradients are summed over ranks. FSDP2 would average them
+by default.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
@@ -32,7 +33,7 @@ from flowrl.engines.models.routing import mixture_of
 from flowrl.engines.models.sequence_sharding import SequenceShardable, SequenceSharding
 from flowrl.engines.parallel.expert_parallel import shard_experts
 from flowrl.engines.parallel.rank_mesh import RankMesh
-from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, shard_adapter, shard_norms
+from flowrl.engines.parallel.sequence_parallel_norms import SEQUENCE, replicate_inputs, shard_adapter, shard_norms
 from flowrl.engines.parallel.tp_plans import TensorParallelPlan, copy_outputs, divide_heads, find_plan, for_conv1d
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -231,21 +232,44 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
     frozen = [path for path, weight in model.named_parameters() if not weight.requires_grad]
     paths = [(path, style) for pattern, style in plan.items() for path in _matching_modules(pattern, model)]
     tp_mesh, styles = mesh.devices["tp"], _SEQUENCE_STYLES if shards_norms else _STYLES
+    shared = [] if shards_norms else _modules_with_shared_inputs(model, dict(paths))
     for path, style in paths:
         by_outputs = style.startswith("colwise")
+        has_distributed_inputs = shards_norms or (by_outputs and path.rpartition(".")[0] in shared)
         for layer in tp_sharded_layers(model, path, by_outputs=by_outputs):
             module = model.get_submodule(layer)
             chosen = styles[style]()
             parallelize_module(module, tp_mesh, for_conv1d(chosen) if isinstance(module, Conv1D) else chosen)
-        for layer in tp_replicated_layers(model, path, by_outputs=by_outputs) if shards_norms else ():
+        for layer in tp_replicated_layers(model, path, by_outputs=by_outputs) if has_distributed_inputs else ():
             shard_adapter(model.get_submodule(layer), tp_mesh, by_outputs=by_outputs)
     if own is not None:
         _adapt_modules(model, own, settings.num_attention_heads, tp_mesh)
     if shards_norms:
         shard_norms(model, tp_mesh, [path for path, style in paths if style.startswith("rowwise")])
+    for path in shared:
+        replicate_inputs(model.get_submodule(path), tp_mesh, Replicate())
     for path in frozen:
         # torch's style for norms creates trainable weights, also for frozen norms.
         model.get_parameter(path).requires_grad_(False)
+
+
+def _modules_with_shared_inputs(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
+    """Returns the names of the modules (attention, MLP) in which several matrices, sharded by their outputs, read the
+    same hidden states. Each of these matrices would otherwise sum its gradients over the ranks itself.
+
+    `styles` maps the names of the sharded layers to their styles. A module is left out if others of its matrices are
+    not sharded, because they may read the hidden states, too.
+    """
+    parents = Counter(path.rpartition(".")[0] for path, style in styles.items() if style.startswith("colwise"))
+    return [
+        parent
+        for parent, count in parents.items()
+        if count > 1
+        and all(
+            weight.ndim == 1 or f"{parent}.{name.partition('.')[0]}" in styles
+            for name, weight in model.get_submodule(parent).named_parameters()
+        )
+    ]
 
 
 def _adapt_modules(model: PreTrainedModel, plan: TensorParallelPlan, heads: int, tp_mesh: DeviceMesh) -> None:

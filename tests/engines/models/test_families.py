@@ -165,9 +165,9 @@ def test_two_ranks_that_divide_experts_train_the_weights_of_one(
         assert_norm_close(results[mixture, "divided experts"], alone[mixture])
 
 
-def check_adapter(results_by_rank: list[dict], name: str, case: str) -> None:
+def check_adapter(results_by_rank: list[dict], name: str, kind: str) -> None:
     """Asserts that two ranks train the same adapter as one process, or reject the model."""
-    expected, kind = train(adapted(name)), case.removesuffix(" of an adapter")
+    expected, case = train(adapted(name)), f"{kind} of an adapter"
     for results in results_by_rank:
         if (name, kind) in REJECTED:
             assert REJECTED[name, kind] in results[name, case]
