@@ -76,7 +76,7 @@ from flowrl.config.model import (
     shards_model,
 )
 from flowrl.config.monitoring.health_settings import HealthCheck, HealthChecks, HealthConfig
-from flowrl.config.placement import ONE_DEVICE, ROLES, SINGLE, Placement, ReplicaSizes, RolePlacement
+from flowrl.config.placement import ONE_DEVICE, ROLES, SINGLE, Follower, Placement, ReplicaSizes, RolePlacement
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.judge_settings import JudgeConfig
 from flowrl.config.rewards.reward_settings import RewardComponent, RewardConfig
@@ -119,19 +119,19 @@ __all__ = [
     "ADAPTER_SETTINGS", "EMBEDDINGS", "ONE_DEVICE", "ROLES", "SINGLE", "TRAIN_ENGINES", "ActorConfig",
     "AdvantageConfig", "Aggregation", "AnyAdvantage", "AnyCorrection", "AnyDistillation", "AnyKlControl",
     "AnyPolicyLoss", "AnyPreference", "AnyRewardModelLoss", "AnySchedule", "AnyShaping", "AsyncSchedule",
-    "BaseQuantization", "CheckFailed", "CheckpointConfig", "Config", "ConfigError",
-    "CorrectionConfig", "CriticConfig", "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig",
-    "DistillationLossConfig", "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig",
-    "EpochConfig", "EvaluationConfig", "EvaluationRunConfig", "ExportConfig", "FilePath", "HealthCheck", "HealthChecks",
-    "HealthConfig", "ImportName", "ImportNameError", "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig", "Member",
-    "ModelConfig", "ModelKind", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package",
-    "Placement", "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig",
-    "Quantization", "ReferenceConfig", "ReplicaSizes", "ReportConfig", "RewardComponent", "RewardConfig",
-    "RewardModelConfig", "RewardModelLossConfig", "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig",
-    "RolloutRunConfig", "RowsConfig", "RunConfig", "ScheduleConfig", "ScoringModelConfig", "ServiceConfig",
-    "SettingValues", "ShapingConfig", "StudentConfig", "TokenIds", "TrainCapabilities", "TrainedConfig",
-    "TransferConfig", "UserError", "VllmConfig", "WeightGroupConfig", "compiles", "default_compute_dtype",
-    "find_tokenizer_role", "import_attribute", "import_function", "import_recipe", "imported_module_name",
-    "is_import_name", "keys_of", "load", "load_located", "load_recorded", "loading", "models_of", "parse",
-    "read_base_model", "recipe_class", "roles_of", "shards_model", "to_yaml", "training_module",
+    "BaseQuantization", "CheckFailed", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig", "CriticConfig",
+    "DataConfig", "DataFile", "DatasetConfig", "Device", "DifficultyConfig", "DistillationLossConfig",
+    "DynamicSampling", "EngineCapabilities", "EngineConfig", "EnvironmentConfig", "EpochConfig", "EvaluationConfig",
+    "EvaluationRunConfig", "ExportConfig", "FilePath", "Follower", "HealthCheck", "HealthChecks", "HealthConfig",
+    "ImportName", "ImportNameError", "JudgeConfig", "KlControlConfig", "KlKind", "LoraConfig", "Member", "ModelConfig",
+    "ModelKind", "ModelRoleConfig", "OnPolicyConfig", "OneOf", "OptimizerConfig", "Options", "Package", "Placement",
+    "PolicyLossConfig", "PreferenceActorConfig", "PreferenceConfig", "PreparationConfig", "PtxConfig", "Quantization",
+    "ReferenceConfig", "ReplicaSizes", "ReportConfig", "RewardComponent", "RewardConfig", "RewardModelConfig",
+    "RewardModelLossConfig", "RoleConfig", "RolePlacement", "RolloutConfig", "RolloutLogConfig", "RolloutRunConfig",
+    "RowsConfig", "RunConfig", "ScheduleConfig", "ScoringModelConfig", "ServiceConfig", "SettingValues",
+    "ShapingConfig", "StudentConfig", "TokenIds", "TrainCapabilities", "TrainedConfig", "TransferConfig", "UserError",
+    "VllmConfig", "WeightGroupConfig", "compiles", "default_compute_dtype", "find_tokenizer_role", "import_attribute",
+    "import_function", "import_recipe", "imported_module_name", "is_import_name", "keys_of", "load", "load_located",
+    "load_recorded", "loading", "models_of", "parse", "read_base_model", "recipe_class", "roles_of", "shards_model",
+    "to_yaml", "training_module",
 ]  # fmt: skip

@@ -1,9 +1,9 @@
 """Settings of the placement: pools of devices, and the pool of each role."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PlainValidator, PositiveFloat, PositiveInt
 
@@ -82,6 +82,18 @@ class ReplicaSizes:
 
 
 ONE_DEVICE = ReplicaSizes()
+
+
+class Follower(Protocol):
+    """A process that a replica on several nodes has on another of its nodes. It ends with the process of the role."""
+
+    def run(self, function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+        """Starts `function(address, *arguments)` there, with the IP address of its node.
+
+        Returns a function that waits for the end of the call and returns its result. It raises the error of the call,
+        or RuntimeError if the process was lost.
+        """
+        ...
 
 
 def _read_role(value: object) -> RolePlacement:

@@ -127,14 +127,15 @@ class TrainedConfig(RoleConfig):
         kind = None if self.lora is None else self.lora.base_quantization
         engine = self.engine
         for name, value, is_supported in (
-            ("strategy", engine.strategy, engine.strategy != "fsdp"),
-            ("offload", engine.offload, engine.offload not in ("parameters", "idle")),
-            ("compile", engine.compile, engine.compile is not True),
+            ("engine.strategy", engine.strategy, engine.strategy != "fsdp"),
+            ("engine.offload", engine.offload, engine.offload not in ("parameters", "idle")),
+            ("engine.compile", engine.compile, engine.compile is not True),
+            ("model.dtype", self.model.dtype, kind == "nf4" or self.model.dtype != "float64"),
         ):
             if kind is not None and not is_supported:
                 raise ValueError(
-                    f"lora.base_quantization is {kind}, which does not support engine.{name}: {str(value).lower()}: "
-                    f"remove one of them"
+                    f"lora.base_quantization is {kind}, which does not support {name}: {str(value).lower()}: change "
+                    f"one of them"
                 )
         return self
 

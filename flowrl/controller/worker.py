@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 from typing_extensions import TypeVar
 
-from flowrl.config import ONE_DEVICE, ReplicaSizes
+from flowrl.config import ONE_DEVICE, Follower, ReplicaSizes
 from flowrl.controller.placement.plan import Mesh
 
 if TYPE_CHECKING:
@@ -224,6 +224,8 @@ class WorkerContext:
     """Whether this process replaces a lost process."""
     replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices of a dedicated process. Only one of them has a process of the role."""
+    followers: Sequence[Follower] = ()
+    """Processes on the other nodes of the replica, in the order of their nodes in it."""
     can_offload: bool = False
     """Whether the worker can offload its device memory for other processes on the same device."""
     usage: dict[str, float] = field(default_factory=dict)

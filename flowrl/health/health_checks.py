@@ -147,8 +147,8 @@ def measure_truncation(window: StepWindow, facts: RunFacts) -> Measurement | Non
             observation,
             meaning="responses have never ended: perhaps the base model has not learned its end token, whose weights "
             "LoRA does not train",
-            remedy="train the head and the embeddings, too: actor.lora.modules_to_save [lm_head, embed_tokens], or "
-            "raise rollout.max_response_tokens",
+            remedy="train the head and the embeddings, too, with actor.lora.modules_to_save (in most models [lm_head, "
+            "embed_tokens]), or raise rollout.max_response_tokens",
             settings=("actor.lora.modules_to_save",),
         )
     remedy = "raise rollout.max_response_tokens"

@@ -123,7 +123,8 @@ class TextGenerator:
         self.source, self.sampling, self.settings = source, sampling, settings
         self.chat = chat or open_chat(source)
         use_threads(default_threads())
-        kind: DeviceKind = "cuda" if has_gpu() else "cpu"
+        self.device_kind: DeviceKind = _device_kind()
+        kind = self.device_kind
         self._device = "cuda:0" if kind == "cuda" else "cpu"
         self._stops = StopStrings(self.chat, sampling.stop)
         stored = source.model_config("float32" if kind == "cpu" else stored_dtype(source.path))
@@ -292,6 +293,10 @@ def engine_config(
     return fit_engine(config, model, device, "--kv-cache-gb", settings.replica)
 
 
+def _device_kind() -> DeviceKind:
+    return "cuda" if has_gpu() else "cpu"
+
+
 def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str, sampling: SamplingSettings) -> None:
     """Raises UserError if the engine does not support the model or a setting on the device."""
     known = get_capabilities(settings.engine)
@@ -301,15 +306,11 @@ def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str,
         raise UserError(problem)
     if dtype not in known.dtypes:
         raise UserError(f"dtype {dtype} is not supported by engine {settings.engine}: use {' or '.join(known.dtypes)}")
-    if 0 < sampling.temperature < known.min_temperature:
-        raise UserError(
-            f"temperature {sampling.temperature:g} is below the smallest of engine {settings.engine}, "
-            f"{known.min_temperature:g}: use 0 for the most likely tokens, or a larger temperature"
-        )
+    check_temperature(settings, kind, sampling.temperature)
     _check_replica(settings, count_gpus() if kind == "cuda" else None)
     if problem := find_replica_problem(model, settings.replica):
         raise UserError(f"the engine has {problem}")
-    _check_arguments(settings, kind, sampling)
+    _check_arguments(settings)
     quantized = known.quantizations.get(settings.quantization or "")
     for package in (*known.packages, *(quantized.packages if quantized else ())):
         if find_spec(package.module) is None:
@@ -357,15 +358,24 @@ def _check_replica(settings: EngineSettings, num_gpus: int | None) -> None:
         check_num_gpus(replica, num_gpus)
 
 
-def _check_arguments(settings: EngineSettings, kind: DeviceKind, sampling: SamplingSettings) -> None:
+def check_temperature(settings: EngineSettings, kind: DeviceKind, temperature: float) -> None:
+    """Raises UserError if the engine cannot sample at a temperature."""
+    smallest = get_capabilities(settings.engine).min_temperature
+    if 0 < temperature < smallest:
+        raise UserError(
+            f"temperature {temperature:g} is below the smallest of engine {settings.engine}, {smallest:g}: use 0 for "
+            f"the most likely tokens, or a larger temperature"
+        )
+    problem = find_speculation_problem(settings.engine_args, kind)
+    if problem is not None and temperature > 0:
+        raise UserError(
+            f"the engine has {problem}, but the temperature is {temperature:g}: set temperature 0, or remove it"
+        )
+
+
+def _check_arguments(settings: EngineSettings) -> None:
     if settings.engine_args and settings.engine != "vllm":
         raise UserError(
             f"engine arguments {', '.join(settings.engine_args)} are those of vLLM, but the engine is "
             f"{settings.engine}: choose engine vllm, or remove them"
-        )
-    problem = find_speculation_problem(settings.engine_args, kind)
-    if problem is not None and sampling.temperature > 0:
-        raise UserError(
-            f"the engine has {problem}, but the temperature is {sampling.temperature:g}: set temperature 0, or remove "
-            f"it"
         )

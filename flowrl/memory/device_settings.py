@@ -77,6 +77,23 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
         isinstance(value, TrainedConfig) and value.optimizer.kind in ("adamw_8bit", "muon")
         for value in models_of(config).values()
     ),
+    "tp of trained roles": lambda config: any(
+        role in config.placement.roles and config.placement.role(role).tp > 1 for role in models_of(config)
+    ),
+    "sp": lambda config: any(
+        role in config.placement.roles and config.placement.role(role).sp > 1 for role in models_of(config)
+    ),
+    "tp or pp of a rollout or judge": lambda config: any(
+        role in config.placement.roles
+        and isinstance(value, RolloutConfig | JudgeConfig)
+        and (config.placement.role(role).tp > 1 or config.placement.role(role).pp > 1)
+        for role, value in config.role_settings.items()
+    ),
+    "vllm.engine_args.speculative_config": lambda config: any(
+        settings.engine_args.get("speculative_config") is not None
+        for value in config.role_settings.values()
+        if (settings := _vllm_of(value))
+    ),
     "vllm.async_scheduling": lambda config: any(
         settings.async_scheduling for value in config.role_settings.values() if (settings := _vllm_of(value))
     ),
@@ -88,7 +105,7 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
         and any(value.engine.offload == "idle" for value in models_of(config).values())
     ),
 }
-"""Settings of features that are off by default, because they have not run on a GPU -> whether a run uses them."""
+"""Features that have not run on GPUs -> whether a run uses them."""
 
 
 def _vllm_of(value: RoleConfig) -> VllmConfig | None:
@@ -196,6 +213,13 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool, gpu: str | N
         keys = " and ".join(f"{keys_of(config)[role]}.engine.offload" for role in choices)
         _logger.warning(
             "%s is auto and offloads nothing, because the memory of the GPUs is unknown: set placement.memory_gb", keys
+        )
+    elif unknown := [role for role in choices if all(device.roles.get(role) is None for device in fitted.devices)]:
+        keys = " and ".join(f"{keys_of(config)[role]}.engine.offload" for role in unknown)
+        _logger.warning(
+            "%s is auto and offloads nothing, because the size of the model is unknown: set none, optimizer or "
+            "parameters",
+            keys,
         )
     while (moved := _offload_more(choices, fitted)) != choices:
         choices = moved

@@ -7,15 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.config import ONE_DEVICE, ConfigError, EngineConfig, ModelRoleConfig, ReplicaSizes, TrainedConfig
+from flowrl.config import (
+    ONE_DEVICE,
+    ConfigError,
+    EngineConfig,
+    LoraConfig,
+    ModelRoleConfig,
+    ReplicaSizes,
+    TrainedConfig,
+)
 from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh, RolePlan
 from flowrl.data.experts.mixture import ROUTER_SCORES, read_mixture
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
-from flowrl.engines.train.pipeline.stage_schedule import FAMILIES
+from flowrl.engines.train.pipeline.stage_schedule import FAMILIES, split_layers
 from flowrl.memory.model_size import ModelSize, read_model_size
+from flowrl.memory.role_memory import NF4_VALUES
 
 _HIDDEN, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 """Keys of the width of the hidden states and of the number of attention heads."""
@@ -27,10 +36,14 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
 
     Missing models and unsupported families are not checked, because loading them reports the error.
     """
-    if model.model is not None and model.engine.expert_parallel:
-        _check_experts(role, read_text_config(model.model.path), model.engine, role_plan.mesh)
-    size = None if model.model is None else read_model_size(model.model.path)
+    if model.model is None:
+        return
+    settings, size = read_text_config(model.model.path), read_model_size(model.model.path)
+    if model.engine.expert_parallel:
+        _check_experts(role, settings, model.engine, role_plan.mesh)
     if size is None:
+        if model.engine.kind == DEFAULT_TRAIN_ENGINE:
+            _check_settings(role, settings, role_plan.mesh)
         return
     if role_plan.mesh.tp > 1:
         _check_tp(role, size, role_plan.mesh.tp)
@@ -38,8 +51,15 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
         _check_sp(role, size, role_plan.mesh.sp)
     if role_plan.mesh.pp > 1 and model.engine.kind == DEFAULT_TRAIN_ENGINE:
         _check_pp(role, size, role_plan.mesh.pp)
-    lora = model.lora if isinstance(model, TrainedConfig) else None
-    if lora is not None and lora.targets != "all_linear":
+    if isinstance(model, TrainedConfig) and model.lora is not None:
+        _check_adapter(role, size, model.lora, role_plan.mesh)
+
+
+def _check_adapter(role: str, size: ModelSize, lora: LoraConfig, mesh: Mesh) -> None:
+    """Raises ConfigError if a LoRA target is not in the model, if a pipeline stage has no target, or if the blocks
+    of nf4 do not fill a matrix.
+    """
+    if lora.targets != "all_linear":
         for target in lora.targets:
             if not size.adapted((target,)):
                 names = {name for name, _, _ in size.linears}
@@ -47,6 +67,20 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
                     f"{role}.lora.targets: {size.family} has no linear layer {target!r}; available: "
                     f"{', '.join(sorted(names))}"
                 )
+        indices = [[int(part) for part in target.split(".") if part.isdigit()] for target in lora.targets]
+        stages = split_layers([size.layer] * size.layers, mesh.pp, head=size.embedding) if mesh.pp > 1 else []
+        for i, stage in enumerate(stages if all(indices) else ()):
+            if not any(stage.start <= index < stage.end for (index, *_) in indices):
+                raise ConfigError(
+                    f"{role}.lora.targets adapts no layer of pipeline stage {i} (layers {stage.start} to "
+                    f"{stage.end - 1}): add a target in these layers, or make placement.roles.{role}.pp smaller"
+                )
+    for name, inputs, outputs in size.adapted(lora.targets) if lora.base_quantization == "nf4" else ():
+        if inputs * outputs % NF4_VALUES:
+            raise ConfigError(
+                f"{role}.lora.base_quantization is nf4, which needs matrices of a multiple of {NF4_VALUES} values, but "
+                f"{name} has {inputs} x {outputs}: set it to int8, or leave {name} out of {role}.lora.targets"
+            )
 
 
 def find_replica_problem(model: Path, replica: ReplicaSizes) -> str | None:
@@ -149,6 +183,19 @@ def _check_experts(role: str, settings: Mapping[str, Any], engine: EngineConfig,
         )
 
 
+def _check_settings(role: str, settings: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raises ConfigError if a model whose size is unknown does not support tp, sp or pp, by its `config.json`."""
+    heads, family = next((settings[name] for name in _HEADS if name in settings), None), settings.get("model_type")
+    if mesh.pp > 1 and isinstance(family, str):
+        _check_family(role, family, mesh.pp)
+    for name, ranks in (("tp", mesh.tp), ("sp", mesh.sp)):
+        if isinstance(heads, int) and heads > 0 and heads % ranks:
+            raise ConfigError(
+                f"placement.roles.{role}.{name} is {ranks}, which does not divide the model's {heads} attention heads: "
+                f"set {name} to a divisor"
+            )
+
+
 def _check_tp(role: str, size: ModelSize, tp: int) -> None:
     where = f"placement.roles.{role}.tp is {tp}"
     mlp = 0 if size.experts else size.mlp  # each rank computes complete experts
@@ -168,11 +215,20 @@ def _check_sp(role: str, size: ModelSize, sp: int) -> None:
 
 
 def _check_pp(role: str, size: ModelSize, pp: int) -> None:
-    where = f"placement.roles.{role}.pp is {pp}"
-    if size.family not in FAMILIES:
-        raise ConfigError(f"{where}, which {size.family} does not support: remove pp, or use another model family")
+    _check_family(role, size.family, pp)
     if pp > size.layers:
-        raise ConfigError(f"{where}, but the model has {size.layers} layers: set pp to at most {size.layers}")
+        raise ConfigError(
+            f"placement.roles.{role}.pp is {pp}, but the model has {size.layers} layers: set pp to at most "
+            f"{size.layers}"
+        )
+
+
+def _check_family(role: str, family: str, pp: int) -> None:
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"placement.roles.{role}.pp is {pp}, which {family} does not support: remove pp, or use another model "
+            f"family"
+        )
 
 
 def _key_heads(size: ModelSize) -> int:

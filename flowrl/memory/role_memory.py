@@ -25,6 +25,9 @@ NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 256 scales.
 """
 
+NF4_VALUES = 128
+"""The number of values of a matrix in nf4 is a multiple of it: two codes per byte, in blocks of 64 values."""
+
 QUANTIZATION_BLOCK = 64
 """Number of values of 8-bit moments with a common scale (`BLOCK` in flowrl/engines/train/module_state.py)."""
 
@@ -139,6 +142,11 @@ class RoleModel:
         if self.param_bytes == 4 and self.engine.compute_dtype in (None, "float32"):
             return "float32"
         return "half" if self.param_bytes == 2 or self.is_sharded else "autocast"
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of a value of the hidden states, and of a gathered weight."""
+        return 2 if self.precision == "half" else 4
 
     @property
     def _can_pack(self) -> bool:
@@ -377,8 +385,7 @@ class RoleModel:
         """
         if self.mesh.pp == 1:
             return 0
-        element = 2 if self.precision == "half" else 4
-        return (MAX_UNFINISHED + 1) * num_tokens * element * self.size.hidden
+        return (MAX_UNFINISHED + 1) * num_tokens * self.hidden_bytes * self.size.hidden
 
     def trace(self, num_tokens: int, *, is_training: bool) -> "LayerTrace":
         """Returns the activations of a micro-batch of `num_tokens` tokens with rows of about equal length."""
@@ -486,7 +493,7 @@ def _update(model: RoleModel, gradients: int, rows: int | None, entropy: Entropy
     kept = model.num_in_flight(rows) * kept + model.sent(2 * num_tokens)
     head = model.head(num_tokens, entropy)
     is_full_finetuning = model.lora is None
-    matrix_gradient = (2 if model.precision == "half" else 4) * size.embedding if is_full_finetuning else 0
+    matrix_gradient = model.hidden_bytes * size.embedding if is_full_finetuning else 0
     embedding_gradient = matrix_gradient if model.has_embeddings else 0
     head_gradient = matrix_gradient if model.has_head else 0
     # Under autocast, the head computes the gradient of the copy of its weights, which is then cast to float32.
@@ -527,12 +534,7 @@ def _gathered(model: RoleModel) -> int:
         return 0
     running = 1 if model.num_shards == 1 else 2
     layers = min(running, model.num_layers) if model.engine.reshard_after_forward else model.num_layers
-    return _gathered_bytes(model) * (model.non_layer + layers * model.gathered_layer)
-
-
-def _gathered_bytes(model: RoleModel) -> int:
-    """Returns the bytes of an all-gathered parameter."""
-    return 2 if model.precision == "half" else 4
+    return model.hidden_bytes * (model.non_layer + layers * model.gathered_layer)
 
 
 def _reduced_bytes(model: RoleModel) -> float:
@@ -542,4 +544,4 @@ def _reduced_bytes(model: RoleModel) -> float:
     to the dtype of 16-bit weights. One rank sums nothing, but has the same copies.
     """
     shard = 6 if model.param_bytes == 2 else 4
-    return 4 + max(_gathered_bytes(model), shard / model.num_shards)
+    return 4 + max(model.hidden_bytes, shard / model.num_shards)

@@ -35,9 +35,20 @@ def copied_sum_bytes(model: RoleModel) -> float:
     return 2 * reduced_bytes(model) / model.num_shards * (copies - 1) / copies if model.is_sharded else 0.0
 
 
+def copied_experts_bytes(model: RoleModel) -> float:
+    """Returns the bytes of the sum of the gradients of a rank's own experts over the copies of the model (HSDP with
+    expert parallelism), in an update.
+    """
+    if not model.engine.expert_parallel or model.lora is not None:
+        return 0.0
+    copies = model.mesh.dp * model.mesh.sp // model.num_shards
+    own = (model.parameters - model.gathered_parameters) / model.num_shards
+    return 2 * 4 * own * (copies - 1) / copies
+
+
 def stage_bytes(model: RoleModel, num_tokens: float) -> float:
     """Returns the bytes of the hidden states that a pipeline stage sends to the next one, or of their gradients."""
-    return num_tokens / model.mesh.sp * element_bytes(model) * model.size.hidden if model.mesh.pp > 1 else 0.0
+    return num_tokens / model.mesh.sp * model.hidden_bytes * model.size.hidden if model.mesh.pp > 1 else 0.0
 
 
 def tied_bytes(model: RoleModel) -> int:
@@ -50,12 +61,13 @@ def tied_bytes(model: RoleModel) -> int:
 def layer_bytes(model: RoleModel, num_tokens: float, *, is_training: bool) -> float:
     """Returns the bytes of the collectives within layers, for the tokens of a data-parallel rank.
 
-    They are sums of tensor parallelism over hidden states, exchanges of sequence parallelism over queries, keys, values
-    and the attention output, and exchanges of expert parallelism over the tokens of experts and their outputs.
+    They are sums of tensor parallelism over hidden states, of which a layer with experts has only that of its
+    attention, exchanges of sequence parallelism over queries, keys, values and the attention output, and exchanges of
+    expert parallelism over the tokens of experts and their outputs.
     """
     num_passes = 1 + is_training * (1 + model.engine.gradient_checkpointing)
     (tp, sp), size = (model.mesh.tp, model.mesh.sp), model.size
-    summed = 2 * size.hidden * 2 * (tp - 1) / tp
+    summed = (1 if size.experts else 2) * size.hidden * 2 * (tp - 1) / tp
     exchanged = 2 * (size.queries + size.keys) * (sp - 1) / sp / tp
     if model.engine.expert_parallel:
         exchanged += 2 * size.experts_per_token * size.hidden * (model.num_shards - 1) / model.num_shards

@@ -16,6 +16,7 @@ from flowrl.memory.role_memory import RoleModel
 from flowrl.timing.pass_bytes import (
     all_reduce_bytes,
     broadcast_bytes,
+    copied_experts_bytes,
     copied_sum_bytes,
     gathered_bytes,
     layer_bytes,
@@ -108,6 +109,7 @@ def pass_time(
     if is_training:
         exposed += max(_update_seconds(stage, rates) + broadcast_bytes(stage) / (link * LINK.value) for stage in stages)
         exposed += tied_bytes(model) / ((stage_link or link) * LINK.value)
+        exposed += copied_experts_bytes(model) / (rates.network * LINK.value)
         all_reduce = max(map(all_reduce_bytes, stages)) / (link * LINK.value)
         # `auto` overlaps on GPUs.
         overlapped, exposed = (

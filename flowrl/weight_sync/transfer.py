@@ -132,7 +132,7 @@ class BroadcastTransfer(_BucketTransfer):
         if self._metadata:
             return
         num_buckets = self._num_buckets.get()
-        num_receivers = sum(1 + len(slot.other_devices) for slot in self._rollout.slots)
+        num_receivers = sum(len(slot.node_devices) for slot in self._rollout.slots)
         group = self._actor.open_transfer_group(num_receivers, self._config.senders == "all")
         self._rollout.join_transfer_group.submit(group)
         self._actor.join_transfer_group.submit(group)

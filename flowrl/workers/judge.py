@@ -83,6 +83,8 @@ class Judge(Worker["JudgeGroup"]):
             tokenizer=self.tokenizer.tokenizer,
             device=self.device,
             replica=self.context.replica,
+            followers=self.context.followers,
+            address=self.context.address,
             can_sleep=self.context.can_offload,
         )
         self.engine: RolloutEngine = start_engine(context)

@@ -132,6 +132,8 @@ class Rollout(Worker["RolloutGroup"]):
             tokenizer=self.tokenizer.tokenizer,
             device=self.device,
             replica=self.context.replica,
+            followers=self.context.followers,
+            address=self.context.address,
             can_sleep=self.context.can_offload,
             actor=weights,
         )

@@ -41,7 +41,14 @@ from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.model_flops import planned_flops
 from flowrl.memory.model_size import model_size_from_config
 from flowrl.memory.role_memory import RoleModel, training_role
-from flowrl.timing.pass_bytes import all_reduce_bytes, broadcast_bytes, gathered_bytes, layer_bytes, stage_bytes, tied_bytes
+from flowrl.timing.pass_bytes import (
+    all_reduce_bytes,
+    broadcast_bytes,
+    gathered_bytes,
+    layer_bytes,
+    stage_bytes,
+    tied_bytes,
+)
 from tests.benchmarks.measure import MIB, machine, peak_growth, read_arguments, received_bytes
 from tests.benchmarks.packing import imitation, rows_of
 from tests.engines.losses import LOGPROBS

@@ -115,6 +115,13 @@ def gpus(address: str) -> object:
     return results
 
 
+def replica(address: str) -> object:
+    """Returns what a vLLM replica with a stage on each of two nodes does, as described by `several_nodes.results`."""
+    from tests.engines.rollout.vllm import several_nodes  # noqa: PLC0415 (the other drivers do without vLLM)
+
+    return several_nodes.results(address)
+
+
 def rejection(address: str, pool: list[int], devices: tuple[int, ...]) -> str:
     try:
         layout(address, {"main": pool}, devices)
@@ -211,7 +218,8 @@ def deadline(address: str) -> object:
 
 
 DRIVERS = {
-    driver.__name__: driver for driver in (layouts, usable_cpus, sums, gpus, waiting, node_loss, rank_loss, deadline)
+    driver.__name__: driver
+    for driver in (layouts, usable_cpus, sums, gpus, replica, waiting, node_loss, rank_loss, deadline)
 }
 
 if __name__ == "__main__":

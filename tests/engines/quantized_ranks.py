@@ -1,4 +1,4 @@
-"""Program of the ranks of the tests of quantized moments: FSDP2 shards of a model, on two ranks or with tp."""
+"""Program of the ranks of the tests of quantized moments: layouts of a model on two ranks."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, OptimizerConfig
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
-from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS, rank_mesh
+from flowrl.engines.parallel.pipeline_mesh import pipeline_mesh
+from flowrl.engines.parallel.rank_mesh import rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
+from flowrl.engines.train.pipeline.engine import PipelineEngine
 from tests.engines.strategies import POLICY, policy_loss
 from tests.engines.tables import table, take_rows
 from tests.engines.tiny import qwen2, qwen3_moe
@@ -23,16 +25,24 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def engine_of(
-    group: distributed.ProcessGroup | None = None,
-    tp: int = 1,
-    offload: Literal["none", "optimizer"] = "none",
-    model: str = "dense",
-) -> FsdpEngine:
-    mesh = SINGLE_PROCESS if group is None else rank_mesh(group, device="cpu", tp=tp)
-    settings = EngineConfig(strategy="auto" if group is None else "fsdp", offload=offload)
-    optimizer = OptimizerConfig(kind="adamw_8bit", lr=1e-2)
-    return FsdpEngine(PolicyModel(MODELS[model]()), policy_outputs, optimizer, settings, mesh=mesh)
+LAYOUTS: Mapping[str, tuple[str, ...]] = {"dense": ("fsdp", "zero1", "pp"), "experts": ("fsdp",)}
+"""Model -> layouts of two ranks that continue from a checkpoint of one process."""
+
+OPTIMIZER = OptimizerConfig(kind="adamw_8bit", lr=1e-2)
+
+
+def engine_of(offload: Literal["none", "optimizer"] = "none", model: str = "dense") -> FsdpEngine:
+    """Returns an engine in one process."""
+    return FsdpEngine(PolicyModel(MODELS[model]()), policy_outputs, OPTIMIZER, EngineConfig(offload=offload))
+
+
+def divided_engine(layout: str, group: distributed.ProcessGroup, model: str = "dense") -> FsdpEngine:
+    arguments = (PolicyModel(MODELS[model]()), policy_outputs, OPTIMIZER)
+    if layout == "pp":
+        return PipelineEngine(*arguments, EngineConfig(), mesh=pipeline_mesh(group, device="cpu", pp=2))
+    settings = EngineConfig(strategy="zero1" if layout == "zero1" else "fsdp")
+    mesh = rank_mesh(group, device="cpu", tp=2 if layout == "tp" else 1)
+    return FsdpEngine(*arguments, settings, mesh=mesh)
 
 
 def train(engine: FsdpEngine, *steps: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -48,20 +58,21 @@ def save(engine: FsdpEngine, folder: Path) -> None:
 
 
 def main(rank: int, folder: Path, model: str) -> None:
-    """Loads a checkpoint of one process on shards, saves it again, takes a step, and saves the result. Trains and saves
-    a tensor-parallel model.
+    """In each layout, loads a checkpoint of one process, saves it again, takes a step, and saves the result. Trains and
+    saves a tensor-parallel model.
     """
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = distributed.group.WORLD
     assert isinstance(group, distributed.ProcessGroup)
-    shards = engine_of(group, model=model)
-    load(shards, folder / "one")
-    save(shards, folder / "fsdp-loaded")
-    train(shards, 2, rank=rank, num_ranks=2)
-    save(shards, folder / "fsdp-trained")
+    for layout in LAYOUTS[model]:
+        engine = divided_engine(layout, group, model)
+        load(engine, folder / "one")
+        save(engine, folder / f"{layout}-loaded")
+        train(engine, 2, rank=0 if layout == "pp" else rank, num_ranks=1 if layout == "pp" else 2)
+        save(engine, folder / f"{layout}-trained")
     if model == "dense":
-        parallel = engine_of(group, tp=2)
+        parallel = divided_engine("tp", group)
         train(parallel, 0)
         save(parallel, folder / "tp")
     distributed.destroy_process_group()

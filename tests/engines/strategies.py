@@ -402,11 +402,16 @@ def train_on_bfloat16(group: distributed.ProcessGroup | None) -> list[dict[str, 
 
 
 def train_in_half(
-    dtype: str, group: distributed.ProcessGroup | None, *, strategy: str = "fsdp", pp: int = 1
+    dtype: str,
+    group: distributed.ProcessGroup | None,
+    *,
+    strategy: str = "fsdp",
+    pp: int = 1,
+    weights: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Trains a float32 policy with half-precision compute; returns norms, skipped steps, loss scale and weights."""
+    """Trains a policy with half-precision compute; returns norms, skipped steps, loss scale and weights."""
     settings = {"strategy": "single" if group is None else strategy, "compute_dtype": dtype}
-    case = Case(1 if group is None else group.size(), settings, pp=pp, dtype=torch.float32)
+    case = Case(1 if group is None else group.size(), settings, pp=pp, dtype=weights)
     policy = policy_of(case, SINGLE_PROCESS if group is None else _mesh(case, group))
     num_parts = case.num_row_parts
     rows = torch.arange(0 if group is None else group.rank() % num_parts, 11, num_parts)
@@ -507,6 +512,8 @@ def main(rank: int, folder: Path, names: Collection[str]) -> None:
             for dtype in ("bfloat16", "float16")
             for strategy in ("ddp", "fsdp")
         }
+        mixed = train_in_half("float16", group, strategy="ddp", pp=2, weights=torch.bfloat16)
+        results["in float16 over bfloat16 on stages"] = mixed
         results["moves"] = {moves: train_with_moves(group, moves=moves) for moves in (False, True)}
     if rank == 0:
         assert isinstance(groups[1], distributed.ProcessGroup)

@@ -452,6 +452,12 @@ def test_auto_without_known_memory_offloads_nothing_with_a_warning(caplog: pytes
     assert not missing_facts(caplog.text, "actor.engine.offload", "placement.memory_gb")
 
 
+def test_auto_for_a_model_of_unknown_size_offloads_nothing_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fitted = fit_on_two(offloading(80, "actor.model.path=nobody/unknown"))
+    assert isinstance(fitted.config, GRPOConfig) and fitted.config.actor.engine.offload == "none"
+    assert not missing_facts(caplog.text, "actor.engine.offload", "auto", "size", "unknown")
+
+
 def test_the_defaults_on_a_gpu_with_vllm_get_no_warning() -> None:
     config = run_on("cuda", *VLLM)
     assert list(find_costly_settings(fit(config), plan_run(config, [1]))) == []

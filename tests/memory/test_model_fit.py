@@ -27,8 +27,10 @@ from flowrl.memory.model_fit import (
     read_max_positions,
     read_num_token_ids,
 )
+from flowrl.memory.model_size import ModelSize, read_model_size
 from tests.configs import plan_run
 from tests.engines import tiny
+from tests.engines.families import build
 from tests.errors import missing_facts, rejects
 from tests.hub_cache import make_snapshot
 from tests.run.checks.test_placement_checks import ActorRun
@@ -49,6 +51,11 @@ def check(folder: Path, config: PreTrainedConfig, lora: LoraConfig | None = None
     role = Role.model_validate({"pool": "main"} | sizes)
     placement = Placement(device="cpu", pools={"main": [12]}, roles={"actor": role})
     plan_run(ActorRun(output=Path("out"), steps=1, placement=placement, actor=actor))
+
+
+def read_model_size_of(folder: Path, config: PreTrainedConfig) -> ModelSize | None:
+    config.save_pretrained(folder)
+    return read_model_size(folder)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,32 @@ def test_the_heads_of_gpt2_must_be_divisible_by_tp(tmp_path: Path) -> None:
     check(tmp_path, GPT2Config(n_embd=32, n_layer=1, n_head=2), tp=2)
     with rejects("placement.roles.actor.tp", 4, 2, "heads", error=ConfigError):
         check(tmp_path, GPT2Config(n_embd=32, n_layer=1, n_head=2), tp=4)
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3", "GPT-J", "Bloom", "Falcon"])
+@pytest.mark.parametrize("name", ["tp", "sp", "pp"])
+def test_families_of_unknown_size_are_checked_by_their_config(family: str, name: str, tmp_path: Path) -> None:
+    config = build(family).config
+    assert read_model_size_of(tmp_path, config) is None
+    check(tmp_path, config, **({"tp": 2} if name == "tp" else {}))
+    with rejects(f"placement.roles.actor.{name}", error=ConfigError):
+        check(tmp_path, config, **{name: 3})
+
+
+def test_targets_that_miss_a_pipeline_stage_are_rejected(tmp_path: Path) -> None:
+    first = ("layers.0.self_attn.q_proj",)
+    check(tmp_path, QWEN, LoraConfig(rank=4, targets=first))
+    check(tmp_path, QWEN, LoraConfig(rank=4, targets=(*first, "layers.1.mlp.down_proj")), pp=2)
+    check(tmp_path, QWEN, LoraConfig(rank=4, targets=(*first, "up_proj")), pp=2)
+    with rejects("actor.lora.targets", "stage", 1, "placement.roles.actor.pp", error=ConfigError):
+        check(tmp_path, QWEN, LoraConfig(rank=4, targets=first), pp=2)
+
+
+def test_matrices_that_blocks_of_nf4_do_not_fill_are_rejected(tmp_path: Path) -> None:
+    """The matrices of attention have 48 x 48 and 48 x 16 values, and those of the MLP 48 x 90."""
+    check(tmp_path, QWEN, LoraConfig(rank=4, targets=("q_proj", "v_proj"), base_quantization="nf4"))
+    with rejects("actor.lora.base_quantization", "nf4", 128, "up_proj", "int8", error=ConfigError):
+        check(tmp_path, QWEN, LoraConfig(rank=4, targets=("up_proj",), base_quantization="nf4"))
 
 
 def test_adapter_on_missing_layer_is_rejected(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Settings of the vLLM engine."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from flowrl.config.base import Config, ConfigError, DeviceKind
 
@@ -41,6 +41,14 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "trust_remote_code": _NO_CODE,
     "code_revision": _NO_CODE,
     "model_class_overrides": _NO_CODE,
+    "reasoning_parser_plugin": _NO_CODE,
+    "kv_transfer_config": _NO_CODE,
+    "revision": "set the path of the model",
+    "runner": _FIXED,
+    "convert": _FIXED,
+    "load_format": "flowrl loads the weights of the path",
+    "hf_overrides": "the trainer would have another model: change config.json of the model",
+    "watermark_config": "it would change the distribution that the trainer assumes",
     "logits_processors": "they would change the distribution that the trainer assumes",
     "logprobs_mode": _FIXED,
     "generation_config": _FIXED,
@@ -59,9 +67,9 @@ OWN_ARGUMENTS: Mapping[str, str] = {
 _OWN_PREFIXES: Mapping[str, str] = {
     "data_parallel_": "give the role more devices",
     "tokenizer": "flowrl tokenizes prompts itself",
-    "nnodes": "a replica has the devices of one node",
-    "node_rank": "a replica has the devices of one node",
-    "master_": "a replica has the devices of one node",
+    "nnodes": "the placement selects the nodes of a replica",
+    "node_rank": "the placement selects the nodes of a replica",
+    "master_": "the placement selects the nodes of a replica",
 }
 
 SPECULATIVE_METHODS = ("ngram", "suffix")
@@ -126,7 +134,7 @@ class VllmConfig(Config):
 
     async_scheduling: bool | Literal["auto"] = False
     """Schedule each step while the previous one computes, so that a GPU does not wait for the scheduler. `auto` does so
-    on GPUs. vLLM has no asynchronous scheduling on CPUs."""
+    on GPUs without speculative decoding. vLLM has no asynchronous scheduling on CPUs."""
 
     sleep: bool | None = None
     """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
@@ -146,7 +154,20 @@ class VllmConfig(Config):
 
     def uses_async_scheduling(self, *, on_gpus: bool) -> bool:
         """Returns whether vLLM shall use its asynchronous scheduler."""
-        return on_gpus if self.async_scheduling == "auto" else self.async_scheduling
+        return on_gpus and not self._speculates if self.async_scheduling == "auto" else self.async_scheduling
+
+    @property
+    def _speculates(self) -> bool:
+        return self.engine_args.get("speculative_config") is not None
+
+    @model_validator(mode="after")
+    def _check_async_scheduling(self) -> Self:
+        if self.async_scheduling is True and self._speculates:
+            raise ValueError(
+                "async_scheduling is true, which vLLM does not support with the methods of speculative_config: set it "
+                "to auto or false, or remove engine_args.speculative_config"
+            )
+        return self
 
     @property
     def cache_bytes(self) -> int:

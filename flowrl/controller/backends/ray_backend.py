@@ -60,10 +60,11 @@ _EXIT_TYPE_TIMEOUT_S = 1.0
 class _RayHost(ReplaceableHost):
     """A host (process with workers) as a Ray actor."""
 
-    def __init__(self, name: str, folder: str | None, *gpus: int | str) -> None:
+    def __init__(self, name: str, folder: str | None, followers: Sequence[Mapping[str, Any]], *gpus: int | str) -> None:
         """Args:
         name: unique name of the process.
         folder: folder for temporary files on a local Ray. None on a cluster.
+        followers: Ray's options for the processes on the other nodes of a replica.
         gpus: ids of the GPUs that the process uses in addition to the one that Ray has assigned.
         """
         super().__init__(_read_objects)
@@ -80,10 +81,8 @@ class _RayHost(ReplaceableHost):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         enable_stack_dumps(name)
         self.address = _LOOPBACK if folder is not None else ray.util.get_node_ip_address()
-        # By default, gloo uses the interface of the host name and NCCL the first one, which others may not reach.
-        if device := interface_of(self.address):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")  # without "=", it is a prefix of names
+        self.followers = [_RayFollower(options) for options in followers]
+        _use_interface_of(self.address)
 
     def live(self) -> None:
         """Returns None, which shows that the process is alive and idle."""
@@ -96,6 +95,46 @@ class _RayHost(ReplaceableHost):
         request, plan = decode(encoded)
         value, report = self.call_after_recovery(request, plan, *objects)
         return encode(value) if isinstance(value, Payload) else value, encode(report)
+
+
+def _use_interface_of(address: str) -> None:
+    """Makes gloo and NCCL use the network interface with this address.
+
+    By default, gloo uses the interface of the host name and NCCL the first one, which others may not reach.
+    """
+    if device := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")  # without "=", it is a prefix of names
+
+
+class _RayFollower:
+    """A process on another node of a replica, as a Ray task. Ray ends it with the host that started it."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+
+    def run(self, function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+        task = ray.remote(max_retries=0, max_calls=1)(_run_on_node).options(**self._options)
+        ref = task.remote((function, arguments))
+
+        def wait() -> object:
+            try:
+                return ray.get(ref)
+            except RayTaskError as error:
+                raise error.cause from None
+            except RayError as error:
+                raise RuntimeError(_why_ended(error)) from None
+
+        return wait
+
+
+def _run_on_node(call: tuple[Callable[..., object], tuple]) -> object:
+    """Calls a function with the IP address of this node and with its arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a host
+    function, arguments = call
+    address = ray.util.get_node_ip_address()
+    _use_interface_of(address)
+    return function(address, *arguments)
 
 
 class RayRef:
@@ -260,14 +299,18 @@ class RayBackend:
         self._uses_fork_server = self._forks(kind)
         forked = {"runtime_env": {"py_executable": fork_server().py_executable}} if self._uses_fork_server else {}
         for slot in group.slots:
-            count = slot.num_devices
-            devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
             if slot.device < 0:
                 # The task worker uses no device.
                 on_driver_node = self._nodes.on_driver_node()
                 self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": on_driver_node, **forked})
             else:
-                self._add_host(slot, restarts, {"scheduling_strategy": self._nodes.bundle(slot), **devices, **forked})
+                self._add_host(slot, restarts, self._device_options(slot, kind) | forked)
+
+    def _device_options(self, slot: Slot, kind: str) -> dict[str, Any]:
+        """Returns Ray's options for a process that uses the devices of a slot on its node."""
+        count = slot.num_devices
+        devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
+        return {"scheduling_strategy": self._nodes.bundle(slot), **devices}
 
     def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
         key = slot.pool, slot.rank
@@ -278,8 +321,10 @@ class RayBackend:
         retries = -1 if restarts else 0
         actor = ray.remote(_RayHost).options(max_restarts=restarts, max_task_retries=retries, **options)
         folder = str(temporary_folder()) if self._nodes.address is None else None
-        gpus = self._find_shared_gpus(slot) if "num_gpus" in options else ()
-        self._hosts[key] = host = actor.remote(self._names[key], folder, *gpus)
+        kind = "cuda" if "num_gpus" in options else "cpu"
+        followers = [self._device_options(follower, kind) for follower in slot.followers]
+        gpus = self._find_shared_gpus(slot) if kind == "cuda" else ()
+        self._hosts[key] = host = actor.remote(self._names[key], folder, followers, *gpus)
         # With task retries, Ray sends a call again to the replacement process.
         for is_resent in (False, True):
             retries = {"num_returns": 2, "max_task_retries": -1 if is_resent else 0}

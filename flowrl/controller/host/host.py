@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.config import CheckFailed, UserError
+from flowrl.config import CheckFailed, Follower, UserError
 from flowrl.controller.errors import (
     ContractError,
     FlowError,
@@ -121,6 +121,7 @@ class Host:
         """Role -> methods that have set state of its worker."""
         self._resident = ResidentWorker(self._workers)
         self.address = "127.0.0.1"
+        self.followers: Sequence[Follower] = ()
         self.replaced = False
 
     def join(
@@ -172,6 +173,7 @@ class Host:
             colocated=self._workers,
             aligned_roles=construction.aligned_roles,
             replica=construction.replica,
+            followers=self.followers,
             address=self.address,
             replaced=self.replaced,
             can_offload=construction.can_offload,

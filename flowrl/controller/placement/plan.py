@@ -44,11 +44,14 @@ class Slot:
     """Number of devices: below 1 if processes share a device, above 1 for a replica of several devices."""
     other_devices: tuple[int, ...] = ()
     """Indices of further devices on the same node that the process uses."""
+    followers: "tuple[Slot, ...]" = ()
+    """Slots of the processes that a replica on several nodes has on its other nodes."""
 
     @property
     def node_devices(self) -> tuple[tuple[int, int], ...]:
-        """(node, device index) of all devices that the process uses."""
-        return tuple((self.node, device) for device in (self.device, *self.other_devices))
+        """(node, device index) of all devices that the process and its followers use."""
+        own = tuple((self.node, device) for device in (self.device, *self.other_devices))
+        return own + tuple(location for follower in self.followers for location in follower.node_devices)
 
     @property
     def owner(self) -> str:
@@ -221,18 +224,16 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
     """Returns a plan in which the role has dedicated processes (processes without other roles), one per replica.
 
     In `planned`, the role runs in the processes of its pool. In the result, each dedicated process uses all devices of
-    its replica.
+    its replica. On each further node of the replica, a follower uses the devices of that node.
     """
     role, mesh = planned.role, planned.mesh
     sizes, slots = ReplicaSizes(mesh.tp, mesh.pp), list[Slot]()
     for start in range(0, mesh.size, sizes.num_devices):
         replica = planned.slots[start : start + sizes.num_devices]
-        first, shares = replica[0], [slot.num_devices for slot in replica]
-        if len({slot.node for slot in replica}) > 1:
-            raise PlacementError(
-                f"placement.roles.{role} has {sizes}, which puts a replica on several nodes, but a replica uses the "
-                f"devices of one node: make tp and pp smaller, or change pool {planned.pool}"
-            )
+        shares = [slot.num_devices for slot in replica]
+        by_node = [tuple(own) for _, own in groupby(replica, key=lambda slot: slot.node)]
+        if len(by_node) > 1:
+            _check_several_nodes(planned, sizes, by_node, kind)
         if kind == "cuda" and min(shares) < max(shares) == 1:
             raise PlacementError(
                 f"placement.roles.{role} has {sizes}, but other roles use only some devices of a replica: place "
@@ -240,19 +241,41 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
             )
         # Ray assigns fractions of one GPU only. `RayBackend` finds the other shared GPUs of a replica.
         is_shared = kind == "cuda" and max(shares) < 1
-        slots.append(
+        leader, *followers = (
             Slot(
                 pool=f"{planned.pool}/{role}",
                 rank=len(slots),
-                node=first.node,
-                local_rank=sum(slot.node == first.node for slot in slots),
-                device=first.device,
-                device_pool=first.pool,
-                num_devices=min(shares) if is_shared else sum(shares),
-                other_devices=tuple(slot.device for slot in replica[1:]),
+                node=own[0].node,
+                local_rank=sum(slot.node == own[0].node for slot in slots),
+                device=own[0].device,
+                device_pool=own[0].pool,
+                num_devices=min(shares) if is_shared else sum(slot.num_devices for slot in own),
+                other_devices=tuple(slot.device for slot in own[1:]),
             )
+            for own in by_node
         )
+        slots.append(replace(leader, followers=tuple(followers)))
     return replace(planned, slots=tuple(slots), mesh=replace(mesh, tp=1, pp=1), replica=sizes)
+
+
+def _check_several_nodes(planned: RolePlan, sizes: ReplicaSizes, by_node: Sequence[Sequence[Slot]], kind: str) -> None:
+    """Raises PlacementError if a replica on several nodes has devices that vLLM cannot use together, or shares them."""
+    setting, counts = f"placement.roles.{planned.role} has {sizes}", [len(own) for own in by_node]
+    if len(set(counts)) > 1 or len({own[0].node for own in by_node}) < len(by_node):
+        raise PlacementError(
+            f"{setting}, which puts a replica on nodes with {', '.join(map(str, counts))} of its devices, but each "
+            f"node of a replica needs the same number: change tp, pp, or pool {planned.pool}"
+        )
+    if kind == "cpu" and counts[0] > 1:
+        raise PlacementError(
+            f"{setting}, which puts {counts[0]} devices of a replica on each of {len(by_node)} nodes, but on CPUs vLLM "
+            f"supports one per node: set pp: {len(by_node)} and a pool with 1 device per node"
+        )
+    if any(slot.num_devices < 1 for own in by_node for slot in own):
+        raise PlacementError(
+            f"{setting}, which puts a replica on {len(by_node)} nodes, but other roles use its devices: place "
+            f"{planned.role} on a pool of its own, or make tp and pp smaller"
+        )
 
 
 def _selected_roles(placement: Placement, roles: Sequence[str] | None) -> dict[str, RolePlacement]:
@@ -405,7 +428,8 @@ def _check_tp_nodes(role: str, tp: int, nodes: Sequence[int]) -> None:
     largest = math.gcd(tp, *blocks)
     raise PlacementError(
         f"placement.roles.{role} has tp {tp}, which puts tensor-parallel ranks on two nodes, whose network is too slow "
-        f"for the sums of each layer: " + (f"set tp: {largest}" if largest > 1 else "remove tp")
+        f"for the sums of each layer: {f'set tp: {largest}' if largest > 1 else 'remove tp'}; stages (pp) may be on "
+        f"several nodes"
     )
 
 

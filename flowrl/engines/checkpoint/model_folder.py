@@ -236,6 +236,11 @@ def _write_file(path: Path, shapes: Sequence[WeightShape], weights: Iterator[tup
         for name, dtype, shape in shapes:
             written, weight = next(weights)
             assert (written, weight.dtype, tuple(weight.shape)) == (name, dtype, shape), "the order of `shapes`"
+            if dtype == torch.float16 and not weight.isfinite().all():
+                raise ModelError(
+                    f"the weight {name} has values that float16 cannot represent (at most 65504): export it in "
+                    f"bfloat16 or float32"
+                )
             file.write(tensor_bytes(weight))
             del weight  # before the next weight is gathered
         file.flush()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from flowrl.config import (
     ONE_DEVICE,
     EngineCapabilities,
+    Follower,
     ModelConfig,
     ReplicaSizes,
     RolloutConfig,
@@ -326,6 +327,10 @@ class EngineContext:
     """Torch device of the process: `cpu` or `cuda:N`."""
     replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that the engine uses."""
+    followers: Sequence[Follower] = ()
+    """Processes on the other nodes of the replica."""
+    address: str = "127.0.0.1"
+    """IP address of this process for the followers."""
     can_sleep: bool = False
     """Whether `sleep` will be called."""
     actor: ActorWeights | None = None

@@ -57,7 +57,9 @@ def trained_weights(model: nn.Module) -> list[TrainedWeight]:
 
 
 def check_groups(weights: Sequence[TrainedWeight], config: OptimizerConfig, key: str = "optimizer") -> None:
-    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight. `key`: key of the settings."""
+    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight, or if a group has no weight,
+    because earlier groups have them all. `key`: key of the settings.
+    """
     for group, settings in config.groups.items():
         for pattern in settings.weights:
             if not any(fnmatchcase(weight.name, pattern) for weight in weights):
@@ -65,6 +67,13 @@ def check_groups(weights: Sequence[TrainedWeight], config: OptimizerConfig, key:
                     f"{key}.groups.{group}.weights has {pattern!r}, which matches no trained weight; the names are "
                     f"{', '.join(_name_patterns(weights))}: correct it"
                 )
+    names = {id(settings): group for group, settings in config.groups.items()}
+    used = {names[id(own)] for weight in weights if (own := next(_matching_groups(weight, config), None)) is not None}
+    if unused := [group for group in config.groups if group not in used]:
+        raise ConfigError(
+            f"{key}.groups.{unused[0]} has no weight, because earlier groups match all of its weights: put it before "
+            f"them, or remove it"
+        )
 
 
 def _name_patterns(weights: Sequence[TrainedWeight]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.config import ONE_DEVICE, ReplicaSizes, UserError
+from flowrl.config.base import DeviceKind
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.source import read_json
@@ -26,6 +27,7 @@ from flowrl.data.messages import DataError
 from flowrl.inference.generation_settings import check_num_gpus
 from flowrl.inference.model_source import ModelSource
 from flowrl.inference.serving.api_key import API_KEY, KeyMiddleware
+from flowrl.memory.model_fit import find_head_size_problem, find_replica_problem
 
 if TYPE_CHECKING:
     from flowrl.data.chat import ChatTokenizer  # imports transformers
@@ -131,15 +133,10 @@ def serve(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings) 
 
 def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings, folder: Path) -> list[str]:
     """Returns the arguments of vLLM's command, and writes the files that they name to a folder."""
-    from flowrl.devices.device import count_gpus, has_gpu  # noqa: PLC0415 (loads torch, after check_server)
+    from flowrl.devices.device import has_gpu  # noqa: PLC0415 (loads torch, after check_server)
 
     on_gpu = has_gpu()
-    if on_gpu:
-        check_num_gpus(settings.replica, count_gpus())
-    elif settings.replica.pp > 1:
-        raise UserError(f"pp is {settings.replica.pp}, which vLLM's server does not support on CPUs: use tp")
-    if problem := find_speculation_problem(settings.engine_args, "cuda" if on_gpu else "cpu"):
-        raise UserError(f"the engine has {problem}: remove it")
+    _check_devices(source.path, settings, "cuda" if on_gpu else "cpu")
     command = ["serve", str(source.path), "--tokenizer", str(source.tokenizer_path)]
     command += ["--served-model-name", settings.name or source.name, "--host", settings.host]
     command += ["--port", str(settings.port), "--dtype", settings.dtype or ("auto" if on_gpu else "float32")]
@@ -164,6 +161,22 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
     generation = _generation_settings(source.path) | {"eos_token_id": end_ids(source.path, chat)}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return [*command, "--chat-template", str(folder / "chat_template.jinja"), "--generation-config", str(folder)]
+
+
+def _check_devices(model: Path, settings: ServerSettings, kind: DeviceKind) -> None:
+    """Raises UserError if vLLM's server does not support a setting on the devices of this machine."""
+    from flowrl.devices.device import count_gpus  # noqa: PLC0415 (as above)
+
+    if kind == "cuda":
+        check_num_gpus(settings.replica, count_gpus())
+    elif settings.replica.pp > 1:
+        raise UserError(f"pp is {settings.replica.pp}, which vLLM's server does not support on CPUs: use tp")
+    if problem := find_speculation_problem(settings.engine_args, kind):
+        raise UserError(f"the engine has {problem}: remove it")
+    if problem := find_head_size_problem("vllm", model, kind):
+        raise UserError(problem)
+    if problem := find_replica_problem(model, settings.replica):
+        raise UserError(f"the engine has {problem}")
 
 
 def _option(name: str, value: object) -> list[str]:

@@ -188,6 +188,7 @@ _CHECKS = (
         Need.NONE,
         placement_checks.check_async_scheduling,
         placement_checks.check_speculation,
+        placement_checks.check_other_engines,
     ),
     *_of_plan(
         "placement", Level.CONFIG, Need.TRAINING, placement_checks.check_engines, placement_checks.check_adapters
@@ -195,7 +196,7 @@ _CHECKS = (
     *_of_plan("placement", Level.CONFIG, Need.TRAINING, placement_checks.check_determinism, check_schedule),
     *_of_plan("placement", Level.CONFIG, Need.TRAINING, placement_checks.check_profile, choose_transports),
     *_of_plan("placement", Level.CONFIG, Need.TRAINING, check_senders),
-    *_of_plan("placement", Level.FILES, Need.NONE, placement_checks.check_head_sizes),
+    *_of_plan("placement", Level.FILES, Need.NONE, placement_checks.check_head_sizes, placement_checks.check_replicas),
     *_of_plan("placement", Level.FILES, Need.TRAINING, placement_checks.check_model_sizes),
     *_of_plan("memory", Level.CONFIG, Need.TRAINING, placement_checks.warn_about_offload),
     Check("memory", Level.CONFIG, placement_checks.check_bfloat16, Need.PLAN | Need.MACHINE, _with_capability),

@@ -17,7 +17,6 @@ from flowrl.config import (
     RolloutRunConfig,
     RunConfig,
     ScoringModelConfig,
-    StudentConfig,
     TrainedConfig,
     find_tokenizer_role,
     models_of,
@@ -239,17 +238,17 @@ def _check_router_replay(config: RunConfig) -> None:
     """Raises ConfigError if `router_replay` is set for a policy without routers that the trainer knows."""
     if not any(isinstance(value, RolloutConfig) and value.router_replay for _, value in config):
         return
-    for role, value in models_of(config).items():
-        if not isinstance(value, ActorConfig | StudentConfig):
-            continue
-        if value.engine.kind != DEFAULT_TRAIN_ENGINE:
-            raise ConfigError(
-                f"rollout.router_replay is true, but {role}.engine.kind is {value.engine.kind}, which does not read "
-                f"the routes: set rollout.router_replay: false, or {role}.engine.kind: {DEFAULT_TRAIN_ENGINE}"
-            )
-        settings = read_text_config(value.model.path)
-        if settings and read_mixture(settings) is None:
-            raise ConfigError(
-                f"rollout.router_replay is true, but {role}.model.path is {value.model.path}, which is no mixture of "
-                f"experts of the families {', '.join(ROUTER_SCORES)}: set rollout.router_replay: false"
-            )
+    actor = models_of(config).get("actor")
+    if actor is None or actor.model is None:
+        return
+    if actor.engine.kind != DEFAULT_TRAIN_ENGINE:
+        raise ConfigError(
+            f"rollout.router_replay is true, but actor.engine.kind is {actor.engine.kind}, which does not read the "
+            f"routes: set rollout.router_replay: false, or actor.engine.kind: {DEFAULT_TRAIN_ENGINE}"
+        )
+    settings = read_text_config(actor.model.path)
+    if settings and read_mixture(settings) is None:
+        raise ConfigError(
+            f"rollout.router_replay is true, but actor.model.path is {actor.model.path}, which is no mixture of "
+            f"experts of the families {', '.join(ROUTER_SCORES)}: set rollout.router_replay: false"
+        )

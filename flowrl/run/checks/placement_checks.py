@@ -46,23 +46,34 @@ def describe_devices(config: RunConfig, planned: Plan) -> str:
 
 
 def check_engines(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if a role's engine cannot run on its ranks."""
-    models = models_of(config)
-    for role, role_plan in planned.roles.items():
-        if role not in models or models[role].model is None:
-            _check_unsharded(role, role_plan, config.role_settings.get(role))
-            continue
-        engine = models[role].engine
-        _check_dimensions(role, role_plan, engine)
-        if config.backend == "ray" and engine.kind == DEFAULT_TRAIN_ENGINE:
-            _check_engine(role, role_plan, engine, is_trained=isinstance(models[role], TrainedConfig))
+    """Raises ConfigError if a role's training engine cannot run on its ranks."""
+    for role, model in _planned_models(config, planned).items():
+        role_plan = planned.roles[role]
+        _check_dimensions(role, role_plan, model.engine)
+        if config.backend == "ray" and model.engine.kind == DEFAULT_TRAIN_ENGINE:
+            _check_engine(role, role_plan, model.engine, is_trained=isinstance(model, TrainedConfig))
+
+
+def check_other_engines(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if a role without training engine has tp, sp or pp that it does not support."""
+    for role in planned.roles.keys() - _planned_models(config, planned).keys():
+        _check_unsharded(role, planned.roles[role], config.role_settings.get(role))
+
+
+def _planned_models(config: RunConfig, planned: Plan) -> dict[str, ModelRoleConfig]:
+    """Returns the roles of a plan with a training engine."""
+    models = {role: model for role, model in models_of(config).items() if model.model is not None}
+    return {role: models[role] for role in planned.roles if role in models}
 
 
 def check_model_sizes(config: RunConfig, planned: Plan) -> None:
     """Raises ConfigError if tp or sp does not divide the sizes of a local model, or if it lacks a LoRA target."""
-    for role, model in models_of(config).items():
-        if model.model is not None and role in planned.roles:
-            check_model_fit(role, model, planned.roles[role])
+    for role, model in _planned_models(config, planned).items():
+        check_model_fit(role, model, planned.roles[role])
+
+
+def check_replicas(config: RunConfig, planned: Plan) -> None:
+    """Raises ConfigError if vLLM cannot divide a local model among the devices of a replica."""
     for role, _, _, model, _ in find_generators(config):
         if model is None or role not in planned.roles:
             continue

@@ -26,11 +26,24 @@ def test_auto_schedules_ahead_on_gpus(value: bool | Literal["auto"], on_cpus: bo
         ("data_parallel_size_local", "devices"),
         ("trust_remote_code", "code"),
         ("logits_processors", "distribution"),
+        ("watermark_config", "distribution"),
+        ("load_format", "weights"),
+        ("hf_overrides", "config.json"),
+        ("runner", "value"),
     ],
 )
 def test_an_argument_that_flowrl_sets_is_rejected(name: str, instead: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} .*{instead}"):
         VllmConfig.model_validate({"engine_args": {name: 1}})
+
+
+def test_speculative_decoding_excludes_asynchronous_scheduling() -> None:
+    """vLLM 0.32 rejects both together."""
+    arguments = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    settings = VllmConfig.model_validate({"async_scheduling": "auto", "engine_args": arguments})
+    assert not settings.uses_async_scheduling(on_gpus=True)
+    with pytest.raises(ValueError, match=r"async_scheduling is true.*speculative_config"):
+        VllmConfig.model_validate({"async_scheduling": True, "engine_args": arguments})
 
 
 @pytest.mark.parametrize("config", [{"method": "eagle"}, {"num_speculative_tokens": 2}, {"model": "m"}])

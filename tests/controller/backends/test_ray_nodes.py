@@ -1,5 +1,6 @@
 """Plans on several nodes: a real Ray cluster of three, each with an address of the loopback network."""
 
+import importlib.util
 import json
 import os
 import secrets
@@ -17,6 +18,7 @@ import ray
 from flowrl.controller.backends.ray_nodes import RayNodes, interface_of
 from flowrl.controller.placement.cpu_threads import count_usable_cpus
 from flowrl.controller.placement.plan import PlacementError, PoolPlan, Slot
+from tests.engines.closeness import FLOAT32_RTOL
 from tests.errors import missing_facts, rejects
 
 pytestmark = [
@@ -145,6 +147,18 @@ def test_the_usable_cpus_of_a_node_are_those_of_its_processes(
 @pytest.mark.slow
 def test_a_process_group_forms_across_nodes(run_driver: Callable[[str], Any]) -> None:
     assert run_driver("sums") == [60, 60, 60]  # (1 + 2 + 3) * 10
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
+def test_the_stages_of_a_vllm_replica_are_on_two_nodes(run_driver: Callable[[str], Any]) -> None:
+    found = run_driver("replica")
+    assert max(found["errors"]) < FLOAT32_RTOL
+    assert found["workers"] == {"127.0.0.2": 1, "127.0.0.3": 1}
+    assert found["all end"], "a process of the replica outlived its worker on the other node"
+    assert found["replaced"] < FLOAT32_RTOL, "the replacement has other weights"
+    assert found["none outlives the cluster"]
 
 
 @pytest.fixture(scope="module")

@@ -297,25 +297,43 @@ def test_one_process_leads_the_stages_of_a_replica() -> None:
     assert render_plan(planned).splitlines()[-1].split()[2:5] == ["dp2", "pp2", "tp2"]
 
 
+def test_a_replica_on_several_nodes_has_a_follower_on_each_further_node() -> None:
+    """The stages of a replica are on different nodes, and the ranks of a stage on one node."""
+    roles = {"actor": "main", "rollout": RolePlacement(pool="makers", tp=2, pp=2)}
+    placement = Placement(pools={"main": [4], "makers": [2, 2, 2, 2]}, roles=roles)
+    planned = plan(placement, gpus(4, 2, 2, 2, 2), dedicated=["rollout"])
+    rollout = planned.roles["rollout"]
+    assert (rollout.mesh.size, rollout.replica) == (2, ReplicaSizes(tp=2, pp=2))
+    assert [slot.node_devices for slot in rollout.slots] == [
+        ((1, 0), (1, 1), (2, 0), (2, 1)),
+        ((3, 0), (3, 1), (4, 0), (4, 1)),
+    ]
+    for leader in rollout.slots:
+        (follower,) = leader.followers
+        assert (follower.node, follower.num_devices, follower.owner) == (leader.node + 1, 2, "makers")
+        assert (leader.num_devices, follower.followers) == (2, ())
+    assert planned.count_processes()[1] == 1
+    assert render_plan(planned).splitlines()[-1].split()[2:5] == ["dp2", "pp2", "tp2"]
+
+
 @pytest.mark.parametrize(
     ("pools", "where", "facts"),
     [
-        ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "tp": 2}, ["placement.roles.rollout", "tp", 2, "nodes"]),
-        ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "pp": 2}, ["placement.roles.rollout", "pp", 2, "nodes"]),
-        (
-            {"main": [1], "makers": [2, 2]},
-            {"pool": "makers", "tp": 2, "pp": 2},
-            ["placement.roles.rollout", "tp", "pp", "nodes"],
-        ),
+        ({"main": [1], "makers": [1, 1]}, {"pool": "makers", "tp": 2}, ["tp", 2, "nodes", "pp"]),
+        ({"main": [1], "makers": [1, 2]}, {"pool": "makers", "pp": 3}, ["pp", 3, "nodes", 1, 2, "makers"]),
+        ({"main": [2, 2]}, {"pool": "main", "pp": 4}, ["pp", 4, 2, "nodes", "pool"]),
     ],
 )
 def test_devices_that_one_process_cannot_lead_are_rejected(pools: dict, where: dict, facts: list) -> None:
-    with rejects(*facts, error=PlacementError):
-        plan(
-            Placement(pools=pools, roles={"actor": "main", "rollout": RolePlacement.model_validate(where)}),
-            gpus(3, 3),
-            dedicated=["rollout"],
-        )
+    roles = {"actor": "main", "rollout": RolePlacement.model_validate(where)}
+    with rejects("placement.roles.rollout", *facts, error=PlacementError):
+        plan(Placement(pools=pools, roles=roles), gpus(3, 3), dedicated=["rollout"])
+
+
+def test_several_devices_per_node_of_a_replica_are_rejected_on_cpus() -> None:
+    roles = {"rollout": RolePlacement(pool="makers", tp=2, pp=2)}
+    with rejects("placement.roles.rollout", 2, "nodes", "pp", error=PlacementError):
+        plan(Placement(pools={"makers": [2, 2]}, roles=roles), Inventory((2, 2), "cpu"), dedicated=["rollout"])
 
 
 def test_tensor_parallel_ranks_of_a_model_are_on_one_node() -> None:

@@ -36,6 +36,7 @@ from tests.engines.closeness import assert_norm_close
 from tests.engines.export_memory import fail_together, measure_checkpoint, measure_ranks
 from tests.engines.families import FAMILIES, build
 from tests.engines.tiny import SIZES, convolving, llama, qwen2, save
+from tests.errors import rejects
 from tests.processes import run_ranks
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -102,6 +103,16 @@ def test_weights_are_cast_to_the_dtype_of_the_export(tmp_path: Path) -> None:
     expected, exported = load_file(start / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], weight.bfloat16()) for name, weight in expected.items())
     assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_weights_that_overflow_in_float16_are_rejected(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 7e4
+    start = save(llama(), tmp_path / "start")
+    with rejects("lm_head.weight", "float16", 65504, "bfloat16"):
+        save_model(model, start, tmp_path / "out", ExportConfig(dtype="float16"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_of_several_dtypes_are_aligned(tmp_path: Path) -> None:

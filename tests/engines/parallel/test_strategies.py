@@ -289,6 +289,15 @@ def test_stages_in_half_precision_equal_one_process_in_half_precision(
         assert weight.dtype == torch.float32 and torch.equal(weight, second["weights"][name])
 
 
+def test_stages_with_two_dtypes_of_half_precision_equal_one_process(results: list[dict]) -> None:
+    """Autocast in float16 over bfloat16 weights makes the hidden states between stages float32."""
+    expected = train_in_half("float16", None, weights=torch.bfloat16)
+    for rank in (0, 1):
+        actual = results[rank]["in float16 over bfloat16 on stages"]
+        assert actual["norms"][:2] == pytest.approx(expected["norms"][:2], rel=0.01)
+        assert actual["skipped"] == expected["skipped"]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fsdp_on_one_rank_in_half_precision_equals_a_single_process(results: list[dict], dtype: str):
     """As on two ranks. Autocast computes norms and sums in float32."""

@@ -110,6 +110,15 @@ def test_a_pattern_without_a_match_is_rejected_with_the_names() -> None:
         check_groups(trained_weights(PolicyModel(qwen2())), config, "actor.optimizer")
 
 
+def test_a_group_without_a_weight_of_its_own_is_rejected() -> None:
+    groups = {"all": {"weights": ["*"], "lr": 0.3}, "norms": {"weights": ["*norm.weight"], "lr": 0.1}}
+    weights = trained_weights(PolicyModel(qwen2()))
+    config = OptimizerConfig.model_validate({"lr": 0.1, "groups": groups})
+    with rejects("actor.optimizer.groups.norms", "earlier", error=ConfigError):
+        check_groups(weights, config, "actor.optimizer")
+    check_groups(weights, OptimizerConfig.model_validate({"lr": 0.1, "groups": dict(reversed(groups.items()))}))
+
+
 def test_muon_trains_the_matrices_of_layers() -> None:
     groups = settings_by_name(CriticModel(qwen2().model), kind="muon")
     expected = {name for name in groups if ".layers." in name and name.endswith("proj.weight")}

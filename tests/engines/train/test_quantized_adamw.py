@@ -17,7 +17,7 @@ from flowrl.engines.train.optimizers import build_optimizer, trained_weights
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines import quantized_ranks
 from tests.engines.closeness import assert_norm_close
-from tests.engines.quantized_ranks import MODELS, engine_of, save, train
+from tests.engines.quantized_ranks import LAYOUTS, MODELS, engine_of, save, train
 from tests.processes import run_ranks
 
 pytestmark = [
@@ -124,25 +124,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return root
 
 
+def folder_model(folder: Path) -> str:
+    return "dense" if "dense" in folder.name else "experts"
+
+
 def loaded(folder: Path) -> dict[str, Tensor]:
-    engine = engine_of(model="dense" if "dense" in folder.parent.name else "experts")
+    engine = engine_of(model=folder_model(folder.parent))
     load(engine, folder)
     return state_of(engine)
 
 
-def test_shards_have_the_moments_of_one_process(folder: Path) -> None:
-    assert_equal(loaded(folder / "fsdp-loaded"), loaded(folder / "one"))
+def test_divided_models_have_the_moments_of_one_process(folder: Path) -> None:
+    """Two shards, ranks with a part of the optimizer state, and two stages."""
+    for layout in LAYOUTS[folder_model(folder)]:
+        assert_equal(loaded(folder / f"{layout}-loaded"), loaded(folder / "one"))
 
 
-def test_a_step_on_shards_is_close_to_that_of_one_process(folder: Path) -> None:
-    before, own, expected = (loaded(folder / name) for name in ("one", "fsdp-trained", "one-trained"))
+def test_a_step_of_a_divided_model_is_close_to_that_of_one_process(folder: Path) -> None:
+    before, expected = loaded(folder / "one"), loaded(folder / "one-trained")
     names = [name for name in before if name.startswith("model.")]
-    # A rounding error can change a code of a moment, but not the direction of a step.
-    assert_norm_close(
-        {name: own[name] - before[name] for name in names},
-        {name: expected[name] - before[name] for name in names},
-        0.01,
-    )
+    for layout in LAYOUTS[folder_model(folder)]:
+        own = loaded(folder / f"{layout}-trained")
+        # A rounding error can change a code of a moment, but not the direction of a step.
+        assert_norm_close(
+            {name: own[name] - before[name] for name in names},
+            {name: expected[name] - before[name] for name in names},
+            0.01,
+        )
 
 
 @pytest.mark.parametrize("folder", ["dense"], indirect=True)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from flowrl.config import ConfigError, EvaluationConfig, EvaluationRunConfig
+from flowrl.config import ConfigError, EvaluationConfig, EvaluationRunConfig, ReplicaSizes, RolloutConfig
+from flowrl.data.input_paths import read_text_config
 from flowrl.inference.evaluation.model_scores import _collect, check_evaluation
 from flowrl.run.evaluation import Evaluation, PendingEvaluation, PromptScores
 from tests.errors import rejects
@@ -42,6 +43,16 @@ def evaluation_of(task: Path, memory_gb: float) -> EvaluationRunConfig:
 def test_too_little_memory_is_found_before_the_cluster_starts(task_folder: Path) -> None:
     with rejects("rollout", "0.0", error=ConfigError):
         check_evaluation(evaluation_of(task_folder, 1e-6))
+
+
+def test_devices_that_the_engine_cannot_use_together_are_rejected(task_folder: Path) -> None:
+    config = evaluation_of(task_folder, 1.0)
+    with rejects("placement.roles.rollout", "tp", 2, "vllm", error=ConfigError):
+        check_evaluation(config, 2, ReplicaSizes(tp=2))
+    vllm = config.model_copy(update={"rollout": RolloutConfig(engine="vllm", max_response_tokens=8)})
+    heads = read_text_config(config.actor.model.path)["num_attention_heads"]
+    with rejects("placement.roles.rollout", "tp", heads + 1, "heads", error=ConfigError):
+        check_evaluation(vllm, heads + 1, ReplicaSizes(tp=heads + 1))
 
 
 def test_the_memory_is_that_of_the_roles_that_generate_and_score(task_folder: Path) -> None:

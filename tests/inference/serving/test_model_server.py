@@ -73,7 +73,7 @@ def test_vllm_reads_the_arguments_of_its_engine(run_folder: Path, tmp_path: Path
     arguments = {
         "block_size": 32,
         "enable_chunked_prefill": False,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "limit_mm_per_prompt": {"image": 1},
         "kv_cache_dtype": "auto",
         "swap_space": None,
     }
@@ -86,6 +86,14 @@ def test_vllm_reads_the_arguments_of_its_engine(run_folder: Path, tmp_path: Path
     assert "--swap-space" not in command
     given = {name: value for name, value in arguments.items() if value is not None}
     assert {name: getattr(read, name) for name in given} == given
+
+
+def test_sizes_that_do_not_divide_the_model_are_rejected(run_folder: Path, tmp_path: Path) -> None:
+    source = resolve_model(str(run_folder))
+    heads = json.loads((source.path / "config.json").read_text())["num_attention_heads"]
+    replica = ReplicaSizes(tp=heads + 1)
+    with rejects("tp", heads + 1, heads):
+        server_command(source, open_chat(source), ServerSettings(replica=replica), tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's server has pipeline stages on GPUs")

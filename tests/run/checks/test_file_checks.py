@@ -1,6 +1,7 @@
 """Models and data files that do not fit the settings are rejected."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from recipes.grpo.config import GRPOConfig
 from recipes.ppo.config import PPOConfig
 from tests.configs import grpo_settings, ppo_settings
 from tests.errors import rejects
+from tests.recipes.rollout_configs import rejection_config
 from tests.run.checks.test_placement_checks import ActorRun, on, run_with
 
 MIXTRAL: dict[str, object] = {
@@ -60,6 +62,27 @@ def test_an_unknown_family_is_trained_with_an_explicit_0(tmp_path: Path) -> None
 def test_the_experts_of_a_user_defined_engine_are_not_checked(tmp_path: Path) -> None:
     engine = EngineConfig(kind="tests.engines.train.user_engine:PipelineEngine")
     check_experts(with_model(tmp_path, MIXTRAL | {"model_type": "olmoe"}, engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "facts"),
+    [
+        (MIXTRAL, {}, []),
+        ({"model_type": "qwen2"}, {}, ["actor.model.path", "mixtral"]),
+        (MIXTRAL, {"kind": "tests.engines.train.user_engine:PipelineEngine"}, ["actor.engine.kind"]),
+    ],
+)
+def test_routes_are_replayed_only_by_policies_with_routers(
+    settings: dict[str, object], engine: dict[str, str], facts: list[str], tmp_path: Path
+) -> None:
+    """The actor of rejection sampling is no `ActorConfig`."""
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = rejection_config(tmp_path, tmp_path / "run", actor={"model": {"path": tmp_path}})
+    actor = config.actor.model_copy(update={"engine": EngineConfig.model_validate(engine)})
+    rollout = config.rollout.model_copy(update={"router_replay": True})
+    config = config.model_copy(update={"actor": actor, "rollout": rollout})
+    with rejects("rollout.router_replay", *facts, error=ConfigError) if facts else nullcontext():
+        check_experts(config)
 
 
 def test_compiled_experts_are_rejected(tmp_path: Path) -> None:

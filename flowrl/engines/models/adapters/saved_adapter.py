@@ -31,18 +31,21 @@ _MATRICES = ("A.weight", "B.weight")
 _HEADS = ("lm_head", "score")
 """Names of heads. An adapter of a policy is also read by critics, which lack its head, and the reverse."""
 
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+_READ = {"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out"}
+_DESCRIPTIVE = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
+    "ensure_weight_tying",
+}  # fmt: skip
+"""Settings of peft that do not change the weights of a trained adapter."""
+
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "lora_bias": (False, None),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "layer_replication": (None,),
+    "bias": ("none",),
+    # Other initial values (pissa, olora, ...) also change the base model.
+    "init_lora_weights": (True, False, "gaussian", "eva"),
 }
-"""Setting of peft -> supported values."""
+"""Setting of peft -> supported values, besides none. All other settings must be empty."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ class SavedAdapter:
                 f"adapter {folder} cannot be read ({reason}): use a folder in the format of peft with "
                 f"{ADAPTER_SETTINGS} and {file.name}"
             ) from error
-        for name, supported in _UNSUPPORTED.items():
-            if settings.get(name) not in supported and name in settings:
+        for name in settings.keys() - _READ - _DESCRIPTIVE:
+            if settings[name] not in (*_SUPPORTED.get(name, (False, {}, [])), None):
                 raise LoraError(
                     f"adapter {folder} has {name} {settings[name]}, but a run reads only plain LoRA adapters: merge it "
                     f"into its model with peft, and set path to the result"
@@ -175,7 +178,8 @@ class SavedAdapter:
         matrices = {next((n for n in _model_names(model, name) if n in own), name): t for name, t in matrices.items()}
         different = sorted({name for name in own if _MATRIX in name} ^ matrices.keys())
         different += [name for name, tensor in matrices.items() if name in own and own[name].shape != tensor.shape]
-        different += [name for name in self.weights(model) if name not in own]
+        complete = {name for name in own if _MATRIX not in name}
+        different += sorted(complete ^ self.weights(model).keys())
         if different or not all(math.isclose(scaling, self.scaling) for scaling in scalings):
             ranks = {tensor.shape[0] for name, tensor in own.items() if name.endswith(f"{_MATRIX}A.weight")}
             what = f"see {different[0]}" if different else f"its scale is {self.scaling:g}, not {max(scalings):g}"

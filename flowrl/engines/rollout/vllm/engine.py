@@ -16,12 +16,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from flowrl.config import ONE_DEVICE, ModelConfig, ReplicaSizes, RolloutConfig, VllmConfig
+from flowrl.config import ONE_DEVICE, Follower, ModelConfig, ReplicaSizes, RolloutConfig, VllmConfig
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.engines.vllm_settings import PlannedVllmConfig
 from flowrl.devices.device import get_device, has_gpu
@@ -75,7 +76,7 @@ from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from flowrl.engines.rollout.vllm.leader import call_workers, start_engine  # noqa: E402
+from flowrl.engines.rollout.vllm.leader import call_workers, run_workers, start_engine  # noqa: E402
 from flowrl.engines.rollout.vllm.scheduling import (  # noqa: E402
     CountingAsyncScheduler,
     CountingScheduler,
@@ -102,6 +103,8 @@ class VllmRollout:
             context.tokenizer,
             context.config,
             replica=context.replica,
+            followers=context.followers,
+            address=context.address,
             can_sleep=context.can_sleep,
         )
 
@@ -112,6 +115,8 @@ class VllmRollout:
         config: RolloutConfig,
         *,
         replica: ReplicaSizes = ONE_DEVICE,
+        followers: Sequence[Follower] = (),
+        address: str = "127.0.0.1",
         can_sleep: bool = False,
     ) -> None:
         """Loads the model. Responses end at the end-of-sequence tokens of the tokenizer and of the model.
@@ -120,7 +125,10 @@ class VllmRollout:
             model: path and dtype of the model.
             tokenizer: tokenizer of the model.
             config: sampling and engine settings.
-            replica: parallel sizes. The engine uses as many devices of this process's node.
+            replica: parallel sizes. The engine uses as many devices, in equal numbers on this process's node and on
+                that of each follower.
+            followers: processes on other nodes.
+            address: IP address of this process for the followers.
             can_sleep: True enables `sleep`, which frees GPU memory.
         Raises ModelError if the model cannot be loaded, and RolloutError if vLLM disables asynchronous scheduling.
         """
@@ -147,17 +155,19 @@ class VllmRollout:
         """Ids of running requests whose tokens vLLM reports in each step, not only at the end."""
         self._finished: dict[str, Response] = {}
         """Finished responses that `poll` has not yet returned."""
-        self._num_devices = replica.num_devices
+        self._shares_memory = replica.num_devices > 1 and not followers
+        """Whether the workers are other processes on this node, so that they can map the same memory."""
         # In torch's deterministic mode, vLLM's sampler would raise an error. Its batch-invariant mode replaces it.
         torch.use_deterministic_algorithms(False)
         try:
             args = _engine_args(model, config, replica, can_sleep)
-            self._engine = start_engine(args)
+            runs = [partial(follower.run, run_follower) for follower in followers]
+            self._engine = start_engine(args, runs, address)
         except (TypeError, ValueError) as error:
             if given := (config.vllm or VllmConfig()).engine_args:
                 raise RolloutError(
-                    f"vLLM did not start with vllm.engine_args {dict(given)}: {error}; correct these arguments, or the "
-                    f"setting that the error names"
+                    f"vLLM does not start with engine_args {dict(given)} ({_reason(error)}): correct these arguments, "
+                    f"or the setting that the error names"
                 ) from error
             raise
         if args.async_scheduling and not self._engine.vllm_config.scheduler_config.async_scheduling:
@@ -345,7 +355,7 @@ class VllmRollout:
             return
         received = to_tensors(weights)
         named = {alias: weight for name, weight in received.items() for alias in (name, *self._tied.get(name, ()))}
-        context = SharedTensors.of(named) if self._num_devices > 1 else nullcontext(named)
+        context = SharedTensors.of(named) if self._shares_memory else nullcontext(named)
         with self._end_update_on_error(), context as tensors:
             call_workers(self._engine, "update_weights", {"weights": tensors, "parts": self._parts})
         self._serving.mark_received(received)
@@ -437,6 +447,24 @@ class OwnRequests:
     def abort(self, request_ids: Iterable[str]) -> None:
         own = [request_id for request_id in request_ids if self._request_ids.pop(request_id, self) is None]
         self._engine.abort(own)
+
+
+def _reason(error: TypeError | ValueError) -> str:
+    """Returns the cause of an error of vLLM as a part of a sentence."""
+    # Errors of pydantic list their causes.
+    causes = error.errors() if hasattr(error, "errors") else ()  # pyright: ignore[reportAttributeAccessIssue]
+    message = causes[0]["msg"] if causes else str(error)
+    return message.strip().splitlines()[0].removeprefix("Value error, ").rstrip(".")
+
+
+def run_follower(address: str, args: EngineArgs, variables: Mapping[str, str]) -> None:
+    """Runs the workers of a replica on another of its nodes, with environment variables of its leader.
+
+    The import of this module has set the environment for vLLM. Raises RolloutError when a worker ends.
+    """
+    os.environ |= variables
+    torch.use_deterministic_algorithms(False)
+    run_workers(address, args)
 
 
 def _cache_bytes(settings: VllmConfig, num_devices: int) -> int:

@@ -1,17 +1,20 @@
 """Leader process of a vLLM replica with several devices. It starts and calls the worker processes, and exits if a
-worker process exits.
+worker process exits. A replica on several nodes has a follower on each further node, which starts the workers there.
 """
 
 import atexit
 import os
 import re
+import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
-from multiprocessing import connection
+from multiprocessing import active_children, connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +22,7 @@ from typing import IO, Any
 import torch
 from vllm import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from flowrl.data.console import write_printable
 from flowrl.data.folders.private_folder import create_folder
@@ -26,6 +30,8 @@ from flowrl.engines.rollout.base import RolloutError
 
 _THREADS = "OMP_NUM_THREADS"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_HOST = "VLLM_HOST_IP"
+_DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", "VLLM_BATCH_INVARIANT")
 _MAX_PARENT_BYTES = 49
 """Paths of Unix sockets have at most 107 bytes. Those of vLLM are PARENT/flowrl-vllm-12345678/UUID, with 36 for the
 UUID.
@@ -39,30 +45,118 @@ _WORKER_FAILED = "initialization failed due to an exception in a background proc
 _LAST_LINES = 40
 _SEGMENTS = Path("/dev/shm")
 
+_POLL_S = 0.1
+_is_exiting = threading.Event()
 
-def start_engine(args: EngineArgs) -> LLMEngine:
+Run = Callable[..., Callable[[], object]]
+"""Starts `engine.run_follower` on another node with the given arguments, and returns a function that waits for its
+end.
+"""
+
+
+def start_engine(args: EngineArgs, runs: Sequence[Run] = (), address: str = "127.0.0.1") -> LLMEngine:
     """Starts vLLM with the engine core in this process. With several devices, each has a worker process.
 
+    Args:
+        args: vLLM's arguments for all devices of the replica.
+        runs: one function per follower, in the order of their nodes.
+        address: IP address of this process for the followers.
     Raises RolloutError with the worker's last error if a worker process fails to start.
     """
     num_devices = args.tensor_parallel_size * args.pipeline_parallel_size
     if num_devices == 1:
         return LLMEngine.from_engine_args(args)
+    num_local = num_devices // (1 + len(runs))
     output = tempfile.TemporaryFile()  # noqa: SIM115 (the workers write to it as long as they run)
-    with _redirect_output(output.fileno()), _threads_for(num_devices), _temporary_sockets():
+    with _redirect_output(output.fileno()), _threads_for(num_local), _temporary_sockets(), _variable(_HOST, address):
+        if runs:
+            args = replace(args, nnodes=1 + len(runs), master_addr=address, master_port=_free_port(address))
+        followers = Followers(args, runs)
         try:
             engine = LLMEngine.from_engine_args(args)
         except Exception as error:  # vLLM raises Exception itself
-            if _WORKER_FAILED not in str(error):
+            followers.end_start([])
+            if followers.error is None and _WORKER_FAILED not in str(error):
                 raise
-            raise RolloutError(f"vLLM could not start {num_devices} workers: {_last_error(_read(output))}") from error
+            cause = followers.error or _last_error(_read(output))
+            raise RolloutError(f"vLLM could not start {num_devices} workers: {cause}") from error
     call_workers(engine, "follow_leader")
     call_workers(engine, "allocate_received_states")
-    executor: Any = engine.model_executor  # the multiprocessing executor, which vLLM does not type
+    workers = _release_files(engine.model_executor)
+    atexit.register(_is_exiting.set)  # runs before vLLM ends the workers, whose function was registered earlier
+    _exit_with_workers(workers, output)
+    followers.end_start(workers)
+    return engine
+
+
+def run_workers(address: str, args: EngineArgs) -> None:
+    """Runs the workers of a replica on this node, as its leader on another node tells them, until one of them ends.
+
+    Args:
+        address: IP address of this node.
+        args: vLLM's arguments, with the address of the leader and the rank of this node.
+    Raises RolloutError with the error or the last output of the workers.
+    """
+    num_local = args.tensor_parallel_size * args.pipeline_parallel_size // args.nnodes
+    with tempfile.TemporaryFile() as output, _redirect_output(output.fileno()), _variable(_HOST, address):
+        config = args.create_engine_config(headless=True)
+        with _threads_for(num_local), _temporary_sockets():
+            try:
+                executor = MultiprocExecutor(config, monitor_workers=False)
+            except Exception as error:  # vLLM raises Exception itself
+                raise RolloutError(f"{_last_error(_read(output))} (on {address})") from error
+        workers = _release_files(executor)
+        connection.wait([worker.sentinel for worker in workers])
+        raise RolloutError("\n".join([f"a vLLM worker process on {address} exited:", *_last_lines(output)]))
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as server:
+        return server.getsockname()[1]
+
+
+class Followers:
+    """The followers of a replica. If one fails, so does the replica."""
+
+    def __init__(self, args: EngineArgs, runs: Sequence[Run]) -> None:
+        """Starts the followers. If one fails while the leader starts vLLM, ends the leader's workers, which wait for
+        those of the follower.
+        """
+        self.error: Exception | None = None
+        """Error of the follower that failed first."""
+        self._workers: list[BaseProcess] = []
+        """Workers of the leader, after its start."""
+        self._is_starting = True
+        names = [name for name in os.environ if name.startswith("VLLM_") and name not in (_SOCKETS, _HOST)]
+        variables = {name: os.environ[name] for name in (*names, *_DETERMINISTIC, _THREADS) if name in os.environ}
+        for node_rank, run in enumerate(runs, 1):
+            wait = run(replace(args, node_rank=node_rank), variables)
+            threading.Thread(target=self._watch, args=(wait,), daemon=True, name="flowrl-follower").start()
+
+    def _watch(self, wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except Exception as error:  # noqa: BLE001 (the main thread raises it)
+            self.error = self.error or error
+        while self._is_starting:
+            for process in active_children():
+                process.kill()
+            time.sleep(_POLL_S)
+        if self._workers:
+            _exit(self._workers, str(self.error))
+
+    def end_start(self, workers: list[BaseProcess]) -> None:
+        """Ends the start of the leader, which has these workers, or none if it has failed. From now on, the end of a
+        follower ends this process and its workers.
+        """
+        self._workers, self._is_starting = workers, False
+
+
+def _release_files(executor: Any) -> list[BaseProcess]:  # Any: a multiprocessing executor, which vLLM does not type
+    """Returns the worker processes of an executor, whose shared memory disappears from now on with the last process."""
     workers = [worker.proc for worker in executor.workers]
     _unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers)])
-    _exit_with_workers(workers, output)
-    return engine
+    return workers
 
 
 def _unlink_shared_memory(process_ids: list[int]) -> None:
@@ -172,19 +266,25 @@ def _exit_with_workers(processes: list[BaseProcess], output: IO[bytes]) -> None:
 
     The watchdog prints the workers' last output. The controller then replaces the complete replica.
     """
-    is_exiting = threading.Event()
-    atexit.register(is_exiting.set)  # runs before vLLM ends the workers, whose function was registered earlier
 
     def watch() -> None:
         connection.wait([process.sentinel for process in processes])
-        if is_exiting.is_set():
-            return
-        for process in processes:
-            process.kill()
-        lines = _read(output).splitlines()[-_LAST_LINES:]
-        message = "\n".join(["a vLLM worker process exited; last output of the workers:", *lines, ""])
-        write_printable(message, sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)
+        lines = _last_lines(output)
+        _exit(processes, "\n".join(["a vLLM worker process exited; last output of the workers:", *lines]))
 
     threading.Thread(target=watch, daemon=True, name="flowrl-exit-with-workers").start()
+
+
+def _last_lines(output: IO[bytes]) -> list[str]:
+    return _read(output).splitlines()[-_LAST_LINES:]
+
+
+def _exit(workers: list[BaseProcess], message: str) -> None:
+    """Ends this process and its workers, and prints a message. Does nothing if this process is exiting already."""
+    if _is_exiting.is_set():
+        return
+    for worker in workers:
+        worker.kill()
+    write_printable(f"{message}\n", sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)

@@ -94,8 +94,11 @@ class PipelineEngine(FsdpEngine):
         self._num_peers *= mesh.num_stages
         self._width = next(language_models(self._skeleton)).config.get_text_config().hidden_size
         dtype = next(weight.dtype for name, weight in self._skeleton.named_parameters() if ".lora_" not in name)
-        self._dtype = self._compute_dtype if self.is_sharded and self._compute_dtype is not None else dtype
-        """Dtype of the hidden states between stages. Autocast keeps that of the weights."""
+        if self._compute_dtype is not None:
+            # Autocast adds outputs in its dtype to embeddings in that of the weights.
+            dtype = self._compute_dtype if self.is_sharded else torch.promote_types(dtype, self._compute_dtype)
+        self._dtype = dtype
+        """Dtype of the hidden states between stages."""
         self._stage_of = self._find_stages()
 
     @property

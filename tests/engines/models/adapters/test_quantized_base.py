@@ -150,6 +150,13 @@ def test_a_weight_without_whole_blocks_is_rejected() -> None:
         round_to_codes(torch.ones(3, 5), "nf4")
 
 
+def test_int8_codes_of_float64_weights_are_rejected(tmp_path: Path) -> None:
+    model = {"path": tmp_path, "dtype": "float64"}
+    settings = {"model": model, "optimizer": {"lr": 1.0}, "lora": {"rank": 4, "base_quantization": "int8"}}
+    with pytest.raises(ValueError, match=r"lora\.base_quantization is int8.*model\.dtype: float64"):
+        ActorConfig.model_validate(settings)
+
+
 @pytest.mark.parametrize("engine", [{"strategy": "fsdp"}, {"offload": "idle"}, {"compile": True}])
 def test_engine_settings_without_support_are_rejected(engine: dict[str, object], tmp_path: Path) -> None:
     settings = {"model": {"path": tmp_path}, "optimizer": {"lr": 1.0}, "lora": {"rank": 4, "base_quantization": "nf4"}}

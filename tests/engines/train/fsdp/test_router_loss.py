@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from flowrl.config import EngineConfig, OptimizerConfig, UserError
 from flowrl.data.batch.tensordicts import lengths
@@ -15,7 +16,7 @@ from flowrl.engines.train.base import Denominators
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
 from flowrl.engines.train.microbatch import MicroBatch
-from tests.engines.closeness import assert_norm_close
+from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.families import build
 from tests.engines.losses import LOGPROBS
 from tests.engines.tables import table
@@ -30,9 +31,15 @@ def zero_loss(
     return values["logprobs"].sum() * 0, {"loss": Mean(0.0, 1)}
 
 
-def engine_of(coef: float | None = COEF, **settings: Any) -> FsdpEngine:  # Any: settings of an engine
+def model_of(family: str = "Qwen3-MoE") -> PreTrainedModel:
+    return to_float64(qwen3_moe() if family == "Qwen3-MoE" else build(family))
+
+
+def engine_of(
+    coef: float | None = COEF, model: PreTrainedModel | None = None, **settings: Any
+) -> FsdpEngine:  # Any: settings of an engine
     return FsdpEngine(
-        PolicyModel(to_float64(qwen3_moe())),
+        PolicyModel(model_of() if model is None else model),
         policy_outputs,
         OptimizerConfig(lr=1e-2),
         EngineConfig.model_validate(settings),
@@ -47,11 +54,11 @@ def gradients(engine: FsdpEngine) -> dict[str, Tensor]:
     }
 
 
-def definition(num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+def definition(num_rows: int, family: str = "Qwen3-MoE") -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss and its gradient, from the routes of each row alone: the mean over the layers of
     E sum_e f_e P_e.
     """
-    model, batch = to_float64(qwen3_moe()), table(num_rows)
+    model, batch = model_of(family), table(num_rows)
     routes: dict[int, list[Routes]] = {}
 
     def record(layer: int, output: Routes) -> Routes:
@@ -63,10 +70,13 @@ def definition(num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
             model(input_ids=ids[None], use_cache=False)
     losses = []
     for outputs in routes.values():
-        probabilities = torch.cat([output.logits for output in outputs]).softmax(-1)
+        logits = torch.cat([output.logits for output in outputs])
+        scores = logits.sigmoid() if family == "DeepSeek-V3" else logits.softmax(-1)
+        probabilities = scores / scores.sum(-1, keepdim=True)
         chosen = torch.cat([output.experts for output in outputs]).flatten()
-        shares = torch.bincount(chosen, minlength=4).double() / len(probabilities)
-        losses.append(4 * (shares * probabilities.mean(0)).sum())
+        num_experts = logits.shape[1]
+        shares = torch.bincount(chosen, minlength=num_experts).double() / len(probabilities)
+        losses.append(num_experts * (shares * probabilities.mean(0)).sum())
     loss = torch.stack(losses).mean()
     loss.backward()
     return loss.detach(), {
@@ -130,6 +140,17 @@ def test_training_balances_the_experts() -> None:
             weight[1] = weight[0]
     loads = [engine.update(table(11), zero_loss, LOGPROBS)["router_loss"].result() for _ in range(20)]
     assert loads[-1] < loads[0]
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "DeepSeek-V3"])
+def test_the_gradient_of_other_families_is_that_of_the_definition(family: str) -> None:
+    engine = engine_of(model=model_of(family), packing="never", max_tokens_per_microbatch=40)
+    metrics = engine.forward_backward(table(11), zero_loss, LOGPROBS)
+    loss, expected = definition(11, family)
+    # transformers computes the routes of these families in float32.
+    assert metrics["router_loss"].result() == pytest.approx(float(loss), rel=FLOAT32_RTOL)
+    expected = {name: COEF * gradient for name, gradient in expected.items()}
+    assert_norm_close(gradients(engine), expected, FLOAT32_RTOL)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "DeepSeek-V3"])
