@@ -340,7 +340,13 @@ def measure_dead_experts(window: StepWindow, facts: RunFacts) -> Measurement | N
     for name in window.last:
         role, _, metric = name.rpartition("/")
         if metric == "dead_experts" and (share := window.recent_median(name)) is not None:
-            measurements.append(Measurement(share, f"{share:.0%} of the experts of {role} receive no token", role))
+            observation = f"{share:.0%} of the experts of {role} receive no token"
+            loads = {key: load for key, load in window.last.items() if key.startswith(f"{role}/expert_load/")}
+            if loads:
+                most = max(loads, key=lambda key: loads[key])
+                expert = most.rpartition("/")[2]
+                observation += f"; in the last step, expert {expert} receives {loads[most]:.1f} times the mean load"
+            measurements.append(Measurement(share, observation, role))
     return max(measurements, key=lambda measurement: measurement.value, default=None)
 
 

@@ -2,7 +2,8 @@
 
 python -m tests.benchmarks.parallel [--repeats N] [--table] [--cases CASE ...]
 
-All cases of a model have the same rows, and each process has one thread. Measured values are those of rank 0.
+All cases of a model have the same rows, and each process has one thread. Values of a rank are those of the rank with
+the largest one.
 
 - Times: two processes have an engine for every case. A round runs every case once, in rotating order. In a case with
   one process, the other process waits. Ratios to the case of the same model on one process are medians over the rounds,
@@ -11,7 +12,7 @@ All cases of a model have the same rows, and each process has one thread. Measur
 - Memory is the growth of the peak of a new process that loads the model and takes two steps. Before, a small model
   loads all code. The expected value is the estimate of flowrl.memory.
 - Bytes are those that a rank receives over its sockets in a step, as counted by the kernel. The expected value has the
-  formulas of flowrl.timing.pass_bytes.
+  formulas of flowrl.timing.pass_bytes. With two ranks, a rank sends what the other receives.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -132,7 +133,7 @@ class CaseResult:
     peak_mib: float
     expected_peak_mib: float
     received_mib: float
-    """Bytes that the rank receives in a step."""
+    """Bytes that a rank receives in a step."""
     expected_received_mib: float
 
 
@@ -180,11 +181,11 @@ def own_rows(case: Case) -> TensorDict:
     return take_rows(rows_of(torch.full((ROWS,), TOKENS)), torch.arange(part, ROWS, case.num_row_parts))
 
 
-# Expected values of rank 0.
+# Expected values. All ranks of a pipeline stage have the same.
 
 
 @cache
-def role_model(name: str) -> RoleModel:
+def role_model(name: str, stage: int = 0) -> RoleModel:
     """Returns what `flowrl plan` knows about the model of a case."""
     case = CASES[name]
     config = ActorConfig.model_validate(
@@ -199,16 +200,21 @@ def role_model(name: str) -> RoleModel:
     assert size is not None
     mesh = Mesh(case.pp, case.num_row_parts, case.sp, case.tp)
     param_bytes = 2 if case.dtype == "bfloat16" else 4
-    return RoleModel(size, config.engine, mesh, "cpu", param_bytes, True, TOKENS, lora=case.lora)
+    return RoleModel(size, config.engine, mesh, "cpu", param_bytes, True, TOKENS, lora=case.lora, stage=stage)
 
 
-def expected_peak(name: str) -> int:
-    memory = training_role(role_model(name), ROWS, "none", copies_checkpoints=False)
+def largest(expected: Callable[[str, int], float], name: str) -> float:
+    """Returns an expected value of the stage with the largest one."""
+    return max(expected(name, stage) for stage in range(CASES[name].pp))
+
+
+def expected_peak(name: str, stage: int) -> int:
+    memory = training_role(role_model(name, stage), ROWS, "none", copies_checkpoints=False)
     return memory.resident + max(call.total for call in memory.calls)
 
 
-def expected_flops(name: str) -> float:
-    case, model = CASES[name], role_model(name)
+def expected_flops(name: str, stage: int) -> float:
+    case, model = CASES[name], role_model(name, stage)
     flops = planned_flops(model.size.config, has_head=True, lora=case.lora)
     assert flops is not None
     lengths = [TOKENS] * (ROWS // case.num_row_parts)
@@ -221,12 +227,12 @@ def expected_flops(name: str) -> float:
     return own / (case.tp * case.sp)
 
 
-def expected_bytes(name: str) -> float:
-    case, model = CASES[name], role_model(name)
+def expected_bytes(name: str, stage: int) -> float:
+    case, model = CASES[name], role_model(name, stage)
     num_tokens = ROWS // case.num_row_parts * TOKENS
     num_micros = -(-num_tokens // (BUDGET * case.sp))
     received = num_micros * gathered_bytes(model, is_training=True) + layer_bytes(model, num_tokens, is_training=True)
-    # The first stage receives only gradients.
+    # The first stage receives only gradients, and the last one only hidden states.
     received += stage_bytes(model, num_tokens) + tied_bytes(model)
     return received + all_reduce_bytes(model) + broadcast_bytes(model)
 
@@ -247,7 +253,7 @@ def _group(case: Case) -> distributed.ProcessGroup | None:
 
 
 def time_all(rank: int, folder: Path, repeats: int, names: list[str]) -> None:
-    """Runs one rank of the timing processes. Rank 0 writes times and bytes per case and round."""
+    """Runs one rank of the timing processes, which writes times and bytes per case and round."""
     _join(rank, folder / "times", RANKS)
     # Every rank creates every group and runs the cases that include it.
     groups = {name: _group(CASES[name]) for name in names}
@@ -267,9 +273,9 @@ def time_all(rank: int, folder: Path, repeats: int, names: list[str]) -> None:
             received = sum(received_bytes().values()) - before
             distributed.barrier()
             measurements[name].append((time.perf_counter() - start_s, cpu_s, received))
-    if rank == 0:
-        # The first round is a warm-up.
-        (folder / "times.json").write_text(json.dumps({name: values[1:] for name, values in measurements.items()}))
+    # The first round is a warm-up.
+    rounds = {name: values[1:] for name, values in measurements.items() if name in engines}
+    (folder / f"times{rank}.json").write_text(json.dumps(rounds))
     distributed.destroy_process_group()
 
 
@@ -287,8 +293,7 @@ def weigh(rank: int, folder: Path, name: str) -> None:
     run("small")
     gc.collect()
     growth = peak_growth(lambda: run("large"))
-    if rank == 0:
-        (folder / f"{name}.txt").write_text(str(growth))
+    (folder / f"{name}.{rank}.txt").write_text(str(growth))
     distributed.destroy_process_group()
 
 
@@ -304,27 +309,32 @@ def measure(folder: Path, repeats: int, names: list[str]) -> list[CaseResult]:
         spawn(weigh, (folder, name), nprocs=CASES[name].ranks)
     del os.environ["MALLOC_MMAP_THRESHOLD_"]
     spawn(time_all, (folder, repeats, names), nprocs=RANKS)
-    rounds = json.loads((folder / "times.json").read_text())
-    results = []
-    for name, values in rounds.items():
-        baseline = CASES[name].baseline
-        seconds, _, received = zip(*values, strict=True)
-        ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(values, rounds[baseline], strict=True)] for i in (0, 1))
-        results.append(
-            CaseResult(
-                name,
-                CASES[name].ranks,
-                round(statistics.median(seconds) * 1e3),
-                round(statistics.median(ratios), 2),
-                round(statistics.median(cpu_ratios), 2),
-                round(expected_flops(name) / expected_flops(baseline), 2),
-                round(int((folder / f"{name}.txt").read_text()) / MIB),
-                round(expected_peak(name) / MIB),
-                round(statistics.median(received) / MIB, 1),
-                round(expected_bytes(name) / MIB, 1),
-            )
-        )
-    return results
+    rounds = [json.loads((folder / f"times{rank}.json").read_text()) for rank in range(RANKS)]
+    return [case_result(name, folder, rounds) for name in names]
+
+
+def case_result(name: str, folder: Path, rounds: list[dict[str, list[list[float]]]]) -> CaseResult:
+    """Returns the result of a case from (seconds, CPU seconds, received bytes) by rank, case and round."""
+    case, baseline = CASES[name], CASES[name].baseline
+    seconds = [values[0] for values in rounds[0][name]]
+    ratios, *cpu_ratios = (
+        [own[i] / alone[i] for own, alone in zip(rounds[rank][name], rounds[0][baseline], strict=True)]
+        for rank, i in [(0, 0), *((rank, 1) for rank in range(case.ranks))]
+    )
+    received = [[values[2] for values in rounds[rank][name]] for rank in range(case.ranks)]
+    peak = max(int((folder / f"{name}.{rank}.txt").read_text()) for rank in range(case.ranks))
+    return CaseResult(
+        name,
+        case.ranks,
+        round(statistics.median(seconds) * 1e3),
+        round(statistics.median(ratios), 2),
+        round(max(map(statistics.median, cpu_ratios)), 2),
+        round(largest(expected_flops, name) / largest(expected_flops, baseline), 2),
+        round(peak / MIB),
+        round(largest(expected_peak, name) / MIB),
+        round(max(map(statistics.median, received)) / MIB, 1),
+        round(largest(expected_bytes, name) / MIB, 1),
+    )
 
 
 def table(results: list[CaseResult]) -> str:
@@ -348,7 +358,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="besides their baselines")
-    arguments = read_arguments(parser, repeats=1, cases=["single"])
+    arguments = read_arguments(parser, repeats=1, cases=["single", "pp"])
     baselines = {CASES[name].baseline for name in arguments.cases}
     names = [name for name in CASES if name in baselines or name in arguments.cases]
     ran_on = machine()

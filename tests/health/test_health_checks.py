@@ -451,3 +451,10 @@ def test_a_finding_names_a_setting_of_the_run(settings: Any, expected: str) -> N
     rows = records(kl=[0.1] * 4 + [5.0] * 4)
     (finding,) = find(HealthConfig(steps=STEPS), rows, RunFacts(settings=frozenset(settings)))
     assert (finding.check, finding.setting) == ("kl_growth", expected)
+
+
+def test_dead_experts_name_the_expert_with_most_tokens() -> None:
+    rows = records(actor__dead_experts=[0.6] * 4, actor__expert_load__0=[0.5] * 4, actor__expert_load__1=[3.5] * 4)
+    measurement = measure("dead_experts", rows, RunFacts())
+    assert measurement is not None
+    assert not missing_facts(measurement.observation, "actor", "60", 1, "3.5")

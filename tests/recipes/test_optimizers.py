@@ -38,15 +38,15 @@ def task(task_folder: Path) -> Path:
     return task_folder
 
 
-def trained_model(recipe: str, task: Path, output: Path, optimizer: dict[str, Any], **changes: Any) -> Path:
-    """Runs a recipe, and returns the folder of its output."""
-    role = {"model": {"path": task / "model"}, "optimizer": {"lr": 1e-3} | optimizer}
+def trained_model(recipe: str, task: Path, output: Path, settings: dict[str, Any], **changes: Any) -> Path:
+    """Runs a recipe whose trained roles have these settings, and returns the folder of its output."""
+    role = {"model": {"path": task / "model"}, "optimizer": {"lr": 1e-3}} | settings
     if recipe == "ppo":
         train_ppo(build_ppo_config(task, output, actor=role, critic=role, **changes))
     elif recipe == "grpo":
         train_grpo(build_grpo_config(task, output, actor=role, **changes))
     elif recipe == "sft":
-        train_sft(sft_config(task, role["optimizer"], output=output, **changes))
+        train_sft(sft_config(task, output=output, actor=role, **changes))
     elif recipe == "dpo":
         train_dpo(dpo_config(task, output, actor=role, **changes))
     else:
@@ -62,11 +62,11 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["ppo", "grpo", "sft", "dpo", "reward_model"])
 def test_a_resumed_run_equals_an_uninterrupted_one(task: Path, tmp_path: Path, recipe: str, kind: str) -> None:
-    optimizer = {"kind": kind, "weight_decay": 0.1}
-    straight = trained_model(recipe, task, tmp_path / "straight", optimizer, steps=3, checkpoint={"every": 3})
-    trained_model(recipe, task, tmp_path / "again", optimizer, steps=2, checkpoint={"every": 1})
+    settings = {"optimizer": {"lr": 1e-3, "kind": kind, "weight_decay": 0.1}}
+    straight = trained_model(recipe, task, tmp_path / "straight", settings, steps=3, checkpoint={"every": 3})
+    trained_model(recipe, task, tmp_path / "again", settings, steps=2, checkpoint={"every": 1})
     again = trained_model(
-        recipe, task, tmp_path / "again", optimizer, steps=3, checkpoint={"every": 1}, resume="auto"
+        recipe, task, tmp_path / "again", settings, steps=3, checkpoint={"every": 1}, resume="auto"
     )  # fmt: skip
     expected, actual = weights_in(straight / "model"), weights_in(again / "model")
     assert expected.keys() == actual.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)

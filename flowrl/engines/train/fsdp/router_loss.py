@@ -24,7 +24,7 @@ from flowrl.algorithms.losses.load_balance import count_routes, load_balance_los
 from flowrl.config import UserError
 from flowrl.data.experts.expert_load import ExpertLoad, Statistic
 from flowrl.data.experts.mixture import ROUTER_SCORES
-from flowrl.data.metric import Metric
+from flowrl.data.metric import Mean, Metric
 from flowrl.engines.models.routing import Routes, find_routers, mixture_of, replace_routes
 from flowrl.engines.parallel.rank_mesh import RankMesh
 
@@ -102,15 +102,17 @@ class RouterLoss:
         self._all_counts_LE = _sum(self._counts_LE, self._mesh.data)
 
     def metrics(self) -> dict[str, Metric]:
-        """Returns the loss without its coefficient, and statistics of the load, for the tokens of this rank and of its
-        sequence-parallel peers.
+        """Returns the loss without its coefficient, the load of each expert over all layers, and statistics of the
+        load, for the tokens of this rank and of its sequence-parallel peers.
         """
         assert self._counts_LE is not None and self._sums_LE is not None, "inside active"
         # Not over the other ranks, whose metrics the controller merges: they may still sum gradients.
         counts_LE, sums_LE = (
             _sum(values, self._mesh.sequence).cpu().numpy() for values in (self._counts_LE, self._sums_LE)
         )
-        return {name: ExpertLoad(name, counts_LE, sums_LE) for name in get_args(Statistic)}
+        counts_E, num_experts = counts_LE.sum(0), self._mixture.num_experts
+        loads = {f"expert_load/{i}": Mean(num_experts * int(counts_E[i]), counts_E.sum()) for i in range(num_experts)}
+        return loads | {name: ExpertLoad(name, counts_LE, sums_LE) for name in get_args(Statistic)}
 
     def gradient(self, layer: int, logits_NE: Tensor) -> Tensor:
         """Returns the gradient of the loss with respect to the logits of a router."""

@@ -111,6 +111,8 @@ def test_a_coefficient_of_0_adds_no_gradient_and_measures_the_load() -> None:
     assert metrics["router_loss"].result() == pytest.approx(float(definition(11)[0]), rel=1e-9)
     assert 1 <= metrics["expert_load_max"].result() <= 2  # four experts, two per token
     assert 0 <= metrics["dead_experts"].result() <= 0.5
+    loads = [metrics[f"expert_load/{i}"].result() for i in range(4)]
+    assert sum(loads) == pytest.approx(4) and 1 < max(loads) <= metrics["expert_load_max"].result()
 
 
 def test_null_selects_the_coefficient_of_the_model() -> None:
