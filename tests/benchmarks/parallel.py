@@ -155,7 +155,12 @@ def model(name: str, size: str) -> PreTrainedModel:
     }
     if name == "dense":
         return Qwen2ForCausalLM(Qwen2Config(**settings))
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width, "head_dim": width // 4}
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": width,
+        "head_dim": width // 4,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **experts, router_aux_loss_coef=0.01))
 
 

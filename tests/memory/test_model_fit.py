@@ -143,9 +143,9 @@ def test_the_heads_of_gpt2_must_be_divisible_by_tp(tmp_path: Path) -> None:
 def test_families_of_unknown_size_are_checked_by_their_config(family: str, name: str, tmp_path: Path) -> None:
     config = build(family).config
     assert read_model_size_of(tmp_path, config) is None
-    check(tmp_path, config, **({"tp": 2} if name == "tp" else {}))
+    check(tmp_path, config, None, **({"tp": 2} if name == "tp" else {}))
     with rejects(f"placement.roles.actor.{name}", error=ConfigError):
-        check(tmp_path, config, **{name: 3})
+        check(tmp_path, config, None, **{name: 3})
 
 
 def test_targets_that_miss_a_pipeline_stage_are_rejected(tmp_path: Path) -> None:

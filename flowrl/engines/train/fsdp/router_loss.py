@@ -111,8 +111,10 @@ class RouterLoss:
             _sum(values, self._mesh.sequence).cpu().numpy() for values in (self._counts_LE, self._sums_LE)
         )
         counts_E, num_experts = counts_LE.sum(0), self._mixture.num_experts
-        loads = {f"expert_load/{i}": Mean(num_experts * int(counts_E[i]), counts_E.sum()) for i in range(num_experts)}
-        return loads | {name: ExpertLoad(name, counts_LE, sums_LE) for name in get_args(Statistic)}
+        metrics: dict[str, Metric] = {
+            f"expert_load/{i}": Mean(num_experts * int(counts_E[i]), int(counts_E.sum())) for i in range(num_experts)
+        }
+        return metrics | {name: ExpertLoad(name, counts_LE, sums_LE) for name in get_args(Statistic)}
 
     def gradient(self, layer: int, logits_NE: Tensor) -> Tensor:
         """Returns the gradient of the loss with respect to the logits of a router."""
