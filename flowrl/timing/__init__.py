@@ -2,7 +2,8 @@
 
 Entry points: `step_time.estimate_step` (the phases of a step) and `time_table.render_time`. The formulas of single
 phases and of the bytes of their collectives are pure functions in `phase_time` and `pass_bytes`.
-`flowrl/devices/device_rates.py` has the rates and their sources. May import `flowrl.config`, `flowrl.controller.placement`, `flowrl.data`, `flowrl.devices`,
-`flowrl.engines.train.model_flops`, `flowrl.engines.train.muon`, `flowrl.engines.train.pipeline.stage_schedule` and
-`flowrl.memory`. Importing the package loads torch.
+`flowrl/devices/device_rates.py` has the rates and their sources. May import `flowrl.config`,
+`flowrl.controller.placement`, `flowrl.data`, `flowrl.devices`, `flowrl.engines.train.model_flops`,
+`flowrl.engines.train.muon`, `flowrl.engines.train.pipeline.stage_schedule` and `flowrl.memory`. Importing the package
+loads torch.
 """
