@@ -63,6 +63,7 @@ The command without processes does not import them.
 MIXED_PATHS: tuple[str, ...] = (
     "checkpoints/test_saver.py",
     "controller/",
+    "inference/evaluation/test_evaluate_models.py",
     "inference/serving/test_model_server.py",
     "inference/test_vllm_commands.py",
     "report/test_trace.py",

@@ -113,8 +113,11 @@ def test_a_signal_ends_the_doctor(recipe: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
-def test_vllm_passes(recipe: Path) -> None:
-    done = doctor(recipe, "rollout.engine=vllm")
+@pytest.mark.parametrize("sizes", ["b", "{pool: b, tp: 2}", "{pool: b, pp: 2}"], ids=["one device", "tp", "pp"])
+def test_vllm_passes(sizes: str, recipe: Path) -> None:
+    num_devices = 1 if sizes == "b" else 2
+    placement = [f"placement.roles.rollout={sizes}", f"placement.pools.b=[{num_devices}]"]
+    done = doctor(recipe, "rollout.engine=vllm", *placement)
     assert done.returncode == 0, done.stderr
     rows = rows_of(done.stdout)
     assert rows["engine"].startswith("vllm, ")

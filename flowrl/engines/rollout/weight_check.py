@@ -113,6 +113,16 @@ def _quantized_columns(model: PreTrainedModel, sample: WeightSample) -> Tensor:
     return layer(units) - layer(torch.zeros_like(units))
 
 
+def merge_stages(stages: Sequence[Compared]) -> Compared:
+    """Merges the results of pipeline stages for the same weights. Each stage reaches only weights of its own layers, so
+    a weight is unreached if no stage reaches it.
+    """
+    first, *others = stages
+    unreached = tuple(name for name in first.unreached if all(name in stage.unreached for stage in others))
+    wrong = tuple(difference for stage in stages for difference in stage.wrong)
+    return Compared(first.count + len(first.unreached) - len(unreached), wrong, unreached)
+
+
 def merge_compared(ranks: Sequence[Compared]) -> Compared:
     """Merges the results of several ranks, each of which has a shard of the weights."""
     wrong: dict[str, Difference] = {}

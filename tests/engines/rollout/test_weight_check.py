@@ -18,6 +18,7 @@ from flowrl.engines.rollout.weight_check import (
     compare,
     compare_model,
     merge_compared,
+    merge_stages,
 )
 from tests.engines.tiny import llama, qwen2
 
@@ -131,3 +132,12 @@ def test_results_of_ranks_are_merged_and_the_error_names_the_largest_difference(
     with pytest.raises(CheckFailed, match=r"version 7\b.*\b2 of 9\b.*\bb\b.* 0\.5"):
         check_compared(merged, 7)
     check_compared(Compared(9, (), ("c",)), 7)
+
+
+def test_stages_compare_the_weights_of_their_own_layers() -> None:
+    """No stage reaches the experts."""
+    wrong = Difference("layers.1.norm", 0.5)
+    first = Compared(1, (), ("layers.1.norm", "layers.1.experts"))
+    last = Compared(1, (wrong,), ("layers.0.norm", "layers.1.experts"))
+    assert merge_stages([first, last]) == Compared(2, (wrong,), ("layers.1.experts",))
+    assert merge_stages([first]) == first

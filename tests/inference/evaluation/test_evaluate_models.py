@@ -1,5 +1,6 @@
 """`flowrl eval` of a run has the same numbers as the last evaluation of the run, bitwise."""
 
+import importlib.util
 import json
 import shutil
 from io import StringIO
@@ -10,6 +11,7 @@ import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
+from flowrl.config import ReplicaSizes
 from flowrl.controller.errors import FlowError
 from flowrl.inference.evaluation.evaluate_models import evaluate_models
 from flowrl.inference.evaluation.model_comparison import TaskResult
@@ -25,7 +27,7 @@ TASK = "recipes.quickstart.task"
 
 
 def evaluate(*models: Path, **options: Any) -> list[TaskResult]:
-    names = ("step", "output", "rows")
+    names = ("step", "output", "rows", "num_devices")
     own = {name: options.pop(name) for name in names if name in options}
     console = Console(file=StringIO(), width=200)
     return evaluate_models([str(model) for model in models], EvaluationArguments(**options), console=console, **own)
@@ -70,6 +72,17 @@ def test_the_numbers_are_those_of_the_run(run: Path, step: int | None) -> None:
     for name in ("pass@4", "majority@4"):
         assert hard.estimates[name].value == expected[f"accuracy_{name}/hard"]
     assert hard.estimates["best@4"].value == pytest.approx(expected["accuracy_best@4/hard"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
+def test_a_replica_of_two_devices_has_the_greedy_responses_of_the_run(run: Path, ray_session: None) -> None:
+    plain, _ = evaluate(run, settings=("rollout.engine=vllm",), replica=ReplicaSizes(tp=2), num_devices=2)
+    expected = recorded(run, 2)
+    assert plain.score.value == expected["accuracy"]
+    assert plain.metrics["evaluation/response_length"] == expected["evaluation/response_length"]
 
 
 def test_models_are_compared_on_the_settings_of_the_run(run: Path, task_folder: Path, tmp_path: Path) -> None:

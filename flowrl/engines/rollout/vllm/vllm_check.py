@@ -26,6 +26,7 @@ from flowrl.engines.rollout.weight_check import (
     Difference,
     compare,
     merge_compared,
+    merge_stages,
 )
 
 _UNITS = 256
@@ -49,7 +50,9 @@ class _Layer:
 
 def compare_weights(engine: LLMEngine, samples: WeightSamples) -> Compared:
     """Compares the weights of all workers of an engine with samples of the actor's weights."""
-    return merge_compared(engine.collective_rpc(partial(_compare_served, samples=samples)))
+    found = engine.collective_rpc(partial(_compare_served, samples=samples))
+    tp = engine.vllm_config.parallel_config.tensor_parallel_size
+    return merge_stages([merge_compared(found[start : start + tp]) for start in range(0, len(found), tp)])
 
 
 def _compare_served(wrapped: Any, samples: WeightSamples) -> Compared:  # Any: vLLM's worker
