@@ -427,7 +427,7 @@ def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
     if planned.kind == "cuda":
         used = [name for name, is_used in UNTESTED_FEATURES.items() if is_used(stated)]
         unused = [name for name in UNTESTED_FEATURES if name not in used]
-        lines.append(f"off by default until they have run on a GPU: {', '.join(unused)}")
+        lines.append(f"off by default, because they have not run on GPUs: {', '.join(unused)}")
         if used:
             lines.append(f"on, but have not run on a GPU: {', '.join(used)}")
     return "\n".join(lines)

@@ -179,7 +179,9 @@ def test_sleep_and_ignored_signals_end() -> None:
 
 def test_a_memory_bomb_fails() -> None:
     assert run("x = bytearray(8 * 1024**3)\nprint('large')") == (1, "")
-    assert run("x = []\nwhile True: x.append(bytearray(1024**2))")[0] in (1, 125)
+    # On a busy machine, the loop needs more than the seconds of `FAST`.
+    patient = SandboxLimits(timeout_s=60.0)
+    assert run("x = []\nwhile True: x.append(bytearray(1024**2))", patient)[0] in (1, 125)
 
 
 def test_the_memory_of_all_processes_is_limited() -> None:
