@@ -17,6 +17,7 @@ from flowrl.config import (
     ReferenceConfig,
     ReplicaSizes,
     RewardConfig,
+    RolePlacement,
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
@@ -515,7 +516,7 @@ def test_a_plan_prints_the_settings_of_its_devices(capsys: pytest.CaptureFixture
     actor = next(words for words in lines[first:] if words[:1] == ["actor"])
     assert rollout[1:] == ["vllm", "bfloat16*", "bfloat16*", "2.0", "GB", "512", "yes", "yes"]
     assert actor[3:5] == ["float32", "bfloat16*"]
-    untested = next(words for words in lines[first:] if words[:3] == ["off", "by", "default"])
+    untested = next(words for words in lines[first:] if words[:3] == ["off", "by", "default,"])
     assert " ".join(untested).endswith(f" {', '.join(UNTESTED_FEATURES)}")
 
 
@@ -537,6 +538,22 @@ def test_a_plan_names_the_untested_features_of_the_run(
     lines = capsys.readouterr().out.splitlines()
     off, on = (next(line for line in lines if line.startswith(start)) for start in ("off by default", "on, but"))
     assert name not in off.partition(": ")[2].split(", ") and on.partition(": ")[2].split(", ") == [name]
+
+
+@pytest.mark.parametrize(
+    ("role", "sizes", "name"),
+    [
+        ("actor", {"tp": 2}, "tp of trained roles"),
+        ("actor", {"sp": 2}, "sp"),
+        ("actor", {"pp": 2}, "pp of trained roles"),
+        ("rollout", {"pp": 2}, "tp or pp of a rollout or judge"),
+    ],
+)
+def test_parallel_sizes_are_untested_features(role: str, sizes: dict[str, int], name: str) -> None:
+    config = run_on("cuda", *VLLM)
+    roles = {**config.placement.roles, role: RolePlacement.model_validate({"pool": "main"} | sizes)}
+    config = config.model_copy(update={"placement": config.placement.model_copy(update={"roles": roles})})
+    assert [feature for feature, is_used in UNTESTED_FEATURES.items() if is_used(config)] == [name]
 
 
 def test_roles_keep_their_settings_if_no_value_depends_on_the_devices() -> None:
