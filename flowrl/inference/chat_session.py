@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from flowrl.config import UserError
 from flowrl.data.messages import DataError, Message
 from flowrl.data.turn_delta import make_turn_delta
-from flowrl.inference.text_generator import GeneratedText, PartialText, TextGenerator, check_temperature
+from flowrl.inference.text_generator import GeneratedText, PartialText, TextGenerator
 
 
 class ContextFull(UserError):
@@ -59,10 +59,6 @@ class ChatSession:
     def system(self, text: str | None) -> None:
         """Sets the system message, also for the turns so far, which are then tokenized again."""
         self._system, self._num_outdated = text, len(self._turns)
-
-    def check_temperature(self, temperature: float) -> None:
-        """Raises UserError if the engine cannot sample at a temperature."""
-        check_temperature(self.generator.settings, self.generator.device_kind, temperature)
 
     def reset(self) -> None:
         """Drops all turns."""

@@ -126,7 +126,7 @@ class ChatTerminal:
         if not 0 <= value < math.inf:
             raise UserError(f"/temperature {text!r} is not a number of at least 0, like 0.7")
         for session in self._sessions:
-            session.check_temperature(value)
+            session.generator.check_temperature(value)
         for session in self._sessions:
             session.temperature = value
         self._notify(f"temperature {value:g}")

@@ -123,8 +123,8 @@ class TextGenerator:
         self.source, self.sampling, self.settings = source, sampling, settings
         self.chat = chat or open_chat(source)
         use_threads(default_threads())
-        self.device_kind: DeviceKind = _device_kind()
-        kind = self.device_kind
+        self._kind: DeviceKind = "cuda" if has_gpu() else "cpu"
+        kind = self._kind
         self._device = "cuda:0" if kind == "cuda" else "cpu"
         self._stops = StopStrings(self.chat, sampling.stop)
         stored = source.model_config("float32" if kind == "cpu" else stored_dtype(source.path))
@@ -146,6 +146,10 @@ class TextGenerator:
     def max_length(self) -> int:
         """Maximum number of tokens of prompt and response together."""
         return self._engine.max_length
+
+    def check_temperature(self, temperature: float) -> None:
+        """Raises UserError if the engine cannot sample at a temperature."""
+        _check_temperature(self.settings, self._kind, temperature)
 
     def generate(self, requests: Iterable[TextRequest]) -> Iterator[GeneratedText]:
         """Yields the response to each request, in the order in which they finish.
@@ -293,10 +297,6 @@ def engine_config(
     return fit_engine(config, model, device, "--kv-cache-gb", settings.replica)
 
 
-def _device_kind() -> DeviceKind:
-    return "cuda" if has_gpu() else "cpu"
-
-
 def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str, sampling: SamplingSettings) -> None:
     """Raises UserError if the engine does not support the model or a setting on the device."""
     known = get_capabilities(settings.engine)
@@ -306,7 +306,7 @@ def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str,
         raise UserError(problem)
     if dtype not in known.dtypes:
         raise UserError(f"dtype {dtype} is not supported by engine {settings.engine}: use {' or '.join(known.dtypes)}")
-    check_temperature(settings, kind, sampling.temperature)
+    _check_temperature(settings, kind, sampling.temperature)
     _check_replica(settings, count_gpus() if kind == "cuda" else None)
     if problem := find_replica_problem(model, settings.replica):
         raise UserError(f"the engine has {problem}")
@@ -358,7 +358,7 @@ def _check_replica(settings: EngineSettings, num_gpus: int | None) -> None:
         check_num_gpus(replica, num_gpus)
 
 
-def check_temperature(settings: EngineSettings, kind: DeviceKind, temperature: float) -> None:
+def _check_temperature(settings: EngineSettings, kind: DeviceKind, temperature: float) -> None:
     """Raises UserError if the engine cannot sample at a temperature."""
     smallest = get_capabilities(settings.engine).min_temperature
     if 0 < temperature < smallest:

@@ -6,7 +6,7 @@ the devices, and the memory check), `fit_engine` (values of an engine outside of
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -65,9 +65,7 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
     "engine.offload_activations": lambda config: any(
         value.engine.offload_activations for value in models_of(config).values()
     ),
-    "pp of trained roles": lambda config: any(
-        role in config.placement.roles and config.placement.role(role).pp > 1 for role in models_of(config)
-    ),
+    "pp of trained roles": lambda config: _has_size(config, models_of(config), "pp"),
     "engine.expert_parallel": lambda config: any(value.engine.expert_parallel for value in models_of(config).values()),
     "lora.base_quantization": lambda config: any(
         isinstance(value, TrainedConfig) and value.lora is not None and value.lora.base_quantization is not None
@@ -77,22 +75,15 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
         isinstance(value, TrainedConfig) and value.optimizer.kind in ("adamw_8bit", "muon")
         for value in models_of(config).values()
     ),
-    "tp of trained roles": lambda config: any(
-        role in config.placement.roles and config.placement.role(role).tp > 1 for role in models_of(config)
-    ),
-    "sp": lambda config: any(
-        role in config.placement.roles and config.placement.role(role).sp > 1 for role in models_of(config)
-    ),
-    "tp or pp of a rollout or judge": lambda config: any(
-        role in config.placement.roles
-        and isinstance(value, RolloutConfig | JudgeConfig)
-        and (config.placement.role(role).tp > 1 or config.placement.role(role).pp > 1)
-        for role, value in config.role_settings.items()
+    "tp of trained roles": lambda config: _has_size(config, models_of(config), "tp"),
+    "sp": lambda config: _has_size(config, models_of(config), "sp"),
+    "tp or pp of a rollout or judge": lambda config: _has_size(
+        config,
+        [role for role, value in config.role_settings.items() if isinstance(value, RolloutConfig | JudgeConfig)],
+        *("tp", "pp"),
     ),
     "vllm.engine_args.speculative_config": lambda config: any(
-        settings.engine_args.get("speculative_config") is not None
-        for value in config.role_settings.values()
-        if (settings := _vllm_of(value))
+        settings.speculates for value in config.role_settings.values() if (settings := _vllm_of(value))
     ),
     "vllm.async_scheduling": lambda config: any(
         settings.async_scheduling for value in config.role_settings.values() if (settings := _vllm_of(value))
@@ -106,6 +97,12 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
     ),
 }
 """Features that have not run on GPUs -> whether a run uses them."""
+
+
+def _has_size(config: RunConfig, roles: Iterable[str], *names: str) -> bool:
+    """Returns whether one of these roles has one of these parallel sizes (tp, sp, pp)."""
+    placed = [config.placement.role(role) for role in roles if role in config.placement.roles]
+    return any(getattr(role, name) > 1 for role in placed for name in names)
 
 
 def _vllm_of(value: RoleConfig) -> VllmConfig | None:

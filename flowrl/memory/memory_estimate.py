@@ -13,16 +13,13 @@ from pathlib import Path
 from flowrl.config import (
     ActorConfig,
     ConfigError,
-    CriticConfig,
     DataConfig,
     JudgeConfig,
     ModelRoleConfig,
     ReferenceConfig,
-    RewardModelConfig,
     RolloutConfig,
     RolloutRunConfig,
     RunConfig,
-    ScoringModelConfig,
     TrainedConfig,
     TransferConfig,
     import_attribute,
@@ -34,6 +31,7 @@ from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.data.dtypes import ITEMSIZE
 from flowrl.memory.device_constants import CPU_PROCESS, CUDA_PROCESS, FRAGMENTATION, nccl_bytes
 from flowrl.memory.head_memory import Entropy
+from flowrl.memory.model_fit import has_head
 from flowrl.memory.model_size import ModelSize, find_size_problem, read_model_size
 from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inference_role, training_role
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, bucket_bytes
@@ -341,7 +339,7 @@ class _Estimator:
             mesh=self._planned.roles[role].mesh,
             device_type=self._planned.kind,
             param_bytes=ITEMSIZE[value.model.dtype],
-            is_policy=not isinstance(value, CriticConfig | ScoringModelConfig | RewardModelConfig),
+            is_policy=has_head(value),
             max_length=self._max_length,
             lora=value.lora if isinstance(value, TrainedConfig) else None,
             is_inline=self._config.backend == "inline",

@@ -3,17 +3,20 @@ loaded.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowrl.config import (
     ONE_DEVICE,
     ConfigError,
+    CriticConfig,
     EngineConfig,
     LoraConfig,
     ModelRoleConfig,
     ReplicaSizes,
+    RewardModelConfig,
+    ScoringModelConfig,
     TrainedConfig,
 )
 from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
@@ -22,7 +25,7 @@ from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh, RolePlan
 from flowrl.data.experts.mixture import ROUTER_SCORES, read_mixture
 from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
-from flowrl.engines.train.pipeline.stage_schedule import FAMILIES, split_layers
+from flowrl.engines.train.pipeline.stage_schedule import FAMILIES, StageLayers
 from flowrl.memory.model_size import ModelSize, read_model_size
 from flowrl.memory.role_memory import NF4_VALUES
 
@@ -52,10 +55,15 @@ def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> N
     if role_plan.mesh.pp > 1 and model.engine.kind == DEFAULT_TRAIN_ENGINE:
         _check_pp(role, size, role_plan.mesh.pp)
     if isinstance(model, TrainedConfig) and model.lora is not None:
-        _check_adapter(role, size, model.lora, role_plan.mesh)
+        _check_adapter(role, size, model.lora, size.stages(role_plan.mesh.pp, has_head=has_head(model)))
 
 
-def _check_adapter(role: str, size: ModelSize, lora: LoraConfig, mesh: Mesh) -> None:
+def has_head(model: ModelRoleConfig) -> bool:
+    """Returns whether the model of a role has a language-model head."""
+    return not isinstance(model, CriticConfig | ScoringModelConfig | RewardModelConfig)
+
+
+def _check_adapter(role: str, size: ModelSize, lora: LoraConfig, stages: Sequence[StageLayers]) -> None:
     """Raises ConfigError if a LoRA target is not in the model, if a pipeline stage has no target, or if the blocks
     of nf4 do not fill a matrix.
     """
@@ -68,8 +76,7 @@ def _check_adapter(role: str, size: ModelSize, lora: LoraConfig, mesh: Mesh) -> 
                     f"{', '.join(sorted(names))}"
                 )
         indices = [[int(part) for part in target.split(".") if part.isdigit()] for target in lora.targets]
-        stages = split_layers([size.layer] * size.layers, mesh.pp, head=size.embedding) if mesh.pp > 1 else []
-        for i, stage in enumerate(stages if all(indices) else ()):
+        for i, stage in enumerate(stages if all(indices) and len(stages) > 1 else ()):
             if not any(stage.start <= index < stage.end for (index, *_) in indices):
                 raise ConfigError(
                     f"{role}.lora.targets adapts no layer of pipeline stage {i} (layers {stage.start} to "

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from flowrl.config.source import read_json
 from flowrl.data.experts.mixture import read_mixture
 from flowrl.data.input_paths import find_model_file, is_hub_name
+from flowrl.engines.train.pipeline.stage_schedule import StageLayers, split_layers
 
 PUBLISHED = Path(__file__).parent / "published_sizes.json"
 """Hub name -> settings in its `config.json` that determine the memory."""
@@ -90,6 +91,10 @@ class ModelSize:
         """Number of parameters of the largest weight. The gate and up matrices of all experts of a layer are one."""
         experts = 2 * self.experts // 3
         return max(self.embedding, experts, *(inputs * outputs for _, inputs, outputs in self.linears))
+
+    def stages(self, num_stages: int, *, has_head: bool) -> list[StageLayers]:
+        """Returns the layers of each pipeline stage. `has_head`: whether the last stage has a language-model head."""
+        return split_layers([self.layer] * self.layers, num_stages, head=self.embedding if has_head else 0)
 
     def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
         """Returns the matrices of a layer that match `lora.targets`.

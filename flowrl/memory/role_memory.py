@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flowrl.config import EMBEDDINGS, EngineConfig, LoraConfig, TransferConfig, shards_model
 from flowrl.config.base import DeviceKind
 from flowrl.controller.placement.plan import Mesh
-from flowrl.engines.train.pipeline.stage_schedule import MAX_UNFINISHED, num_in_flight, split_layers
+from flowrl.engines.train.pipeline.stage_schedule import MAX_UNFINISHED, num_in_flight
 from flowrl.memory.device_constants import nccl_bytes
 from flowrl.memory.head_memory import Entropy, HeadMemory, Precision, policy_head_memory
 from flowrl.memory.model_size import Linears, ModelSize
@@ -26,7 +26,9 @@ NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 """
 
 NF4_VALUES = 128
-"""The number of values of a matrix in nf4 is a multiple of it: two codes per byte, in blocks of 64 values."""
+"""The number of values of a matrix in nf4 is a multiple of it: two codes per byte, in blocks of 64 values (`_BLOCK` in
+flowrl/engines/models/adapters/quantized_base.py).
+"""
 
 QUANTIZATION_BLOCK = 64
 """Number of values of 8-bit moments with a common scale (`BLOCK` in flowrl/engines/train/module_state.py)."""
@@ -115,8 +117,7 @@ class RoleModel:
     @property
     def num_layers(self) -> int:
         """Number of layers of the stage."""
-        head = self.size.embedding if self.is_policy else 0
-        own = split_layers([self.size.layer] * self.size.layers, self.mesh.pp, head=head)[self.stage]
+        own = self.size.stages(self.mesh.pp, has_head=self.is_policy)[self.stage]
         return own.end - own.start
 
     @property

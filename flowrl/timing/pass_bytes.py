@@ -6,22 +6,21 @@ tests/benchmarks/parallel.py compares them with the bytes that sockets receive.
 from flowrl.memory.role_memory import RoleModel
 
 
-def element_bytes(model: RoleModel) -> int:
-    """Returns the bytes of a value of hidden states and of a gathered weight."""
-    return 4 if model.precision == "float32" else 2
-
-
 def gathered_bytes(model: RoleModel, *, is_training: bool) -> float:
     """Returns the bytes of FSDP's gathers and sums within a copy of the model, in a micro-batch.
 
-    A pass gathers the weights once, and with training and `reshard_after_forward` twice. Gradients are summed in
-    float32.
+    Gradients are summed in float32.
     """
     if not model.is_sharded:
         return 0.0
-    num_gathers = 2 if is_training and model.engine.reshard_after_forward else 1
-    moved = num_gathers * element_bytes(model) * model.gathered_parameters + is_training * reduced_bytes(model)
+    moved = num_gathers(model, is_training=is_training) * model.hidden_bytes * model.gathered_parameters
+    moved += is_training * reduced_bytes(model)
     return moved * (model.num_shards - 1) / model.num_shards
+
+
+def num_gathers(model: RoleModel, *, is_training: bool) -> int:
+    """Returns how often FSDP gathers each weight in a micro-batch: twice in training with `reshard_after_forward`."""
+    return 2 if is_training and model.engine.reshard_after_forward else 1
 
 
 def reduced_bytes(model: RoleModel) -> int:
@@ -31,8 +30,9 @@ def reduced_bytes(model: RoleModel) -> int:
 
 def copied_sum_bytes(model: RoleModel) -> float:
     """Returns the bytes of the sum of gradient shards over the copies of a sharded model (HSDP), in a micro-batch."""
-    copies = model.mesh.dp * model.mesh.sp // model.num_shards
-    return 2 * reduced_bytes(model) / model.num_shards * (copies - 1) / copies if model.is_sharded else 0.0
+    if not model.is_sharded:
+        return 0.0
+    return _all_reduced(reduced_bytes(model) / model.num_shards, _num_ranks(model) // model.num_shards)
 
 
 def copied_experts_bytes(model: RoleModel) -> float:
@@ -41,9 +41,8 @@ def copied_experts_bytes(model: RoleModel) -> float:
     """
     if not model.engine.expert_parallel or model.lora is not None:
         return 0.0
-    copies = model.mesh.dp * model.mesh.sp // model.num_shards
     own = (model.parameters - model.gathered_parameters) / model.num_shards
-    return 2 * 4 * own * (copies - 1) / copies
+    return _all_reduced(4 * own, _num_ranks(model) // model.num_shards)
 
 
 def stage_bytes(model: RoleModel, num_tokens: float) -> float:
@@ -67,20 +66,32 @@ def layer_bytes(model: RoleModel, num_tokens: float, *, is_training: bool) -> fl
     """
     num_passes = 1 + is_training * (1 + model.engine.gradient_checkpointing)
     (tp, sp), size = (model.mesh.tp, model.mesh.sp), model.size
-    summed = (1 if size.experts else 2) * size.hidden * 2 * (tp - 1) / tp
+    element = 4 if model.precision == "float32" else 2  # autocast exchanges outputs of 16 bits
+    summed = _all_reduced((1 if size.experts else 2) * size.hidden, tp)
     exchanged = 2 * (size.queries + size.keys) * (sp - 1) / sp / tp
     if model.engine.expert_parallel:
         exchanged += 2 * size.experts_per_token * size.hidden * (model.num_shards - 1) / model.num_shards
-    return num_passes * model.num_layers * num_tokens / sp * element_bytes(model) * (summed + exchanged)
+    return num_passes * model.num_layers * num_tokens / sp * element * (summed + exchanged)
 
 
 def all_reduce_bytes(model: RoleModel) -> float:
-    """Returns the bytes of the all-reduce of the gradients of replicated weights, in an update."""
-    ranks = model.mesh.dp * model.mesh.sp
-    return 0.0 if model.is_sharded else 2 * 4 * model.trained_parameters * (ranks - 1) / ranks
+    """Returns the bytes that a rank receives when replicas of a model sum their gradients, once per update."""
+    return 0.0 if model.is_sharded else _all_reduced(4 * model.trained_parameters, _num_ranks(model))
 
 
 def broadcast_bytes(model: RoleModel) -> float:
-    """Returns the bytes of the updated weights that a rank of ZeRO-1 receives, in an update."""
+    """Returns the bytes that a rank receives after the optimizer step of ZeRO-1: the weights of which other ranks have
+    the optimizer state.
+    """
     ranks = model.num_optimizer_ranks
     return model.trained * (ranks - 1) / ranks
+
+
+def _num_ranks(model: RoleModel) -> int:
+    """Returns the number of ranks of a pipeline stage that process different tokens with the same weights."""
+    return model.mesh.dp * model.mesh.sp
+
+
+def _all_reduced(num_bytes: float, ranks: int) -> float:
+    """Returns the bytes that a rank receives in an all-reduce."""
+    return 2 * num_bytes * (ranks - 1) / ranks

@@ -20,6 +20,7 @@ from flowrl.timing.pass_bytes import (
     copied_sum_bytes,
     gathered_bytes,
     layer_bytes,
+    num_gathers,
     reduced_bytes,
     stage_bytes,
     tied_bytes,
@@ -141,8 +142,8 @@ def _fsdp_seconds(model: RoleModel, rates: DeviceRates, link: float, *, is_train
     seconds = gathered_bytes(model, is_training=is_training) / (link * LINK.value)
     seconds += is_training * copied_sum_bytes(model) / (rates.network * LINK.value)
     if model.offloads_parameters:
-        num_gathers = 2 if is_training and model.engine.reshard_after_forward else 1
-        shard = num_gathers * model.param_bytes * model.parameters + is_training * reduced_bytes(model)
+        shard = num_gathers(model, is_training=is_training) * model.param_bytes * model.parameters
+        shard += is_training * reduced_bytes(model)
         seconds += shard / model.num_shards / (rates.host * LINK.value)
     return seconds
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -155,6 +156,20 @@ def test_targets_that_miss_a_pipeline_stage_are_rejected(tmp_path: Path) -> None
     check(tmp_path, QWEN, LoraConfig(rank=4, targets=(*first, "up_proj")), pp=2)
     with rejects("actor.lora.targets", "stage", 1, "placement.roles.actor.pp", error=ConfigError):
         check(tmp_path, QWEN, LoraConfig(rank=4, targets=first), pp=2)
+
+
+def test_the_stages_of_a_critic_have_no_language_model_head(tmp_path: Path) -> None:
+    """With the head of a policy, the last of two stages would have only the last of three layers."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 90,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    }
+    size = read_model_size_of(tmp_path, Qwen2Config(vocab_size=600, num_hidden_layers=3, **sizes))
+    assert size is not None
+    layers = [[tuple(stage) for stage in size.stages(2, has_head=has_head)] for has_head in (True, False)]
+    assert layers == [[(0, 2), (2, 3)], [(0, 1), (1, 3)]]
 
 
 def test_matrices_that_blocks_of_nf4_do_not_fill_are_rejected(tmp_path: Path) -> None:

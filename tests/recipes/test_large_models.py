@@ -13,7 +13,7 @@ from flowrl.cli import main
 from flowrl.config import Placement
 from tests.engines.tiny import qwen3_moe
 from tests.recipes.preference_configs import write_few_pairs
-from tests.recipes.test_optimizers import trained_model, weights_in
+from tests.recipes.test_optimizers import check_resume
 
 ROLES: dict[str, tuple[str, ...]] = {
     "ppo": ("actor", "critic", "reference", "rollout", "reward"),
@@ -44,21 +44,9 @@ def mixture_task(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_recipe(recipe: str, task: Path, folder: Path, role: dict[str, Any], **changes: Any) -> None:
-    """Checks that a run that continues from its second step has the weights of an uninterrupted one, which are also
-    those of its export, and that its config has a plan.
-    """
-    straight = trained_model(recipe, task, folder / "straight", role, steps=3, checkpoint={"every": 3}, **changes)
-    trained_model(recipe, task, folder / "again", role, steps=2, checkpoint={"every": 1}, **changes)
-    settings = {"steps": 3, "checkpoint": {"every": 1}, "resume": "auto"}
-    again = trained_model(recipe, task, folder / "again", role, **settings, **changes)
-    expected, actual = weights_in(straight / "model"), weights_in(again / "model")
-    assert expected.keys() == actual.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
-    start = weights_in(task / "model")
-    assert any(not torch.equal(expected[name], start[name]) for name in expected.keys() & start.keys())
-    assert main(["export", str(again), "--output", str(folder / "exported")]) == 0
-    exported = weights_in(folder / "exported")
-    assert all(torch.equal(exported[name], expected[name]) for name in expected)
-    recorded = (again / "config.yaml").read_text()
+    """Checks that a run of the recipe can be resumed and exported, and that its config has a plan."""
+    check_resume(recipe, task, folder, role, **changes)
+    recorded = (folder / "again/config.yaml").read_text()
     planned = recorded.replace("recipe: null", f"recipe: recipes.{recipe}.config:{recipe.upper()}Config")
     (folder / "config.yaml").write_text(planned)
     assert main(["plan", str(folder / "config.yaml")]) == 0

@@ -58,23 +58,28 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", ["ppo", "grpo", "sft", "dpo", "reward_model"])
-def test_a_resumed_run_equals_an_uninterrupted_one(task: Path, tmp_path: Path, recipe: str, kind: str) -> None:
-    settings = {"optimizer": {"lr": 1e-3, "kind": kind, "weight_decay": 0.1}}
-    straight = trained_model(recipe, task, tmp_path / "straight", settings, steps=3, checkpoint={"every": 3})
-    trained_model(recipe, task, tmp_path / "again", settings, steps=2, checkpoint={"every": 1})
-    again = trained_model(
-        recipe, task, tmp_path / "again", settings, steps=3, checkpoint={"every": 1}, resume="auto"
-    )  # fmt: skip
+def check_resume(recipe: str, task: Path, folder: Path, settings: dict[str, Any], **changes: Any) -> None:
+    """Checks that a run that continues from its second step has the weights of an uninterrupted one, which are also
+    those of its export. The first is in the folder `again`.
+    """
+    straight = trained_model(recipe, task, folder / "straight", settings, steps=3, checkpoint={"every": 3}, **changes)
+    changes |= {"checkpoint": {"every": 1}}
+    trained_model(recipe, task, folder / "again", settings, steps=2, **changes)
+    again = trained_model(recipe, task, folder / "again", settings, steps=3, resume="auto", **changes)
     expected, actual = weights_in(straight / "model"), weights_in(again / "model")
     assert expected.keys() == actual.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
     start = weights_in(task / "model")
     assert any(not torch.equal(expected[name], start[name]) for name in expected.keys() & start.keys())
-    assert main(["export", str(again), "--output", str(tmp_path / "exported")]) == 0
-    exported = weights_in(tmp_path / "exported")
+    assert main(["export", str(again), "--output", str(folder / "exported")]) == 0
+    exported = weights_in(folder / "exported")
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["ppo", "grpo", "sft", "dpo", "reward_model"])
+def test_a_resumed_run_equals_an_uninterrupted_one(task: Path, tmp_path: Path, recipe: str, kind: str) -> None:
+    check_resume(recipe, task, tmp_path, {"optimizer": {"lr": 1e-3, "kind": kind, "weight_decay": 0.1}})
 
 
 @pytest.mark.slow

@@ -154,15 +154,16 @@ class VllmConfig(Config):
 
     def uses_async_scheduling(self, *, on_gpus: bool) -> bool:
         """Returns whether vLLM shall use its asynchronous scheduler."""
-        return on_gpus and not self._speculates if self.async_scheduling == "auto" else self.async_scheduling
+        return on_gpus and not self.speculates if self.async_scheduling == "auto" else self.async_scheduling
 
     @property
-    def _speculates(self) -> bool:
+    def speculates(self) -> bool:
+        """Whether vLLM uses speculative decoding."""
         return self.engine_args.get("speculative_config") is not None
 
     @model_validator(mode="after")
     def _check_async_scheduling(self) -> Self:
-        if self.async_scheduling is True and self._speculates:
+        if self.async_scheduling is True and self.speculates:
             raise ValueError(
                 "async_scheduling is true, which vLLM does not support with the methods of speculative_config: set it "
                 "to auto or false, or remove engine_args.speculative_config"

@@ -302,9 +302,10 @@ class RayBackend:
             if slot.device < 0:
                 # The task worker uses no device.
                 on_driver_node = self._nodes.on_driver_node()
-                self._add_host(slot, restarts, {"num_cpus": 0, "scheduling_strategy": on_driver_node, **forked})
+                options = {"num_cpus": 0, "scheduling_strategy": on_driver_node}
             else:
-                self._add_host(slot, restarts, self._device_options(slot, kind) | forked)
+                options = self._device_options(slot, kind)
+            self._add_host(slot, kind, restarts, options | forked)
 
     def _device_options(self, slot: Slot, kind: str) -> dict[str, Any]:
         """Returns Ray's options for a process that uses the devices of a slot on its node."""
@@ -312,7 +313,7 @@ class RayBackend:
         devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
         return {"scheduling_strategy": self._nodes.bundle(slot), **devices}
 
-    def _add_host(self, slot: Slot, restarts: int, options: dict[str, Any]) -> None:
+    def _add_host(self, slot: Slot, kind: str, restarts: int, options: dict[str, Any]) -> None:
         key = slot.pool, slot.rank
         self._names[key] = f"flowrl-{uuid.uuid4().hex}"
         self._all_names.add(self._names[key])
@@ -321,7 +322,6 @@ class RayBackend:
         retries = -1 if restarts else 0
         actor = ray.remote(_RayHost).options(max_restarts=restarts, max_task_retries=retries, **options)
         folder = str(temporary_folder()) if self._nodes.address is None else None
-        kind = "cuda" if "num_gpus" in options else "cpu"
         followers = [self._device_options(follower, kind) for follower in slot.followers]
         gpus = self._find_shared_gpus(slot) if kind == "cuda" else ()
         self._hosts[key] = host = actor.remote(self._names[key], folder, followers, *gpus)

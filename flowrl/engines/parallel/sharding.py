@@ -254,11 +254,11 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
 
 
 def _modules_with_shared_inputs(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
-    """Returns the names of the modules (attention, MLP) in which several matrices, sharded by their outputs, read the
-    same hidden states. Each of these matrices would otherwise sum its gradients over the ranks itself.
+    """Returns the names of the modules, such as attention and MLP, whose column-wise sharded matrices read the same
+    hidden states. Without `replicate_inputs`, each of these matrices all-reduces the gradient of these states itself.
 
-    `styles` maps the names of the sharded layers to their styles. A module is left out if others of its matrices are
-    not sharded, because they may read the hidden states, too.
+    `styles` maps the names of the sharded layers to their styles. The result lacks modules that also have matrices that
+    are not sharded, because these may read the hidden states, too.
     """
     parents = Counter(path.rpartition(".")[0] for path, style in styles.items() if style.startswith("colwise"))
     return [

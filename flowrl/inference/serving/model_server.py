@@ -164,7 +164,7 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
 
 
 def _check_devices(model: Path, settings: ServerSettings, kind: DeviceKind) -> None:
-    """Raises UserError if vLLM's server does not support a setting on the devices of this machine."""
+    """Raises UserError if the devices of this machine do not support a setting of the server. `kind`: their kind."""
     from flowrl.devices.device import count_gpus  # noqa: PLC0415 (as above)
 
     if kind == "cuda":

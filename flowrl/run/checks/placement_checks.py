@@ -56,8 +56,10 @@ def check_engines(config: RunConfig, planned: Plan) -> None:
 
 def check_other_engines(config: RunConfig, planned: Plan) -> None:
     """Raises ConfigError if a role without training engine has tp, sp or pp that it does not support."""
-    for role in planned.roles.keys() - _planned_models(config, planned).keys():
-        _check_unsharded(role, planned.roles[role], config.role_settings.get(role))
+    models = _planned_models(config, planned)
+    for role, role_plan in planned.roles.items():
+        if role not in models:
+            _check_unsharded(role, role_plan, config.role_settings.get(role))
 
 
 def _planned_models(config: RunConfig, planned: Plan) -> dict[str, ModelRoleConfig]:
@@ -73,7 +75,9 @@ def check_model_sizes(config: RunConfig, planned: Plan) -> None:
 
 
 def check_replicas(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if vLLM cannot divide a local model among the devices of a replica."""
+    """Raises ConfigError if vLLM cannot shard a model over the devices of a replica. A model on the Hub is checked only
+    if it is in the cache.
+    """
     for role, _, _, model, _ in find_generators(config):
         if model is None or role not in planned.roles:
             continue

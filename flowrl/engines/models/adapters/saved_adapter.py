@@ -31,13 +31,15 @@ _MATRICES = ("A.weight", "B.weight")
 _HEADS = ("lm_head", "score")
 """Names of heads. An adapter of a policy is also read by critics, which lack its head, and the reverse."""
 
-_READ = {"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out"}
-_DESCRIPTIVE = {
+_ACCEPTED = {
+    "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out",
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
     "ensure_weight_tying",
 }  # fmt: skip
-"""Settings of peft that do not change the weights of a trained adapter."""
+"""Settings of peft that may have any value, because a merge reads them, finds their effect in the names and shapes of
+the weights, or does not depend on them.
+"""
 
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -91,10 +93,10 @@ class SavedAdapter:
                 f"adapter {folder} cannot be read ({reason}): use a folder in the format of peft with "
                 f"{ADAPTER_SETTINGS} and {file.name}"
             ) from error
-        for name in settings.keys() - _READ - _DESCRIPTIVE:
-            if settings[name] not in (*_SUPPORTED.get(name, (False, {}, [])), None):
+        for name, value in settings.items():
+            if name not in _ACCEPTED and value not in (*_SUPPORTED.get(name, (False, {}, [])), None):
                 raise LoraError(
-                    f"adapter {folder} has {name} {settings[name]}, but a run reads only plain LoRA adapters: merge it "
+                    f"adapter {folder} has {name} {value}, but a run reads only plain LoRA adapters: merge it "
                     f"into its model with peft, and set path to the result"
                 )
         for name, tensor in tensors.items():

@@ -156,7 +156,7 @@ class VllmRollout:
         self._finished: dict[str, Response] = {}
         """Finished responses that `poll` has not yet returned."""
         self._shares_memory = replica.num_devices > 1 and not followers
-        """Whether the workers are other processes on this node, so that they can map the same memory."""
+        """Whether the workers receive weights in shared memory: they are other processes, and all on this node."""
         # In torch's deterministic mode, vLLM's sampler would raise an error. Its batch-invariant mode replaces it.
         torch.use_deterministic_algorithms(False)
         try:

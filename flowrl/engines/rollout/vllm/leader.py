@@ -31,7 +31,6 @@ from flowrl.engines.rollout.base import RolloutError
 _THREADS = "OMP_NUM_THREADS"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _HOST = "VLLM_HOST_IP"
-_DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", "VLLM_BATCH_INVARIANT")
 _MAX_PARENT_BYTES = 49
 """Paths of Unix sockets have at most 107 bytes. Those of vLLM are PARENT/flowrl-vllm-12345678/UUID, with 36 for the
 UUID.
@@ -119,16 +118,21 @@ class Followers:
     """The followers of a replica. If one fails, so does the replica."""
 
     def __init__(self, args: EngineArgs, runs: Sequence[Run]) -> None:
-        """Starts the followers. If one fails while the leader starts vLLM, ends the leader's workers, which wait for
-        those of the follower.
+        """Starts the followers. If a follower fails before vLLM has started, kills the workers of the leader, because
+        they would wait for its workers without end.
         """
         self.error: Exception | None = None
         """Error of the follower that failed first."""
         self._workers: list[BaseProcess] = []
         """Workers of the leader, after its start."""
         self._is_starting = True
-        names = [name for name in os.environ if name.startswith("VLLM_") and name not in (_SOCKETS, _HOST)]
-        variables = {name: os.environ[name] for name in (*names, *_DETERMINISTIC, _THREADS) if name in os.environ}
+        # The variables of vLLM include its deterministic mode, to which that of cuBLAS belongs.
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name in (_THREADS, "CUBLAS_WORKSPACE_CONFIG") or name.startswith("VLLM_")
+            if name not in (_SOCKETS, _HOST)
+        }
         for node_rank, run in enumerate(runs, 1):
             wait = run(replace(args, node_rank=node_rank), variables)
             threading.Thread(target=self._watch, args=(wait,), daemon=True, name="flowrl-follower").start()

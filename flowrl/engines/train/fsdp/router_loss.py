@@ -102,8 +102,10 @@ class RouterLoss:
         self._all_counts_LE = _sum(self._counts_LE, self._mesh.data)
 
     def metrics(self) -> dict[str, Metric]:
-        """Returns the loss without its coefficient, the load of each expert over all layers, and statistics of the
-        load, for the tokens of this rank and of its sequence-parallel peers.
+        """Returns the metrics of the routers, for the tokens of this rank and of its sequence-parallel peers.
+
+        They are the loss before its multiplication by the coefficient, the load of each expert, summed over the layers,
+        and statistics of the loads of all layers.
         """
         assert self._counts_LE is not None and self._sums_LE is not None, "inside active"
         # Not over the other ranks, whose metrics the controller merges: they may still sum gradients.

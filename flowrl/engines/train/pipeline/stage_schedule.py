@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "glm", "glm4"})
-"""Families (`model_type`) whose layers can be divided into stages. The modules of a model do not show all that it
-computes between the embeddings and the head: Granite scales the embeddings, and the last norm of OLMo has no weight.
+"""Model families (`model_type`) that support pipeline parallelism. A family is added with a test
+(tests/engines/models/test_families.py), because its modules do not show all of its computation outside the layers. For
+example, Granite scales the embeddings, and the last norm of OLMo has no weight.
 """
 
 MAX_UNFINISHED = 2

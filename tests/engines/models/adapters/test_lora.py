@@ -254,24 +254,20 @@ def test_a_complete_module_has_no_matrices() -> None:
     assert model.get_parameter("model.layers.0.self_attn.o_proj.weight").requires_grad
 
 
-def test_tied_weights_are_trained_and_saved_together(tmp_path: Path) -> None:
-    start = save(qwen2(), tmp_path / "start")
+@pytest.mark.parametrize(
+    ("build", "module"), [(qwen2, "lm_head"), (llama, "model.norm")], ids=["tied", "a name that ends others"]
+)
+def test_complete_modules_are_trained_and_saved(
+    build: Callable[[], PreTrainedModel], module: str, tmp_path: Path
+) -> None:
+    start = save(build(), tmp_path / "start")
     policy = load_policy(ModelConfig(path=start))
-    trained(policy, LoraConfig(rank=4, alpha=8.0, modules_to_save=("lm_head",)))
+    trained(policy, LoraConfig(rank=4, alpha=8.0, modules_to_save=(module,)))
     save_adapter(policy, start, tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), tmp_path / "adapter")
     assert torch.equal(logits(loaded), logits(policy))
-    assert not torch.equal(policy.lm_head.weight, qwen2().lm_head.weight)
-
-
-def test_peft_loads_a_complete_module_whose_name_is_the_end_of_other_names(tmp_path: Path) -> None:
-    start = save(llama(), tmp_path / "start")
-    policy = load_policy(ModelConfig(path=start))
-    trained(policy, LoraConfig(rank=4, alpha=8.0, modules_to_save=("model.norm",)))
-    save_adapter(policy, start, tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), tmp_path / "adapter")
-    assert torch.equal(logits(loaded), logits(policy))
-    assert not torch.equal(policy.model.norm.weight, llama().model.norm.weight)
+    name = f"{module}.weight"
+    assert not torch.equal(policy.get_parameter(name), build().get_parameter(name))
 
 
 @pytest.mark.parametrize("module", ["head", "weight", "model.lm_head"])
