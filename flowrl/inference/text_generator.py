@@ -17,7 +17,7 @@ import torch
 
 from flowrl.config import ModelConfig, RolloutConfig, UserError, VllmConfig
 from flowrl.config.base import DeviceKind
-from flowrl.config.engines.rollout_engines import get_capabilities, name_alternatives
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities, name_alternatives
 from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.controller.placement.cpu_threads import default_threads, use_threads
 from flowrl.data.chat import ChatTokenizer
@@ -303,7 +303,7 @@ def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str,
     kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
     _check_quantization(settings, kind, dtype)
     if problem := find_head_size_problem(settings.engine, model, kind):
-        raise UserError(problem)
+        raise UserError(f"{problem}: set engine {DEFAULT_ENGINE}, or use another model")
     if dtype not in known.dtypes:
         raise UserError(f"dtype {dtype} is not supported by engine {settings.engine}: use {' or '.join(known.dtypes)}")
     _check_temperature(settings, kind, sampling.temperature)

@@ -19,7 +19,7 @@ from flowrl.config import (
     ScoringModelConfig,
     TrainedConfig,
 )
-from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, get_capabilities
+from flowrl.config.engines.rollout_engines import get_capabilities
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh, RolePlan
@@ -127,14 +127,17 @@ def read_head_size(model: Path) -> int | None:
 
 
 def find_head_size_problem(engine: str, model: Path, device: str) -> str | None:
-    """Returns the error message if an engine does not support the attention heads of a model on a kind of device."""
+    """Returns the problem if an engine does not support the attention heads of a model on a kind of device.
+
+    The caller adds the fix, which depends on the engines that it can use.
+    """
     supported, size = get_capabilities(engine).head_sizes.get(device), read_head_size(model)
     if supported is None or size is None or size in supported:
         return None
     *others, last = map(str, supported)
     return (
         f"engine {engine} supports attention heads of size {', '.join(others)} or {last} on a {device} device, but "
-        f"those of the model in {model} have size {size}: set engine {DEFAULT_ENGINE}, or use another model"
+        f"those of the model in {model} have size {size}"
     )
 
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -167,13 +167,16 @@ def describe_tokenizer(path: Path) -> dict[str, bytes]:
 
 
 def copy_model(source: Path, folder: Path, config: ExportConfig) -> None:
-    """Copies a model folder into an existing folder, with the file sizes and the dtype of `config`."""
+    """Copies a model folder into an existing folder, with the file sizes and the dtype of `config`.
+
+    Raises ModelError if a file with weights cannot be read.
+    """
     for path in source.iterdir():
         if path.suffix != ".safetensors" and path.name != SAFE_WEIGHTS_INDEX_NAME:
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
     dtype, shapes, sources = export_dtype(config), [], {}
     for path in sorted(source.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with _open_weights(path) as file:
             for name in file.keys():  # noqa: SIM118 (a file, not a dictionary)
                 part = file.get_slice(name)
                 stored = next(torch_dtype(known) for known, code in _DTYPES.items() if code == part.get_dtype())
@@ -185,11 +188,21 @@ def copy_model(source: Path, folder: Path, config: ExportConfig) -> None:
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, cast, _ in shapes:
-            with safe_open(sources[name], "pt") as file:
-                yield name, file.get_tensor(name).to(cast)
+            with _open_weights(sources[name]) as file:
+                weight = file.get_tensor(name).to(cast)
+            yield name, weight
 
     shapes = in_file_order(shapes)
     write_safetensors(folder, shapes, read(), config.max_shard_gb * 1e9)
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): restore the file, or choose another model") from error
 
 
 def write_safetensors(

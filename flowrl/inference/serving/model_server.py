@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.config import ONE_DEVICE, ReplicaSizes, UserError
 from flowrl.config.base import DeviceKind
-from flowrl.config.engines.rollout_engines import ENGINES
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, ENGINES
 from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
@@ -174,7 +174,7 @@ def _check_devices(model: Path, settings: ServerSettings, kind: DeviceKind) -> N
     if problem := find_speculation_problem(settings.engine_args, kind):
         raise UserError(f"the engine has {problem}: remove it")
     if problem := find_head_size_problem("vllm", model, kind):
-        raise UserError(problem)
+        raise UserError(f"{problem}: serve another model, or generate with flowrl generate --engine {DEFAULT_ENGINE}")
     if problem := find_replica_problem(model, settings.replica):
         raise UserError(f"the engine has {problem}")
 

@@ -17,7 +17,7 @@ from flowrl.config import (
     models_of,
     shards_model,
 )
-from flowrl.config.engines.rollout_engines import name_alternatives
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, name_alternatives
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.model import REPLICATED
@@ -148,7 +148,7 @@ def check_head_sizes(config: RunConfig, planned: Plan) -> None:
     for role, _, value, model, _ in find_generators(config):
         problem = None if model is None else find_head_size_problem(value.engine, model.path, planned.kind)
         if problem is not None:
-            raise ConfigError(f"{role}.{problem}")
+            raise ConfigError(f"{role}.{problem}: set engine {DEFAULT_ENGINE}, or use another model")
 
 
 def check_determinism(config: RunConfig, planned: Plan) -> None:

@@ -137,6 +137,15 @@ def test_a_copy_of_a_model_has_other_file_sizes_and_another_dtype(tmp_path: Path
     assert logits(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_a_copy_names_the_file_with_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    model = save(llama(), tmp_path / "model")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    (tmp_path / "out").mkdir()
+    with rejects(file, error=ModelError):
+        copy_model(model, tmp_path / "out", ExportConfig(dtype="bfloat16"))
+
+
 # Heads.
 
 
