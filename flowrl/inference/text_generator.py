@@ -368,9 +368,7 @@ def _check_temperature(settings: EngineSettings, kind: DeviceKind, temperature: 
         )
     problem = find_speculation_problem(settings.engine_args, kind)
     if problem is not None and temperature > 0:
-        raise UserError(
-            f"the engine has {problem}, but the temperature is {temperature:g}: set temperature 0, or remove it"
-        )
+        raise UserError(f"{problem} at temperature {temperature:g}: set temperature 0, or remove speculative_config")
 
 
 def _check_arguments(settings: EngineSettings) -> None:

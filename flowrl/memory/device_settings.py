@@ -76,7 +76,7 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
         for value in models_of(config).values()
     ),
     "tp of trained roles": lambda config: _has_size(config, models_of(config), "tp"),
-    "sp": lambda config: _has_size(config, models_of(config), "sp"),
+    "sp of a role": lambda config: _has_size(config, models_of(config), "sp"),
     "tp or pp of a rollout or judge": lambda config: _has_size(
         config,
         [role for role, value in config.role_settings.items() if isinstance(value, RolloutConfig | JudgeConfig)],

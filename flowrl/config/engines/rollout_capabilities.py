@@ -57,7 +57,8 @@ class EngineCapabilities:
     returns_routes: bool = False
     """The engine returns the experts that a mixture of experts has chosen (`rollout.router_replay`)."""
     dimensions: tuple[Literal["tp", "pp"], ...] = ()
-    """Parallel sizes that its role in the placement may have. One engine then uses several devices of a node."""
+    """Parallel sizes that its role in the placement may have. One engine then uses several devices, with `pp` possibly
+    on several nodes."""
     partial_models: bool = False
     """The engine loads a model whose files lack weights or have unexpected ones (`model.strict: false`) as the trainer
     does."""

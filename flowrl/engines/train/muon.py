@@ -26,7 +26,7 @@ NUM_ITERATIONS = 5
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b and c of a s + b s^3 + c s^5. An iteration applies this polynomial to the singular values s, which
-are at most 1, and so moves them towards 1."""
+are at most 1 in the first iteration, and between about 0.7 and 1.2 after the last one."""
 
 _EPS = 1e-7
 _SCALE = 0.2
