@@ -187,7 +187,7 @@ class RoleModel:
 
     @property
     def gathered_layer(self) -> int:
-        """Number of parameters of a layer that FSDP gathers. With expert parallelism, each rank keeps its experts."""
+        """Number of parameters that FSDP gathers for one layer: with expert parallelism, all but the experts."""
         return self.layer - (self.size.experts if self.engine.expert_parallel else 0)
 
     @property
