@@ -79,8 +79,7 @@ from flowrl.config.monitoring.health_settings import HealthCheck, HealthChecks, 
 from flowrl.config.placement import ONE_DEVICE, ROLES, SINGLE, Follower, Placement, ReplicaSizes, RolePlacement
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.judge_settings import JudgeConfig
-from flowrl.config.rewards.reward_settings import RewardComponent, RewardConfig
-from flowrl.config.rewards.service_settings import ServiceConfig
+from flowrl.config.rewards.reward_settings import RewardComponent, RewardConfig, ServiceConfig
 from flowrl.config.roles import (
     ActorConfig,
     CriticConfig,

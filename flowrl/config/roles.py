@@ -30,11 +30,11 @@ from flowrl.config.engines.rollout_engines import (
     DEFAULT_ENGINE,
     ENGINES,
     EngineName,
+    TransferConfig,
     get_capabilities,
     name_alternatives,
 )
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
-from flowrl.config.engines.transfer_settings import TransferConfig
 from flowrl.config.engines.vllm_settings import VllmConfig
 from flowrl.config.model import EMBEDDINGS, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 

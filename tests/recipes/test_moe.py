@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from flowrl.config import load
-from flowrl.data.experts.mixture import read_mixture
-from flowrl.data.input_paths import read_text_config
+from flowrl.data.folders.input_paths import read_text_config
+from flowrl.data.mixture import read_mixture
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.moe.prepare import EXPERTS_PER_TOKEN, NUM_EXPERTS, main

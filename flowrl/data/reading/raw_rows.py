@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flowrl.config import DataFile
-from flowrl.data.input_paths import find_dataset_problem
+from flowrl.data.folders.input_paths import find_dataset_problem
 from flowrl.data.messages import DataError
 from flowrl.data.reading.generated_rows import generate_lines
 from flowrl.data.reading.json_values import UnusualValue, parse_strictly

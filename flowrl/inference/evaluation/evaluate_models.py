@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flowrl.checkpoints.inputs import combined_checksum, input_checksums
 from flowrl.config import EvaluationRunConfig, ReplicaSizes, UserError
-from flowrl.data.input_paths import find_model_file
+from flowrl.data.folders.input_paths import find_model_file
 from flowrl.inference.evaluation.evaluation_table import check_writable, render_results, write_results, write_rows
 from flowrl.inference.evaluation.harness import check_harness, evaluate_harness
 from flowrl.inference.evaluation.model_comparison import TaskResult, compare, prompt_records

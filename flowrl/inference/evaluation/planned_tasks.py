@@ -19,7 +19,7 @@ from flowrl.config import (
     load_recorded,
     recipe_class,
 )
-from flowrl.data.input_paths import download_model_file
+from flowrl.data.folders.input_paths import download_model_file
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.inference.model_source import ModelSource

@@ -21,8 +21,8 @@ from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, ENGINES
 from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
+from flowrl.data.folders.input_paths import download_model_file
 from flowrl.data.folders.private_folder import create_folder
-from flowrl.data.input_paths import download_model_file
 from flowrl.data.messages import DataError
 from flowrl.inference.generation_settings import check_num_gpus
 from flowrl.inference.model_source import ModelSource

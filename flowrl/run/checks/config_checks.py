@@ -37,7 +37,7 @@ from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
-from flowrl.run.checks.generators import find_generators
+from flowrl.run.checks.checked_run import find_generators
 
 
 def check_functions(config: RunConfig) -> str:
