@@ -82,16 +82,8 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def curves(self) -> Path:
-        return self.path / "curves.png"
-
-    @property
     def trace(self) -> Path:
         return self.path / "trace.json"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.png"
 
     @property
     def rollouts(self) -> Path:

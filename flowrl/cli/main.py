@@ -370,7 +370,6 @@ def _add_trace(commands: Commands) -> None:
     parser = commands.add_parser("trace", help="print how a run spent its time, and its bottleneck")
     parser.add_argument("trace", type=Path, metavar="RUN", help="the output folder of a run, or its trace.json")
     parser.add_argument("--last", type=seconds, metavar="SECONDS", help="analyze only the end of the run")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline")
     parser.set_defaults(run=_trace)
 
 
@@ -383,13 +382,6 @@ def _trace(arguments: argparse.Namespace) -> None:
     from flowrl.report.explain import explain  # noqa: PLC0415 (rich only if tables are printed)
 
     explain(events, dropped_until_ns=dropped_until_ns, window_s=arguments.last)
-    if arguments.png is not None:
-        from flowrl.report.plots import draw_timeline  # noqa: PLC0415 (matplotlib only with --png)
-
-        try:
-            draw_timeline(events, arguments.png, window_s=arguments.last)
-        except OSError as error:
-            raise UserError(f"--png: cannot write {arguments.png} ({error.strerror}): choose another file") from error
 
 
 def _add_checkpoints(commands: Commands) -> None:

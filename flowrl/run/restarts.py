@@ -32,7 +32,6 @@ class RestartPolicy:
         self._retained: Cluster | None = None
         self._message = ""
         self._last_failure: tuple[str, int] | None = None
-        self._draw: Callable[[], None] | None = None
 
     @contextmanager
     def cluster(
@@ -55,23 +54,6 @@ class RestartPolicy:
         finally:
             if self._retained is None:
                 cluster.close()
-            if not self.is_restarting:
-                self._draw_plots(config, cluster)
-
-    def _draw_plots(self, config: RunConfig, cluster: "Cluster") -> None:
-        draw, self._draw = self._draw, None
-        if draw is not None:
-            try:
-                draw()
-            except OSError as lost:  # not raised, because the first error is reported
-                cluster.notify(f"the plots in {config.output} are incomplete: {lost}")
-
-    def draw_at_end(self, draw: Callable[[], None]) -> None:
-        """Postpones the plots of a failed attempt: `draw` is called when the last attempt has ended.
-
-        A later attempt that fails replaces `draw`.
-        """
-        self._draw = draw
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
         """Whether a restart may succeed, because a process failed and neither a bug nor invalid input is the cause."""

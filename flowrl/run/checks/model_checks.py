@@ -241,7 +241,7 @@ def small_config(config: RunConfig, folder: Path) -> RunConfig:
         "checkpoint": CheckpointConfig(),
         "record": (),
         "health": config.health.model_copy(update={"record_on": (), "stop_on": ()}),
-        "report": ReportConfig(plots=False, tensorboard=False, rollouts=None),
+        "report": ReportConfig(tensorboard=False, rollouts=None),
     }  # fmt: skip
     for name, value in config:
         if isinstance(value, EngineConfig):

@@ -235,7 +235,7 @@ class RunObservers:
         """Writes the results of a run that ends with an error, or empties its folder if it has none."""
         has_steps = started.resumed is not None or any(record["step"] for record in self.history)
         if has_steps or self.recorder.keeps_step(error):
-            self._results.write_partial(started.restarts.draw_at_end)
+            self._results.write_trace()
         else:
             started.folder.clear()  # there is no result yet, so the next attempt may use the same folder
             started.interruption.progress = "before the first step was complete; nothing was saved"
