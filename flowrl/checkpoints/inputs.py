@@ -69,7 +69,10 @@ def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
     The key of an input is its setting. If a setting names several inputs, the key ends with the kind in parentheses.
     """
     checksums = {key: combined_checksum(paths, has_names=has_names) for key, paths, has_names in _input_files(config)}
-    checksums |= dict.fromkeys(_generated_inputs(config), _generator_checksum())
+    generated = [
+        key for name, value in config if isinstance(value, DataConfig | PtxConfig) for key in value.generated(name)
+    ]
+    checksums |= dict.fromkeys(generated, _generator_checksum())
     return {key: checksum for key, checksum in checksums.items() if checksum is not None}
 
 
@@ -139,13 +142,6 @@ def _code_files(key: str, name: str, is_setting: bool) -> Iterator[tuple[str, Se
         yield key, files, False
         if imported := _imported_files(name, files):
             yield f"{key} (imported modules)", imported, False
-
-
-def _generated_inputs(config: RunConfig) -> Iterator[str]:
-    """Yields the key of each setting with generated rows."""
-    for name, value in config:
-        if isinstance(value, DataConfig | PtxConfig):
-            yield from value.generated(name)
 
 
 def _generator_checksum() -> FileChecksum | None:

@@ -480,7 +480,11 @@ class WorkerGroup:
         self, contract: Contract, arguments: Sequence[Mapping[str, Any] | None], results: Mapping[int, CallRef]
     ) -> Batch:
         """Returns a batch of the results of the leader ranks, in the row order of the input batch."""
-        slices = [_find_slice(args) for args in arguments if args is not None]
+        slices = [
+            next((value for value in args.values() if isinstance(value, BatchSlice)), None)
+            for args in arguments
+            if args is not None
+        ]
         shards = []
         for index, rows in zip(get_leader_ranks(self.mesh), slices, strict=True):
             record = results[index].record
@@ -538,10 +542,6 @@ def _name_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
     return arguments
-
-
-def _find_slice(arguments: Mapping[str, Any]) -> BatchSlice | None:
-    return next((argument for argument in arguments.values() if isinstance(argument, BatchSlice)), None)
 
 
 def _count_result_rows(contract: Contract, rows: BatchSlice | None) -> int | None:

@@ -69,14 +69,11 @@ class StepWindow:
         for name in values:
             training = held_out.get(name.split("/")[0])
             if training is not None:
-                medians = self._training_median(training)
+                recent = self.values(training)[-self.steps :]
+                medians = {training: median(recent)} if recent else {}
                 points = self.evaluations.setdefault(name, deque(maxlen=MAX_EVALUATIONS))
                 points.append(EvaluationPoint(*held_out_bounds(values, name), medians))
                 self.is_evaluated = True
-
-    def _training_median(self, name: str) -> Record:
-        values = self.values(name)[-self.steps :]
-        return {name: median(values)} if values else {}
 
     @property
     def last(self) -> Record:

@@ -233,8 +233,10 @@ class LiveProgress(RunObserver):
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
         self.add_values(step, values)
-        parts = [self._part(name, step) for name in self._shown if name in self._latest and not self._is_omitted(name)]
-        line = self._fitted([*parts, f"ETA {format_clock(self._seconds_left(step))}"])
+        names = [name for name in self._shown if name in self._latest]
+        parts = [self._part(name, step) for name in names if name != FAILED_FRACTION or self._latest[name][1]]
+        seconds_left = max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
+        line = self._fitted([*parts, f"ETA {format_clock(seconds_left)}"])
         if self._bar is not None:
             self._bar.start()
             self._bar.update(self._task, completed=step, line=line)
@@ -243,9 +245,6 @@ class LiveProgress(RunObserver):
         if now_s - self._shown_s >= LINE_INTERVAL_S or step == self._num_steps:
             self._shown_s = now_s
             self._show()
-
-    def _is_omitted(self, name: str) -> bool:
-        return name == FAILED_FRACTION and not self._latest[name][1]
 
     def _part(self, name: str, step: int) -> str:
         measured_at, value = self._latest[name]
@@ -256,9 +255,6 @@ class LiveProgress(RunObserver):
         if self._unshown is not None:
             self.console.print(self._unshown, soft_wrap=True)
             self._unshown = None
-
-    def _seconds_left(self, step: int) -> float:
-        return max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
 
     def _fitted(self, parts: list[str]) -> str:
         """Joins the parts. On a narrow terminal, drops metrics from the end but keeps the ETA."""

@@ -147,22 +147,18 @@ def _explaining_folder_errors(folder: Path) -> Iterator[None]:
         if str(folder) not in cause:
             raise
         if isinstance(error, OSError) and is_disk_full(error):
-            raise UserError(_describe_full_disk(folder, error)) from error
+            steps = Checkpoints(folder).steps()
+            resume = f"; resume=auto resumes from step {max(steps)}" if steps else ""
+            raise UserError(
+                f"cannot write to output folder {folder} ({error.strerror}): free disk space, or set output to another "
+                f"disk{resume}"
+            ) from error
         if not cause.startswith(FileNotFoundError.__name__) or not has_existed or folder.exists():
             raise
         raise UserError(
             f"output folder {folder} has disappeared during the run: start the run again, and keep the folder until "
             f"it ends"
         ) from error
-
-
-def _describe_full_disk(folder: Path, error: OSError) -> str:
-    steps = Checkpoints(folder).steps()
-    resume = f"; resume=auto resumes from step {max(steps)}" if steps else ""
-    return (
-        f"cannot write to output folder {folder} ({error.strerror}): free disk space, or set output to another disk"
-        f"{resume}"
-    )
 
 
 def _has_checkpoint(config: RunConfig) -> bool:

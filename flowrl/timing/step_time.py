@@ -45,10 +45,9 @@ from flowrl.devices.device_rates import (
     AssumedRate,
     DeviceRates,
 )
-from flowrl.engines.train.model_flops import ModelFlops, planned_flops
+from flowrl.engines.train.model_flops import planned_flops
 from flowrl.memory.device_settings import FittedRun
 from flowrl.memory.memory_estimate import explain_unknown_sizes, read_role_models
-from flowrl.memory.role_memory import RoleModel
 from flowrl.memory.rollout_memory import weight_bytes
 from flowrl.timing.phase_time import GenerationLoad, PassLoad, generation_time, pass_time
 
@@ -263,11 +262,6 @@ class _StepEstimator:
         epochs = config.ppo_epochs if isinstance(config, OnPolicyConfig) else 1
         return config.minibatch_size, epochs * math.ceil(config.trained_per_step / config.minibatch_size)
 
-    def _flops(self, model: RoleModel) -> ModelFlops:
-        flops = planned_flops(model.size.config, has_head=model.is_policy, lora=model.lora)
-        assert flops is not None, "models of known size have matrices of known kinds"
-        return flops
-
     def _devices(self, role: str) -> frozenset[DeviceIndex]:
         return frozenset(device for slot in self._planned.slots(role) for device in slot.node_devices)
 
@@ -289,7 +283,9 @@ class _StepEstimator:
         link, stage_link = (
             self._link(role, num_devices=ranks * model.mesh.tp * stages) for stages in (1, model.mesh.pp)
         )
-        time = pass_time(model, self._flops(model), load, self._rates, link, stage_link)
+        flops = planned_flops(model.size.config, has_head=model.is_policy, lora=model.lora)
+        assert flops is not None, "models of known size have matrices of known kinds"
+        time = pass_time(model, flops, load, self._rates, link, stage_link)
         details = f"compute {time.compute_s:.1f}"
         details += f" (idle {time.idle_share:.0%})" if model.mesh.pp > 1 else ""
         details += f", overlapped {time.overlapped_s:.1f}" if time.overlapped_s else ""

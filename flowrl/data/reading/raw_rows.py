@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,12 +123,7 @@ def _json_rows(file: Path, handle: BinaryIO, max_row_bytes: int) -> Iterator[Any
             # Otherwise the file has JSON lines, and its first line is malformed.
             yield from [text] if _is_json(text) else _lines([text], max_row_bytes)
         else:
-            yield from _lines(_chain(first, blocks), max_row_bytes)
-
-
-def _chain(first: bytes | RowProblem, rest: Iterator[bytes | RowProblem]) -> Iterator[bytes | RowProblem]:
-    yield first
-    yield from rest
+            yield from _lines(chain([first], blocks), max_row_bytes)
 
 
 def _is_object_of_lines(block: bytes) -> bool:

@@ -80,16 +80,13 @@ def read_run_settings(run: Path) -> Settings | None:
     values = config.model_dump(mode="json")
     reward = next((name for name, value in config if value is config.reward_settings and value is not None), None)
     kept = ("data", "rollout", "evaluation", "environment", "seed", "threads")
-    settings = {name: values[name] for name in kept} | {"placement": _device(config)}
+    placement = {"device": config.placement.device, "pools": {"main": [1]}, "roles": {"rollout": "main"}}
+    settings = {name: values[name] for name in kept} | {"placement": placement}
     if reward is not None:
         settings["reward"] = values[reward]
     # An evaluation has no training prompts, whose success `order: curriculum` and `difficulty` would require.
     settings["data"] |= {"order": "file", "difficulty": {}}
     return settings | {"actor": {"model": values["actor"]["model"]}}
-
-
-def _device(config: RolloutRunConfig) -> Settings:
-    return {"device": config.placement.device, "pools": {"main": [1]}, "roles": {"rollout": "main"}}
 
 
 def plan_evaluations(

@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -89,7 +90,11 @@ def _collect(folder: Path, name: str, config: dict[str, Any]) -> tuple[dict[str,
     if timeline is not None:
         parts["timeline"] = timeline
     else:
-        missing["timeline"] = _why_no_trace(run["status"])
+        missing["timeline"] = (
+            "a run writes trace.json when it ends"
+            if run["status"] == "running"
+            else "there is no trace.json, or it has no calls of the training loop; a killed run does not write it"
+        )
     if any(saved_steps(paths.rollouts, kind) for kind in get_args(Kind)):
         parts["rows"], tokens = completion_data(paths.rollouts)
         if tokens:
@@ -99,12 +104,6 @@ def _collect(folder: Path, name: str, config: dict[str, Any]) -> tuple[dict[str,
     if run["system"] is None:
         missing["system"] = "the run was started by a version of flowrl that did not write system.json"
     return run | {"missing": missing}, parts
-
-
-def _why_no_trace(status: str) -> str:
-    if status == "running":
-        return "a run writes trace.json when it ends"
-    return "there is no trace.json, or it has no calls of the training loop; a killed run does not write it"
 
 
 def _why_no_rows(settings: Mapping[str, Any]) -> str:
@@ -144,7 +143,7 @@ def render_page(parts: Mapping[str, Any], title: str) -> str:
         f'<script type="text/plain" id="data-{name}">{compress(value)}</script>' for name, value in parts.items()
     )
     page = _asset("page.html")
-    replacements = {"POLICY": policy, "TITLE": _escape(title), "STYLE": style, "DATA": data, "SCRIPT": script}
+    replacements = {"POLICY": policy, "TITLE": escape(title), "STYLE": style, "DATA": data, "SCRIPT": script}
     pieces = page.split("%%")
     return "".join(replacements[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
@@ -164,7 +163,3 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

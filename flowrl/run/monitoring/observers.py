@@ -70,7 +70,7 @@ class RunObservers:
         earlier_s = self.history[-1].get("elapsed_s", 0.0) if self.history else 0.0
         self._roles = tuple(cluster.plan.roles)
         self._log = StepLog(cluster.calls, earlier_s, config.report, folder.profiles)
-        self._results = ResultFiles(started, self.history, self._log)
+        self._results = ResultFiles(started, self._log)
         self.evaluations = EvaluationHistory()
         self.recorder = resources.enter_context(StepRecorder(config, cluster, started.saver, started.inputs, last_step))
         self.rollouts = RolloutSaver(config, folder.rollouts, last_step, trackers.write_rows)

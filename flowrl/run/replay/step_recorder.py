@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor
-
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.saver import Saver, package_versions
 from flowrl.config import CheckpointConfig, RunConfig, models_of, shards_model
@@ -262,9 +260,8 @@ def state_checksums(engine: SavedEngine) -> dict[str, Any]:
     `engine.counters()`. For a sharded tensor, both are those of this rank's shard.
     """
     state = engine.save_state(with_optimizer=engine.has_optimizer_state)
-    return {"tensors": {name: _checksum(value) for name, value in state.items()}, "counters": engine.counters()}
-
-
-def _checksum(value: Tensor) -> Mapping[str, float]:
-    local = local_tensor(value)
-    return {"crc32": zlib.crc32(tensor_bytes(local)), "norm": float(local.detach().double().norm())}
+    tensors = {
+        name: {"crc32": zlib.crc32(tensor_bytes(local)), "norm": float(local.detach().double().norm())}
+        for name, local in ((name, local_tensor(value)) for name, value in state.items())
+    }
+    return {"tensors": tensors, "counters": engine.counters()}
