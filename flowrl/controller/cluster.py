@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self
@@ -126,7 +127,8 @@ class Cluster:
         self._attempt = 0
         self._has_lost_nodes = False
         self._prepare = prepare
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.close)  # nobody has the cluster yet, so nobody else ends its processes
             if planned is None:
                 planned = plan(placement, self._backend.inventory(placement.device, devices), roles, dedicated)
             self.plan: Plan = planned
@@ -140,9 +142,7 @@ class Cluster:
             self._threads_by_node = self._divide_threads()
             use_threads(self._threads_by_node[0])
             self._tasks = self._make_tasks()
-        except BaseException:  # nobody has the cluster yet, so nobody else ends its processes
-            self.close()
-            raise
+            on_error.pop_all()
 
     def _notify(self, text: str) -> None:
         self.notify(text)  # reads the attribute at each call, because programs replace it

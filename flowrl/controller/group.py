@@ -496,9 +496,9 @@ class WorkerGroup:
         order = find_row_order(splits) if contract.rows == "same" else None
         return Batch.of_block(block, columns, order, self.tasks)
 
-    def wait_for_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
+    def wait_for_batch(self, batch: Batch) -> None:
         """Waits for the calls that compute a batch. Raises `FlowError` if a call failed."""
-        self._calls.wait(find_records(batch), timeout_s)
+        self._calls.wait(find_records(batch), None)
 
 
 # The rest is for group types, which `flowrl stubs` writes. They exist only in stub files.

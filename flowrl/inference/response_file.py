@@ -4,6 +4,7 @@ import codecs
 import fcntl
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TextIO
 
@@ -91,11 +92,10 @@ class ResumableFile:
             self._file: BinaryIO = self._partial.open("a+b")
         except OSError as error:
             raise self._write_error(error) from error
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._file.close)  # otherwise, the lock of the file would remain
             self._open(settings)
-        except BaseException:  # otherwise, the lock of the file would remain
-            self._file.close()
-            raise
+            on_error.pop_all()
         self.done = frozenset(self._offsets)
 
     def _open(self, settings: Mapping[str, Any]) -> None:

@@ -79,9 +79,9 @@ MAX_MARKED_POINTS = 25
 """Largest number of points that are drawn with markers. Longer curves are smoothed."""
 
 
-def draw_curves(history: Sequence[Mapping[str, float]], path: Path, *, panels: Sequence[Panel] = PANELS) -> None:
+def draw_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
     """Draws panels of the metrics in `MetricsLog.history` into a PNG file, which is replaced atomically."""
-    series = [(panel, lines) for panel in panels if (lines := select_lines(history, panel))]
+    series = [(panel, lines) for panel in PANELS if (lines := select_lines(history, panel))]
     num_columns = min(3, max(1, len(series)))
     num_rows = max(1, ceil(len(series) / num_columns))
     figure = Figure(figsize=(4.6 * num_columns, 3.0 * num_rows), layout="constrained")

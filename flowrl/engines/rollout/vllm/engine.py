@@ -14,7 +14,7 @@ log-probabilities refer to the unscaled logits.
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -387,12 +387,11 @@ class VllmRollout:
 
     @contextmanager
     def _end_update_on_error(self) -> Iterator[None]:
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(call_workers, self._engine, "end_update")  # also after an interrupt, another can begin
             with self._serving.mark_failed_on_error():
                 yield
-        except BaseException:  # also after an interrupt, another update can begin
-            call_workers(self._engine, "end_update")
-            raise
+            on_error.pop_all()
 
     # Memory.
 
