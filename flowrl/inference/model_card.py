@@ -18,7 +18,7 @@ from flowrl.config.source import parse, parse_json, read_text
 from flowrl.data.folders.input_paths import find_model_file, is_hub_name
 from flowrl.data.metric import finite
 from flowrl.health import read_findings
-from flowrl.health.findings import FILE
+from flowrl.health.monitor import FILE
 from flowrl.report.page.run_data import evaluations
 from flowrl.report.plots import draw_curves
 from flowrl.report.rollout_log import RolloutLogError, read_rows, saved_steps

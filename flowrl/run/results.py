@@ -13,9 +13,9 @@ from flowrl.controller.group import WorkerGroup
 from flowrl.data.events import Counted
 from flowrl.report.chrome_trace import Trace, TraceError, chrome_trace, read_trace
 from flowrl.report.progress import completions_table, result_table
-from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import RolloutLogError, evenly_spaced, read_rows, saved_steps
 from flowrl.report.run_observer import RunObserver
+from flowrl.report.trace import MAX_CALLS
 from flowrl.run.datasets.templates import save_template
 from flowrl.run.monitoring.step_log import StepLog
 from flowrl.run.start import StartedRun

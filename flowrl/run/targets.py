@@ -18,6 +18,10 @@ from flowrl.rewards.row_scores import FAILED
 from flowrl.run.evaluation import Evaluation, collect_scores, evaluate_sets, generate_responses, measure_scores
 from flowrl.workers.losses.loss import Loss
 
+if TYPE_CHECKING:
+    from flowrl.schedules.rewards import Scoring
+    from flowrl.workers.groups import ActorGroup, ReferenceGroup, RolloutGroup
+
 
 def select_best(batch: Batch, *, keep: int = 1, min_score: float | None = None) -> tuple[Batch, tuple[Logged, ...]]:
     """Returns the rows with the `keep` highest scores of each prompt, and metrics for `run.log`.
@@ -46,11 +50,6 @@ def mean_score(table: TensorDict) -> dict[str, Metric]:
     """Returns the mean score of the selected rows. Runs on the task worker."""
     scores_B = table["rows", "scores"]
     return {"reward_selected": Mean(float(scores_B.sum()), len(scores_B))}
-
-
-if TYPE_CHECKING:
-    from flowrl.schedules.rewards import Scoring
-    from flowrl.workers.groups import ActorGroup, ReferenceGroup, RolloutGroup
 
 
 def teacher_columns(batch: Batch, teacher: "ReferenceGroup", loss: DistillationLossConfig) -> Batch:

@@ -14,8 +14,7 @@ from flowrl.controller.dispatch import Future
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
-from flowrl.report.recorded_calls import RecordedCalls
-from flowrl.report.trace import IdleTracker
+from flowrl.report.trace import IdleTracker, RecordedCalls
 from flowrl.report.usage import usage_metrics
 from flowrl.run.evaluation import Evaluation, PendingEvaluation
 

@@ -23,7 +23,7 @@ from flowrl.data.metric import Logged
 from flowrl.devices.device import local_tensor
 from flowrl.engines.checkpoint.shards import tensor_bytes
 from flowrl.engines.train.base import SavedEngine
-from flowrl.health.findings import Finding
+from flowrl.health.monitor import Finding
 from flowrl.report.run_observer import RunObserver
 from flowrl.run.monitoring.health_log import HealthLog
 from flowrl.run.replay.call_log import CallLog, Described, describe

@@ -42,6 +42,7 @@ from flowrl.engines.rollout.base import (
     check_request_ids,
     check_requests,
     eos_ids,
+    generate_in_batch,
 )
 from flowrl.engines.rollout.broadcast import TransferGroup
 from flowrl.engines.rollout.cuda_ipc import IpcBucket
@@ -201,11 +202,7 @@ class VllmRollout:
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
         """Returns the response to each request, in order. Requests from `add` continue during the call."""
-        batch, responses = self.open_batch(), {}
-        batch.add(requests)
-        while batch.num_running:
-            responses |= {response.request_id: response for response in batch.poll()}
-        return [responses[request.request_id] for request in requests]
+        return generate_in_batch(self.open_batch(), requests)
 
     def open_batch(self) -> "OwnRequests":
         """Returns an empty batch of requests. Requests from `add` continue while it is polled."""
