@@ -26,7 +26,7 @@ from flowrl.engines.train.base import SavedEngine
 from flowrl.health.monitor import Finding
 from flowrl.report.run_observer import RunObserver
 from flowrl.run.monitoring.health_log import HealthLog
-from flowrl.run.replay.call_log import CallLog, Described, describe
+from flowrl.run.replay.call_log import CallLog, Described, describe, save_table
 from flowrl.run.replay.recording import (
     BATCH,
     CONFIG,
@@ -36,7 +36,6 @@ from flowrl.run.replay.recording import (
     recordings,
     source_checksums,
 )
-from flowrl.run.replay.table_files import save_table
 
 
 def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Described]]:
