@@ -113,7 +113,9 @@ class Cluster:
         self.notify = notify or _log.warning
         """Shows the user a message. Programs with a progress display replace this function."""
         if backend == "ray":
-            backend = _make_ray_backend(address, self._notify, prepare, fork_workers)
+            from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (inline runs need no ray)
+
+            backend = RayBackend(address, self._notify, prepare, fork_workers)
         self._backend: Backend = InlineBackend() if backend == "inline" else backend
         self.calls = Calls(self._backend, call_timeout_s, start_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
@@ -369,11 +371,3 @@ class Cluster:
 
 
 _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
-
-
-def _make_ray_backend(
-    address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...], fork_workers: bool | Literal["auto"]
-) -> Backend:
-    from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (lazy: inline runs need no ray)
-
-    return RayBackend(address, notify, prepare, fork_workers)

@@ -244,9 +244,7 @@ def _attend_varlen(
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    length, mask_LL = query.shape[2], None
-    if window is not None and window < length:
-        mask_LL = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    mask_LL = None if window is None or window >= query.shape[2] else _window_mask(query.shape[2], window, query.device)
     if softcap is not None:
         bias_LL = None
         if mask_LL is not None:
@@ -293,6 +291,12 @@ def capped_attention(
     dtype = torch.promote_types(logits_BHGLC.dtype, torch.float32)
     attended = torch.matmul(logits_BHGLC.softmax(-1, dtype=dtype).to(value.dtype), value[:, :, None])
     return attended.flatten(1, 2).transpose(1, 2)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Returns the bool mask [L, L] of causal sliding-window attention."""
+    causal_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal_LL.triu(1 - window)
 
 
 def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

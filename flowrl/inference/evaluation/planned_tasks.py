@@ -138,17 +138,14 @@ def _read_task(task: str, arguments: EvaluationArguments) -> tuple[str, Settings
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415 (takes a second)
 
     if name not in DATASETS:
+        near = difflib.get_close_matches(name, list(DATASETS), n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"--task {task} is neither a file nor a task of reasoning-gym{_near(name, DATASETS)}: write the path of a "
+            f"--task {task} is neither a file nor a task of reasoning-gym{meant}: write the path of a "
             f"data file, a name such as leg_counting, or {HARNESS}NAME for a task of lm-eval"
         )
     rows = arguments.limit or NUM_GENERATED_ROWS
     return name, {"reasoning_gym": {name: 1.0}, "rows": rows, "split": "test", "system": "default"}, True
-
-
-def _near(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _without_replaced_settings(data: Settings, arguments: EvaluationArguments) -> Settings:
