@@ -47,7 +47,7 @@ from flowrl.config.data.data_settings import (
     RowsConfig,
 )
 from flowrl.config.data.evaluation_settings import EvaluationConfig
-from flowrl.config.engines.rollout_capabilities import EngineCapabilities, Package, Quantization
+from flowrl.config.engines.rollout_engines import EngineCapabilities, Package, Quantization
 from flowrl.config.engines.train_engines import TRAIN_ENGINES, TrainCapabilities
 from flowrl.config.load import (
     import_recipe,

@@ -25,10 +25,10 @@ from flowrl.config.base import (
     Options,
     TokenIds,
 )
-from flowrl.config.engines.rollout_capabilities import EngineCapabilities
 from flowrl.config.engines.rollout_engines import (
     DEFAULT_ENGINE,
     ENGINES,
+    EngineCapabilities,
     EngineName,
     TransferConfig,
     get_capabilities,
