@@ -4,7 +4,7 @@ import codecs
 import importlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -226,7 +226,7 @@ def _decompressed(file: Path, handle: BinaryIO) -> Iterator[bytes | RowProblem]:
     """Yields the content of a file in blocks, and a RowProblem where the file is corrupt."""
     try:
         if file.suffix == ".gz":
-            yield from _gzip_blocks(handle)
+            yield from _decompressed_blocks(handle, lambda: zlib.decompressobj(wbits=_GZIP), padding=b"\0")
         elif file.suffix == ".zst":
             yield from _zstd_blocks(handle)
         else:
@@ -236,32 +236,28 @@ def _decompressed(file: Path, handle: BinaryIO) -> Iterator[bytes | RowProblem]:
         yield RowProblem("unreadable_file", f"the file is truncated or corrupt ({error}): copy or download it again")
 
 
-def _gzip_blocks(handle: BinaryIO) -> Iterator[bytes | RowProblem]:
-    # GzipFile would lose the rows of the block in which a truncated file ends.
-    stream = zlib.decompressobj(wbits=_GZIP)
-    while block := handle.read(_BLOCK_BYTES):
-        while block:
-            yield stream.decompress(block)
-            block = stream.unused_data.lstrip(b"\0") if stream.eof else b""
-            if stream.eof and block:
-                stream = zlib.decompressobj(wbits=_GZIP)
-    if not stream.eof:
-        yield RowProblem("unreadable_file", "the file is truncated: copy or download it again")
-
-
 def _zstd_blocks(handle: BinaryIO) -> Iterator[bytes | RowProblem]:
     zstandard = import_library("zstandard", "a .zst file")
-    stream = zstandard.ZstdDecompressor().decompressobj()
     try:
-        while block := handle.read(_BLOCK_BYTES):
-            while block:
-                yield stream.decompress(block) or b""
-                block = stream.unused_data if stream.eof else b""
-                if stream.eof and block:
-                    stream = zstandard.ZstdDecompressor().decompressobj()
+        yield from _decompressed_blocks(handle, lambda: zstandard.ZstdDecompressor().decompressobj())
     except zstandard.ZstdError as error:
         yield RowProblem("unreadable_file", f"the file is corrupt ({error}): copy or download it again")
-        return
+
+
+def _decompressed_blocks(
+    handle: BinaryIO, make_stream: Callable[[], Any], padding: bytes = b""
+) -> Iterator[bytes | RowProblem]:
+    """Yields the content of a file of one or several streams, with `padding` between them.
+
+    The file objects of these libraries would lose the rows of the block in which a truncated file ends.
+    """
+    stream = make_stream()
+    while block := handle.read(_BLOCK_BYTES):
+        while block:
+            yield stream.decompress(block) or b""
+            block = stream.unused_data.lstrip(padding) if stream.eof else b""
+            if stream.eof and block:
+                stream = make_stream()
     if not stream.eof:
         yield RowProblem("unreadable_file", "the file is truncated: copy or download it again")
 
