@@ -11,7 +11,7 @@ from flowrl.run.checks.checked_run import CheckedRun
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
-NO_REPORT = {"plots": False, "tensorboard": False}
+NO_REPORT = {"tensorboard": False}
 """Report settings of test runs, which otherwise spend most of their time on figures."""
 
 

@@ -74,6 +74,6 @@ def test_the_commands_of_the_page_train_a_model(task: Path) -> None:
     assert [command for command in outputs if command.startswith("flowrl show")] and outputs["flowrl check task.yaml"]
     summary = json.loads((task / "run/summary.json").read_text())
     assert summary["accuracy_before"] < 0.5 < summary["accuracy_after"]
-    assert (task / "run/curves.png").is_file()
+    assert (task / "run/trace.json").is_file()
     assert len(re.findall("response: ", outputs["flowrl show run --evaluation --worst 5"])) == 5
     assert re.fullmatch(r"\d+", outputs["python use_model.py"].strip())

@@ -69,7 +69,13 @@ def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
     The key of an input is its setting. If a setting names several inputs, the key ends with the kind in parentheses.
     """
     checksums = {key: combined_checksum(paths, has_names=has_names) for key, paths, has_names in _input_files(config)}
-    checksums |= dict.fromkeys(_generated_inputs(config), _generator_checksum())
+    generated = [
+        key for name, value in config if isinstance(value, DataConfig | PtxConfig) for key in value.generated(name)
+    ]
+    # The version of reasoning-gym determines generated rows.
+    version = generator_version()
+    checksum = None if version is None else FileChecksum(len(version), zlib.crc32(version.encode()))
+    checksums |= dict.fromkeys(generated, checksum)
     return {key: checksum for key, checksum in checksums.items() if checksum is not None}
 
 
@@ -139,19 +145,6 @@ def _code_files(key: str, name: str, is_setting: bool) -> Iterator[tuple[str, Se
         yield key, files, False
         if imported := _imported_files(name, files):
             yield f"{key} (imported modules)", imported, False
-
-
-def _generated_inputs(config: RunConfig) -> Iterator[str]:
-    """Yields the key of each setting with generated rows."""
-    for name, value in config:
-        if isinstance(value, DataConfig | PtxConfig):
-            yield from value.generated(name)
-
-
-def _generator_checksum() -> FileChecksum | None:
-    """Returns a checksum of the version of reasoning-gym, which determines the rows, or None if it is missing."""
-    version = generator_version()
-    return None if version is None else FileChecksum(len(version), zlib.crc32(version.encode()))
 
 
 def _template_files(key: str, path: Path | None) -> Iterator[tuple[str, Sequence[Path], bool]]:

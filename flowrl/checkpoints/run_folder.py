@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,11 +38,25 @@ class RunFolderError(UserError):
     """Raised if a run cannot use its output folder."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths in the output folder of a run. Create it with `RunFolder.create`."""
+    """Paths in the output folder of a run. `RunFolder.create` creates the folder."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.trace = path / "trace.json"
+        self.summary = path / "summary.json"
+        self.inputs = path / "inputs.json"
+        """Size and CRC-32 of each input of the run, by its setting."""
+        self.ray_log = path / "ray.log"
+        """Messages of Ray's own processes."""
+        self.rollouts = path / "rollouts"
+        """Folder of the generated text (flowrl/report/rollout_log.py)."""
+        self.profiles = path / "profiles"
+        """Folder of the profiles of calls (`report.profile`), by step, role and rank."""
+        self.model = path / "model"
+        """Folder of the trained policy, in the format of `save_pretrained`."""
 
     @classmethod
     def create(cls, path: Path | str, resolved_config: Mapping[str, Any]) -> "RunFolder":
@@ -72,55 +85,6 @@ class RunFolder:
         except OSError as error:
             raise _write_error(folder, error) from error
         return cls(folder)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def curves(self) -> Path:
-        return self.path / "curves.png"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.png"
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder of the generated text (flowrl/report/rollout_log.py)."""
-        return self.path / "rollouts"
-
-    @property
-    def profiles(self) -> Path:
-        """Folder of the profiles of calls (`report.profile`), by step, role and rank."""
-        return self.path / "profiles"
-
-    @property
-    def inputs(self) -> Path:
-        """Size and CRC-32 of each input of the run, by its setting."""
-        return self.path / "inputs.json"
-
-    @property
-    def ray_log(self) -> Path:
-        """Messages of Ray's own processes."""
-        return self.path / "ray.log"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def model(self) -> Path:
-        """Folder of the trained policy, in the format of `save_pretrained`."""
-        return self.path / "model"
 
     def clear(self) -> None:
         """Removes all files except the lock."""

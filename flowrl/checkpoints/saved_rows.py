@@ -3,31 +3,24 @@
 The task worker reads and writes the files, so the driver holds only references.
 """
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from tensordict import TensorDict
 
 from flowrl.checkpoints.checkpoints import write_error
+from flowrl.checkpoints.table_files import ObjectError, read_table, write_table
 from flowrl.config import UserError
 from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch, LocalTasks, TaskRunner
 from flowrl.data.batch.block import LocalRef
-from flowrl.data.batch.tensordicts import make_tensordict, num_rows
-from flowrl.data.checksums import FileChecksum, write_with_checksum
+from flowrl.data.checksums import FileChecksum
 
 FILE = "rows.safetensors"
 
 IDENTITY = ("prompt_id", "sample")
 """Columns that identify a row. `read_rows` compares them with the file."""
-
-_OBJECTS = "objects"
-"""Name of the tensor that contains all non-tensor row columns, as UTF-8 JSON."""
 
 
 @dataclass(frozen=True)
@@ -50,47 +43,22 @@ def save_rows(batch: Batch, path: Path) -> Future | LocalRef:
 
 
 def write_rows(table: TensorDict, path: Path) -> FileChecksum:
-    """Writes a table to a file and returns its checksum. Raises UserError for objects that JSON cannot represent."""
-    tensors: dict[str, torch.Tensor] = {}
-    objects: dict[str, list] = {}
-    for part in ("rows", "tokens"):
-        for name in list(table[part].keys()):
-            column = table[part].get(name)
-            if isinstance(column, torch.Tensor):
-                # Cloned, because safetensors rejects tensors that share memory.
-                tensors[f"{part}/{name}"] = column.clone(memory_format=torch.contiguous_format)
-            else:
-                objects[name] = column.tolist()
-    tensors[_OBJECTS] = torch.frombuffer(bytearray(_to_json(objects)), dtype=torch.uint8)
+    """Writes a table to a file and returns its checksum. Raises UserError for objects that a file cannot store."""
     try:
-        return write_with_checksum(path, save(tensors))
+        return write_table(table, path)
+    except ObjectError as error:
+        raise UserError(
+            f"{error} of the rollout, which a checkpoint cannot store: return tensors, strings, or lists, tuples and "
+            f"dictionaries of strings and numbers"
+        ) from None
     except OSError as error:
         raise write_error(path.parent, error) from error
 
 
-def _to_json(objects: Mapping[str, Sequence[Any]]) -> bytes:
-    for name, values in objects.items():
-        try:
-            is_exact = json.loads(json.dumps(values)) == values
-        except TypeError:
-            is_exact = False
-        if not is_exact:
-            kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-            raise UserError(
-                f"column {name} of the rollout has objects ({kinds}) that a checkpoint cannot store: return tensors, "
-                f"strings, or lists and dictionaries of strings and numbers"
-            )
-    return json.dumps(objects).encode()
-
-
 def read_rows(table: TensorDict, path: Path) -> TensorDict:
     """Reads the columns of a file that `write_rows` wrote. Runs on the task worker."""
-    tensors = load(path.read_bytes())
-    rows: dict[str, Any] = json.loads(tensors.pop(_OBJECTS).numpy().tobytes())
-    tokens: dict[str, torch.Tensor] = {}
-    for key, tensor in tensors.items():
-        part, _, name = key.partition("/")
-        (rows if part == "rows" else tokens)[name] = tensor
+    saved = read_table(path)
     for name in IDENTITY:
-        assert torch.equal(rows.pop(name), table["rows", name]), f"{path} has rows of other prompts"
-    return make_tensordict(rows, tokens, rows.pop("length", None), num_rows(table))
+        assert torch.equal(saved["rows", name], table["rows", name]), f"{path} has rows of other prompts"
+        saved["rows"].del_(name)
+    return saved

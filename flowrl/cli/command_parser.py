@@ -1,13 +1,62 @@
-"""The parser of all command lines: an invalid command line is one sentence, like every other error."""
+"""The parser of all command lines, and the types of options whose values are numbers.
+
+An invalid command line is one sentence, like every other error. It says what is allowed.
+"""
 
 import argparse
 import difflib
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from flowrl.cli.number_types import whole_number
+
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, like 8") from None
+
+
+def _digits(is_valid: Callable[[int], bool], allowed: str) -> Callable[[str], int]:
+    """Returns the type of options with whole numbers that are not negative. `allowed` completes "is not"."""
+
+    def read(text: str) -> int:
+        if not (text.isdecimal() and is_valid(int(text))):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+        return int(text)
+
+    return read
+
+
+def _number(is_valid: Callable[[float], bool], allowed: str) -> Callable[[str], float]:
+    """As `_digits`, for finite numbers."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and is_valid(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+        return value
+
+    return read
+
+
+natural = _digits(lambda value: True, "a whole number of at least 0, like 20")
+positive_count = _digits(lambda value: value >= 1, "a whole number of at least 1, like 8")
+row_count = _digits(lambda value: value >= 1, "a number of rows, like 10")
+port = _digits(lambda value: 0 < value < 65536, "a port from 1 to 65535")
+positive = _number(lambda value: value > 0, "a number above 0, like 1.5")
+seconds = _number(lambda value: value > 0, "a positive number of seconds, like 30")
+temperature = _number(lambda value: value >= 0, "a temperature: write 0 for greedy, or a number like 0.8")
+share = _number(lambda value: 0 < value <= 1, "a number above 0 and at most 1, like 0.9")
+tolerance = _number(lambda value: 0 <= value < 1, "a number from 0 to below 1, like 1e-6")
+
+
+Commands = Any  # argparse's type of sub-commands is private
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Characters that stand for bytes of an argument that are not UTF-8."""

@@ -4,14 +4,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from flowrl.cli.command_parser import Commands
 from flowrl.config import CheckFailed, ConfigError, PreparationConfig, RowsConfig, load
 from flowrl.data.console import write_printable
 
 Settings = TypeVar("Settings", bound=RowsConfig)
-Commands = Any  # argparse's type of sub-commands is private
-
 _NUM_SHOWN_ROWS = 3
 
 
@@ -107,8 +106,7 @@ def _show(arguments: argparse.Namespace) -> None:
     config = _load(arguments.overrides, RowsConfig)
 
     from flowrl.data.console import make_console  # noqa: PLC0415
-    from flowrl.data.preparation.check_rows import first_rows  # noqa: PLC0415 (transformers)
-    from flowrl.data.preparation.show_rows import render_rows  # noqa: PLC0415
+    from flowrl.data.preparation.check_rows import first_rows, render_rows  # noqa: PLC0415 (transformers)
 
     console = make_console()
     kind, rows, tokenizer = first_rows(config, start=arguments.start, count=arguments.rows)

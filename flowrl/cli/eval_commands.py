@@ -2,14 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from flowrl.cli.command_parser import Commands, natural, positive_count, temperature
 from flowrl.cli.imports import add_working_folder
 from flowrl.cli.inference_commands import add_parallel_sizes
-from flowrl.cli.number_types import natural, positive_count, temperature
 from flowrl.config import ConfigError, ReplicaSizes
-
-Commands = Any  # argparse's type of sub-commands is private
 
 
 def add_eval(commands: Commands) -> None:

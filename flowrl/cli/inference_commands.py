@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowrl.cli.command_parser import Commands, natural, port, positive, positive_count, share, temperature
 from flowrl.cli.imports import add_working_folder, collection_paused
-from flowrl.cli.number_types import natural, port, positive, positive_count, share, temperature
 from flowrl.config import CheckFailed, ReplicaSizes, UserError
 from flowrl.config.engines.rollout_engines import ENGINES
 from flowrl.config.engines.vllm_settings import find_rejected_argument
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from flowrl.data.template import ConversationTemplate
     from flowrl.inference.generation_settings import EngineSettings, SamplingSettings
     from flowrl.inference.model_source import ModelSource
-
-Commands = Any  # argparse's type of sub-commands is private
 
 _QUANTIZATIONS = sorted({name for engine in ENGINES.values() for name in engine.quantizations})
 

@@ -16,17 +16,18 @@ from typing import TextIO, TypeVar, cast
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
 from flowrl.checkpoints.run_folder import is_disk_full
-from flowrl.cli.command_parser import CommandParser
+from flowrl.cli.command_parser import CommandParser, Commands, natural, positive, positive_count, seconds
 from flowrl.cli.data_commands import add_data
-from flowrl.cli.diff_commands import add_diff
 from flowrl.cli.eval_commands import add_eval
-from flowrl.cli.imports import add_working_folder, collection_paused
+from flowrl.cli.imports import (
+    add_working_folder,
+    collection_paused,
+    find_recipe,
+    included_recipes,
+    training_function,
+)
 from flowrl.cli.inference_commands import add_inference
-from flowrl.cli.number_types import natural, positive, positive_count, seconds
-from flowrl.cli.recipe_names import find_recipe, included_recipes, training_function
-from flowrl.cli.replay_commands import add_replay
-from flowrl.cli.report_commands import add_report
-from flowrl.cli.show_commands import add_show
+from flowrl.cli.run_folder_commands import add_diff, add_replay, add_report, add_show
 from flowrl.config import (
     CheckFailed,
     ConfigError,
@@ -213,7 +214,7 @@ def _import_train(name: str) -> Callable[[RunConfig], object]:
         return getattr(importlib.import_module(module), function)
 
 
-def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_config(commands: Commands) -> None:
     parser = commands.add_parser("config", help="print a commented YAML file with all settings of a recipe")
     printed = parser.add_mutually_exclusive_group(required=True)
     printed.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name, such as grpo, or module:Class")
@@ -238,7 +239,7 @@ REFERENCE_COMMAND = "flowrl config --reference > docs/config.md"
 """Command that writes the page of all settings."""
 
 
-def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_check(commands: Commands) -> None:
     parser = commands.add_parser("check", help="check everything that a run needs, without training")
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a recipe's YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
@@ -255,7 +256,7 @@ def _check(arguments: argparse.Namespace) -> None:
     check_config(config, partial(training_function, schema), locate)
 
 
-def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_plan(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         help="print the devices, data flow and memory of every role, without starting anything",
@@ -328,8 +329,7 @@ def _with_memory(config: RunConfig, gpu: str | None) -> RunConfig:
 
 def _estimate_time(run: CheckedRun, arguments: argparse.Namespace) -> str:
     """Returns the estimated time of a step as text. Raises ConfigError if it cannot be estimated."""
-    from flowrl.timing.step_time import assume_lengths, estimate_step  # noqa: PLC0415 (torch)
-    from flowrl.timing.time_table import render_time  # noqa: PLC0415 (torch)
+    from flowrl.timing.step_time import assume_lengths, estimate_step, render_time  # noqa: PLC0415 (torch)
 
     lengths = assume_lengths(run.config, arguments.prompt_tokens, arguments.response_tokens)
     return render_time(estimate_step(run.fitted, run.plan, _find_rates(run, arguments.gpu), lengths))
@@ -366,11 +366,10 @@ def _run_config(path: Path) -> type[RunConfig]:
     return schema
 
 
-def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_trace(commands: Commands) -> None:
     parser = commands.add_parser("trace", help="print how a run spent its time, and its bottleneck")
     parser.add_argument("trace", type=Path, metavar="RUN", help="the output folder of a run, or its trace.json")
     parser.add_argument("--last", type=seconds, metavar="SECONDS", help="analyze only the end of the run")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline")
     parser.set_defaults(run=_trace)
 
 
@@ -383,16 +382,9 @@ def _trace(arguments: argparse.Namespace) -> None:
     from flowrl.report.explain import explain  # noqa: PLC0415 (rich only if tables are printed)
 
     explain(events, dropped_until_ns=dropped_until_ns, window_s=arguments.last)
-    if arguments.png is not None:
-        from flowrl.report.plots import draw_timeline  # noqa: PLC0415 (matplotlib only with --png)
-
-        try:
-            draw_timeline(events, arguments.png, window_s=arguments.last)
-        except OSError as error:
-            raise UserError(f"--png: cannot write {arguments.png} ({error.strerror}): choose another file") from error
 
 
-def _add_checkpoints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_checkpoints(commands: Commands) -> None:
     parser = commands.add_parser("checkpoints", help="verify and list the checkpoints of a run")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.set_defaults(run=_checkpoints)
@@ -404,7 +396,7 @@ def _checkpoints(arguments: argparse.Namespace) -> None:
     show_checkpoints(arguments.run_folder)
 
 
-def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_export(commands: Commands) -> None:
     parser = commands.add_parser("export", help="export a model of a run for transformers, with a model card")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of a run")
     parser.add_argument(
@@ -478,7 +470,7 @@ def _export(arguments: argparse.Namespace) -> None:
     write_printable(f"{output}: the {content} of {role} after step {step}, with a model card (README.md)\n")
 
 
-def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="start a recipe's actor and rollout, and compare their weights and log-probabilities",
@@ -512,7 +504,7 @@ def _counts(text: str) -> tuple[int, ...]:
     return counts
 
 
-def _add_stubs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_stubs(commands: Commands) -> None:
     parser = commands.add_parser(
         "stubs", help="write the types of a module's worker groups, for type checkers and editors"
     )

@@ -47,7 +47,7 @@ from flowrl.config.data.data_settings import (
     RowsConfig,
 )
 from flowrl.config.data.evaluation_settings import EvaluationConfig
-from flowrl.config.engines.rollout_capabilities import EngineCapabilities, Package, Quantization
+from flowrl.config.engines.rollout_engines import EngineCapabilities, Package, Quantization
 from flowrl.config.engines.train_engines import TRAIN_ENGINES, TrainCapabilities
 from flowrl.config.load import (
     import_recipe,
@@ -79,8 +79,7 @@ from flowrl.config.monitoring.health_settings import HealthCheck, HealthChecks, 
 from flowrl.config.placement import ONE_DEVICE, ROLES, SINGLE, Follower, Placement, ReplicaSizes, RolePlacement
 from flowrl.config.rewards.environment_settings import EnvironmentConfig
 from flowrl.config.rewards.judge_settings import JudgeConfig
-from flowrl.config.rewards.reward_settings import RewardComponent, RewardConfig
-from flowrl.config.rewards.service_settings import ServiceConfig
+from flowrl.config.rewards.reward_settings import RewardComponent, RewardConfig, ServiceConfig
 from flowrl.config.roles import (
     ActorConfig,
     CriticConfig,

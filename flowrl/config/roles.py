@@ -25,16 +25,16 @@ from flowrl.config.base import (
     Options,
     TokenIds,
 )
-from flowrl.config.engines.rollout_capabilities import EngineCapabilities
 from flowrl.config.engines.rollout_engines import (
     DEFAULT_ENGINE,
     ENGINES,
+    EngineCapabilities,
     EngineName,
+    TransferConfig,
     get_capabilities,
     name_alternatives,
 )
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
-from flowrl.config.engines.transfer_settings import TransferConfig
 from flowrl.config.engines.vllm_settings import VllmConfig
 from flowrl.config.model import EMBEDDINGS, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 

@@ -124,9 +124,6 @@ class ProfileConfig(Config):
 class ReportConfig(Config):
     """Optional outputs of a run. `metrics.jsonl`, `trace.json` and `summary.json` are always written."""
 
-    plots: bool = True
-    """Draws `curves.png` and `timeline.png` when the run ends."""
-
     tensorboard: bool = True
     """Writes every metric, and a few rows of generated text, to TensorBoard events in `tensorboard/`."""
 
@@ -207,7 +204,7 @@ class RunConfig(Config):
     """Files of the trained model in `model/`."""
 
     report: ReportConfig = ReportConfig()
-    """Optional outputs: plots, TensorBoard events and generated text."""
+    """Optional outputs: TensorBoard events, trackers, profiles and generated text."""
 
     health: HealthConfig = HealthConfig()
     """Health checks of each step, and their thresholds."""

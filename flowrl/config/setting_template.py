@@ -108,7 +108,8 @@ class _Template:
         elif default is None and not required:
             yield f"{indent}{name}: null"
             if classes not in self._keys:
-                yield from _commented(self._nested(name, classes, "", key), indent)
+                # A comment within them keeps its indentation.
+                yield from (f"{indent}# {line}".rstrip() for line in self._nested(name, classes, "", key))
         else:
             yield from self._nested(name, classes, indent, key)
 
@@ -177,9 +178,3 @@ def _with_default(name: str, info: FieldInfo) -> str:
 def _comment(text: str, indent: str) -> Iterator[str]:
     for line in textwrap.wrap(" ".join(text.split()), _WIDTH - len(indent), break_long_words=False):
         yield f"{indent}# {line}"
-
-
-def _commented(lines: Iterator[str] | list[str], indent: str) -> Iterator[str]:
-    """Yields lines as comments. A comment within them keeps its indentation."""
-    for line in lines:
-        yield f"{indent}# {line}".rstrip()

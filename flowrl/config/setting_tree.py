@@ -175,14 +175,10 @@ def walk(loc: Key, cls: type[Config], values: object = _UNKNOWN) -> tuple[Key, t
             continue
         key.append(part)
         values = values if values is _UNKNOWN else _child(values, part)
-        is_name = field is not None and _is_mapping(field.annotation)
+        origin = None if field is None else get_origin(field.annotation)
+        is_name = isinstance(origin, type) and issubclass(origin, Mapping)
         classes = config_classes(field.annotation) if field else classes  # Keys of mappings and indices have none.
     return tuple(key), classes
-
-
-def _is_mapping(annotation: Any) -> bool:  # Any: a type of a field
-    origin = get_origin(annotation)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _contains(value: object, part: str | int) -> bool:

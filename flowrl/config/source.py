@@ -128,12 +128,10 @@ class Source:
         groups = [key[:depth] for depth in range(len(key), -1, -1)]
         names = [tuple(match[0].split(".")) for match in _NAME.finditer(message)]
         named = (next((group + name for group in groups if group + name in self.origins), None) for name in names)
-        settings = [found for found in (key, *named) if found in self.origins and not self._is_group(found)]
+        parents = {other[:length] for other in self.origins for length in range(len(other))}
+        settings = [found for found in (key, *named) if found in self.origins and found not in parents]
         *others, last = dict.fromkeys(self.origins[setting] for setting in settings) or [self.origin(key)]
         return f"{', '.join(others)} and {last}" if others else last
-
-    def _is_group(self, key: Key) -> bool:
-        return any(other[: len(key)] == key and len(other) > len(key) for other in self.origins)
 
     def set(self, key: Key, value: Any, origins: dict[Key, str]) -> "Source":
         """Returns a copy in which `key` has `value`. Creates parent mappings that are missing or null.

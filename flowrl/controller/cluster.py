@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self
@@ -112,7 +113,9 @@ class Cluster:
         self.notify = notify or _log.warning
         """Shows the user a message. Programs with a progress display replace this function."""
         if backend == "ray":
-            backend = _make_ray_backend(address, self._notify, prepare, fork_workers)
+            from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (inline runs need no ray)
+
+            backend = RayBackend(address, self._notify, prepare, fork_workers)
         self._backend: Backend = InlineBackend() if backend == "inline" else backend
         self.calls = Calls(self._backend, call_timeout_s, start_timeout_s, self._notify)
         self._failure_groups: dict[str, FailureGroup] = {}
@@ -126,7 +129,8 @@ class Cluster:
         self._attempt = 0
         self._has_lost_nodes = False
         self._prepare = prepare
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.close)  # nobody has the cluster yet, so nobody else ends its processes
             if planned is None:
                 planned = plan(placement, self._backend.inventory(placement.device, devices), roles, dedicated)
             self.plan: Plan = planned
@@ -140,9 +144,7 @@ class Cluster:
             self._threads_by_node = self._divide_threads()
             use_threads(self._threads_by_node[0])
             self._tasks = self._make_tasks()
-        except BaseException:  # nobody has the cluster yet, so nobody else ends its processes
-            self.close()
-            raise
+            on_error.pop_all()
 
     def _notify(self, text: str) -> None:
         self.notify(text)  # reads the attribute at each call, because programs replace it
@@ -372,11 +374,3 @@ class Cluster:
 
 
 _TASK_POOL = PoolPlan(TASKS, (Slot(TASKS, 0, 0, 0, device=-1),))
-
-
-def _make_ray_backend(
-    address: str | None, notify: Callable[[str], None], prepare: tuple[str, ...], fork_workers: bool | Literal["auto"]
-) -> Backend:
-    from flowrl.controller.backends.ray_backend import RayBackend  # noqa: PLC0415 (lazy: inline runs need no ray)
-
-    return RayBackend(address, notify, prepare, fork_workers)

@@ -480,7 +480,11 @@ class WorkerGroup:
         self, contract: Contract, arguments: Sequence[Mapping[str, Any] | None], results: Mapping[int, CallRef]
     ) -> Batch:
         """Returns a batch of the results of the leader ranks, in the row order of the input batch."""
-        slices = [_find_slice(args) for args in arguments if args is not None]
+        slices = [
+            next((value for value in args.values() if isinstance(value, BatchSlice)), None)
+            for args in arguments
+            if args is not None
+        ]
         shards = []
         for index, rows in zip(get_leader_ranks(self.mesh), slices, strict=True):
             record = results[index].record
@@ -492,9 +496,9 @@ class WorkerGroup:
         order = find_row_order(splits) if contract.rows == "same" else None
         return Batch.of_block(block, columns, order, self.tasks)
 
-    def wait_for_batch(self, batch: Batch, timeout_s: float | None = None) -> None:
+    def wait_for_batch(self, batch: Batch) -> None:
         """Waits for the calls that compute a batch. Raises `FlowError` if a call failed."""
-        self._calls.wait(find_records(batch), timeout_s)
+        self._calls.wait(find_records(batch), None)
 
 
 # The rest is for group types, which `flowrl stubs` writes. They exist only in stub files.
@@ -538,10 +542,6 @@ def _name_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
     return arguments
-
-
-def _find_slice(arguments: Mapping[str, Any]) -> BatchSlice | None:
-    return next((argument for argument in arguments.values() if isinstance(argument, BatchSlice)), None)
 
 
 def _count_result_rows(contract: Contract, rows: BatchSlice | None) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from flowrl.config.data.data_settings import TEMPLATE_FILE
-from flowrl.data.input_paths import MAX_POSITIONS, find_model_problem, read_vocabulary_size
+from flowrl.data.folders.input_paths import MAX_POSITIONS, find_model_problem, read_vocabulary_size
 from flowrl.data.messages import DataError, Message, Speaker
 from flowrl.data.template import (
     INCLUDED,

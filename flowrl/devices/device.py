@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowrl.devices.peak_flops import find_peak_flops
+from flowrl.devices.device_rates import find_peak_flops
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of process groups. It exceeds the timeouts of calls, whose errors name the rank that is late.

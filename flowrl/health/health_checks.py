@@ -6,8 +6,7 @@ from itertools import pairwise
 from operator import itemgetter
 from statistics import median
 
-from flowrl.health.measurement import Check, Measurement, RunFacts
-from flowrl.health.step_window import EvaluationPoint, StepWindow, spread
+from flowrl.health.measurement import Check, EvaluationPoint, Measurement, RunFacts, StepWindow, spread
 
 # Held-out evaluations.
 

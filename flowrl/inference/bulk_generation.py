@@ -143,7 +143,7 @@ def describe_inputs(source: ModelSource, prompts: Sequence[PromptRow], reward: s
     """Returns checksums of the model, the prompts and the reward, by which a resumed program detects changed inputs."""
     inputs = {
         "the checksum of the model": _model_checksum(source.path),
-        "the checksum of the prompts": _prompt_checksum(prompts),
+        "the checksum of the prompts": f"{zlib.crc32(b''.join(_encoded(prompts))):08x}",
     }
     return inputs if reward is None else {**inputs, "the checksum of the reward": _reward_checksum(reward)}
 
@@ -162,10 +162,6 @@ def _reward_checksum(reward: str) -> str:
 
 def _format(checksum: FileChecksum | None) -> str:
     return "unreadable" if checksum is None else f"{checksum.crc32:08x}"
-
-
-def _prompt_checksum(prompts: Sequence[PromptRow]) -> str:
-    return f"{zlib.crc32(b''.join(_encoded(prompts))):08x}"
 
 
 def _encoded(prompts: Sequence[PromptRow]) -> Iterator[bytes]:

@@ -15,14 +15,14 @@ from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.system_info import SYSTEM_FILE
 from flowrl.config.source import parse, parse_json, read_text
-from flowrl.data.input_paths import find_model_file, is_hub_name
+from flowrl.data.folders.input_paths import find_model_file, is_hub_name
 from flowrl.data.metric import finite
 from flowrl.health import read_findings
-from flowrl.health.findings import FILE
-from flowrl.report.page.config_data import flatten_settings
+from flowrl.health.monitor import FILE
 from flowrl.report.page.run_data import evaluations
 from flowrl.report.plots import draw_curves
 from flowrl.report.rollout_log import RolloutLogError, read_rows, saved_steps
+from flowrl.report.value_diff import flatten_settings
 
 TRAINING = "training"
 """Folder of the run's files in an exported model."""

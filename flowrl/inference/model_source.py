@@ -10,8 +10,8 @@ from typing import Literal
 from flowrl.checkpoints.checkpoints import MANIFEST, Checkpoint, Checkpoints, read_checkpoint
 from flowrl.config import ADAPTER_SETTINGS, ModelConfig, UserError, read_base_model
 from flowrl.config.source import read
+from flowrl.data.folders.input_paths import find_model_problem
 from flowrl.data.folders.private_folder import PrivateFolder, create_folder, remove_abandoned_folders
-from flowrl.data.input_paths import find_model_problem
 
 _KIND = "model"
 """Part of the name of temporary folders."""

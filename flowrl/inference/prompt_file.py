@@ -60,7 +60,10 @@ def read_prompt_rows(
             raise DataError(
                 f"{row.location}: column {name!r} has the name of a column of the output: rename it in the file"
             )
-    return rows if system is None else [_with_system(row, system) for row in rows]
+    if system is None:
+        return rows
+    first = Message("system", system)
+    return [row if row.messages[0].role == "system" else replace(row, messages=(first, *row.messages)) for row in rows]
 
 
 def _read_bytes(source: str, stdin: BinaryIO) -> bytes:
@@ -98,12 +101,6 @@ def _is_json_object(line: bytes) -> bool:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _with_system(row: Conversation, system: str) -> Conversation:
-    if row.messages[0].role == "system":
-        return row
-    return replace(row, messages=(Message("system", system), *row.messages))
 
 
 def tokenize_rows(

@@ -4,6 +4,7 @@ import codecs
 import fcntl
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TextIO
 
@@ -91,11 +92,10 @@ class ResumableFile:
             self._file: BinaryIO = self._partial.open("a+b")
         except OSError as error:
             raise self._write_error(error) from error
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._file.close)  # otherwise, the lock of the file would remain
             self._open(settings)
-        except BaseException:  # otherwise, the lock of the file would remain
-            self._file.close()
-            raise
+            on_error.pop_all()
         self.done = frozenset(self._offsets)
 
     def _open(self, settings: Mapping[str, Any]) -> None:
@@ -135,7 +135,12 @@ class ResumableFile:
                 raise self._foreign_error() from error
             position += len(line)
         if old is not None and self._offsets:
-            self._check_settings(old, settings)
+            for name in {**old, **settings}:
+                if old.get(name) != settings.get(name):
+                    raise UserError(
+                        f"{name} was {old.get(name)} when {self._partial} was begun, but is {settings.get(name)} now: "
+                        f"restore it, or remove the file to start over"
+                    )
             self._file.truncate(position)
         else:
             self._file.truncate(0)
@@ -145,14 +150,6 @@ class ResumableFile:
         return UserError(
             f"--output: {self._partial} was not written by flowrl generate: remove it, or choose another file"
         )
-
-    def _check_settings(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        for name in {**old, **new}:
-            if old.get(name) != new.get(name):
-                raise UserError(
-                    f"{name} was {old.get(name)} when {self._partial} was begun, but is {new.get(name)} now: restore "
-                    f"it, or remove the file to start over"
-                )
 
     def write(self, row: Row) -> None:
         self._append(encode_row(row))

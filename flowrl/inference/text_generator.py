@@ -310,7 +310,11 @@ def check_engine(settings: EngineSettings, model: Path, device: str, dtype: str,
     _check_replica(settings, count_gpus() if kind == "cuda" else None)
     if problem := find_replica_problem(model, settings.replica):
         raise UserError(f"the engine has {problem}")
-    _check_arguments(settings)
+    if settings.engine_args and settings.engine != "vllm":
+        raise UserError(
+            f"engine arguments {', '.join(settings.engine_args)} are those of vLLM, but the engine is "
+            f"{settings.engine}: choose engine vllm, or remove them"
+        )
     quantized = known.quantizations.get(settings.quantization or "")
     for package in (*known.packages, *(quantized.packages if quantized else ())):
         if find_spec(package.module) is None:
@@ -369,11 +373,3 @@ def _check_temperature(settings: EngineSettings, kind: DeviceKind, temperature: 
     problem = find_speculation_problem(settings.engine_args, kind)
     if problem is not None and temperature > 0:
         raise UserError(f"{problem} at temperature {temperature:g}: set temperature 0, or remove speculative_config")
-
-
-def _check_arguments(settings: EngineSettings) -> None:
-    if settings.engine_args and settings.engine != "vllm":
-        raise UserError(
-            f"engine arguments {', '.join(settings.engine_args)} are those of vLLM, but the engine is "
-            f"{settings.engine}: choose engine vllm, or remove them"
-        )

@@ -152,17 +152,14 @@ def render_memory(devices: Sequence[DeviceMemory], budget: MemoryBudget) -> str:
             rows += [["", term, *[""] * 9, _gb(count)] for term, count in _fixed_terms(first).items()]
         rows.append(["", *_total_cells(first, budget)])
     title = "memory in GB per device: state of each role, its largest call, and the peak"
-    return "\n".join([title, *aligned(rows, 2), *_host_lines(devices), *_sources(devices)])
-
-
-def _host_lines(devices: Sequence[DeviceMemory]) -> list[str]:
-    """Returns one line per node with memory of roles on GPUs, in addition to the memory of the processes."""
-    return [
+    # One line per node with memory of roles on GPUs, in addition to the memory of the processes.
+    host_lines = [
         f"host memory of node {node}: {sum(terms.values()) / GB:.1f} ("
         + ", ".join(f"{term} {_gb(count)}" for term, count in terms.items())
         + ")"
         for node, terms in host_memory(devices).items()
     ]
+    return "\n".join([title, *aligned(rows, 2), *host_lines, *_sources(devices)])
 
 
 def _fixed_terms(device: DeviceMemory) -> dict[str, int]:

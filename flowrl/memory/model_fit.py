@@ -23,8 +23,8 @@ from flowrl.config.engines.rollout_engines import get_capabilities
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
 from flowrl.config.source import read_json
 from flowrl.controller.placement.plan import Mesh, RolePlan
-from flowrl.data.experts.mixture import ROUTER_SCORES, read_mixture
-from flowrl.data.input_paths import MAX_POSITIONS, read_text_config
+from flowrl.data.folders.input_paths import MAX_POSITIONS, read_text_config
+from flowrl.data.mixture import ROUTER_SCORES, read_mixture
 from flowrl.engines.train.pipeline.stage_schedule import FAMILIES, StageLayers
 from flowrl.memory.model_size import ModelSize, read_model_size
 from flowrl.memory.role_memory import NF4_VALUES

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.config.source import read_json
-from flowrl.data.experts.mixture import read_mixture
-from flowrl.data.input_paths import find_model_file, is_hub_name
+from flowrl.data.folders.input_paths import find_model_file, is_hub_name
+from flowrl.data.mixture import read_mixture
 from flowrl.engines.train.pipeline.stage_schedule import StageLayers, split_layers
 
 PUBLISHED = Path(__file__).parent / "published_sizes.json"

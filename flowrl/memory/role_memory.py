@@ -31,7 +31,7 @@ flowrl/engines/models/adapters/quantized_base.py).
 """
 
 QUANTIZATION_BLOCK = 64
-"""Number of values of 8-bit moments with a common scale (`BLOCK` in flowrl/engines/train/module_state.py)."""
+"""Number of values of 8-bit moments with a common scale (`BLOCK` in flowrl/engines/train/module_engine.py)."""
 
 
 @dataclass(frozen=True)

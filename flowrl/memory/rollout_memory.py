@@ -98,7 +98,7 @@ def hf_memory(load: RolloutLoad) -> RoleMemory:
     written_slots = max(_needed_slots(prompt, config.max_response_tokens), 3 * final_slots // 4)
     decode_slots = rows * (final_slots if device_type == "cuda" else written_slots)
     steps = [
-        (prefill_slots * slot_bytes, _prefill(size, param_bytes, prefill_tokens) + int8_sums),
+        (prefill_slots * slot_bytes, min(PREFILL_TOKENS, prefill_tokens) * _run_bytes(size, param_bytes) + int8_sums),
         (decode_slots * slot_bytes, _decode(size, param_bytes, rows, final_slots, previous_slots)),
     ]
     kv_cache, activations = max(steps, key=sum)
@@ -219,10 +219,6 @@ def num_slots(prompt: int, response: int) -> tuple[int, int]:
 def _run_bytes(size: ModelSize, param_bytes: int) -> int:
     """Returns the bytes per token of a layer without autograd: residual stream, input and three MLP activations."""
     return param_bytes * (2 * size.hidden + 3 * size.mlp)
-
-
-def _prefill(size: ModelSize, param_bytes: int, num_tokens: int) -> int:
-    return min(PREFILL_TOKENS, num_tokens) * _run_bytes(size, param_bytes)
 
 
 def _decode(size: ModelSize, param_bytes: int, rows: int, slots: int, previous_slots: int) -> int:

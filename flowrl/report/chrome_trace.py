@@ -119,7 +119,7 @@ def chrome_trace(
         trace.append(_label("thread_name", pid, tid, name=f"{row.role} {row.rank}"))
         trace.append(_label("thread_sort_index", pid, tid, sort_index=tid))
     origin_ns = _origin_ns(events)
-    ids = {event.number: _process_and_thread(event, pids, tids) for event in events}
+    ids = {event.number: {"pid": pids[event.pool, event.device_label], "tid": tids[Row.of(event)]} for event in events}
     by_number = {event.number: event for event in events}
     for parts in sorted(call_parts(events), key=lambda parts: parts.event.started_ns):
         event = parts.event
@@ -132,7 +132,11 @@ def chrome_trace(
             trace.append(_arrow("s", event, arrow_ns - origin_ns) | ids[last.number])
             trace.append(_arrow("f", event, event.started_ns - origin_ns) | ids[event.number] | {"bp": "e"})
     trace += [_mark(resume, by_number[resume.number].submitted_ns - origin_ns) for resume in resumes]
-    trace += [_counter(counted, origin_ns) for counted in counts if events]
+    trace += [
+        {"ph": "C", "name": "groups", "pid": 0, "tid": 0, "ts": (at.at_ns - origin_ns) / 1e3, "args": dict(at.values)}
+        for at in counts
+        if events
+    ]
     return {
         "traceEvents": trace,
         "displayTimeUnit": "ms",
@@ -142,18 +146,6 @@ def chrome_trace(
 
 def _origin_ns(events: Iterable[CallEvent]) -> int:
     return min((event.submitted_ns for event in events), default=0)
-
-
-def _counter(counted: Counted, origin_ns: int) -> dict[str, Any]:
-    at = (counted.at_ns - origin_ns) / 1e3
-    return {"ph": "C", "name": "groups", "pid": 0, "tid": 0, "ts": at, "args": dict(counted.values)}
-
-
-def _process_and_thread(
-    event: CallEvent, pids: Mapping[tuple[str, str], int], tids: Mapping[Row, int]
-) -> dict[str, int]:
-    row = Row.of(event)
-    return {"pid": pids[row.pool, row.device], "tid": tids[row]}
 
 
 def _label(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

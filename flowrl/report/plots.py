@@ -1,25 +1,16 @@
-"""Plots of a run: `curves.png` (metrics per step) and `timeline.png` (calls per rank). Imports matplotlib."""
+"""Draws the metrics of a run as a picture, for the cards of exported models. Imports matplotlib."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
 from pathlib import Path
-from typing import Any
 
-from matplotlib import colormaps
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from flowrl.checkpoints.run_folder import replacing
-from flowrl.data.events import CallEvent
-from flowrl.report.chrome_trace import Row
-from flowrl.report.trace import Segment, busy_fractions, call_name, critical_path, since
 
 
 @dataclass(frozen=True)
@@ -82,17 +73,15 @@ PANELS = (
         needs="staleness",
     ),
 )
-"""Panels of `curves.png`, in order. Lines without values and panels without lines are omitted."""
+"""Panels of the picture, in order. Lines without values and panels without lines are omitted."""
 
 MAX_MARKED_POINTS = 25
 """Largest number of points that are drawn with markers. Longer curves are smoothed."""
 
-_PATH_COLOR = "#222222"
 
-
-def draw_curves(history: Sequence[Mapping[str, float]], path: Path, *, panels: Sequence[Panel] = PANELS) -> None:
+def draw_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
     """Draws panels of the metrics in `MetricsLog.history` into a PNG file, which is replaced atomically."""
-    series = [(panel, lines) for panel in panels if (lines := select_lines(history, panel))]
+    series = [(panel, lines) for panel in PANELS if (lines := select_lines(history, panel))]
     num_columns = min(3, max(1, len(series)))
     num_rows = max(1, ceil(len(series) / num_columns))
     figure = Figure(figsize=(4.6 * num_columns, 3.0 * num_rows), layout="constrained")
@@ -163,93 +152,3 @@ def smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
         norm = weight * norm + 1
         averages.append(total / norm)
     return averages
-
-
-def draw_timeline(
-    events: Sequence[CallEvent], path: Path, *, window_s: float | None = None, until_ns: int | None = None
-) -> None:
-    """Draws the calls of every rank into a PNG file, colored by method, with the busy fraction of each device.
-
-    A dark line below the calls marks the critical path. The plot shows the last `window_s` seconds (None: all) before
-    `until_ns` (None: the end of the last call). The file is replaced atomically.
-    """
-    end_ns = max((event.ended_ns for event in events), default=0) if until_ns is None else until_ns
-    start_ns = min((event.started_ns for event in events), default=0)
-    if window_s is not None:
-        start_ns = max(start_ns, end_ns - int(window_s * 1e9))
-    rows = sorted({Row.of(event) for event in events})
-    visible = [event for event in events if event.ended_ns > start_ns and event.started_ns < end_ns]
-    colors = _method_colors(visible)
-    figure = Figure(figsize=(13, min(40.0, 1.5 + 0.42 * max(2, len(rows)))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    row_index = {row: i for i, row in enumerate(rows)}
-    _draw_calls(axes, visible, row_index, colors, start_ns, end_ns)
-    _draw_path(axes, since(critical_path(visible), start_ns), row_index, start_ns)
-    axes.set_xlim(0, max(1e-3, (end_ns - start_ns) / 1e9))
-    _label_rows(axes, rows, busy_fractions(events, start_ns, end_ns))
-    handles: list[Artist] = [Patch(color=color, label=call) for call, color in colors.items()]
-    if handles:
-        handles.append(Line2D([], [], color=_PATH_COLOR, linewidth=2.5, label="critical path"))
-        figure.legend(handles=handles, loc="outside upper left", ncols=6, frameon=False, fontsize=9)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120, facecolor="white")
-
-
-def _draw_calls(
-    axes: Axes,
-    events: Sequence[CallEvent],
-    row_index: Mapping[Row, int],
-    colors: Mapping[str, Any],  # Any: matplotlib's color type
-    start_ns: int,
-    end_ns: int,
-) -> None:
-    spans: defaultdict[tuple[Row, str], list[tuple[float, float]]] = defaultdict(list)
-    for event in events:
-        spans[Row.of(event), call_name(event)].append(_bar(max(event.started_ns, start_ns), event.ended_ns, start_ns))
-    # White edges separate consecutive calls, but would hide bars of one or two pixels.
-    min_edged_s = (end_ns - start_ns) / 1e9 / 150
-    for (row, call), bars in spans.items():
-        edges = [0.5 if duration_s > min_edged_s else 0.0 for _, duration_s in bars]
-        y = (row_index[row] - 0.36, 0.72)
-        axes.broken_barh(bars, y, facecolor=colors[call], edgecolor="white", linewidth=edges, snap=False)
-
-
-def _draw_path(axes: Axes, path: Sequence[Segment], row_index: Mapping[Row, int], start_ns: int) -> None:
-    bars_of: defaultdict[Row, list[tuple[float, float]]] = defaultdict(list)
-    for segment in path:
-        if segment.part != "driver":
-            bars_of[Row.of(segment.event)].append(_bar(segment.start_ns, segment.end_ns, start_ns))
-    for row, bars in bars_of.items():
-        axes.broken_barh(bars, (row_index[row] + 0.39, 0.09), facecolor=_PATH_COLOR, linewidth=0, snap=False)
-
-
-def _bar(begin_ns: int, end_ns: int, origin_ns: int) -> tuple[float, float]:
-    return (begin_ns - origin_ns) / 1e9, (end_ns - begin_ns) / 1e9
-
-
-def _method_colors(events: Sequence[CallEvent]) -> dict[str, Any]:
-    calls = sorted({call_name(event) for event in events})
-    palette = colormaps["tab10" if len(calls) <= 10 else "tab20"]
-    return {call: palette(i % palette.N) for i, call in enumerate(calls)}
-
-
-def _label_rows(axes: Axes, rows: Sequence[Row], busy: dict[str, float]) -> None:
-    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [f"{row.role} {row.rank}" for row in rows], fontsize=9)
-    axes.set_xlabel("seconds", fontsize=9, color="#444444")
-    axes.grid(axis="x", color="#e3e3e3", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0, labelsize=9, colors="#333333")
-    rows_of: dict[tuple[str, str], list[int]] = {}
-    for i, row in enumerate(rows):
-        rows_of.setdefault((row.pool, row.device), []).append(i)
-    for (pool, device), indices in rows_of.items():
-        text = f"{device}\n{pool} pool: {busy[device]:.0%} busy"
-        middle = (indices[0] + indices[-1]) / 2
-        axes.annotate(
-            text, (1.01, middle), xycoords=("axes fraction", "data"), va="center", fontsize=9, annotation_clip=False
-        )
-        if indices[0]:
-            axes.axhline(indices[0] - 0.5, color="#999999", linewidth=0.8)

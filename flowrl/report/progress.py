@@ -178,8 +178,6 @@ class LiveProgress(RunObserver):
         self,
         num_steps: int,
         *,
-        title: str = "training",
-        shown: Mapping[str, str] = SHOWN,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -187,13 +185,11 @@ class LiveProgress(RunObserver):
 
         Args:
             num_steps: total number of steps of the run.
-            title: label of the progress bar.
-            shown: format per metric. If a step lacks a metric, the metric's previous value and its step are shown.
             console: output console; None selects standard output.
             clock: returns the current time in seconds.
         """
         self.console = console or make_console()
-        self._num_steps, self._title, self._shown, self._clock = num_steps, title, shown, clock
+        self._num_steps, self._clock = num_steps, clock
         self._latest: dict[str, tuple[int, float]] = {}
         """Metric -> (step, value) of its last value."""
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -210,11 +206,11 @@ class LiveProgress(RunObserver):
                 TextColumn("{task.fields[line]}", markup=False),
                 console=self.console,
             )
-            self._task = self._bar.add_task(title, total=num_steps, line="")
+            self._task = self._bar.add_task("training", total=num_steps, line="")
 
     def add_values(self, step: int, values: Mapping[str, float]) -> None:
         """Adds values of a step to the next line, such as those of an evaluation that ends in a later step."""
-        shown = {name: (step, value) for name, value in values.items() if name in self._shown and not math.isnan(value)}
+        shown = {name: (step, value) for name, value in values.items() if name in SHOWN and not math.isnan(value)}
         self._latest.update(shown)
 
     def evaluated(
@@ -233,23 +229,22 @@ class LiveProgress(RunObserver):
         self._seconds.append(values.get("seconds", now_s - self._updated_s))
         self._updated_s = now_s
         self.add_values(step, values)
-        parts = [self._part(name, step) for name in self._shown if name in self._latest and not self._is_omitted(name)]
-        line = self._fitted([*parts, f"ETA {format_clock(self._seconds_left(step))}"])
+        names = [name for name in SHOWN if name in self._latest]
+        parts = [self._part(name, step) for name in names if name != FAILED_FRACTION or self._latest[name][1]]
+        seconds_left = max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
+        line = self._fitted([*parts, f"ETA {format_clock(seconds_left)}"])
         if self._bar is not None:
             self._bar.start()
             self._bar.update(self._task, completed=step, line=line)
             return
-        self._unshown = Text(f"{self._title} {step}/{self._num_steps}  {line}")
+        self._unshown = Text(f"training {step}/{self._num_steps}  {line}")
         if now_s - self._shown_s >= LINE_INTERVAL_S or step == self._num_steps:
             self._shown_s = now_s
             self._show()
 
-    def _is_omitted(self, name: str) -> bool:
-        return name == FAILED_FRACTION and not self._latest[name][1]
-
     def _part(self, name: str, step: int) -> str:
         measured_at, value = self._latest[name]
-        text = self._shown[name].format(value)
+        text = SHOWN[name].format(value)
         return text if measured_at == step else f"{text} (step {measured_at})"
 
     def _show(self) -> None:
@@ -257,12 +252,9 @@ class LiveProgress(RunObserver):
             self.console.print(self._unshown, soft_wrap=True)
             self._unshown = None
 
-    def _seconds_left(self, step: int) -> float:
-        return max(0, self._num_steps - step) * sum(self._seconds) / len(self._seconds)
-
     def _fitted(self, parts: list[str]) -> str:
         """Joins the parts. On a narrow terminal, drops metrics from the end but keeps the ETA."""
-        max_width = self.console.width - len(self._title) - 2 * len(str(self._num_steps)) - 18
+        max_width = self.console.width - len("training") - 2 * len(str(self._num_steps)) - 18
         while self._bar is not None and len(parts) > 2 and len("  ".join(parts)) > max_width:
             del parts[-2]
         return "  ".join(parts)
@@ -317,11 +309,9 @@ _TITLES = {
 }
 
 
-def before_after_table(
-    rows: Sequence[tuple[str, float | None, float | None]], *, title: str = "Before and after training"
-) -> Table:
+def before_after_table(rows: Sequence[tuple[str, float | None, float | None]]) -> Table:
     """Returns a table of metrics before and after training. Each row is (name, before, after). None: no value."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title="Before and after training", title_justify="left")
     table.add_column("")
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
@@ -331,12 +321,13 @@ def before_after_table(
     return table
 
 
-def completions_table(samples: Sequence[Mapping[str, Any]], *, title: str = "Sample completions") -> Table:
+def completions_table(samples: Sequence[Mapping[str, Any]]) -> Table:
     """Returns a table of responses.
 
     `samples` have `prompt`, `response`, and optionally `before`, `answer` and `score`. Missing values may be None.
     """
-    table = Table(title=title, title_justify="left", show_lines=any("\n" in str(s["response"]) for s in samples))
+    has_lines = any("\n" in str(sample["response"]) for sample in samples)
+    table = Table(title="Sample completions", title_justify="left", show_lines=has_lines)
     table.add_column("prompt")
     has_before, has_answer, has_score = (
         any(sample.get(key) is not None for sample in samples) for key in _OPTIONAL_COLUMNS

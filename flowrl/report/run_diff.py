@@ -15,9 +15,8 @@ from flowrl.checkpoints.run_files import Record, read_config, read_inputs, read_
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.data.console import printable, round_pair
 from flowrl.report import usage
-from flowrl.report.page.config_data import compare_settings
 from flowrl.report.rollout_log import Kind, MissingStepError, Row, read_rows, saved_steps
-from flowrl.report.value_diff import Change, Tolerance, changed_values, first_difference, shorten
+from flowrl.report.value_diff import Change, Tolerance, changed_values, compare_settings, first_difference, shorten
 
 _IGNORED_SETTINGS = ("output", "resume")
 """Settings that do not change results."""

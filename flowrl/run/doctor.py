@@ -150,13 +150,9 @@ def _versions(config: RolloutConfig) -> list[str]:
     """Returns names and versions of the packages of the engine."""
     versions = []
     for package in config.capabilities.packages:
-        found = [name for name in package.distributions if _is_installed(name)]
+        found = [name for name in package.distributions if any(metadata.distributions(name=name))]
         versions += [f"{name} {metadata.version(name)}" for name in found[:1]]
     return versions
-
-
-def _is_installed(distribution: str) -> bool:
-    return bool(list(metadata.distributions(name=distribution)))
 
 
 def _compare_weights(

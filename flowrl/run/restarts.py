@@ -32,7 +32,6 @@ class RestartPolicy:
         self._retained: Cluster | None = None
         self._message = ""
         self._last_failure: tuple[str, int] | None = None
-        self._draw: Callable[[], None] | None = None
 
     @contextmanager
     def cluster(
@@ -55,23 +54,6 @@ class RestartPolicy:
         finally:
             if self._retained is None:
                 cluster.close()
-            if not self.is_restarting:
-                self._draw_plots(config, cluster)
-
-    def _draw_plots(self, config: RunConfig, cluster: "Cluster") -> None:
-        draw, self._draw = self._draw, None
-        if draw is not None:
-            try:
-                draw()
-            except OSError as lost:  # not raised, because the first error is reported
-                cluster.notify(f"the plots in {config.output} are incomplete: {lost}")
-
-    def draw_at_end(self, draw: Callable[[], None]) -> None:
-        """Postpones the plots of a failed attempt: `draw` is called when the last attempt has ended.
-
-        A later attempt that fails replaces `draw`.
-        """
-        self._draw = draw
 
     def _can_restart(self, error: WorkerError, config: RunConfig, cluster: "Cluster") -> bool:
         """Whether a restart may succeed, because a process failed and neither a bug nor invalid input is the cause."""
@@ -165,22 +147,18 @@ def _explaining_folder_errors(folder: Path) -> Iterator[None]:
         if str(folder) not in cause:
             raise
         if isinstance(error, OSError) and is_disk_full(error):
-            raise UserError(_describe_full_disk(folder, error)) from error
+            steps = Checkpoints(folder).steps()
+            resume = f"; resume=auto resumes from step {max(steps)}" if steps else ""
+            raise UserError(
+                f"cannot write to output folder {folder} ({error.strerror}): free disk space, or set output to another "
+                f"disk{resume}"
+            ) from error
         if not cause.startswith(FileNotFoundError.__name__) or not has_existed or folder.exists():
             raise
         raise UserError(
             f"output folder {folder} has disappeared during the run: start the run again, and keep the folder until "
             f"it ends"
         ) from error
-
-
-def _describe_full_disk(folder: Path, error: OSError) -> str:
-    steps = Checkpoints(folder).steps()
-    resume = f"; resume=auto resumes from step {max(steps)}" if steps else ""
-    return (
-        f"cannot write to output folder {folder} ({error.strerror}): free disk space, or set output to another disk"
-        f"{resume}"
-    )
 
 
 def _has_checkpoint(config: RunConfig) -> bool:

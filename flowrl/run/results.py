@@ -1,8 +1,7 @@
-"""Results at the end of a run: trace, plots, summary and the tables in the terminal."""
+"""Results at the end of a run: trace, summary and the tables in the terminal."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -11,15 +10,14 @@ from flowrl.checkpoints.run_folder import RunFolder, replacing, write_json
 from flowrl.config import RolloutRunConfig, RunConfig
 from flowrl.controller.errors import FlowError
 from flowrl.controller.group import WorkerGroup
-from flowrl.data.events import CallEvent, Counted
+from flowrl.data.events import Counted
 from flowrl.report.chrome_trace import Trace, TraceError, chrome_trace, read_trace
 from flowrl.report.progress import completions_table, result_table
-from flowrl.report.recorded_calls import MAX_CALLS
 from flowrl.report.rollout_log import RolloutLogError, evenly_spaced, read_rows, saved_steps
 from flowrl.report.run_observer import RunObserver
-from flowrl.report.trace import loop_events
+from flowrl.report.trace import MAX_CALLS
 from flowrl.run.datasets.templates import save_template
-from flowrl.run.monitoring.step_log import DRAWN_STEPS, StepLog
+from flowrl.run.monitoring.step_log import StepLog
 from flowrl.run.start import StartedRun
 
 SAVE_TIMEOUT_S = 60.0
@@ -30,11 +28,10 @@ NUM_RESPONSES = 8
 
 
 class ResultFiles(RunObserver):
-    """Writes the trace, the plots and the summary of a run."""
+    """Writes the trace and the summary of a run."""
 
-    def __init__(self, started: StartedRun, history: Sequence[Mapping[str, float]], log: StepLog) -> None:
-        self._folder, self._cluster, self._history, self._log = started.folder, started.cluster, history, log
-        self._draws_plots = started.config.report.plots
+    def __init__(self, started: StartedRun, log: StepLog) -> None:
+        self._folder, self._cluster, self._log = started.folder, started.cluster, log
         self._resumed, self._earlier = started.resumed, Trace()
         if started.resumed is not None:
             with suppress(TraceError):  # a killed process has not written a trace
@@ -43,17 +40,12 @@ class ResultFiles(RunObserver):
         """Returns the time series of the rollout source."""
 
     def ended(self, summary: Mapping[str, Any]) -> None:
-        events = self._write_trace()
-        self._draw(events, self._log.last_ended_ns)
+        self.write_trace()
         # Last, because a run with a summary is complete.
         write_json(self._folder.summary, summary)
 
-    def write_partial(self, draw_at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Writes the trace of a failed run. A restart does not wait for its plots, which `draw_at_end` postpones."""
-        draw_at_end(partial(self._draw, self._write_trace()))
-
-    def _write_trace(self) -> Sequence[CallEvent]:
-        """Writes `trace.json`, and returns the calls of this process."""
+    def write_trace(self) -> None:
+        """Writes `trace.json`."""
         events, dropped_until_ns = list(self._cluster.calls.events), self._log.recorded.dropped_until_ns
         trace = Trace(events, dropped_until_ns=dropped_until_ns)
         if self._resumed is not None and not dropped_until_ns:
@@ -61,18 +53,6 @@ class ResultFiles(RunObserver):
         trace = trace.counted(self.counted()).last_calls(max(MAX_CALLS, len(events)))
         value = chrome_trace(trace.events, trace.resumes, trace.counts, trace.dropped_until_ns)
         write_json(self._folder.trace, value, indent=None)
-        return events
-
-    def _draw(self, events: Sequence[CallEvent], until_ns: int | None = None) -> None:
-        """Draws `curves.png`, and the last steps of `timeline.png`. `until_ns` is the end of the timeline."""
-        if not self._draws_plots:
-            return
-        from flowrl.report.plots import draw_curves, draw_timeline  # noqa: PLC0415 (matplotlib only for plots)
-
-        draw_curves(self._history, self._folder.curves)
-        # Calls of a full run would be thinner than a pixel. A few steps show which calls overlap.
-        window_s = sum(line.get("seconds", 0.0) for line in self._history[-DRAWN_STEPS:])
-        draw_timeline(loop_events(events), self._folder.timeline, window_s=window_s or None, until_ns=until_ns)
 
 
 def save_weights(group: WorkerGroup, started: StartedRun, timeout_s: float | None = None) -> None:

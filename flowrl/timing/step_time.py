@@ -1,4 +1,7 @@
-"""Determines the phases of a training step from the settings and the placement plan, and estimates their times."""
+"""Determines the phases of a training step from the settings and the placement plan, and estimates their times.
+
+`render_time` shows them as a table with their assumptions.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -27,21 +30,24 @@ from flowrl.config import (
     shards_model,
 )
 from flowrl.controller.placement.plan import Mesh, Plan
+from flowrl.controller.placement.plan_table import aligned
 from flowrl.controller.placement.weight_transport import choose_transports
 from flowrl.data.dtypes import ITEMSIZE
 from flowrl.devices.device_rates import (
     DECODE_WAIT,
     EAGER_DECODE_WAIT,
+    GENERATION,
     LINK,
     MEMORY,
     PAGEABLE_COPY,
+    TRAINING,
     WEIGHT_SYNC,
+    AssumedRate,
     DeviceRates,
 )
-from flowrl.engines.train.model_flops import ModelFlops, planned_flops
+from flowrl.engines.train.model_flops import planned_flops
 from flowrl.memory.device_settings import FittedRun
 from flowrl.memory.memory_estimate import explain_unknown_sizes, read_role_models
-from flowrl.memory.role_memory import RoleModel
 from flowrl.memory.rollout_memory import weight_bytes
 from flowrl.timing.phase_time import GenerationLoad, PassLoad, generation_time, pass_time
 
@@ -256,11 +262,6 @@ class _StepEstimator:
         epochs = config.ppo_epochs if isinstance(config, OnPolicyConfig) else 1
         return config.minibatch_size, epochs * math.ceil(config.trained_per_step / config.minibatch_size)
 
-    def _flops(self, model: RoleModel) -> ModelFlops:
-        flops = planned_flops(model.size.config, has_head=model.is_policy, lora=model.lora)
-        assert flops is not None, "models of known size have matrices of known kinds"
-        return flops
-
     def _devices(self, role: str) -> frozenset[DeviceIndex]:
         return frozenset(device for slot in self._planned.slots(role) for device in slot.node_devices)
 
@@ -282,7 +283,9 @@ class _StepEstimator:
         link, stage_link = (
             self._link(role, num_devices=ranks * model.mesh.tp * stages) for stages in (1, model.mesh.pp)
         )
-        time = pass_time(model, self._flops(model), load, self._rates, link, stage_link)
+        flops = planned_flops(model.size.config, has_head=model.is_policy, lora=model.lora)
+        assert flops is not None, "models of known size have matrices of known kinds"
+        time = pass_time(model, flops, load, self._rates, link, stage_link)
         details = f"compute {time.compute_s:.1f}"
         details += f" (idle {time.idle_share:.0%})" if model.mesh.pp > 1 else ""
         details += f", overlapped {time.overlapped_s:.1f}" if time.overlapped_s else ""
@@ -382,3 +385,42 @@ class _StepEstimator:
         seconds = num_bytes / rate[transport]
         sent = actor.adapter if transport == "adapter" else num_bytes
         return Phase("weight sync", "sync", devices, seconds, f"{sent / 1e9:.1f} GB, transport {transport}")
+
+
+def render_time(step: StepTime) -> str:
+    """Returns a table with one line per phase, the sum, and the assumptions with their sources."""
+    lengths, rates = step.lengths, step.rates
+    rows = [["phase", "devices", "parts in seconds", "seconds", "MFU"]]
+    for phase in step.phases:
+        peak = phase.seconds * len(phase.devices) * rates.flops
+        mfu = f"{phase.model_flops / peak:.0%}" if phase.model_flops else "."
+        rows.append([phase.name, _describe_devices(sorted(phase.devices)), phase.details, f"{phase.seconds:.1f}", mfu])
+    how = "generation overlaps with training" if step.is_overlapped else "stages run one after another"
+    rows.append(["step", "", how, f"{step.seconds:.1f}", f"{step.mfu:.0%}"])
+    tokens = f"{lengths.prompt:,} prompt tokens and {lengths.response:,} response tokens per sequence"
+    trained = "response tokens"
+    if not lengths.response:
+        tokens, trained = f"{lengths.prompt:,} tokens per sequence", "tokens"
+    speed = step.num_rows * (lengths.response or lengths.prompt) / step.seconds
+    return "\n".join(
+        [
+            f"estimated time of a step in seconds, not measured: {step.num_devices} x {rates.name}, {step.num_rows:,} "
+            f"sequences",
+            *aligned(rows, 3),
+            f"{speed:,.0f} {trained}/s, {speed / step.num_devices:,.0f} per GPU",
+            f"assumed mean lengths: {tokens}",
+            f"not estimated: {', '.join(step.omitted)}",
+            "assumed rates:",
+            *(f"  {each.meaning} ({each.source})" for each in (_ROLLOUT if lengths.response else _TRAINING)),
+        ]
+    )
+
+
+_TRAINING: tuple[AssumedRate, ...] = (TRAINING, MEMORY, LINK)
+_ROLLOUT = (*_TRAINING, GENERATION, DECODE_WAIT, EAGER_DECODE_WAIT, WEIGHT_SYNC, PAGEABLE_COPY)
+"""Assumptions of every run, and of runs with a rollout."""
+
+
+def _describe_devices(devices: Sequence[DeviceIndex]) -> str:
+    first, *others = (f"{node}:{device}" for node, device in devices)
+    return f"{first} to {others[-1]}" if others else first

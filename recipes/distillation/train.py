@@ -15,7 +15,7 @@ if __name__ == "__main__":  # here, because a wrong config is reported before th
 from flowrl.run.advantages import measure_batch
 from flowrl.run.datasets import read_prompts
 from flowrl.run.loop import Run, StartRun, Summary
-from flowrl.run.targets.teacher import evaluate_agreement, teacher_columns
+from flowrl.run.targets import evaluate_agreement, teacher_columns
 from flowrl.workers import Actor, Reference, Rollout
 
 

@@ -3,19 +3,16 @@
 Usage: `python -m recipes.games.prepare --output DIR --seed 0`
 """
 
-import json
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.checkpoints.run_folder import replacing
-from flowrl.cli.command_parser import CommandParser
 from recipes.games.nim import Piles, moves, show, starts
-from recipes.quickstart.prepare import save_model, save_tokenizer
-from recipes.reasoning.prepare import BYTES, CHAT_TEMPLATE
+from recipes.quickstart.prepare import create_folder, run_prepare, write_lines
+from recipes.reasoning.prepare import CHAT_TEMPLATE, save_byte_model
 
-NUM_LAYERS, MAX_TOKENS = 3, 256
+MAX_TOKENS = 256
 NUM_EXAMPLES, NUM_GAMES, NUM_HELD_OUT_GAMES = 8_000, 12_000, 600
 
 
@@ -25,23 +22,20 @@ def prepare(output: Path, seed: int) -> bool:
     Writes `sft.jsonl` (games with random moves), `train.jsonl` and `test.jsonl` (starts with the columns `piles` and
     `seed`; the seeds of the files differ), and `model/` (weights, config, tokenizer).
     """
-    if output.exists():
-        return False
-    output.parent.mkdir(parents=True, exist_ok=True)
-    generator = random.Random(seed)
-    first_seed = 2 * 10**6 * seed
-    files = {
-        "sft": [_random_game(generator.choice(starts()), generator) for _ in range(NUM_EXAMPLES)],
-        "train": [_start(generator.choice(starts()), first_seed + game) for game in range(NUM_GAMES)],
-        "test": [_start(generator.choice(starts()), first_seed + 10**6 + game) for game in range(NUM_HELD_OUT_GAMES)],
-    }
-    with replacing(output) as folder:
-        folder.mkdir()
-        for name, rows in files.items():
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        save_tokenizer(folder / "model", BYTES, CHAT_TEMPLATE)
-        save_model(folder / "model", seed, num_characters=len(BYTES), num_layers=NUM_LAYERS, max_tokens=MAX_TOKENS)
-    return True
+
+    def write(folder: Path) -> None:
+        generator, first_seed = random.Random(seed), 2 * 10**6 * seed
+        games = [_random_game(generator.choice(starts()), generator) for _ in range(NUM_EXAMPLES)]
+        write_lines(folder / "sft.jsonl", games)
+        for name, num_games, first in (
+            ("train", NUM_GAMES, first_seed),
+            ("test", NUM_HELD_OUT_GAMES, first_seed + 10**6),
+        ):
+            rows = [_start(generator.choice(starts()), first + game) for game in range(num_games)]
+            write_lines(folder / f"{name}.jsonl", rows)
+        save_byte_model(folder / "model", seed, CHAT_TEMPLATE, max_tokens=MAX_TOKENS)
+
+    return create_folder(output, write)
 
 
 def _start(piles: Piles, seed: int) -> dict:
@@ -63,16 +57,8 @@ def _random_game(start: Piles, generator: random.Random) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(
-        prog="python -m recipes.games.prepare",
-        description="Creates starts of Nim, random games, a tokenizer and a small model.",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the starts, the games and the initial weights")
-    options = parser.parse_args(arguments)
-    is_created = prepare(options.output, options.seed)
-    sys.stdout.write(f"{options.output} {'created' if is_created else 'exists already'}\n")
-    return 0
+    description = "Creates starts of Nim, random games, a tokenizer and a small model."
+    return run_prepare("games", description, "the starts, the games and the initial weights", prepare, arguments)
 
 
 if __name__ == "__main__":

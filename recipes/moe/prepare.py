@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from flowrl.checkpoints.run_folder import replacing
-from flowrl.cli.command_parser import CommandParser
-from recipes.quickstart.prepare import CHARACTERS, SPECIAL, save_tokenizer
+from recipes.quickstart.prepare import CHARACTERS, SPECIAL, create_folder, run_prepare, save_tokenizer
 
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 
@@ -21,13 +19,12 @@ def prepare(output: Path, seed: int) -> bool:
     """Creates the folder `output` with weights, config and tokenizer, and returns True. Returns False if the folder
     exists.
     """
-    if output.exists():
-        return False
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(output) as folder:
+
+    def write(folder: Path) -> None:
         save_tokenizer(folder)
         save_mixture(folder, seed)
-    return True
+
+    return create_folder(output, write)
 
 
 def save_mixture(folder: Path, seed: int) -> None:
@@ -55,16 +52,8 @@ def save_mixture(folder: Path, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(
-        prog="python -m recipes.moe.prepare",
-        description="Creates a tokenizer and a small untrained mixture of experts.",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
-    options = parser.parse_args(arguments)
-    is_created = prepare(options.output, options.seed)
-    sys.stdout.write(f"{options.output} {'created' if is_created else 'exists already'}\n")
-    return 0
+    description = "Creates a tokenizer and a small untrained mixture of experts."
+    return run_prepare("moe", description, "the initial weights", prepare, arguments)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """Creates the inputs of the pipeline: stories, prompts, a tokenizer and a small untrained model."""
 
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2Tokenizer
 
 from flowrl.checkpoints.run_folder import replacing
 from recipes.pipeline.config import PipelineConfig
 from recipes.pipeline.stories import Prompt, all_prompts, tell
+from recipes.quickstart.prepare import SPECIAL, save_model, write_lines
 
 VOCABULARY = 600
-SPECIAL = ("<pad>", "<eos>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
@@ -41,11 +38,8 @@ def prepare(pipeline: PipelineConfig) -> None:
         write_lines(folder / "prompts_test.jsonl", [question(prompt) for prompt in held_out])
         tokenizer = train_tokenizer([turn["content"] for story in stories for turn in story["messages"]])
         tokenizer.save_pretrained(folder / "model")
-        save_model(folder / "model", len(tokenizer), pipeline.seed)
-
-
-def write_lines(path: Path, rows: Sequence[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        num_characters = len(tokenizer) - len(SPECIAL)
+        save_model(folder / "model", pipeline.seed, num_characters=num_characters, hidden_size=96, max_tokens=128)
 
 
 def question(prompt: Prompt) -> dict:
@@ -70,25 +64,3 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
         vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, eos_token=eos, chat_template=CHAT_TEMPLATE
     )
     return empty.train_new_from_iterator(texts, vocab_size=VOCABULARY)
-
-
-def save_model(folder: Path, vocabulary: int, seed: int) -> None:
-    """Saves an untrained Qwen2 model, initialized from the seed."""
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        # With the default of 0.02, a small model learns several times slower.
-        initializer_range=0.05,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        Qwen2ForCausalLM(config).save_pretrained(folder)

@@ -23,8 +23,9 @@ from flowrl.run.evaluation import mean_loss
 from flowrl.workers import Reference, Reward, Rollout
 from recipes.pipeline.config import MAX_STORY_TOKENS, MAX_TOKENS, POLICIES, PipelineConfig
 from recipes.pipeline.judge import WEIGHTS, count_win, prefers_first, rate_aspects, score
-from recipes.pipeline.prepare import answer, write_lines
+from recipes.pipeline.prepare import answer
 from recipes.pipeline.stories import Prompt
+from recipes.quickstart.prepare import write_lines
 
 NUM_SHOWN = 20
 """Stories that are saved with the measures of a policy."""

@@ -5,7 +5,7 @@ Usage: `python -m recipes.quickstart.prepare --output DIR --seed 0`
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -57,13 +57,9 @@ def prepare(output: Path, seed: int) -> bool:
 
 def _write_data(folder: Path, seed: int) -> None:
     problems = deal(seed)
-    _write_lines(folder / "sft.jsonl", [_example(problem) for problem in problems.examples])
-    _write_lines(folder / "train.jsonl", [_prompt(problem) for problem in problems.prompts])
-    _write_lines(folder / "test.jsonl", [_prompt(problem) for problem in problems.held_out])
-
-
-def _write_lines(path: Path, lines: Sequence[dict]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_lines(folder / "sft.jsonl", map(_example, problems.examples))
+    write_lines(folder / "train.jsonl", map(_prompt, problems.prompts))
+    write_lines(folder / "test.jsonl", map(_prompt, problems.held_out))
 
 
 def _question(problem: Problem) -> dict[str, str]:
@@ -98,19 +94,25 @@ def save_tokenizer(
 
 
 def save_model(
-    folder: Path, seed: int, *, num_characters: int = len(CHARACTERS), num_layers: int = 2, max_tokens: int = 64
+    folder: Path,
+    seed: int,
+    *,
+    num_characters: int = len(CHARACTERS),
+    num_layers: int = 2,
+    hidden_size: int = 128,
+    max_tokens: int = 64,
 ) -> None:
     """Saves an untrained Qwen2 model, initialized from the seed. It has 330,000 parameters by default."""
     config = Qwen2Config(
         vocab_size=len(SPECIAL) + num_characters,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=max_tokens,
         tie_word_embeddings=True,
-        # With the default of 0.02, a model with hidden size 128 learns several times slower.
+        # With the default of 0.02, a small model learns several times slower.
         initializer_range=0.05,
         pad_token_id=0,
         eos_token_id=1,
@@ -121,13 +123,39 @@ def save_model(
         Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(
-        prog="python -m recipes.quickstart.prepare",
-        description="Creates the data, the tokenizer and the model of the quickstart.",
-    )
+def write_lines(path: Path, rows: Iterable[dict]) -> None:
+    """Writes a JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def create_folder(output: Path, write: Callable[[Path], None]) -> bool:
+    """Creates the folder `output` atomically, with the files that `write` writes into it, and returns True. Returns
+    False if `output` exists.
+    """
+    if output.exists():
+        return False
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(output) as folder:
+        folder.mkdir()
+        write(folder)
+    return True
+
+
+def run_prepare(
+    recipe: str, description: str, seeded: str, prepare: Callable[[Path, int], bool], arguments: Sequence[str] | None
+) -> int:
+    """Runs the command line of a recipe's program `prepare`, and returns its exit code.
+
+    Args:
+        recipe: name of the recipe.
+        description: one sentence for `--help`.
+        seeded: the random parts of the folder, for `--help`.
+        prepare: creates a folder from a seed, and returns whether it did not exist.
+        arguments: words of the command line. None: those of the process.
+    """
+    parser = CommandParser(prog=f"python -m recipes.{recipe}.prepare", description=description)
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problem sets and the initial weights")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of {seeded}")
     options = parser.parse_args(arguments)
     try:
         is_created = prepare(options.output, options.seed)
@@ -136,6 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.write(f"{options.output} {'created' if is_created else 'exists already'}\n")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    description = "Creates the data, the tokenizer and the model of the quickstart."
+    return run_prepare("quickstart", description, "the problem sets and the initial weights", prepare, arguments)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from flowrl.checkpoints.run_folder import replacing
-from flowrl.cli.command_parser import CommandParser
-from recipes.quickstart.prepare import save_model, save_tokenizer
+from recipes.quickstart.prepare import create_folder, run_prepare, save_model, save_tokenizer
 
 BYTES = tuple(sorted(ByteLevel.alphabet()))
 """The 256 bytes, each as the character that stands for it in the vocabulary of a byte-level tokenizer."""
@@ -22,32 +20,25 @@ CHAT_TEMPLATE = (
 )
 """Renders a question as a line, and ends an answer with the end token."""
 
-NUM_LAYERS, MAX_TOKENS = 3, 512
+MAX_TOKENS = 512
 
 
 def prepare(output: Path, seed: int) -> bool:
     """Creates the folder `output` with weights, config and tokenizer, and returns True. Returns False if the folder
     exists.
     """
-    if output.exists():
-        return False
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(output) as folder:
-        save_tokenizer(folder, BYTES, CHAT_TEMPLATE)
-        save_model(folder, seed, num_characters=len(BYTES), num_layers=NUM_LAYERS, max_tokens=MAX_TOKENS)
-    return True
+    return create_folder(output, lambda folder: save_byte_model(folder, seed, CHAT_TEMPLATE, max_tokens=MAX_TOKENS))
+
+
+def save_byte_model(folder: Path, seed: int, chat_template: str, *, max_tokens: int, words: Sequence[str] = ()) -> None:
+    """Saves a byte-level tokenizer, with a token for each of `words`, and an untrained model of three layers."""
+    save_tokenizer(folder, BYTES, chat_template, words)
+    save_model(folder, seed, num_characters=len(BYTES) + len(words), num_layers=3, max_tokens=max_tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(
-        prog="python -m recipes.reasoning.prepare", description="Creates a byte tokenizer and a small untrained model."
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
-    options = parser.parse_args(arguments)
-    is_created = prepare(options.output, options.seed)
-    sys.stdout.write(f"{options.output} {'created' if is_created else 'exists already'}\n")
-    return 0
+    description = "Creates a byte tokenizer and a small untrained model."
+    return run_prepare("reasoning", description, "the initial weights", prepare, arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from flowrl.run.advantages import measure_batch
 from flowrl.run.datasets import read_prompts
 from flowrl.run.evaluation import evaluate
 from flowrl.run.loop import Run, StartRun, Summary
-from flowrl.run.targets.best_responses import select_best
+from flowrl.run.targets import select_best
 from flowrl.workers import Actor, Rollout
 
 

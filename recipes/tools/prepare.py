@@ -9,10 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.checkpoints.run_folder import replacing
-from flowrl.cli.command_parser import CommandParser
-from recipes.quickstart.prepare import save_model, save_tokenizer
-from recipes.reasoning.prepare import BYTES
+from recipes.quickstart.prepare import create_folder, run_prepare, write_lines
+from recipes.reasoning.prepare import save_byte_model
 from recipes.tools.task import Problem, deal
 
 WORDS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", '"name"', '"multiply"', '"arguments"')
@@ -26,7 +24,7 @@ CHAT_TEMPLATE = (
 )
 """Renders a question as a line, a result between tags as Qwen does, and the end token after each response."""
 
-NUM_LAYERS, MAX_TOKENS = 3, 256
+MAX_TOKENS = 256
 
 NUM_EXAMPLES = 20_000
 CALL_SHARE = 0.15
@@ -39,21 +37,16 @@ def prepare(output: Path, seed: int) -> bool:
     Writes `sft.jsonl` (conversations), `train.jsonl` and `test.jsonl` (questions with the column `answer`), and
     `model/` (weights, config, tokenizer).
     """
-    if output.exists():
-        return False
-    output.parent.mkdir(parents=True, exist_ok=True)
-    problems, held_out = deal(seed)
-    generator = random.Random(seed)
-    with replacing(output) as folder:
-        folder.mkdir()
-        examples = [_example(generator.choice(problems), generator) for _ in range(NUM_EXAMPLES)]
-        files = {"sft": examples, "train": map(_prompt, problems), "test": map(_prompt, held_out)}
-        for name, rows in files.items():
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        save_tokenizer(folder / "model", BYTES, CHAT_TEMPLATE, words=WORDS)
-        num_tokens = len(BYTES) + len(WORDS)
-        save_model(folder / "model", seed, num_characters=num_tokens, num_layers=NUM_LAYERS, max_tokens=MAX_TOKENS)
-    return True
+
+    def write(folder: Path) -> None:
+        (problems, held_out), generator = deal(seed), random.Random(seed)
+        examples = (_example(generator.choice(problems), generator) for _ in range(NUM_EXAMPLES))
+        write_lines(folder / "sft.jsonl", examples)
+        write_lines(folder / "train.jsonl", map(_prompt, problems))
+        write_lines(folder / "test.jsonl", map(_prompt, held_out))
+        save_byte_model(folder / "model", seed, CHAT_TEMPLATE, max_tokens=MAX_TOKENS, words=WORDS)
+
+    return create_folder(output, write)
 
 
 def _prompt(problem: Problem) -> dict:
@@ -73,15 +66,8 @@ def _example(problem: Problem, generator: random.Random) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(
-        prog="python -m recipes.tools.prepare", description="Creates problems, a tokenizer and a small untrained model."
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problem sets and the initial weights")
-    options = parser.parse_args(arguments)
-    is_created = prepare(options.output, options.seed)
-    sys.stdout.write(f"{options.output} {'created' if is_created else 'exists already'}\n")
-    return 0
+    description = "Creates problems, a tokenizer and a small untrained model."
+    return run_prepare("tools", description, "the problem sets and the initial weights", prepare, arguments)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def measure(case: Case, mode: bool | None, task: Path, output: Path) -> float:
         minibatch_size=PROMPTS,
         rollout={"max_response_tokens": 1, "max_num_seqs": SLOTS},
         schedule={"kind": "async", "max_staleness": 2, "concurrent_evaluation": mode is not False},
-        report={"plots": False, "tensorboard": False, "rollouts": None},
+        report={"tensorboard": False, "rollouts": None},
     )
     train(config, case, is_evaluated=mode is not None)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

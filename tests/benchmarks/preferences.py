@@ -106,7 +106,7 @@ def flowrl_losses(folder: Path, stage: str) -> list[float]:
             "max_prompt_tokens": 16,
             "order": "file",
         },
-        "report": {"plots": False, "tensorboard": False},
+        "report": {"tensorboard": False},
     }
     if stage == "reward_model":
         train_reward_model(RewardModelRunConfig.model_validate(settings))

@@ -87,7 +87,7 @@ def run_once(
             "batch_size": BATCH_SIZE,
             "minibatch_size": BATCH_SIZE // 2,
             "samples_per_prompt": 8,
-            "report": {"plots": False, "tensorboard": False, "rollouts": rollouts},
+            "report": {"tensorboard": False, "rollouts": rollouts},
         }
     )
     driver = DriverTime()

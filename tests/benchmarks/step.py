@@ -132,7 +132,7 @@ def flowrl_settings(folder: Path, algorithm: str, backend: str, steps: int, prom
         "reward": {"function": "tests.benchmarks.reward_functions:score"},
         "algorithm": {"estimator": "grpo"},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": prompt_tokens},
-        "report": {"plots": False, "tensorboard": False, "rollouts": None},
+        "report": {"tensorboard": False, "rollouts": None},
     }
     if algorithm == "ppo":
         roles.append("critic")

@@ -34,7 +34,9 @@ def saved(rows: Batch, folder: Path, keys: Batch = KEYS) -> SavedRows:
 
 
 def test_restored_rows_equal_the_saved_rows(tmp_path: Path) -> None:
-    written = responses(truncated=torch.tensor([True, False, True]), wide=torch.arange(6).reshape(3, 2))
+    written = responses(
+        truncated=torch.tensor([True, False, True]), wide=torch.arange(6).reshape(3, 2), mine=[(1, [2.5])] * 3
+    )
     read = saved(written, tmp_path).load(KEYS, None)
     assert set(read.columns) == set(written.columns)
     for name in written.columns:
@@ -62,7 +64,7 @@ def test_rows_of_other_prompts_are_rejected(tmp_path: Path) -> None:
         rows.load(KEYS.rows([1, 0, 2]), None)
 
 
-@pytest.mark.parametrize("values", [[{1, 2}] * 3, [(1, 2)] * 3, [{1: "a"}] * 3])
+@pytest.mark.parametrize("values", [[{1, 2}] * 3, [b"x"] * 3, [{1: "a"}] * 3])
 def test_objects_that_cannot_be_restored_exactly_are_rejected(tmp_path: Path, values: list) -> None:
     with pytest.raises(UserError, match=r"\bmine\b"):
         saved(responses(mine=values), tmp_path)

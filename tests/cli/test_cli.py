@@ -254,11 +254,9 @@ def test_a_run_is_explained_by_its_folder_or_its_trace(
     assert "66" in printed
 
 
-def test_the_end_of_a_run_is_explained_and_drawn(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
-    picture = run_folder / "end.png"
-    assert main(["trace", str(run_folder), "--last", "50e-9", "--png", str(picture)]) == 0
+def test_the_end_of_a_run_is_explained(capsys: pytest.CaptureFixture[str], run_folder: Path) -> None:
+    assert main(["trace", str(run_folder), "--last", "50e-9"]) == 0
     assert capsys.readouterr().out.startswith("2 calls")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_without_a_trace_is_a_one_line_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -268,14 +266,6 @@ def test_a_folder_without_a_trace_is_a_one_line_error(capsys: pytest.CaptureFixt
 def test_a_trace_without_steps_is_a_one_line_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_json(tmp_path / "trace.json", chrome_trace([]), indent=None)
     assert str(tmp_path) in error_of(capsys, "trace", str(tmp_path))
-
-
-def test_a_plot_that_cannot_be_written_is_a_one_line_error(
-    capsys: pytest.CaptureFixture[str], run_folder: Path
-) -> None:
-    assert main(["trace", str(run_folder), "--png", str(run_folder / "none/a.png")]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: --png") and f"{run_folder}/none/a.png" in message and message.count("\n") == 1
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic.fields import FieldInfo
 
+from flowrl.cli.imports import included_recipes
 from flowrl.cli.main import REFERENCE_COMMAND
-from flowrl.cli.recipe_names import included_recipes
 from flowrl.config import ActorConfig, EngineConfig, OptimizerConfig, RolloutConfig
 from flowrl.config.base import Config
 from flowrl.config.placement import SINGLE, Placement

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flowrl.cli.recipe_names import included_recipes
+from flowrl.cli.imports import included_recipes
 from flowrl.config import ConfigError, RoleConfig, load
 from flowrl.config.rewards.reward_settings import RewardSource
 from flowrl.config.run import RunConfig

@@ -21,7 +21,7 @@ from flowrl.devices.device import (
     unpack_bytes,
     use_exact_float32,
 )
-from flowrl.devices.peak_flops import find_peak_flops
+from flowrl.devices.device_rates import find_peak_flops
 
 MIB = 2**20
 DETERMINISTIC = {

@@ -18,7 +18,7 @@ from flowrl.data.checksums import CheckpointError
 from flowrl.engines.checkpoint.engine_checkpoint import EngineCheckpoints, load
 from flowrl.engines.parallel.rank_mesh import rank_mesh
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.module_state import describe_module, load_module_state, module_state
+from flowrl.engines.train.module_engine import describe_module, load_module_state, module_state
 from tests.engines.losses import LOGPROBS, Bigram, bigram_loss, bigram_outputs
 from tests.engines.tables import VOCABULARY, table
 

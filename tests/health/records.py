@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from flowrl.config import HealthConfig
-from flowrl.health.findings import Finding
 from flowrl.health.health_checks import CHECKS, HELD_OUT
-from flowrl.health.measurement import Measurement, RunFacts
-from flowrl.health.monitor import HealthMonitor
-from flowrl.health.step_window import StepWindow
+from flowrl.health.measurement import Measurement, RunFacts, StepWindow
+from flowrl.health.monitor import Finding, HealthMonitor
 
 STEPS = 4
 """Number of steps of a median in these tests."""

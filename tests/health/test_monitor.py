@@ -10,9 +10,8 @@ import pytest
 from flowrl.config import HealthConfig
 from flowrl.config.base import parse
 from flowrl.health import Finding, read_findings
-from flowrl.health.findings import FILE, format_findings
 from flowrl.health.measurement import RunFacts
-from flowrl.health.monitor import HealthMonitor
+from flowrl.health.monitor import FILE, HealthMonitor, format_findings
 
 CONFIG = HealthConfig(steps=2, truncation=0.4)
 

@@ -29,7 +29,7 @@ def train_run(task: Path, output: Path, **actor: object) -> Path:
             "data": {"train": task / "sft.jsonl", "max_prompt_tokens": 16},
             "batch_size": 16,
             "checkpoint": {"every": 1, "keep_last": 2},
-            "report": {"plots": False, "tensorboard": False},
+            "report": {"tensorboard": False},
         }
     )
     train(config)

@@ -20,8 +20,8 @@ from flowrl.config import (
     ReplicaSizes,
 )
 from flowrl.config import RolePlacement as Role
-from flowrl.data.experts.mixture import has_experts
-from flowrl.data.input_paths import read_text_config
+from flowrl.data.folders.input_paths import read_text_config
+from flowrl.data.mixture import has_experts
 from flowrl.memory.model_fit import (
     find_replica_problem,
     read_head_size,

@@ -10,7 +10,7 @@ from flowrl.algorithms import hidden_logprobs, logprobs
 from flowrl.config.source import read_json
 from flowrl.engines.rollout import sampling
 from flowrl.engines.rollout.hf import decoder, kv_cache
-from flowrl.engines.train import module_state
+from flowrl.engines.train import module_engine
 from flowrl.engines.train.fsdp import outputs
 from flowrl.memory.head_memory import CHUNK_ELEMENTS, TILE_SIDES, TILED_FROM
 from flowrl.memory.model_size import PUBLISHED, ModelSize, model_size_from_config
@@ -56,7 +56,7 @@ def test_head_constants_equal_the_implementation() -> None:
 
 def test_rollout_constants_equal_the_implementation() -> None:
     assert SLOT_MULTIPLE == kv_cache.SLOT_MULTIPLE
-    assert QUANTIZATION_BLOCK == module_state.BLOCK
+    assert QUANTIZATION_BLOCK == module_engine.BLOCK
     assert decoder._MIN_ROWS == MIN_ROWS
     assert decoder._PREFILL_TOKENS == PREFILL_TOKENS
     assert sampling._CHUNK_ELEMENTS == SAMPLED_ELEMENTS

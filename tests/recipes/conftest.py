@@ -76,7 +76,7 @@ class FinishedRun(NamedTuple, Generic[AnyConfig]):
 
 
 SCORED = "tests.recipes.scored"
-SAVED_ROWS: dict[str, Any] = {"plots": False, "tensorboard": False, "rollouts": {"every": 1, "rows": 100}}
+SAVED_ROWS: dict[str, Any] = {"tensorboard": False, "rollouts": {"every": 1, "rows": 100}}
 DYNAMIC = {"max_rounds": 20, "column": "task"}
 REWARDS: dict[str, Any] = {
     "components": [

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("run_2m1t.sh", "run_2m2t.sh", "run_2m2t_int8.sh", "run_tp_maker.sh", "run_pp_trainer.sh")
-SHORT = ("steps=3", "batch_size=64", "minibatch_size=32", "evaluate_every=0", "report={plots: false}")
+SHORT = ("steps=3", "batch_size=64", "minibatch_size=32", "evaluate_every=0")
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm")
 

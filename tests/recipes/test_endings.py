@@ -168,7 +168,7 @@ def test_an_interrupted_recipe_leaves_complete_results(
         and 2 <= summary["steps"] == lines(tmp_path) < summary["steps_requested"] == 100
     )
     assert (out / "model" / "weights").read_text() == "complete"
-    assert {"curves.png", "timeline.png", "trace.json"} < {path.name for path in out.iterdir()}
+    assert (out / "trace.json").is_file()
     assert f" step {summary['steps']} " in program.printed()
     assert program.printed().splitlines()[-1].endswith(f"after step {summary['steps']} of 100; results: {out}")
 
@@ -259,7 +259,7 @@ def test_after_the_end_of_a_process_of_ray_a_recipe_restarts_or_ends(
     assert not list(ray_folder.glob("flowrl-*"))  # torch keeps its cache
     printed = " ".join(program.printed().split())  # a terminal may break the line of the report
     assert printed.count("SIGKILL") == 1 and re.findall(r"Ray's (\w+) [^(]*\(SIGKILL", printed) == [program_of_ray]
-    assert {"curves.png", "timeline.png", "trace.json"} < {path.name for path in out.iterdir()}
+    assert (out / "trace.json").is_file()
     if restarts:
         summary = json.loads((out / "summary.json").read_text())
         assert (summary["restarts"], summary["steps"]) == (1, 20)

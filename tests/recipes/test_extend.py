@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from flowrl.cli import main, run_recipe
-from flowrl.config.engines.rollout_capabilities import EngineCapabilities
+from flowrl.config.engines.rollout_engines import EngineCapabilities
 from flowrl.engines.rollout.base import check_engine_class
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train

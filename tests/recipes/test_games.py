@@ -131,7 +131,7 @@ def test_a_short_run_plays_and_evaluates_games(data: Path, tmp_path: Path) -> No
         "batch_size=16",
         "minibatch_size=8",
         "rollout.max_response_tokens=6",
-        "report={plots: false, tensorboard: false}",
+        "report={tensorboard: false}",
     ]
     train(load(FOLDER / "nim.yaml", settings, GRPOConfig))
     (step,) = read_steps(tmp_path / "run")

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from flowrl.config import load
-from flowrl.data.experts.mixture import read_mixture
-from flowrl.data.input_paths import read_text_config
+from flowrl.data.folders.input_paths import read_text_config
+from flowrl.data.mixture import read_mixture
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.train import train
 from recipes.moe.prepare import EXPERTS_PER_TOKEN, NUM_EXPERTS, main
@@ -49,7 +49,7 @@ def test_two_ranks_train_with_the_routes_of_the_rollout(tmp_path: Path) -> None:
         f"data.train={tmp_path}/data/train.jsonl",
     ]
     settings += [f"data.test={tmp_path}/data/test.jsonl", "steps=2", "batch_size=64", "minibatch_size=32"]
-    train(load(FOLDER / "arithmetic.yaml", [*settings, "evaluate_every=0", "report.plots=false"], GRPOConfig))
+    train(load(FOLDER / "arithmetic.yaml", [*settings, "evaluate_every=0"], GRPOConfig))
     for step in read_steps(tmp_path / "run"):
         assert step["actor/grad_norm"] > 0
         assert 1 <= step["actor/expert_load_max"] <= NUM_EXPERTS / EXPERTS_PER_TOKEN

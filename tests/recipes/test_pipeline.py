@@ -21,7 +21,7 @@ STEPS = {"sft": 2, "reward_model": 1, "ppo": 1, "dpo": 1}
 TINY = [
     *SMALL,
     *(f"{stage}.steps={steps}" for stage, steps in STEPS.items()),
-    *(f"{stage}.report={{plots: false, tensorboard: false}}" for stage in STAGES),
+    *(f"{stage}.report={{tensorboard: false}}" for stage in STAGES),
     *("ppo.batch_size=8", "ppo.minibatch_size=8", "ppo.ptx.batch_size=4"),
 ]
 

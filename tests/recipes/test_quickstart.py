@@ -44,9 +44,7 @@ def test_ppo_raises_held_out_accuracy_by_a_tenth(run: Path) -> None:
 
 def test_the_run_folder_has_every_result(run: Path) -> None:
     files = {path.name for path in run.iterdir()}
-    pictures = {"curves.png", "timeline.png"}
-    assert files >= pictures | {"config.yaml", "metrics.jsonl", "summary.json", "trace.json", "tensorboard", "model"}
-    assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert files >= {"config.yaml", "metrics.jsonl", "summary.json", "trace.json", "tensorboard", "model"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(21))
     calls = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}

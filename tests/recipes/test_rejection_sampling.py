@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from flowrl.data.batch.batch import Batch
 from flowrl.data.metric import merge_metrics
-from flowrl.run.targets.best_responses import select_best
+from flowrl.run.targets import select_best
 from flowrl.run.updates import describe_batches, describe_updates
 from recipes.quickstart.task import score
 from recipes.rejection_sampling.config import RejectionSamplingConfig

@@ -37,7 +37,7 @@ def sft_config(task_folder: Path, optimizer: dict[str, Any] = CONSTANT, **change
         "actor": {"model": {"path": task_folder / "model"}, "optimizer": optimizer},
         "data": data | {"evaluation_rows": 50},
         "batch_size": 16,
-        "report": {"plots": False, "tensorboard": False},
+        "report": {"tensorboard": False},
     }
     return SFTConfig.model_validate(settings | changes)
 

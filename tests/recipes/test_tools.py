@@ -150,7 +150,7 @@ def test_a_short_run_logs_calls_and_evaluates_episodes(data: Path, tmp_path: Pat
         "batch_size=16",
         "minibatch_size=8",
         "rollout.max_response_tokens=8",
-        "report={plots: false, tensorboard: false}",
+        "report={tensorboard: false}",
     ]
     train(load(FOLDER / "calculator.yaml", settings, GRPOConfig))
     (step,) = read_steps(tmp_path / "run")
@@ -183,7 +183,7 @@ def test_a_template_that_renders_tools_shows_their_schemas_to_the_policy(data: P
         "batch_size=16",
         "minibatch_size=8",
         "rollout.max_response_tokens=8",
-        "report={plots: false, tensorboard: false}",
+        "report={tensorboard: false}",
     ]
     config = load(FOLDER / "calculator.yaml", settings, GRPOConfig)
     tokenizer = ChatTokenizer(tmp_path / "model")

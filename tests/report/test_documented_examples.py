@@ -67,7 +67,7 @@ def test_yaml_examples_are_valid_settings() -> None:
     schedule = yaml.safe_load(examples("schedules.md", "yaml")[0])["schedule"]
     assert OnPolicyConfig.model_validate(grpo_settings(schedule=schedule)).schedule.kind == "async"
     report = yaml.safe_load(examples("metrics.md", "yaml")[0])["report"]
-    assert ReportConfig.model_validate(report) == ReportConfig(plots=False, tensorboard=False, rollouts=None)
+    assert ReportConfig.model_validate(report) == ReportConfig(tensorboard=False, rollouts=None)
     report = yaml.safe_load(examples("metrics.md", "yaml")[-1])["report"]
     assert [tracker.kind for tracker in ReportConfig.model_validate(report).trackers] == ["wandb", "trackio"]
 

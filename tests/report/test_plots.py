@@ -1,13 +1,10 @@
-"""`curves.png` and `timeline.png`."""
+"""The picture of a model card."""
 
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
-from flowrl.data.events import CallEvent
-from flowrl.report.plots import PANELS, draw_curves, draw_timeline, select_lines, smooth
-from tests.report.call_events import STEP, call
+from flowrl.report.plots import PANELS, draw_curves, select_lines, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -61,28 +58,3 @@ def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
 
 def test_smoothing_is_an_exponential_moving_average() -> None:
     assert smooth([0.0, 3.0], weight=0.5) == pytest.approx([0.0, 2.0])
-
-
-EVENTS = [
-    call("actor", 10_000, 60_000),
-    call("critic", 20_000, 80_000, device="cpu:1", pool="second"),
-    call("actor", 70_000, 90_000),
-    call("reward", 30_000, 40_000, rank=1, device="cpu:1", pool="second"),
-]
-
-
-@pytest.mark.parametrize("events", [EVENTS, STEP, []])
-@pytest.mark.parametrize("window_s", [None, 1e-5])
-@pytest.mark.parametrize("until_ns", [None, 50_000])
-def test_a_timeline_is_a_png(
-    tmp_path: Path, events: list[CallEvent], window_s: float | None, until_ns: int | None
-) -> None:
-    draw_timeline(events, tmp_path / "timeline.png", window_s=window_s, until_ns=until_ns)
-    assert (tmp_path / "timeline.png").read_bytes().startswith(PNG)
-
-
-def test_calls_after_the_end_of_the_plot_are_not_drawn(tmp_path: Path) -> None:
-    later = call("actor", 95_000, 99_000)
-    draw_timeline([*EVENTS, later], tmp_path / "with.png", until_ns=90_000)
-    draw_timeline(EVENTS, tmp_path / "without.png", until_ns=90_000)
-    assert (imread(tmp_path / "with.png") == imread(tmp_path / "without.png")).all()

@@ -10,8 +10,7 @@ from rich.console import Console
 from flowrl.data.events import CallEvent
 from flowrl.report.chrome_trace import Resume, Trace, chrome_trace
 from flowrl.report.explain import explain
-from flowrl.report.recorded_calls import MAX_CALLS, MAX_RECENT_CALLS, RecordedCalls
-from flowrl.report.trace import busy_fractions, loop_events
+from flowrl.report.trace import MAX_CALLS, MAX_RECENT_CALLS, RecordedCalls, busy_fractions, loop_events
 from tests.report.call_events import timed
 
 MS = 10**6

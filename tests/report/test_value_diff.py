@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowrl.report.value_diff import Tolerance, changed_values, first_difference
+from flowrl.report.value_diff import Tolerance, changed_values, compare_settings, first_difference, flatten_settings
 
 BOUND = Tolerance(relative=1e-3, floor=1e-3)
 
@@ -44,3 +44,21 @@ def test_changed_values_have_both_values() -> None:
 def test_small_numbers_differ_by_the_tolerance_of_the_floor(other: float, is_same: bool) -> None:
     """The limit is 0.05 times the floor 2, not 0.05 times the larger magnitude."""
     assert (first_difference(0.0, other, Tolerance(0.05, floor=2.0)) == "") == is_same
+
+
+def test_settings_have_dotted_keys() -> None:
+    config = {"steps": 3, "actor": {"optimizer": {"lr": 0.1}, "lora": None, "options": {}}, "devices": [1, 2]}
+    assert flatten_settings(config) == {
+        "steps": 3,
+        "actor.optimizer.lr": 0.1,
+        "actor.lora": None,
+        "actor.options": {},
+        "devices": [1, 2],
+    }
+
+
+def test_differences_include_absent_settings() -> None:
+    entries = {entry["key"]: entry for entry in compare_settings([{"a": 1, "b": {"c": "x"}}, {"a": 1, "d": None}])}
+    assert entries["a"] == {"key": "a", "values": ["1", "1"], "differs": False}
+    assert entries["b.c"] == {"key": "b.c", "values": ["x", None], "differs": True}
+    assert entries["d"] == {"key": "d", "values": [None, "null"], "differs": True}

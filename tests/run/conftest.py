@@ -32,7 +32,7 @@ def config(task: Path, tmp_path: Path) -> Callable[..., EchoConfig]:
             algorithm={"estimator": "grpo"},
         )
         settings["data"]["evaluation_rows"] = 3
-        settings["report"] = {"plots": False}
+        settings["report"] = {}
         return EchoConfig.model_validate(settings | changes)
 
     return make

@@ -93,7 +93,7 @@ class EchoConfig(OnPolicyConfig):
     """Settings of all on-policy recipes. One group of Echo has the tasks of all roles."""
 
 
-QUIET = {"plots": False, "tensorboard": False, "rollouts": None}
+QUIET = {"tensorboard": False, "rollouts": None}
 
 
 def placed(num_devices: int) -> Placement:

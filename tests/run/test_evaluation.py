@@ -299,7 +299,7 @@ class LoggingConfig(RunConfig):
 def run(tmp_path: Path) -> Iterator[Run]:
     placement = {"device": "cpu", "pools": {"main": [1]}, "roles": {"actor": "main"}}
     settings = {"output": tmp_path / "out", "steps": 1, "backend": "inline", "placement": placement}
-    report = {"plots": False, "tensorboard": False, "rollouts": None}
+    report = {"tensorboard": False, "rollouts": None}
     with Run(LoggingConfig.model_validate(settings | {"report": report})) as run:
         yield run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.report.chrome_trace import read_trace
-from flowrl.report.recorded_calls import MAX_CALLS
+from flowrl.report.trace import MAX_CALLS
 from flowrl.schedules.streaming_rollouts import MAX_COUNTS
 
 ROOT = Path(__file__).parents[2]

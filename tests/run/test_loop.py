@@ -391,16 +391,16 @@ def train_until_signal(config: EchoConfig, number: signal.Signals, at_step: int)
 
 
 def test_a_signal_ends_the_run_after_its_step_with_all_results(config: Callable[..., EchoConfig]) -> None:
-    settings = config(evaluate_every=2, report={})
+    settings = config(evaluate_every=2)
     with pytest.raises(Interrupted, match=r"SIGTERM .*step 2 of 4\b.* \S*out$"):
         train_until_signal(settings, signal.SIGTERM, at_step=2)
     assert [line["step"] for line in lines(settings)] == [0, 1, 2]
     assert (settings.output / "model" / "weights").read_text() == "2"
-    assert all((settings.output / name).exists() for name in ("curves.png", "timeline.png", "trace.json"))
+    assert (settings.output / "trace.json").exists()
 
 
 def test_a_second_signal_aborts_the_run_and_writes_the_results_so_far(config: Callable[..., EchoConfig]) -> None:
-    settings = config(report={})
+    settings = config()
     with pytest.raises(Interrupted, match=r"step 3 of 4\b"), Run(settings) as run:
         actor = run.group("actor", Echo)
         for batch in run.rollouts(actor, stream(settings), policy=actor):
@@ -411,7 +411,7 @@ def test_a_second_signal_aborts_the_run_and_writes_the_results_so_far(config: Ca
             run.log(actor.update(batch))
             run.sync_weights(actor, actor)
     written = {path.name for path in settings.output.iterdir()}
-    assert written >= {"trace.json", "curves.png"} and not written & {"summary.json", "model"}
+    assert "trace.json" in written and not written & {"summary.json", "model"}
 
 
 def test_the_summary_has_the_signal_and_no_last_evaluation(config: Callable[..., EchoConfig]) -> None:

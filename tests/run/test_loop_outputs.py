@@ -33,12 +33,12 @@ def test_the_model_and_the_summary_are_written(config: Callable[..., EchoConfig]
     assert busy_fraction.keys() == {"node0/cpu:0", "node0/tasks"}
 
 
-def test_plots_tensorboard_events_and_generated_text_are_optional(config: Callable[..., EchoConfig]) -> None:
-    quiet = config(report={"plots": False, "tensorboard": False, "rollouts": None})
+def test_tensorboard_events_and_generated_text_are_optional(config: Callable[..., EchoConfig]) -> None:
+    quiet = config(report={"tensorboard": False, "rollouts": None})
     assert train(quiet)["accuracy_after"] == pytest.approx(0.4)
     names = {path.name for path in quiet.output.iterdir()}
     assert {"metrics.jsonl", "trace.json", "summary.json"} <= names
-    assert not {"curves.png", "timeline.png", "tensorboard", "rollouts"} & names
+    assert not {"tensorboard", "rollouts"} & names
 
 
 def test_generated_text_is_saved_by_default(config: Callable[..., EchoConfig]) -> None:
@@ -54,7 +54,7 @@ def test_generated_text_is_saved_by_default(config: Callable[..., EchoConfig]) -
 
 
 def test_the_rows_and_steps_of_generated_text_are_settings(config: Callable[..., EchoConfig]) -> None:
-    settings = config(report={"plots": False, "rollouts": {"every": 2, "rows": 3}})
+    settings = config(report={"rollouts": {"every": 2, "rows": 3}})
     train(settings)
     assert saved_scores(settings, "training") == {1: [0.0] * 3, 2: [0.1] * 3, 4: [0.3] * 3}
 
@@ -77,7 +77,7 @@ def test_a_run_sends_metrics_rows_and_results_to_its_trackers(
     pytest.importorskip("wandb")
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    settings = config(report={"plots": False, "trackers": [{"kind": "wandb", "mode": "offline"}]})
+    settings = config(report={"trackers": [{"kind": "wandb", "mode": "offline"}]})
     train(settings)
     history, summary = read_wandb(settings.output)
     steps = [record["step"] for record in history if "elapsed_s" in record]
@@ -98,7 +98,7 @@ def test_tensorboard_shows_a_few_rows(config: Callable[..., EchoConfig]) -> None
 
 
 def test_rows_of_a_step_that_failed_are_not_saved(config: Callable[..., EchoConfig]) -> None:
-    settings = config(report={"plots": False, "rollouts": {"every": 1}})
+    settings = config(report={"rollouts": {"every": 1}})
     with pytest.raises(WorkerError):
         train(settings, fails_at=2)
     assert [line["step"] for line in lines(settings)] == [0, 1]
@@ -121,13 +121,13 @@ def test_a_run_that_fails_before_its_first_result_leaves_no_folder(config: Calla
 
 
 def test_a_run_that_fails_later_keeps_its_steps(config: Callable[..., EchoConfig]) -> None:
-    settings = config(report={})
+    settings = config()
     with pytest.raises(WorkerError, match=r"actor\.update .*rank 0\b"):
         train(settings, fails_at=3)
     assert [line["step"] for line in lines(settings)] == [0, 1, 2]
     assert not (settings.output / "summary.json").exists()
     calls = {event["name"] for event in json.loads((settings.output / "trace.json").read_text())["traceEvents"]}
-    assert "update" in calls and (settings.output / "curves.png").exists()
+    assert "update" in calls
 
 
 class Judge(Worker):
@@ -192,7 +192,7 @@ def train_until(config: EchoConfig, action: Callable[[], object]) -> None:
 def test_a_full_disk_is_one_message_that_names_the_output_folder(
     config: Callable[..., EchoConfig], capsys: pytest.CaptureFixture[str], has_tensorboard: bool
 ) -> None:
-    settings = config(steps=100, report={"plots": False, "rollouts": None, "tensorboard": has_tensorboard})
+    settings = config(steps=100, report={"rollouts": None, "tensorboard": has_tensorboard})
     with ExitStack() as disk:
         assert exit_code(lambda: train_until(settings, lambda: disk.enter_context(file_size_limit(30_000)))) == 2
     output = capsys.readouterr()

@@ -18,7 +18,7 @@ from tests.run.replay.replay_cases import sft_config
 @pytest.fixture(scope="module")
 def profiled(task: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run of two steps with a profile of the second one."""
-    report = {"plots": False, "tensorboard": False, "profile": {"steps": [2]}, "peak_tflops": 0.5}
+    report = {"tensorboard": False, "profile": {"steps": [2]}, "peak_tflops": 0.5}
     config = sft_config(task, tmp_path_factory.mktemp("profiled") / "run", report=report)
     train(config)
     return config

@@ -33,7 +33,7 @@ def config(task: Path, output: Path, ptx: dict[str, Any] | None = None, **change
     sizes = {"batch_size": 8, "minibatch_size": 4, "samples_per_prompt": 2, "steps": 4}
     settings = quickstart_settings(task, output, **sizes, algorithm={"estimator": "grpo"})
     settings["reward"] = {"function": "recipes.quickstart.task:score"}
-    settings["report"] = {"plots": False, "tensorboard": False, "rollouts": None}
+    settings["report"] = {"tensorboard": False, "rollouts": None}
     if ptx is not None:
         text = output.parent / "text.jsonl"
         text.write_text("\n".join((task / "sft.jsonl").read_text().split("\n")[:ROWS]) + "\n")

@@ -42,8 +42,6 @@ class Program:
         self.restarts: list[int] = []
         self.replica_processes: list[int] = []
         self.clusters: list[Cluster] = []
-        self.drawn: list[int] = []
-        """Numbers of restarts when plots were drawn."""
 
     def __call__(self, config: RunConfig) -> None:
         policy, interruption = current_policy(), Interruption(self.messages.append)
@@ -56,7 +54,6 @@ class Program:
             actor, rollout = cluster.group("actor", StatefulReplica), cluster.group("rollout", Replica)
             self.replica_processes.append(rollout.identify()[0][2])
             self.interruption = interruption
-            policy.draw_at_end(lambda: self.drawn.append(policy.num_restarts))
             self.body(self, actor)
 
     def _cluster(self) -> Cluster:
@@ -89,14 +86,13 @@ def test_a_restart_retains_the_other_processes(config: RunConfig):
     assert not missing_facts(program.messages[2], "restart", "step", 2, "rollout")
     assert len(program.failures) == 2 and not missing_facts(program.failures[0], "actor.commit", "rank", "node")
     assert is_closed(program.clusters[0])
-    assert program.drawn == [2]  # a restart does not wait for plots
 
 
-def test_the_plots_of_an_attempt_without_restart_are_drawn_after_its_failure(tmp_path: Path):
+def test_an_invalid_call_does_not_restart(tmp_path: Path):
     program = Program(lambda self, actor: actor.commit("raise").get(), backend="inline")
     with pytest.raises(WorkerError, match="KeyError"):
         with_restarts(program, RunConfig(output=tmp_path, steps=5, placement=PLACEMENT, restarts=2))
-    assert program.drawn == [0]
+    assert program.restarts == [0]
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from pydantic import (
 )
 
 from flowrl.config.base import Dependency, FilePath, ImportName, Member, OneOf, Options
-from flowrl.config.engines.rollout_capabilities import EngineCapabilities
-from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, EngineName, get_capabilities
+from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, EngineCapabilities, EngineName, get_capabilities
 from flowrl.config.engines.vllm_settings import VllmConfig
 from flowrl.config.model import ModelConfig
 from flowrl.config.roles import RoleConfig, RolloutConfig

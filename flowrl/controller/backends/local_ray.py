@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -100,20 +100,18 @@ class LocalRay:
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
         set_authentication({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)})
-        try:
-            with _keep_signal_handlers(), _use_loopback():
-                ray.init(
-                    address="local",  # never join another Ray that runs on this machine
-                    num_cpus=num_cpus,
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    _temp_dir=str(self._session),
-                    **options,
-                )
-        except BaseException:  # otherwise, an interrupt would leave processes of Ray
-            self.stop()
-            raise
+        with ExitStack() as on_error, _keep_signal_handlers(), _use_loopback():
+            on_error.callback(self.stop)  # otherwise, an interrupt would leave processes of Ray
+            ray.init(
+                address="local",  # never join another Ray that runs on this machine
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                _temp_dir=str(self._session),
+                **options,
+            )
+            on_error.pop_all()
 
     def find_end(self) -> str | None:
         """Returns how the first process that Ray needs has ended; None while all of them run. Takes microseconds."""

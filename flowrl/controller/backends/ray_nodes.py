@@ -8,7 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import grpc
@@ -135,11 +135,10 @@ class RayNodes:
             bundle_label_selector=[{"ray.io/node-id": self._nodes[bundle.node].id} for bundle in bundles],
         )
         self._groups[pool.name], self._bundles[pool.name] = group, list(bundles)
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.release, pool.name)  # otherwise, an interrupt would leave devices reserved
             self._wait(group, demand)
-        except BaseException:  # otherwise, an interrupt would leave devices reserved
-            self.release(pool.name)
-            raise
+            on_error.pop_all()
 
     def _wait(self, group: PlacementGroup, demand: _Demand) -> None:
         started, next_notice_s = time.monotonic(), _FIRST_NOTICE_S

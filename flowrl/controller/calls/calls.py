@@ -399,7 +399,12 @@ class Calls:
             return
         refs = [record.report_ref for record in by_ref.values()]
         ready = self.backend.wait(refs, min(count, len(refs)), timeout_s)
-        reports = dict(zip(map(id, ready), self._read_reports(ready), strict=True))
+        results: list[Report | FlowError]
+        try:
+            results = self.backend.get(ready)
+        except FlowError:
+            results = [_report_or_error(ref) for ref in ready]
+        reports = dict(zip(map(id, ready), results, strict=True))
         in_flight = self.in_flight()
         has_failed = any(isinstance(report, FlowError) for report in reports.values())
         if has_failed and (list(records) != in_flight or count < len(in_flight)):
@@ -411,12 +416,6 @@ class Calls:
             for key, record in by_ref.items():
                 if key in reports and record.call_id in self._in_flight:
                     self._resolve(record, reports[key])
-
-    def _read_reports(self, ready: Sequence[Ref]) -> list[Report | FlowError]:
-        try:
-            return self.backend.get(ready)
-        except FlowError:
-            return [_report_or_error(ref) for ref in ready]
 
     def _resolve(self, record: CallRecord, report: Report | FlowError) -> None:
         """Resolves a call with a report or an error, unless the error is a lost connection with unknown cause."""

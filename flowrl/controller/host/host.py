@@ -326,7 +326,9 @@ def _as_worker_error(role: str, rank: int, node: int, method: str) -> Iterator[N
         kind = WorkerCheckError if isinstance(error, CheckFailed) else WorkerError
         kind = WorkerUserError if isinstance(error, UserError) and not isinstance(error, FlowError) else kind
         cause = f"{type(error).__name__}: {error}"
-        raise kind(role, rank, node, method, cause, traceback.format_exc(), _is_connection_lost(error)) from None
+        text = str(error).lower()
+        is_symptom = isinstance(error, RuntimeError | OSError) and any(part in text for part in _CONNECTION_LOST)
+        raise kind(role, rank, node, method, cause, traceback.format_exc(), is_symptom) from None
 
 
 def _describe_exit(error: SystemExit | KeyboardInterrupt) -> str:
@@ -350,10 +352,6 @@ _CONNECTION_LOST = (
     "communicator was aborted",
 )
 """Parts of error messages of gloo, NCCL and TCPStore after a peer has exited."""
-
-
-def _is_connection_lost(error: Exception) -> bool:
-    return isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in _CONNECTION_LOST)
 
 
 def _profiler(request: Request) -> AbstractContextManager[None]:

@@ -75,7 +75,10 @@ def read_cpu_quota(root: Path = Path("/")) -> float | None:
 
 def _read_quotas(root: Path) -> Iterator[float]:
     try:
-        groups, mounts = (_read_lines(root / "proc/self" / name) for name in ("cgroup", "mountinfo"))
+        # Names may have any bytes except that of the end of a line.
+        groups, mounts = (
+            os.fsdecode((root / "proc/self" / name).read_bytes()).split("\n") for name in ("cgroup", "mountinfo")
+        )
     except OSError:  # no Linux
         return
     names = {group[1]: group[2] for group in (line.split(":", 2) for line in groups) if len(group) == 3}
@@ -95,11 +98,6 @@ def _read_quotas(root: Path) -> Iterator[float]:
             quota = _read_quota(folder / group, kind)
             if quota is not None:
                 yield quota
-
-
-def _read_lines(file: Path) -> list[str]:
-    """Returns the lines of a file with names, which may have any bytes except that of the end of a line."""
-    return os.fsdecode(file.read_bytes()).split("\n")
 
 
 def _decode_escapes(path: str) -> str:

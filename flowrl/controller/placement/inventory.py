@@ -67,7 +67,11 @@ def cluster_inventory(
 
 def local_memory(kind: DeviceKind) -> int | None:
     """Returns the bytes of host memory (cpu) or of the smallest GPU (cuda); None without a GPU."""
-    return _host_memory() if kind == "cpu" else _gpu_memory()
+    if kind == "cpu":
+        return _host_memory()
+    listing = _run_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    mebibytes = [int(line) for line in listing.split() if line.isdecimal()]
+    return min(mebibytes) * 2**20 if mebibytes else None
 
 
 def _host_memory() -> int:
@@ -76,12 +80,6 @@ def _host_memory() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""
     return min(total, int(text)) if text.isdecimal() else total
-
-
-def _gpu_memory() -> int | None:
-    listing = _run_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    mebibytes = [int(line) for line in listing.split() if line.isdecimal()]
-    return min(mebibytes) * 2**20 if mebibytes else None
 
 
 def local_gpu_names() -> list[str]:

@@ -154,7 +154,8 @@ class Runs:
         return Runs(starts, target_offsets[self.targets], counts)
 
     def copy(self, column: np.ndarray, out: np.ndarray) -> None:
-        if len(self.counts) == 1 or self._is_long(bytes_each(column)):
+        is_long = int(self.counts.sum()) * bytes_each(column) >= LONG_RUN_BYTES * len(self.counts)
+        if len(self.counts) == 1 or is_long:
             for source, target, count in self._iterate():
                 out[target : target + count] = column[source : source + count]
             return
@@ -164,9 +165,6 @@ class Runs:
             np.take(column, sources, axis=0, out=out[targets], mode="clip")
         else:
             out[targets] = column[sources]
-
-    def _is_long(self, size: int) -> bool:
-        return int(self.counts.sum()) * size >= LONG_RUN_BYTES * len(self.counts)
 
     def _iterate(self) -> Iterator[tuple[int, int, int]]:
         return zip(self.sources.tolist(), self.targets.tolist(), self.counts.tolist(), strict=True)

@@ -45,7 +45,8 @@ def generate_lines(source: DataFile, num_rows: int | None = None) -> Iterator[by
             if count < num_rows:
                 process.wait()
                 errors.seek(0)
-                raise DataError(_last_line(errors.read()) or f"{source.source}: the process that generates rows ended")
+                last_line = next(reversed(errors.read().decode(errors="replace").strip().splitlines()), "")
+                raise DataError(last_line or f"{source.source}: the process that generates rows ended")
         finally:
             process.kill()
             process.wait()
@@ -62,10 +63,6 @@ def _generator_settings(source: DataFile) -> dict[str, Any]:
         "seed": source.first_seed,
         "system": source.system,
     }
-
-
-def _last_line(output: bytes) -> str:
-    return next(reversed(output.decode(errors="replace").strip().splitlines()), "")
 
 
 def find_generator_problem() -> str | None:

@@ -4,14 +4,14 @@ import codecs
 import importlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flowrl.config import DataFile
-from flowrl.data.input_paths import find_dataset_problem
+from flowrl.data.folders.input_paths import find_dataset_problem
 from flowrl.data.messages import DataError
 from flowrl.data.reading.generated_rows import generate_lines
 from flowrl.data.reading.json_values import UnusualValue, parse_strictly
@@ -123,12 +123,7 @@ def _json_rows(file: Path, handle: BinaryIO, max_row_bytes: int) -> Iterator[Any
             # Otherwise the file has JSON lines, and its first line is malformed.
             yield from [text] if _is_json(text) else _lines([text], max_row_bytes)
         else:
-            yield from _lines(_chain(first, blocks), max_row_bytes)
-
-
-def _chain(first: bytes | RowProblem, rest: Iterator[bytes | RowProblem]) -> Iterator[bytes | RowProblem]:
-    yield first
-    yield from rest
+            yield from _lines(chain([first], blocks), max_row_bytes)
 
 
 def _is_object_of_lines(block: bytes) -> bool:
@@ -231,7 +226,7 @@ def _decompressed(file: Path, handle: BinaryIO) -> Iterator[bytes | RowProblem]:
     """Yields the content of a file in blocks, and a RowProblem where the file is corrupt."""
     try:
         if file.suffix == ".gz":
-            yield from _gzip_blocks(handle)
+            yield from _decompressed_blocks(handle, lambda: zlib.decompressobj(wbits=_GZIP), padding=b"\0")
         elif file.suffix == ".zst":
             yield from _zstd_blocks(handle)
         else:
@@ -241,32 +236,28 @@ def _decompressed(file: Path, handle: BinaryIO) -> Iterator[bytes | RowProblem]:
         yield RowProblem("unreadable_file", f"the file is truncated or corrupt ({error}): copy or download it again")
 
 
-def _gzip_blocks(handle: BinaryIO) -> Iterator[bytes | RowProblem]:
-    # GzipFile would lose the rows of the block in which a truncated file ends.
-    stream = zlib.decompressobj(wbits=_GZIP)
-    while block := handle.read(_BLOCK_BYTES):
-        while block:
-            yield stream.decompress(block)
-            block = stream.unused_data.lstrip(b"\0") if stream.eof else b""
-            if stream.eof and block:
-                stream = zlib.decompressobj(wbits=_GZIP)
-    if not stream.eof:
-        yield RowProblem("unreadable_file", "the file is truncated: copy or download it again")
-
-
 def _zstd_blocks(handle: BinaryIO) -> Iterator[bytes | RowProblem]:
     zstandard = import_library("zstandard", "a .zst file")
-    stream = zstandard.ZstdDecompressor().decompressobj()
     try:
-        while block := handle.read(_BLOCK_BYTES):
-            while block:
-                yield stream.decompress(block) or b""
-                block = stream.unused_data if stream.eof else b""
-                if stream.eof and block:
-                    stream = zstandard.ZstdDecompressor().decompressobj()
+        yield from _decompressed_blocks(handle, lambda: zstandard.ZstdDecompressor().decompressobj())
     except zstandard.ZstdError as error:
         yield RowProblem("unreadable_file", f"the file is corrupt ({error}): copy or download it again")
-        return
+
+
+def _decompressed_blocks(
+    handle: BinaryIO, make_stream: Callable[[], Any], padding: bytes = b""
+) -> Iterator[bytes | RowProblem]:
+    """Yields the content of a file of one or several streams, with `padding` between them.
+
+    The file objects of these libraries would lose the rows of the block in which a truncated file ends.
+    """
+    stream = make_stream()
+    while block := handle.read(_BLOCK_BYTES):
+        while block:
+            yield stream.decompress(block) or b""
+            block = stream.unused_data.lstrip(padding) if stream.eof else b""
+            if stream.eof and block:
+                stream = make_stream()
     if not stream.eof:
         yield RowProblem("unreadable_file", "the file is truncated: copy or download it again")
 

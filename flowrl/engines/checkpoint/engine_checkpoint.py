@@ -44,7 +44,7 @@ from flowrl.engines.checkpoint.shards import (
     tensor_bytes,
 )
 from flowrl.engines.train.base import SavedEngine
-from flowrl.engines.train.module_state import OPTIMIZER
+from flowrl.engines.train.module_engine import OPTIMIZER
 from flowrl.engines.train.random_state import random_state, restore_random_state
 
 

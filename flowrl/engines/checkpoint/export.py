@@ -27,7 +27,7 @@ from flowrl.engines.models.loading import ModelError, load_critic, load_policy, 
 from flowrl.engines.models.parameters import replace_parameter
 from flowrl.engines.models.sharded_loading import stream_full_weights
 from flowrl.engines.models.weights import cast_dtype, weight_shapes
-from flowrl.engines.train.module_state import MODEL
+from flowrl.engines.train.module_engine import MODEL
 
 DESCRIPTION = "model"
 """Subfolder of a role's checkpoint that contains the model configuration and the tokenizer."""

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from flowrl.config import ModelConfig, ModelKind, UserError
 from flowrl.data.dtypes import torch_dtype
-from flowrl.data.input_paths import MAX_POSITIONS
+from flowrl.data.folders.input_paths import MAX_POSITIONS
 from flowrl.engines.models.adapters.saved_adapter import SavedAdapter
 from flowrl.engines.models.attention import Pack, find_attention
 from flowrl.engines.models.parameters import check_finite

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from flowrl.data.experts.mixture import ROUTER_SCORES, Mixture, read_mixture
+from flowrl.data.mixture import ROUTER_SCORES, Mixture, read_mixture
 
 EXPERT_PARALLEL = "flowrl_expert_parallel"
 """Name of the experts implementation in transformers that `flowrl.engines.parallel.expert_parallel` registers. It needs

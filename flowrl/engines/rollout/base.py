@@ -557,6 +557,15 @@ def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
     return missing_members(engine, [protocol for protocol, is_required in required.items() if is_required])
 
 
+def generate_in_batch(batch: RequestBatch, requests: Sequence[Request]) -> list[Response]:
+    """Returns the response to each request, in order. `batch` is empty, and has no requests afterwards."""
+    batch.add(requests)
+    responses: dict[str, Response] = {}
+    while batch.num_running:
+        responses |= {response.request_id: response for response in batch.poll()}
+    return [responses[request.request_id] for request in requests]
+
+
 def open_batch(engine: RolloutEngine) -> RequestBatch:
     """Returns an empty batch of requests. Its `poll` returns only the responses to its own requests."""
     return engine.open_batch() if isinstance(engine, BatchingEngine) else GeneratedTogether(engine)

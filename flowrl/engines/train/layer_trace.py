@@ -20,7 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from flowrl.config import ConfigError, LoraConfig
 from flowrl.data.dtypes import torch_dtype
-from flowrl.data.experts.mixture import read_mixture
+from flowrl.data.mixture import read_mixture
 from flowrl.engines.models.adapters.lora import add_adapter
 from flowrl.engines.models.attention import (
     ROWS,

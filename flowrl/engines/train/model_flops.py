@@ -129,7 +129,7 @@ def model_flops(model: nn.Module) -> ModelFlops | None:
         if isinstance(module, nn.Linear | Conv1D):
             has_input_gradient = inputs.setdefault(_input_owner(name), is_trained)
             from_adapter = f".{_ADAPTER_PARTS[-1]}." in name
-            passes = _linear_passes(module, is_trained if from_adapter else has_input_gradient)
+            passes = _matrix_passes(module.weight, 1, is_trained if from_adapter else has_input_gradient)
             (per_target if module is head else per_token).append(passes)
             if has_gradient:
                 layer = _layer_name(name).rpartition(".")[2]
@@ -229,10 +229,6 @@ def _input_owner(name: str) -> str:
     """Returns a name that is equal for linear layers, or parts of a layer with an adapter, that read the same input."""
     path, _, leaf = _layer_name(name).rpartition(".")
     return f"{path}.{next((names[0] for names in _SHARED_INPUTS if leaf in names), leaf)}"
-
-
-def _linear_passes(layer: nn.Linear | Conv1D, has_input_gradient: bool) -> Passes:
-    return _matrix_passes(layer.weight, 1, has_input_gradient)
 
 
 def _matrix_passes(weight: Tensor, used: float, has_input_gradient: bool) -> Passes:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
 from flowrl.devices.device import find_compiler_problem, get_device, local_tensor
-from flowrl.engines.train.module_state import BLOCK, shard_like
+from flowrl.engines.train.module_engine import BLOCK, shard_like
 
 MIN_ROWS, MIN_SIZE = 64, 4096
 """Minimum numbers of rows and values of a weight with quantized moments. Value heads have fewer rows."""

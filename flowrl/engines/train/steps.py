@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -122,11 +122,10 @@ class OptimizerSteps:
     @contextmanager
     def dropping_on_failure(self) -> Iterator[None]:
         """Drops the gradients of all losses of the step if the `with` block fails."""
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.drop)  # an interrupt, too, leaves gradients of only some micro-batches
             yield
-        except BaseException:  # an interrupt, too, leaves gradients of only some micro-batches
-            self.drop()
-            raise
+            on_error.pop_all()
 
     def drop(self) -> None:
         """Drops the accumulated gradient."""

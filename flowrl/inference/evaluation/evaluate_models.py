@@ -1,6 +1,6 @@
 """Evaluates several models on the same tasks, prints a table, and writes the files of `flowrl eval`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flowrl.checkpoints.inputs import combined_checksum, input_checksums
 from flowrl.config import EvaluationRunConfig, ReplicaSizes, UserError
-from flowrl.data.input_paths import find_model_file
+from flowrl.data.folders.input_paths import find_model_file
 from flowrl.inference.evaluation.evaluation_table import check_writable, render_results, write_results, write_rows
 from flowrl.inference.evaluation.harness import check_harness, evaluate_harness
 from flowrl.inference.evaluation.model_comparison import TaskResult, compare, prompt_records
@@ -88,7 +88,9 @@ def evaluate_models(
             if output is not None:
                 write_results(output, results, _details(sources, next(iter(planned.values())), arguments, scores))
             if rows is not None:
-                write_rows(rows, list(_rows(scores)))
+                of_tasks = ((name, task, result) for name, own in scores.items() for task, result in own.items())
+                shown = [{"model": name, "task": task, **row} for name, task, result in of_tasks for row in result.rows]
+                write_rows(rows, shown)
     return results
 
 
@@ -189,9 +191,3 @@ def _weights_checksum(model: Path) -> dict[str, int] | None:
 
 def _checksum(value: Any) -> dict[str, int] | None:  # Any: a FileChecksum, or None
     return None if value is None else {"bytes": value.size, "crc32": value.crc32}
-
-
-def _rows(scores: Mapping[str, Mapping[str, TaskScores]]) -> Iterator[dict[str, Any]]:  # Any: values of JSON
-    for name, own in scores.items():
-        for task, result in own.items():
-            yield from ({"model": name, "task": task, **row} for row in result.rows)

@@ -28,7 +28,10 @@ def render_results(results: Sequence[TaskResult]) -> Table:
     """
     table = Table(title=f"Evaluation ({LEVEL:.0%} bootstrap intervals over prompts)", title_justify="left")
     num_models = len({result.model for result in results})
-    names = dict.fromkeys(name for result in results for name in _shown_estimates(result))
+    # Estimates with k below the number of samples are only in the JSON file.
+    names = dict.fromkeys(
+        name for result in results for name in result.estimates if name.endswith(f"@{result.num_samples}")
+    )
     has_failures = any(FAILED_FRACTION in result.metrics for result in results)
     for heading in ("task", "model"):
         table.add_column(heading)
@@ -69,11 +72,6 @@ def _difference_cells(result: TaskResult) -> list[str]:
     if difference is None:
         return ["", "", ""]
     return [_format(difference, sign="+"), f"{difference.p_value:.3f}", f"{result.num_compared:,}"]
-
-
-def _shown_estimates(result: TaskResult) -> list[str]:
-    """Returns the names of the estimates with k = all samples. Estimates with smaller k are only in the JSON file."""
-    return [name for name in result.estimates if name.endswith(f"@{result.num_samples}")]
 
 
 def _format(interval: Interval, sign: str = "") -> str:

@@ -19,7 +19,7 @@ from flowrl.config import (
     load_recorded,
     recipe_class,
 )
-from flowrl.data.input_paths import download_model_file
+from flowrl.data.folders.input_paths import download_model_file
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.engines.models.loading import stored_dtype
 from flowrl.inference.model_source import ModelSource
@@ -80,16 +80,13 @@ def read_run_settings(run: Path) -> Settings | None:
     values = config.model_dump(mode="json")
     reward = next((name for name, value in config if value is config.reward_settings and value is not None), None)
     kept = ("data", "rollout", "evaluation", "environment", "seed", "threads")
-    settings = {name: values[name] for name in kept} | {"placement": _device(config)}
+    placement = {"device": config.placement.device, "pools": {"main": [1]}, "roles": {"rollout": "main"}}
+    settings = {name: values[name] for name in kept} | {"placement": placement}
     if reward is not None:
         settings["reward"] = values[reward]
     # An evaluation has no training prompts, whose success `order: curriculum` and `difficulty` would require.
     settings["data"] |= {"order": "file", "difficulty": {}}
     return settings | {"actor": {"model": values["actor"]["model"]}}
-
-
-def _device(config: RolloutRunConfig) -> Settings:
-    return {"device": config.placement.device, "pools": {"main": [1]}, "roles": {"rollout": "main"}}
 
 
 def plan_evaluations(
@@ -141,17 +138,14 @@ def _read_task(task: str, arguments: EvaluationArguments) -> tuple[str, Settings
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415 (takes a second)
 
     if name not in DATASETS:
+        near = difflib.get_close_matches(name, list(DATASETS), n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"--task {task} is neither a file nor a task of reasoning-gym{_near(name, DATASETS)}: write the path of a "
+            f"--task {task} is neither a file nor a task of reasoning-gym{meant}: write the path of a "
             f"data file, a name such as leg_counting, or {HARNESS}NAME for a task of lm-eval"
         )
     rows = arguments.limit or NUM_GENERATED_ROWS
     return name, {"reasoning_gym": {name: 1.0}, "rows": rows, "split": "test", "system": "default"}, True
-
-
-def _near(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _without_replaced_settings(data: Settings, arguments: EvaluationArguments) -> Settings:

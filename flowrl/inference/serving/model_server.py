@@ -21,8 +21,8 @@ from flowrl.config.engines.rollout_engines import DEFAULT_ENGINE, ENGINES
 from flowrl.config.engines.vllm_settings import find_speculation_problem
 from flowrl.config.source import read_json
 from flowrl.controller.placement.cpu_threads import default_threads, read_requested_threads
+from flowrl.data.folders.input_paths import download_model_file
 from flowrl.data.folders.private_folder import create_folder
-from flowrl.data.input_paths import download_model_file
 from flowrl.data.messages import DataError
 from flowrl.inference.generation_settings import check_num_gpus
 from flowrl.inference.model_source import ModelSource
@@ -96,12 +96,6 @@ def check_server(settings: ServerSettings) -> None:
             ) from error
 
 
-def _distribution() -> str:
-    """Returns the name under which vLLM is installed."""
-    names = {distribution.name for distribution in metadata.distributions()}
-    return next(name for name in ENGINES["vllm"].packages[0].distributions if name in names)
-
-
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -118,8 +112,10 @@ def serve(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings) 
     """
     settings_folder = create_folder("serve")
     command = server_command(source, chat, settings, settings_folder.path)
+    installed = {distribution.name for distribution in metadata.distributions()}
+    vllm = next(name for name in ENGINES["vllm"].packages[0].distributions if name in installed)
     process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(os.getpid()), _distribution(), *command],
+        [sys.executable, "-c", _PROGRAM, str(os.getpid()), vllm, *command],
         env=os.environ | server_environment(settings),
         # If this process is killed, the locks keep the folders until the server has ended, too.
         pass_fds=[folder.marker for folder in (*source.folders, settings_folder)],

@@ -80,15 +80,15 @@ def _read(folder: Path, step: int, kind: Kind) -> list[Row]:
 
 
 def _columns(rows: Sequence[Row], segments: Sequence[Segments], limit: int) -> dict[str, Any]:
-    texts = _Numbered()
+    texts: dict[str | None, int] = {None: -1}
     data: dict[str, Any] = {"num_rows": len(rows)}
     data |= {name: [_short(row.get(name)) for row in rows] for name in _NUMBERS}
     for name in _NAMES:
-        names = _Numbered()
-        data[name] = {"index": [names.number(row.get(name)) for row in rows], "values": names.values}
+        names: dict[Any, int] = {None: -1}  # Any: a value of JSON
+        data[name] = {"index": [_number(row.get(name), names) for row in rows], "values": list(names)[1:]}
     for name in ("prompt", "answer"):
-        data[name] = [texts.number(None if row[name] is None else str(row[name])[:limit]) for row in rows]
-    data["texts"] = texts.values
+        data[name] = [_number(None if row[name] is None else str(row[name])[:limit], texts) for row in rows]
+    data["texts"] = list(texts)[1:]
     data["response"] = [None if row["response"] is None else str(row["response"])[:limit] for row in rows]
     data["scores"] = {
         name: [_short((row.get(column) or {}).get(name)) for row in rows]
@@ -117,20 +117,9 @@ def _segments(row: Row) -> Segments:
     return [(str(segment["kind"]), str(segment["text"])) for segment in segments] if len(segments) > 1 else []
 
 
-class _Numbered:
-    """Numbers distinct values from 0, in the order of their first occurrence. None has the number -1."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []  # Any: a value of JSON
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, value: Any) -> int:
-        if value is None:
-            return -1
-        if value not in self._numbers:
-            self._numbers[value] = len(self.values)
-            self.values.append(value)
-        return self._numbers[value]
+def _number(value: Any, numbers: dict[Any, int]) -> int:  # Any: a value of JSON
+    """Returns the number of a value, from 0 in the order of the first occurrences. `numbers` begins with {None: -1}."""
+    return numbers.setdefault(value, len(numbers) - 1)
 
 
 def _short(value: Any) -> Any:  # Any: a value of JSON

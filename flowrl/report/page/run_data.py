@@ -12,7 +12,7 @@ from flowrl.checkpoints.run_folder import RunFolder, RunFolderError, check_not_l
 from flowrl.config import UserError
 from flowrl.data.metric import FAILED_AS_BEST, FAILED_AS_WORST, NUM_FAILED, held_out_bounds
 from flowrl.health import read_findings
-from flowrl.health.findings import FILE
+from flowrl.health.monitor import FILE
 
 _EVALUATED = ("accuracy", "validation_loss", "agreement", "evaluation/")
 """Prefixes of the names of metrics that an evaluation logs."""

@@ -1,22 +1,28 @@
-"""Writes the HTML report of runs."""
+"""Writes the HTML report of runs: one file with all data, styles and scripts."""
 
+import base64
+import hashlib
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from html import escape
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
 from flowrl.checkpoints.run_files import read_config, read_metrics, read_summary
 from flowrl.checkpoints.run_folder import RunFolder, is_disk_full, replacing
 from flowrl.config import UserError
+from flowrl.data.metric import finite
 from flowrl.report.chrome_trace import read_trace
 from flowrl.report.page.completion_data import completion_data
-from flowrl.report.page.config_data import compare_settings
 from flowrl.report.page.curve_data import curve_data
-from flowrl.report.page.render_page import render_page
 from flowrl.report.page.run_data import find_profiles, run_data, unique_names
 from flowrl.report.page.timeline_data import timeline_data
 from flowrl.report.rollout_log import Kind, saved_steps
+from flowrl.report.value_diff import compare_settings
 
 DEFAULT_NAME = "report.html"
 
@@ -84,7 +90,11 @@ def _collect(folder: Path, name: str, config: dict[str, Any]) -> tuple[dict[str,
     if timeline is not None:
         parts["timeline"] = timeline
     else:
-        missing["timeline"] = _why_no_trace(run["status"])
+        missing["timeline"] = (
+            "a run writes trace.json when it ends"
+            if run["status"] == "running"
+            else "there is no trace.json, or it has no calls of the training loop; a killed run does not write it"
+        )
     if any(saved_steps(paths.rollouts, kind) for kind in get_args(Kind)):
         parts["rows"], tokens = completion_data(paths.rollouts)
         if tokens:
@@ -96,15 +106,60 @@ def _collect(folder: Path, name: str, config: dict[str, Any]) -> tuple[dict[str,
     return run | {"missing": missing}, parts
 
 
-def _why_no_trace(status: str) -> str:
-    if status == "running":
-        return "a run writes trace.json when it ends"
-    return "there is no trace.json, or it has no calls of the training loop; a killed run does not write it"
-
-
 def _why_no_rows(settings: Mapping[str, Any]) -> str:
     if "rollout" not in settings:
         return "this recipe generates no responses"
     if (settings.get("report") or {}).get("rollouts", {}) is None:
         return "report.rollouts is null, so that no responses are saved"
     return "rollouts/ has no saved rows yet"
+
+
+SCRIPTS = (
+    "data.js",
+    "chart.js",
+    "curves.js",
+    "timeline.js",
+    "placement.js",
+    "completions.js",
+    "overview.js",
+    "main.js",
+)
+"""Scripts of `assets/` in the order of their execution. They share one scope."""
+
+
+def render_page(parts: Mapping[str, Any], title: str) -> str:
+    """Returns the HTML text of a report.
+
+    Each part is JSON, compressed with zlib and encoded in base64, so that browsers never parse generated text as HTML.
+    The content security policy allows only the scripts and styles of the report, and no network.
+    """
+    style = _asset("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_asset, SCRIPTS)) + "\n})();"
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    data = "\n".join(
+        f'<script type="text/plain" id="data-{name}">{compress(value)}</script>' for name, value in parts.items()
+    )
+    page = _asset("page.html")
+    replacements = {"POLICY": policy, "TITLE": escape(title), "STYLE": style, "DATA": data, "SCRIPT": script}
+    pieces = page.split("%%")
+    return "".join(replacements[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def compress(value: Any) -> str:  # Any: a value of JSON
+    """Returns a value of JSON, compressed with zlib, as base64 text. NaN and infinities become null."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def _asset(name: str) -> str:
+    return (files("flowrl.report.page") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

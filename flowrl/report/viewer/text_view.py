@@ -25,8 +25,7 @@ from flowrl.report.token_values import (
     color_scale,
     token_values,
 )
-from flowrl.report.viewer.row_document import describe_token, make_document
-from flowrl.report.viewer.text_lines import Line, Piece, wrap_pieces
+from flowrl.report.viewer.row_document import Line, Piece, describe_token, make_document, wrap_pieces
 
 _STYLES = {
     "text": Style(),

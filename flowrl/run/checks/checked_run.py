@@ -1,9 +1,10 @@
-"""CheckedRun: the config of a run with the results that its checks and its start share."""
+"""CheckedRun: a config with the results that its checks and its start share. Also its roles that generate text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
-from flowrl.config import ConfigError, RunConfig
+from flowrl.config import ConfigError, JudgeConfig, ModelConfig, RolloutConfig, RunConfig, keys_of, models_of
 from flowrl.controller.placement.inventory import local_inventory
 from flowrl.controller.placement.plan import Plan, plan
 from flowrl.memory.device_settings import FittedRun, fit_memory, resolve_settings
@@ -94,3 +95,27 @@ class CheckedRun:
 def _devices_of(config: RunConfig) -> tuple[object, ...]:
     """Returns all settings that determine the placement plan."""
     return config.placement, config.devices, config.address, config.roles, config.dedicated_roles()
+
+
+class Generator(NamedTuple):
+    """A rollout or a judge."""
+
+    role: str
+    key: str
+    """Key of its settings in the config."""
+    settings: RolloutConfig
+    """Settings of its engine."""
+    model: ModelConfig | None
+    """Model with which it generates. None: the run has no actor."""
+    model_key: str
+    """Key of the settings of the model."""
+
+
+def find_generators(config: RunConfig) -> Iterator[Generator]:
+    """Yields the rollouts and judges of a run."""
+    keys, actor = keys_of(config), models_of(config).get("actor")
+    for role, value in config.role_settings.items():
+        if isinstance(value, JudgeConfig):
+            yield Generator(role, keys[role], value.generation, value.model, f"{keys[role]}.model")
+        elif isinstance(value, RolloutConfig):
+            yield Generator(role, keys[role], value, None if actor is None else actor.model, "actor.model")

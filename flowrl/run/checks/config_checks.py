@@ -37,7 +37,7 @@ from flowrl.environments.base import EnvironmentLoadError, create_environment
 from flowrl.environments.environment_function import EnvironmentFunctionError, load_environment_function
 from flowrl.rewards.judgments import load_verdict
 from flowrl.rewards.reward_function import RewardError, load_answer_function, load_reward_function
-from flowrl.run.checks.generators import find_generators
+from flowrl.run.checks.checked_run import find_generators
 
 
 def check_functions(config: RunConfig) -> str:
@@ -61,7 +61,10 @@ def check_functions(config: RunConfig) -> str:
         if isinstance(value, JudgeConfig):
             _check_judge(role, value)
         elif isinstance(value, EnvironmentConfig):
-            _check_environment(role, value)
+            try:
+                create_environment(value.name, value.options)
+            except EnvironmentLoadError as error:
+                raise ConfigError(f"{role}.name: {error}") from error
     _check_algorithm(config)
     return ", ".join(names) or "no user function"
 
@@ -109,14 +112,6 @@ def _check_judge(role: str, config: JudgeConfig) -> None:
         load_verdict(config.applied_verdict)
     except ValueError as error:
         raise ConfigError(f"{role}.{error}") from error
-
-
-def _check_environment(role: str, config: EnvironmentConfig) -> None:
-    """Raises ConfigError if an environment cannot be created."""
-    try:
-        create_environment(config.name, config.options)
-    except EnvironmentLoadError as error:
-        raise ConfigError(f"{role}.name: {error}") from error
 
 
 def _check_loads(key: str, name: str | None, load: Callable[[str], object]) -> None:

@@ -22,13 +22,13 @@ from flowrl.config import (
     models_of,
 )
 from flowrl.config.engines.train_engines import DEFAULT_TRAIN_ENGINE
-from flowrl.data.experts.mixture import ROUTER_SCORES, has_experts, read_mixture
-from flowrl.data.input_paths import (
+from flowrl.data.folders.input_paths import (
     find_dataset_problem,
     find_model_problem,
     read_text_config,
     read_vocabulary_size,
 )
+from flowrl.data.mixture import ROUTER_SCORES, has_experts, read_mixture
 from flowrl.data.reading.generated_rows import find_generator_problem
 from flowrl.memory.model_fit import (
     excess_tokens_message,

@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import closing, redirect_stderr, redirect_stdout
 from functools import cached_property
 from io import StringIO
 from itertools import islice
@@ -177,7 +177,8 @@ def train_step(run: LoadedRun) -> str:
         limit = MAX_STEP_PARAMETERS // 1_000_000
         raise CheckSkipped(f"the models have {total / 1e6:.0f} M parameters, and a step runs up to {limit} M")
     begun_s = time.monotonic()
-    with create_folder("check") as folder, _silent():
+    # The output of the step is discarded.
+    with create_folder("check") as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         run.train(small_config(run.config, folder))
     return f"one inline step on {_STEP_PROMPTS} prompts or rows took {time.monotonic() - begun_s:.1f} s"
 
@@ -241,7 +242,7 @@ def small_config(config: RunConfig, folder: Path) -> RunConfig:
         "checkpoint": CheckpointConfig(),
         "record": (),
         "health": config.health.model_copy(update={"record_on": (), "stop_on": ()}),
-        "report": ReportConfig(plots=False, tensorboard=False, rollouts=None),
+        "report": ReportConfig(tensorboard=False, rollouts=None),
     }  # fmt: skip
     for name, value in config:
         if isinstance(value, EngineConfig):
@@ -296,13 +297,6 @@ def _local_engine(engine: EngineConfig) -> EngineConfig:
         packing=engine.packing,
         max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
     )
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Discards the output of the step."""
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        yield
 
 
 MODEL_CHECKS = tuple(

@@ -25,7 +25,7 @@ from flowrl.config.roles import quantized_device_problem
 from flowrl.controller.placement.inventory import check_one_node
 from flowrl.controller.placement.plan import Mesh, Plan, RolePlan
 from flowrl.memory.model_fit import check_model_fit, find_head_size_problem, find_replica_problem
-from flowrl.run.checks.generators import find_generators
+from flowrl.run.checks.checked_run import find_generators
 
 _logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ May import `flowrl.algorithms`, `flowrl.config`, `flowrl.data`, `flowrl.environm
 `flowrl.environments.environment_function`, `flowrl.memory`, `flowrl.rewards` and, for types, `flowrl.workers`.
 """
 
-from flowrl.run.datasets.examples import SftExamples
+from flowrl.run.datasets.examples import PtxText, SftExamples
 from flowrl.run.datasets.prompt_data import read_held_out, read_prompts
-from flowrl.run.datasets.ptx_text import PtxText
 
 __all__ = ["PtxText", "SftExamples", "read_held_out", "read_prompts"]

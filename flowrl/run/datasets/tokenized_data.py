@@ -312,7 +312,11 @@ def find_unknown(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[Unknown
 
 def warn_of_unknown_tokens(conversations: Sequence[Conversation], tokenizer: ChatTokenizer) -> None:
     """Logs a warning if more than `MAX_UNKNOWN_FRACTION` of the tokens of the messages are unknown."""
-    texts = [(text, conversation) for conversation in conversations for text in _texts(conversation)]
+    texts = [
+        (text, row)
+        for row in conversations
+        for text in (*(turn.content for turn in (*row.messages, *row.chosen, *row.rejected)), *(row.text or ()))
+    ]
     parts_of_texts = {part for text, _ in texts for part in (*text, *text.split())}
     # Tokenizing the distinct characters and words is much faster than tokenizing the file again.
     if not any(unknown.parts for unknown in find_unknown(tokenizer, sorted(parts_of_texts))):
@@ -335,8 +339,3 @@ def warn_of_unknown_tokens(conversations: Sequence[Conversation], tokenizer: Cha
         ", ".join(map(repr, parts[:_SHOWN_PARTS])),
         more,
     )
-
-
-def _texts(row: Conversation) -> list[str]:
-    turns = (*row.messages, *row.chosen, *row.rejected)
-    return [*(message.content for message in turns), *(row.text or ())]

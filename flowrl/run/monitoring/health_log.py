@@ -8,9 +8,8 @@ from typing import Any
 from flowrl.checkpoints.run_folder import replacing
 from flowrl.config import OnPolicyConfig, RolloutRunConfig, RunConfig, TrainedConfig
 from flowrl.controller.placement.plan import Plan
-from flowrl.health.findings import FILE, Finding, format_findings
 from flowrl.health.measurement import RunFacts
-from flowrl.health.monitor import HealthMonitor
+from flowrl.health.monitor import FILE, Finding, HealthMonitor, format_findings
 from flowrl.report.run_observer import RunObserver
 from flowrl.weight_sync.verification import gap_causes, gap_limit
 

@@ -70,7 +70,7 @@ class RunObservers:
         earlier_s = self.history[-1].get("elapsed_s", 0.0) if self.history else 0.0
         self._roles = tuple(cluster.plan.roles)
         self._log = StepLog(cluster.calls, earlier_s, config.report, folder.profiles)
-        self._results = ResultFiles(started, self.history, self._log)
+        self._results = ResultFiles(started, self._log)
         self.evaluations = EvaluationHistory()
         self.recorder = resources.enter_context(StepRecorder(config, cluster, started.saver, started.inputs, last_step))
         self.rollouts = RolloutSaver(config, folder.rollouts, last_step, trackers.write_rows)
@@ -235,7 +235,7 @@ class RunObservers:
         """Writes the results of a run that ends with an error, or empties its folder if it has none."""
         has_steps = started.resumed is not None or any(record["step"] for record in self.history)
         if has_steps or self.recorder.keeps_step(error):
-            self._results.write_partial(started.restarts.draw_at_end)
+            self._results.write_trace()
         else:
             started.folder.clear()  # there is no result yet, so the next attempt may use the same folder
             started.interruption.progress = "before the first step was complete; nothing was saved"

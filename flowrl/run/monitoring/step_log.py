@@ -14,16 +14,15 @@ from flowrl.controller.dispatch import Future
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.events import CallEvent
 from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
-from flowrl.report.recorded_calls import RecordedCalls
-from flowrl.report.trace import IdleTracker
+from flowrl.report.trace import IdleTracker, RecordedCalls
 from flowrl.report.usage import usage_metrics
 from flowrl.run.evaluation import Evaluation, PendingEvaluation
 
 WaitedS = Callable[[int, Sequence[CallEvent], int, int], float]
 """Maps (step, recent calls, start and end in ns) to the seconds in which the rollout waited for weights."""
 
-DRAWN_STEPS = 4
-"""Number of last steps in `timeline.png`."""
+_TRACED_STEPS = 4
+"""Number of last complete steps whose calls stay in the trace, up to `MAX_RECENT_CALLS`."""
 
 _MAX_REPORT_DELAY_NS = 10**9
 """Largest delay in ns between the end of a call and the arrival of its report on the driver."""
@@ -55,12 +54,10 @@ class StepLog:
         """`elapsed_s` is the run time before a resume, and `profiles` is the folder for profiles."""
         self._calls, self._config, self._profiles = calls, config, profiles
         self.recorded = RecordedCalls(calls.events)
-        self._begun_ns: deque[int] = deque(maxlen=DRAWN_STEPS + _MAX_STEPS_IN_FLIGHT)
+        self._begun_ns: deque[int] = deque(maxlen=_TRACED_STEPS + _MAX_STEPS_IN_FLIGHT)
         """Times at which the last steps began."""
         self._ended_ns = time.time_ns()
         self._started_ns = self._ended_ns - int(elapsed_s * 1e9)
-        self.last_ended_ns: int | None = None
-        """End of the last complete step, in nanoseconds since the epoch."""
         self._steps: dict[int, _Step] = {}
         self._current: int | None = None
         """Step to which later metrics belong; None before the first step."""
@@ -158,7 +155,7 @@ class StepLog:
         values |= usage_metrics((event for event in recent if event.ended_ns <= ended_ns), self._config.peak_tflops)
         values["seconds"] = (ended_ns - self._ended_ns) / 1e9
         values["elapsed_s"] = (ended_ns - self._started_ns) / 1e9
-        self._ended_ns = self.last_ended_ns = ended_ns
+        self._ended_ns = ended_ns
         if "response_tokens" in values:
             values["tokens_per_s"] = values["response_tokens"] / values["seconds"]
         return values

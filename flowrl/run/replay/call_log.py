@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
+from flowrl.checkpoints.table_files import ObjectError, write_table
 from flowrl.controller.calls.calls import Calls
 from flowrl.controller.cluster import TASKS
 from flowrl.controller.dispatch import Future
@@ -19,7 +21,6 @@ from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.block import LocalRef
 from flowrl.data.checksums import FileChecksum
 from flowrl.data.metric import Logged, Mean, Metric, merge_metrics
-from flowrl.run.replay.table_files import save_table
 
 Described = Any
 """A value as JSON (`describe`). Any: JSON values are nested."""
@@ -150,3 +151,21 @@ def describe(value: Any) -> Described:  # Any: the result of any call
             own = {part.name: describe(getattr(value, part.name)) for part in fields(value)}
             return {"type": type(value).__name__} | own
     return {"type": type(value).__name__}
+
+
+def save_table(batch: Batch, path: Path) -> Future | LocalRef:
+    """Writes a batch to a new file as soon as its values are computed. Does not block.
+
+    Returns a future of the file's checksum, or of an error message if the batch cannot be stored. A failure does not
+    end the run, because a recording is an additional output.
+    """
+    return batch.reduce(_record_table, batch.columns, path=path)
+
+
+def _record_table(table: TensorDict, path: Path) -> FileChecksum | str:
+    try:
+        return write_table(table, path)
+    except ObjectError as error:
+        return f"its {error}, which a file cannot store"
+    except OSError as error:
+        return f"{path} cannot be written ({error.strerror})"

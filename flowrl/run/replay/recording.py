@@ -29,7 +29,7 @@ FOLDER = "recorded"
 CONFIG, BATCH, STEP = "config.yaml", "batch.safetensors", "step.json"
 """Names of files in the folder of a recording."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of the format of recordings."""
 
 

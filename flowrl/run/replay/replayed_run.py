@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from flowrl.checkpoints.run_folder import RunFolder
 from flowrl.checkpoints.saver import Checkpointable, Saver
+from flowrl.checkpoints.table_files import read_batch
 from flowrl.config import CheckpointConfig, Placement, RolloutConfig, RunConfig, UserError
 from flowrl.controller.cluster import Cluster
 from flowrl.controller.group import WorkerGroup
@@ -21,7 +22,6 @@ from flowrl.memory.device_settings import resolve_settings
 from flowrl.run.replay.call_log import CallLog, describe
 from flowrl.run.replay.recording import BATCH, Recording, StepResults, recordings
 from flowrl.run.replay.step_recorder import measure_states
-from flowrl.run.replay.table_files import read_table
 from flowrl.run.role_groups import group_arguments, start_scoring
 from flowrl.schedules.rewards import Scoring
 
@@ -136,7 +136,7 @@ class ReplayedRun:
         self.cluster.wait_for_calls()
         self.step += 1
         stored = recording.values["batch"]
-        batch = read_table(recording.path / BATCH).select(*stored["columns"])
+        batch = read_batch(recording.path / BATCH).select(*stored["columns"])
         if stored["has_tasks"]:
             batch = batch.with_tasks(policy.tasks)
         batch = batch.with_sections(stored["sections"]).with_seed(stored["seed"])

@@ -1,6 +1,7 @@
 """Records steps of a run: the batch, the states before the step, its calls and metrics, and the states after it."""
 
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,13 @@ from flowrl.controller.worker import Worker
 from flowrl.data.batch.batch import Batch
 from flowrl.data.checksums import FileChecksum, write_json_with_checksum
 from flowrl.data.metric import Logged
-from flowrl.engines.checkpoint.state_checksums import state_checksums
-from flowrl.health.findings import Finding
+from flowrl.devices.device import local_tensor
+from flowrl.engines.checkpoint.shards import tensor_bytes
+from flowrl.engines.train.base import SavedEngine
+from flowrl.health.monitor import Finding
 from flowrl.report.run_observer import RunObserver
 from flowrl.run.monitoring.health_log import HealthLog
-from flowrl.run.replay.call_log import CallLog, Described, describe
+from flowrl.run.replay.call_log import CallLog, Described, describe, save_table
 from flowrl.run.replay.recording import (
     BATCH,
     CONFIG,
@@ -33,7 +36,6 @@ from flowrl.run.replay.recording import (
     recordings,
     source_checksums,
 )
-from flowrl.run.replay.table_files import save_table
 
 
 def measure_states(groups: Mapping[str, WorkerGroup]) -> dict[str, list[Described]]:
@@ -248,3 +250,17 @@ class StepRecorder(RunObserver):
 
     def _command(self, step: int) -> str:
         return f"flowrl replay {self._config.output} --step {step}"
+
+
+def state_checksums(engine: SavedEngine) -> dict[str, Any]:
+    """Returns the checksums of the trained weights and optimizer tensors of this rank, and the engine's counters.
+
+    The result has plain values: `tensors` maps a name to its `crc32` and `norm` (L2, in float64), and `counters` is
+    `engine.counters()`. For a sharded tensor, both are those of this rank's shard.
+    """
+    state = engine.save_state(with_optimizer=engine.has_optimizer_state)
+    tensors = {
+        name: {"crc32": zlib.crc32(tensor_bytes(local)), "norm": float(local.detach().double().norm())}
+        for name, local in ((name, local_tensor(value)) for name, value in state.items())
+    }
+    return {"tensors": tensors, "counters": engine.counters()}

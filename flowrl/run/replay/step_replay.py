@@ -15,6 +15,7 @@ from rich.text import Text
 
 from flowrl.checkpoints.run_folder import write_json
 from flowrl.checkpoints.saver import package_versions
+from flowrl.checkpoints.table_files import read_columns
 from flowrl.config import CheckFailed, RunConfig, UserError
 from flowrl.data.console import make_console, round_pair
 from flowrl.data.folders.private_folder import create_folder
@@ -25,7 +26,6 @@ from flowrl.run.replay.call_log import TABLES
 from flowrl.run.replay.recording import Recording, StepResults, changed_sources, describe_machine
 from flowrl.run.replay.replayed_run import Replay, ReplayedRun
 from flowrl.run.replay.step_debugger import StepDebugger, is_quit
-from flowrl.run.replay.table_files import read_columns
 
 ROUNDING = Tolerance(relative=1e-3, floor=1e-3)
 """Accepted differences of values that are computed with another number of ranks, or without sharding."""

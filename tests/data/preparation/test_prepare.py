@@ -14,11 +14,10 @@ from pyarrow import parquet
 
 from flowrl.config import PreparationConfig, RowsConfig
 from flowrl.data.chat import ChatTokenizer, DataError
-from flowrl.data.preparation.check_rows import check_rows
+from flowrl.data.preparation.check_rows import check_rows, marked_text
 from flowrl.data.preparation.duplicates import SeenKeys
 from flowrl.data.preparation.prepare import prepare
 from flowrl.data.preparation.prepared_folder import PreparedFolder, tokenizer_hash
-from flowrl.data.preparation.show_rows import marked_text
 from flowrl.data.reading.reader import read_conversations
 from recipes.quickstart.prepare import save_tokenizer
 from tests.errors import rejects

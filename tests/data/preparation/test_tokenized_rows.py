@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flowrl.data.chat import ChatTokenizer
 from flowrl.data.messages import Conversation, Message
-from flowrl.data.preparation.show_rows import marked_text
+from flowrl.data.preparation.check_rows import marked_text
 from flowrl.data.preparation.tokenized_rows import LengthLimits, tokenize_row
 from flowrl.data.reading.row_problems import RowProblem
 from flowrl.data.template import ConversationTemplate

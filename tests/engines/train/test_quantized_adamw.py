@@ -12,7 +12,7 @@ from flowrl.data.checksums import CheckpointError
 from flowrl.devices import device as devices
 from flowrl.engines.checkpoint.engine_checkpoint import load
 from flowrl.engines.train.fsdp.engine import FsdpEngine
-from flowrl.engines.train.module_state import CODES, SCALE, split_quantized
+from flowrl.engines.train.module_engine import CODES, SCALE, split_quantized
 from flowrl.engines.train.optimizers import build_optimizer, trained_weights
 from tests.devices.recorded_device import RecordedDevice
 from tests.engines import quantized_ranks

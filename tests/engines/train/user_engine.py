@@ -23,8 +23,7 @@ from flowrl.engines.parallel.gradients import ReplicatedGradients
 from flowrl.engines.parallel.rank_mesh import SINGLE_PROCESS
 from flowrl.engines.train.base import LossTerm, Outputs, TrainContext, collect_outputs, count_targets, mask_outputs
 from flowrl.engines.train.microbatch import Groups, MicroBatch, index_groups, microbatches
-from flowrl.engines.train.module_engine import ModuleEngine
-from flowrl.engines.train.module_state import describe_module
+from flowrl.engines.train.module_engine import ModuleEngine, describe_module
 from flowrl.engines.train.steps import OptimizerSteps
 
 

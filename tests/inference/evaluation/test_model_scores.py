@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from flowrl.config import ConfigError, EvaluationConfig, EvaluationRunConfig, ReplicaSizes, RolloutConfig
-from flowrl.data.input_paths import read_text_config
+from flowrl.data.folders.input_paths import read_text_config
 from flowrl.inference.evaluation.model_scores import _collect, check_evaluation
 from flowrl.run.evaluation import Evaluation, PendingEvaluation, PromptScores
 from tests.errors import rejects

@@ -10,7 +10,7 @@ from typing import Any
 from flowrl.checkpoints.run_folder import RunFolder, write_json
 from flowrl.config import RolloutLogConfig
 from flowrl.data.events import CallEvent, Counted
-from flowrl.health.findings import FILE, Finding, format_findings
+from flowrl.health.monitor import FILE, Finding, format_findings
 from flowrl.report.chrome_trace import chrome_trace
 from flowrl.report.rollout_log import RolloutLog, Row
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from flowrl.checkpoints.run_folder import folder_lock
-from flowrl.health.findings import FILE, format_findings
+from flowrl.health.monitor import FILE, format_findings
 from flowrl.report.page.write_report import write_report
 from tests.report.page.chromium import missing_browser, open_browser, open_page
 from tests.report.page.generated_run import HOSTILE, write_run

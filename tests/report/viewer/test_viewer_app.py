@@ -50,7 +50,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"name": "size", "weight": 0.5, "function": "tests.report.viewer.saved_rows:count_characters"},
         ],
         "rollout": {"max_response_tokens": 6},
-        "report": {"plots": False, "rollouts": {"every": 1, "rows": "all", "token_rows": 3}},
+        "report": {"rollouts": {"every": 1, "rows": "all", "token_rows": 3}},
     }
     train(GRPOConfig.model_validate(settings))
     return folder / "run"

@@ -84,7 +84,7 @@ def train(config: EchoConfig) -> Recorded:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rows_are_written_before_metrics_and_metrics_before_the_checkpoint(config: Configs, asynchronous: bool) -> None:
     checkpoint = {"every": 1, "keep_last": None, "asynchronous": asynchronous}
-    settings = config(steps=2, checkpoint=checkpoint, report={"plots": False, "rollouts": {"every": 1}})
+    settings = config(steps=2, checkpoint=checkpoint, report={"rollouts": {"every": 1}})
     recorded = train(settings)
     assert recorded.written == {
         **{("step_done", step): (True, False, False) for step in (1, 2)},

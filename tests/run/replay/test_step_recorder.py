@@ -8,13 +8,13 @@ import pytest
 
 from flowrl import Batch
 from flowrl.checkpoints.checkpoints import Checkpoints
+from flowrl.checkpoints.table_files import read_batch
 from flowrl.config import UserError, load
 from flowrl.data.metric import Mean
 from flowrl.health import read_findings
 from flowrl.run.loop import Run
 from flowrl.run.replay.recording import BATCH, read_recording, recordings
 from flowrl.run.replay.step_recorder import find_sharded_roles
-from flowrl.run.replay.table_files import read_table
 from recipes.ppo.config import PPOConfig
 from tests.configs import plan_run
 from tests.errors import rejects
@@ -47,7 +47,7 @@ def test_consecutive_steps_are_recorded_beside_checkpoints(config: Callable[...,
     assert recordings(settings.output).steps() == [2, 3]
     assert Checkpoints(settings.output).steps() == [4]
     recording = read_recording(settings.output, 3)
-    assert read_table(recording.path / BATCH).get("scores").tolist() == [2.0, 0.0]
+    assert read_batch(recording.path / BATCH).get("scores").tolist() == [2.0, 0.0]
     assert [call["method"] for call in recording.values["calls"]] == ["update"]
     assert recording.values["metrics"] == {"reward": 1.0}
     assert (recording.path / "actor" / "count").read_text() == "2"

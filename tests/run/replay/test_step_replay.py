@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
+from flowrl.checkpoints.table_files import write_table
 from flowrl.config import RunConfig
 from flowrl.data.batch.tensordicts import make_tensordict
 from flowrl.run.replay.recording import Recording, read_recording
 from flowrl.run.replay.step_replay import ROUNDING, compare_tables
-from flowrl.run.replay.table_files import write_table
 
 
 def test_columns_are_compared_bitwise_or_by_their_norm(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from flowrl.engines.rollout.base import (
     check_request_ids,
     check_requests,
     eos_ids,
+    generate_in_batch,
 )
 from flowrl.engines.rollout.hf.decoder import Decoder, Row
 from flowrl.engines.rollout.hf.kv_cache import with_slot_attention
@@ -177,13 +178,9 @@ class HfRollout:
         Raises PromptError if a prompt is empty or too long, and RolloutError if an update is running or has failed.
         """
         self._serving.require(EngineState.SERVING, "generate")
-        batch, responses = self.open_batch(), {}
         # Gather before checking the prompts, because all ranks gather together, even if the check fails on one rank.
         with self.gathered_weights():
-            batch.add(requests)
-            while batch.num_running:
-                responses |= {response.request_id: response for response in batch.poll()}
-        return [responses[request.request_id] for request in requests]
+            return generate_in_batch(self.open_batch(), requests)
 
     def open_batch(self) -> "SeparateBatch":
         """Returns an empty batch of requests. While it is polled, requests of `add` pause and keep their KV cache."""

@@ -14,7 +14,7 @@ log-probabilities refer to the unscaled logits.
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -42,6 +42,7 @@ from flowrl.engines.rollout.base import (
     check_request_ids,
     check_requests,
     eos_ids,
+    generate_in_batch,
 )
 from flowrl.engines.rollout.broadcast import TransferGroup
 from flowrl.engines.rollout.cuda_ipc import IpcBucket
@@ -201,11 +202,7 @@ class VllmRollout:
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
         """Returns the response to each request, in order. Requests from `add` continue during the call."""
-        batch, responses = self.open_batch(), {}
-        batch.add(requests)
-        while batch.num_running:
-            responses |= {response.request_id: response for response in batch.poll()}
-        return [responses[request.request_id] for request in requests]
+        return generate_in_batch(self.open_batch(), requests)
 
     def open_batch(self) -> "OwnRequests":
         """Returns an empty batch of requests. Requests from `add` continue while it is polled."""
@@ -387,12 +384,11 @@ class VllmRollout:
 
     @contextmanager
     def _end_update_on_error(self) -> Iterator[None]:
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(call_workers, self._engine, "end_update")  # also after an interrupt, another can begin
             with self._serving.mark_failed_on_error():
                 yield
-        except BaseException:  # also after an interrupt, another update can begin
-            call_workers(self._engine, "end_update")
-            raise
+            on_error.pop_all()
 
     # Memory.
 

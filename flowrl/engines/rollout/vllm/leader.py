@@ -69,7 +69,9 @@ def start_engine(args: EngineArgs, runs: Sequence[Run] = (), address: str = "127
     output = tempfile.TemporaryFile()  # noqa: SIM115 (the workers write to it as long as they run)
     with _redirect_output(output.fileno()), _threads_for(num_local), _temporary_sockets(), _variable(_HOST, address):
         if runs:
-            args = replace(args, nnodes=1 + len(runs), master_addr=address, master_port=_free_port(address))
+            with socket.create_server((address, 0)) as server:  # finds a free port
+                port = server.getsockname()[1]
+            args = replace(args, nnodes=1 + len(runs), master_addr=address, master_port=port)
         followers = Followers(args, runs)
         try:
             engine = LLMEngine.from_engine_args(args)
@@ -107,11 +109,6 @@ def run_workers(address: str, args: EngineArgs) -> None:
         workers = _release_files(executor)
         connection.wait([worker.sentinel for worker in workers])
         raise RolloutError("\n".join([f"a vLLM worker process on {address} exited:", *_last_lines(output)]))
-
-
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as server:
-        return server.getsockname()[1]
 
 
 class Followers:

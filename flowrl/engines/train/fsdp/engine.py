@@ -69,12 +69,10 @@ from flowrl.engines.train.base import (
 from flowrl.engines.train.fsdp.activation_offload import offload_inputs
 from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel
 from flowrl.engines.train.fsdp.role_model import load_model, saved_model
-from flowrl.engines.train.fsdp.router_loss import RouterLoss
-from flowrl.engines.train.fsdp.router_replay import RouteReplay
+from flowrl.engines.train.fsdp.routers import RouteReplay, RouterLoss
 from flowrl.engines.train.microbatch import Groups, MicroBatch, empty_microbatch, index_groups, microbatches
 from flowrl.engines.train.model_flops import model_flops
-from flowrl.engines.train.module_engine import ModuleEngine
-from flowrl.engines.train.module_state import OPTIMIZER, split_quantized
+from flowrl.engines.train.module_engine import OPTIMIZER, ModuleEngine, split_quantized
 from flowrl.engines.train.optimizers import check_groups, trained_weights
 from flowrl.engines.train.steps import OptimizerSteps
 

@@ -28,7 +28,7 @@ from flowrl.engines.train.fsdp.engine import ComputeTerm, FsdpEngine
 from flowrl.engines.train.fsdp.outputs import Compute, PolicyModel
 from flowrl.engines.train.fsdp.role_model import load_model
 from flowrl.engines.train.microbatch import Groups, MicroBatch
-from flowrl.engines.train.module_state import describe_module
+from flowrl.engines.train.module_engine import describe_module
 from flowrl.engines.train.pipeline.stage_gradients import StageGradients
 from flowrl.engines.train.pipeline.stage_model import (
     copy_without_weights,

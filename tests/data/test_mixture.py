@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowrl.data.experts.mixture import ROUTER_SCORES, read_mixture
+from flowrl.data.mixture import ROUTER_SCORES, read_mixture
 from flowrl.engines.models.routing import find_routers
 from tests.engines.families import FAMILIES
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from flowrl.engines.models.routing import Routes, find_routers, replace_routes
 from flowrl.engines.train.base import Denominators
 from flowrl.engines.train.fsdp.engine import FsdpEngine
 from flowrl.engines.train.fsdp.outputs import PolicyModel, policy_outputs
+from flowrl.engines.train.fsdp.routers import ExpertLoad, Statistic
 from flowrl.engines.train.microbatch import MicroBatch
 from tests.engines.closeness import FLOAT32_RTOL, assert_norm_close
 from tests.engines.families import build
@@ -162,3 +164,27 @@ def test_other_families_are_balanced(family: str) -> None:
     )
     first, *_, last = [engine.update(table(11), zero_loss, LOGPROBS)["router_loss"].result() for _ in range(10)]
     assert last < first
+
+
+COUNTS = np.array([[4, 0, 0, 0], [1, 1, 2, 0]])
+SUMS = np.array([[2.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, 1.0]])
+"""Two layers with four tokens, one expert per token, and four experts."""
+
+
+@pytest.mark.parametrize(
+    ("statistic", "expected"),
+    [
+        ("expert_load_max", 4.0),
+        ("dead_experts", 0.5),
+        # The first layer: 4 x 1 x 1/2. The second: 4 x (1/4 + 1/4 + 1/2) x 1/4.
+        ("router_loss", 1.5),
+    ],
+)
+def test_statistics_by_hand(statistic: Statistic, expected: float) -> None:
+    assert ExpertLoad(statistic, COUNTS, SUMS).result() == pytest.approx(expected)
+
+
+def test_a_merged_load_is_that_of_all_tokens() -> None:
+    other = ExpertLoad("dead_experts", np.array([[0, 3, 1, 0], [0, 4, 0, 0]]), SUMS)
+    # Only the last expert of each layer has no token.
+    assert ExpertLoad("dead_experts", COUNTS, SUMS).merge(other).result() == pytest.approx(0.25)

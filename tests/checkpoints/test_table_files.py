@@ -6,10 +6,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from flowrl.checkpoints.table_files import ObjectError, from_json, read_batch, read_columns, to_json, write_table
 from flowrl.data.batch.batch import Batch
 from flowrl.data.batch.tensordicts import from_tensordict, make_tensordict
 from flowrl.data.checksums import FileChecksum, checksum_of
-from flowrl.run.replay.table_files import from_json, read_columns, read_table, save_table, to_json, write_table
+from flowrl.run.replay.call_log import save_table
 
 
 def table() -> TensorDict:
@@ -27,7 +28,7 @@ def test_tensors_and_objects_are_restored(tmp_path: Path) -> None:
     batch = Batch.of_payload(from_tensordict(table()))
     written = save_table(batch, path).get()
     assert isinstance(written, FileChecksum) and written == checksum_of(path)
-    read = read_table(path)
+    read = read_batch(path)
     assert set(read.columns) == set(batch.columns) and read.lengths().tolist() == [1, 2]
     for name in ("input_ids", "logprobs"):
         assert read.get(name).dtype == batch.get(name).dtype and torch.equal(read.get(name), batch.get(name))
@@ -37,7 +38,10 @@ def test_tensors_and_objects_are_restored(tmp_path: Path) -> None:
 
 
 def test_an_object_of_another_class_is_named(tmp_path: Path) -> None:
-    result = write_table(make_tensordict({"column": [Path("x")]}), tmp_path / "rows")
+    table = make_tensordict({"column": [Path("x")]})
+    with pytest.raises(ObjectError, match=r"\bcolumn\b.*\bPosixPath\b"):
+        write_table(table, tmp_path / "rows")
+    result = save_table(Batch.of_payload(from_tensordict(table)), tmp_path / "rows").get()
     assert isinstance(result, str) and "column" in result and "PosixPath" in result
 
 

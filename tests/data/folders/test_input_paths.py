@@ -12,7 +12,12 @@ import pytest
 from huggingface_hub import constants
 
 from flowrl.data.chat import ChatTokenizer
-from flowrl.data.input_paths import download_model_file, find_dataset_problem, find_model_file, find_model_problem
+from flowrl.data.folders.input_paths import (
+    download_model_file,
+    find_dataset_problem,
+    find_model_file,
+    find_model_problem,
+)
 from flowrl.data.prompts import DataError, read_conversations
 from flowrl.inference.prompt_file import read_prompt_rows
 from tests.errors import missing_facts, rejects

@@ -1,20 +1,26 @@
-"""The auxiliary loss that balances the load of the experts of a mixture, and its metrics.
+"""Routers of a mixture of experts in training: the auxiliary loss with its metrics, and the replay of routes.
 
-The loss of a layer is E sum_e f_e P_e (`flowrl.algorithms.losses.load_balance`). The share f_e and the mean probability
-P_e are those of all tokens of a call of `forward_backward`: of all ranks and micro-batches, without padding. The loss
-is the mean over the layers. It therefore depends neither on micro-batches nor on the number of ranks. Shares of a
-micro-batch, as in transformers, would depend on both.
+The loss balances the load of the experts. The loss of a layer is E sum_e f_e P_e
+(`flowrl.algorithms.losses.load_balance`). The share f_e and the mean probability P_e are those of all tokens of a call
+of `forward_backward`: of all ranks and micro-batches, without padding. The loss is the mean over the layers. It
+therefore depends neither on micro-batches nor on the number of ranks. Shares of a micro-batch, as in transformers,
+would depend on both. The gradient of a token needs the shares of all tokens. If a rank has several micro-batches, an
+additional pass without gradients counts the routes before the first backward pass.
 
-The gradient of a token needs the shares of all tokens. If a rank has several micro-batches, an additional pass without
-gradients counts the routes before the first backward pass.
+Router replay passes tokens to the experts that a rollout has chosen. The rollout computes with other kernels, and often
+in another precision. A router may then choose other experts for a token, and the log-probability of the token changes
+by much more than by rounding. With the routes of the rollout, the trained policy is again the policy that has sampled.
+Gradients flow through the weights of the chosen experts. Ma et al. 2025, https://arxiv.org/abs/2510.11370.
 
 Shape suffixes: N tokens of a micro-batch, K experts of a token, E experts, L layers with experts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, get_args
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
@@ -22,10 +28,9 @@ from transformers import PreTrainedModel
 
 from flowrl.algorithms.losses.load_balance import count_routes, load_balance_loss, router_probabilities
 from flowrl.config import UserError
-from flowrl.data.experts.expert_load import ExpertLoad, Statistic
-from flowrl.data.experts.mixture import ROUTER_SCORES
 from flowrl.data.metric import Mean, Metric
-from flowrl.engines.models.routing import Routes, find_routers, mixture_of, replace_routes
+from flowrl.data.mixture import ROUTER_SCORES
+from flowrl.engines.models.routing import Routes, find_routers, mixture_of, replace_routes, route_weights
 from flowrl.engines.parallel.rank_mesh import RankMesh
 
 
@@ -185,3 +190,60 @@ class _AddGradient(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None]:
         (logits_NE,) = ctx.saved_tensors
         return gradient_NK, ctx.loss.gradient(ctx.layer, logits_NE), None, None
+
+
+Statistic = Literal["router_loss", "expert_load_max", "dead_experts"]
+"""`router_loss`: load-balancing loss, as a mean over the layers. `expert_load_max`: load of the expert with most
+tokens, as a multiple of the mean load, in the layer where it is largest. `dead_experts`: share of the experts of all
+layers without a token."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLoad:
+    """A statistic of the routes of some tokens. `merge` adds other tokens."""
+
+    statistic: Statistic
+    counts: np.ndarray
+    """[L, E], number of tokens of each expert."""
+    probability_sums: np.ndarray
+    """[L, E], sum of the probabilities of each expert over the tokens."""
+
+    def merge(self, other: Self) -> "ExpertLoad":
+        return ExpertLoad(self.statistic, self.counts + other.counts, self.probability_sums + other.probability_sums)
+
+    def result(self) -> float:
+        if self.statistic == "dead_experts":
+            return float((self.counts == 0).mean())
+        if self.statistic == "expert_load_max":
+            return float((self.counts / self.counts.mean(1, keepdims=True)).max())
+        # The probabilities of a token sum up to 1.
+        num_tokens_L1 = self.probability_sums.sum(1, keepdims=True)
+        products_LE = self.counts / num_tokens_L1 * self.probability_sums / num_tokens_L1
+        return float(self.counts.shape[1] * products_LE.sum(1).mean())
+
+
+class RouteReplay:
+    """Replaces the routes of one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        mixture = mixture_of(model)
+        assert mixture is not None, "the model is a mixture of experts"
+        self._routers, self._mixture = find_routers(model), mixture
+        self._routes_NLK: Tensor | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the `with` block, forward passes, also those of gradient checkpointing, use the routes of `set`."""
+        with replace_routes(self._routers, self._replace):
+            yield
+
+    def set(self, routes: Tensor) -> None:
+        """Sets the routes of the tokens of the next passes: values of the column `routes`, [..., L x K]."""
+        self._routes_NLK = routes.reshape(-1, len(self._routers), self._mixture.per_token).long()
+
+    def _replace(self, layer: int, routes: Routes) -> Routes:
+        assert self._routes_NLK is not None, "set before a pass"
+        replayed_NK = self._routes_NLK[:, layer]
+        experts_NK = torch.where(replayed_NK > 0, replayed_NK - 1, routes.experts)
+        weights_NK = route_weights(self._mixture.family, self._routers[layer], routes.logits, experts_NK)
+        return Routes(routes.logits, weights_NK.to(routes.weights.dtype), experts_NK)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli.recipe_names import find_recipe, training_function
+from flowrl.cli.imports import find_recipe, training_function
 from flowrl.config import ConfigError
 from tests.errors import rejects
 

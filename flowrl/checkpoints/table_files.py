@@ -1,7 +1,4 @@
-"""Stores the columns of a batch in one safetensors file. Columns of objects are stored as JSON in one of its tensors.
-
-The task worker writes the files, so the driver holds only references.
-"""
+"""Stores the columns of a batch in one safetensors file. Columns of objects are JSON in one of its tensors."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,31 +9,24 @@ import torch
 from safetensors.torch import load, save
 from tensordict import TensorDict
 
-from flowrl.controller.dispatch import Future
 from flowrl.data.batch.batch import Batch
-from flowrl.data.batch.block import LocalRef
 from flowrl.data.batch.tensordicts import from_tensordict, make_tensordict, num_rows
 from flowrl.data.checksums import FileChecksum, write_with_checksum
 
-_OBJECTS = "objects"
-"""Name of the tensor that contains all other columns, as UTF-8 JSON."""
+_OBJECTS, _NUM_ROWS = "objects", "num_rows"
+"""Names of the tensors with all other columns, as UTF-8 JSON, and with the number of rows."""
 
 _TUPLE = "__tuple__"
 """Key of the JSON object that stands for a tuple."""
 
 
-def save_table(batch: Batch, path: Path) -> Future | LocalRef:
-    """Writes a batch to a new file as soon as its values are computed. Does not block.
-
-    Returns a future of the file's checksum, or of an error message if the batch cannot be stored. A failure does not
-    end the run, because a recording is an additional output.
-    """
-    return batch.reduce(write_table, batch.columns, path=path)
+class ObjectError(TypeError):
+    """An object that a file cannot store. The text has the name of its class, and of its column if it is known."""
 
 
-def write_table(table: TensorDict, path: Path) -> FileChecksum | str:
-    """Writes a table to a file. Returns the checksum of the file, or an error message."""
-    tensors: dict[str, torch.Tensor] = {}
+def write_table(table: TensorDict, path: Path) -> FileChecksum:
+    """Writes a table to a new file, and returns the checksum of the file. Raises ObjectError and OSError."""
+    tensors: dict[str, torch.Tensor] = {_NUM_ROWS: torch.tensor(num_rows(table))}
     objects: dict[str, Any] = {}
     for part in ("rows", "tokens"):
         for name in list(table[part].keys()):
@@ -47,14 +37,10 @@ def write_table(table: TensorDict, path: Path) -> FileChecksum | str:
                 continue
             try:
                 objects[name] = [to_json(value) for value in column.tolist()]
-            except TypeError as error:
-                return f"its column {name} has {error}, which a file cannot store"
-    text = json.dumps({"num_rows": num_rows(table), "columns": objects})
-    tensors[_OBJECTS] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    try:
-        return write_with_checksum(path, save(tensors))
-    except OSError as error:
-        return f"{path} cannot be written ({error.strerror})"
+            except ObjectError as error:
+                raise ObjectError(f"column {name} has {error}") from None
+    tensors[_OBJECTS] = torch.frombuffer(bytearray(json.dumps(objects).encode()), dtype=torch.uint8)
+    return write_with_checksum(path, save(tensors))
 
 
 def read_columns(path: Path) -> dict[str, torch.Tensor | list]:
@@ -65,26 +51,32 @@ def read_columns(path: Path) -> dict[str, torch.Tensor | list]:
     return {**rows, **tokens}
 
 
-def read_table(path: Path) -> Batch:
-    """Returns the batch in a file that `write_table` wrote."""
+def read_table(path: Path) -> TensorDict:
+    """Returns the table in a file that `write_table` wrote."""
     rows, tokens, count = _read(path)
-    table = make_tensordict(rows, tokens, rows.pop("length", None), count)
-    return Batch.of_payload(from_tensordict(table))
+    return make_tensordict(rows, tokens, rows.pop("length", None), count)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
+def read_batch(path: Path) -> Batch:
+    """Returns the batch in a file that `write_table` wrote."""
+    return Batch.of_payload(from_tensordict(read_table(path)))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], int | None]:
     tensors = load(path.read_bytes())
-    stored = json.loads(tensors.pop(_OBJECTS).numpy().tobytes())
-    rows: dict[str, Any] = {name: from_json(values) for name, values in stored["columns"].items()}
+    objects = json.loads(tensors.pop(_OBJECTS).numpy().tobytes())
+    # Earlier versions wrote no number of rows, and only tables with columns of rows.
+    count = int(tensors.pop(_NUM_ROWS)) if _NUM_ROWS in tensors else None
+    rows: dict[str, Any] = {name: from_json(values) for name, values in objects.items()}
     tokens: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         part, _, name = key.partition("/")
         (rows if part == "rows" else tokens)[name] = tensor
-    return rows, tokens, stored["num_rows"]
+    return rows, tokens, count
 
 
 def to_json(value: Any) -> Any:  # Any: a nested value of a column
-    """Returns a value for JSON. Raises TypeError, with the name of the type, if `from_json` could not restore it."""
+    """Returns a value for JSON. Raises ObjectError, with the class, if `from_json` could not restore it."""
     match value:
         case None | bool() | str():
             return value
@@ -96,7 +88,7 @@ def to_json(value: Any) -> Any:  # Any: a nested value of a column
             return [to_json(item) for item in value]
         case Mapping() if all(isinstance(key, str) and key != _TUPLE for key in value):
             return {key: to_json(item) for key, item in value.items()}
-    raise TypeError(f"a {type(value).__name__}")
+    raise ObjectError(f"a {type(value).__name__}")
 
 
 def from_json(value: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flowrl.cli.number_types import (
+from flowrl.cli.command_parser import (
     natural,
     port,
     positive,
