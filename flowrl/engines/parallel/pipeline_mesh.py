@@ -27,9 +27,9 @@ class PipelineMesh:
     states: ProcessGroup
     """One rank of each stage, in the order of the stages. Hidden states are sent in this group."""
     gradients: ProcessGroup
-    """The same ranks, for gradients of hidden states and for values that all stages sum."""
+    """A second group of the ranks of `states`, for gradients of hidden states and for collectives over all stages."""
     ends: ProcessGroup | None
-    """The ranks of `states` in the first and the last stage. None for the ranks of other stages."""
+    """The first and the last rank of `states`, which sum the gradient of tied embeddings. None on other stages."""
 
 
 def pipeline_mesh(
@@ -47,7 +47,7 @@ def pipeline_mesh(
         group: ranks of the role.
         pp: number of stages, at least 2.
         device, tp, sp, shard_ranks: as in `rank_mesh`, for the ranks of a stage.
-    Raises ValueError if pp does not divide the number of ranks, and the errors of `rank_mesh`.
+    Raises ValueError if pp does not divide the number of ranks. Raises the errors of `rank_mesh`.
     """
     num_ranks, rest = divmod(group.size(), pp)
     if rest:
