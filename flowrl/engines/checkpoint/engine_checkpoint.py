@@ -108,8 +108,10 @@ class EngineCheckpoints:
 
         Args:
             folder: an existing empty folder, visible to all ranks.
-            asynchronous: copies the state to host memory and writes the files in a background thread.
+            asynchronous: copies the state to host memory and writes the files in a background thread. False writes the
+                files before `save` returns.
             extra_files: additional files that rank 0 writes, as path below the folder -> contents.
+        Raises CheckpointError if the optimizer has state that is not a tensor.
         """
         assert self._pending_save is None, "the previous save is unfinished: call result() first"
         engine, rank = self._engine, _rank(self._engine.group)
@@ -145,7 +147,7 @@ class EngineCheckpoints:
 
         Args:
             wait: True blocks until all ranks have written. False returns None if a rank is still writing.
-        Returns: checksums of the files that this rank wrote.
+        Returns: checksums of the files that this rank wrote, and the engine's architecture.
         Raises CheckpointError on all ranks if any rank could not write its files.
         """
         save = self._pending_save
@@ -178,13 +180,13 @@ class EngineCheckpoints:
         devices = sorted({tensor.device for tensor in tensors}, key=str)
         if layouts != [(copied.shape, copied.dtype) for copied in self._copies]:
             sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-            # A GPU's buffer if a tensor is on a GPU, since "cuda" comes after "cpu".
+            # Allocated for a GPU if any tensor is on a GPU, because "cuda" is sorted after "cpu".
             self._buffer = get_device(devices[-1] if devices else "cpu").host_buffer(sum(sizes))
             parts = zip(self._buffer.split(sizes), tensors, strict=True)
             self._copies = [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in parts]
         for copied, tensor in zip(self._copies, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
-                # torch synchronizes its threads per tensor, which is 40 times slower if a core is busy.
+                # torch would synchronize its threads for each tensor, and copy 40 times slower if a core is busy.
                 np.copyto(np.asarray(tensor_bytes(copied)), np.asarray(tensor_bytes(tensor)))
             else:
                 copied.copy_(tensor.detach(), non_blocking=True)
@@ -196,8 +198,8 @@ class EngineCheckpoints:
 def load(engine: SavedEngine, folder: Path) -> None:
     """Restores an engine from a folder that any number of ranks wrote. All ranks of the engine must call this together.
 
-    Raises CheckpointError if the folder has no checkpoint, or a checkpoint of a different model. In that case, the
-    engine is unchanged.
+    Raises CheckpointError if the folder has no checkpoint, or a checkpoint of a different model. In these cases, the
+    engine is unchanged. Also raises CheckpointError if a file is missing or too short.
     """
     index = read_index(folder)
     has_optimizer = any(name.startswith(OPTIMIZER) for name in index.tensors)
@@ -231,8 +233,8 @@ def _plan_save(state: dict[str, Any], group: ProcessGroup | None) -> tuple[Defau
 
 
 def _check_architecture(state: Mapping[str, Any], index: Index, folder: Path, group: ProcessGroup | None) -> None:
-    """Compares the tensors of all ranks with those of the checkpoint. If one is missing, or has another shape or dtype,
-    raises CheckpointError on every rank.
+    """Raises CheckpointError on every rank if the tensors of all ranks and of the checkpoint differ in a name, shape or
+    dtype.
     """
     own = {name: (list(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in state.items()}
     known = {name: layout for part in _all_gather(own, group) for name, layout in part.items()}

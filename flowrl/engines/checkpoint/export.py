@@ -38,7 +38,7 @@ _ADAPTER = "adapter.json"
 _CONFIG = f"{DESCRIPTION}/config.json"
 
 _MODEL_FILES = ("config.json", "generation_config.json")
-"""Files of `TrainEngine.describe_model` in the `DESCRIPTION` folder, which also has those of the tokenizer."""
+"""Files from `TrainEngine.describe_model`. The `DESCRIPTION` folder also contains the files of the tokenizer."""
 
 _POLICY = MODEL + "language_model."
 """Prefix of the policy's weights in an actor's checkpoint."""
@@ -47,7 +47,7 @@ _REWARD_MODEL = MODEL + "model."
 """Prefix of all weights in a reward model's checkpoint."""
 
 _SCORE_BIAS = "model.score.bias"
-"""Name in a reward model that started from a critic."""
+"""Export name of the head's bias. Only a reward model that was initialized from a critic has this weight."""
 
 _VALUE_HEAD = MODEL + "value_head."
 """Prefix of the weights of the value head in a critic's checkpoint."""
@@ -65,7 +65,7 @@ def describe_export(files: Mapping[str, bytes], config: ModelConfig, lora: LoraC
     Args:
         files: files of the model's folder, from `TrainEngine.describe_model`.
         config: settings with which the model was loaded.
-        lora: settings of the adapter. None: the model has no adapter.
+        lora: settings of the adapter. None for a model without an adapter.
     """
     files = dict(files) | describe_tokenizer(config.tokenizer_path)
     if lora is not None:
@@ -82,7 +82,7 @@ def describe_adapter(model: ModelConfig, lora: LoraConfig) -> dict[str, bytes]:
 
 
 def roles_with_model(checkpoint: Path) -> list[str]:
-    """Returns the sorted names of the roles in a checkpoint that have a model to export."""
+    """Returns the sorted names of the roles in a checkpoint that have an exportable model."""
     return sorted(path.name for path in checkpoint.iterdir() if (path / _CONFIG).is_file())
 
 
@@ -104,7 +104,7 @@ def export_model(checkpoint: Path, output: Path, config: ExportConfig = DEFAULT_
     check_is_new(output)
     description, index, dtype = _description_folder(checkpoint), read_index(checkpoint), export_dtype(config)
     kind, names = _read_kind(index), _stored_names(index)
-    AutoConfig.from_pretrained(description, local_files_only=True)  # an error names the file of the checkpoint
+    AutoConfig.from_pretrained(description, local_files_only=True)  # so that an error names the checkpoint's file
     files = {name: (description / name).read_bytes() for name in _MODEL_FILES if (description / name).is_file()}
     if (base := adapter_base(checkpoint)) is not None:
         model = _load_adapted(checkpoint, index, on_meta=True)
@@ -121,7 +121,7 @@ def export_model(checkpoint: Path, output: Path, config: ExportConfig = DEFAULT_
 
 
 def _naming_base(weights: Iterator[tuple[str, Tensor]], base: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights. Raises ModelError if a file of the base model cannot be read."""
+    """Yields `weights`. Raises ModelError if a file of the base model in `base` cannot be read."""
     try:
         yield from weights
     except (OSError, SafetensorError) as error:
@@ -131,8 +131,9 @@ def _naming_base(weights: Iterator[tuple[str, Tensor]], base: Path) -> Iterator[
 def export_adapter(checkpoint: Path, output: Path) -> None:
     """Exports the adapter of an actor's checkpoint to a folder that peft loads onto the base model.
 
-    The arguments and errors are those of `export_model`. Also raises CheckpointError if the checkpoint has no adapter
-    of a policy, and LoraError if `output` exists.
+    For the arguments, see `export_model`. Raises CheckpointError if the checkpoint has no adapter of a policy, or if
+    the adapter does not match the base model. Raises LoraError if `output` exists, ModelError if the base model cannot
+    be loaded, and UserError if `output` cannot be written.
     """
     _description_folder(checkpoint)
     base = adapter_base(checkpoint)
@@ -153,7 +154,7 @@ def export_adapter(checkpoint: Path, output: Path) -> None:
 
 
 def adapter_base(checkpoint: Path) -> Path | None:
-    """Returns the path of the base model. Returns None if the checkpoint has no adapter."""
+    """Returns the path of the base model of a checkpoint's adapter. Returns None if the checkpoint has no adapter."""
     file = checkpoint / DESCRIPTION / _ADAPTER
     return ModelConfig.model_validate(read_json(file)["model"]).path if file.is_file() else None
 
@@ -178,7 +179,7 @@ def _read_kind(index: Index) -> ModelKind:
 
 
 def _stored_names(index: Index) -> dict[str, str]:
-    """Maps the names of `TrainEngine.export_weights` to those of the stored weights."""
+    """Maps the names of weights in `TrainEngine.export_weights` to their names in the checkpoint."""
     stored = [name for name in index.tensors if name.startswith(_MODELS)]
     return {name.removeprefix(_POLICY if name.startswith(_POLICY) else MODEL): name for name in stored}
 
@@ -186,8 +187,8 @@ def _stored_names(index: Index) -> dict[str, str]:
 def _read_weights(
     checkpoint: Path, index: Index, names: Mapping[str, str], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields weights by name, one at a time. `names` maps these names to those in the checkpoint. Floating-point
-    weights are cast to `dtype`, if it is set.
+    """Yields (name, weight), one at a time. `names` maps each yielded name to the name in the checkpoint.
+    Floating-point weights are cast to `dtype`, unless it is None.
     """
     for name, stored in names.items():
         weight = read_tensor(checkpoint, index, stored)
@@ -196,8 +197,9 @@ def _read_weights(
 
 
 def _load_adapted(checkpoint: Path, index: Index, *, on_meta: bool) -> nn.Module:
-    """Loads the base model, and adds the trained weights of a checkpoint: the adapter, and the head of a critic or a
-    reward model. With `on_meta`, the weights of the base model stay on the meta device.
+    """Loads the base model, and adds the checkpoint's trained weights: the adapter, and the head of a critic or a
+    reward model. With `on_meta`, the weights of the base model stay on the meta device. Raises CheckpointError if the
+    trained weights do not match the base model.
     """
     settings = read_json(checkpoint / DESCRIPTION / _ADAPTER)
     base, lora = ModelConfig.model_validate(settings["model"]), LoraConfig.model_validate(settings["lora"])
@@ -207,7 +209,7 @@ def _load_adapted(checkpoint: Path, index: Index, *, on_meta: bool) -> nn.Module
         add_adapter(model.backbone, lora)
     elif kind == "reward_model":
         model = load_reward_model(base, head="fresh", on_meta=on_meta, merges=False)  # the checkpoint has the head
-        if _SCORE_BIAS in names:  # of a critic from which the reward model started
+        if _SCORE_BIAS in names:  # the reward model was initialized from a critic
             model.head.bias = nn.Parameter(torch.zeros(1, dtype=model.head.weight.dtype))
         add_adapter(model.language_model, lora)
     else:

@@ -55,11 +55,11 @@ _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""torch's names of dtypes -> those of safetensors."""
+"""Maps torch's names of dtypes to safetensors' names."""
 
 
 def export_dtype(config: ExportConfig) -> torch.dtype | None:
-    """Returns the dtype to which floating-point weights are cast, or None."""
+    """Returns the dtype to which floating-point weights are cast. None keeps the dtype of each weight."""
     return None if config.dtype is None else torch_dtype(config.dtype)
 
 
@@ -81,8 +81,9 @@ def save_model(
 ) -> None:
     """Saves a model and its tokenizer to a folder that transformers can load. The folder is created atomically.
 
-    Adapters are merged into the saved weights, but not in `model`. All ranks of a sharded model must call this
-    together. Only the rank with `is_writer` writes files. The arguments and errors are those of `write_model`.
+    Adapters are merged into the saved weights. `model` is unchanged. All ranks of a sharded model must call this
+    together. Only the rank with `is_writer` writes files. `config` sets the dtype of the weights and the size of the
+    files. For other arguments and errors, see `write_model`.
     """
     kind: ModelKind = "policy"
     if not isinstance(model, PreTrainedModel):
@@ -96,8 +97,8 @@ def save_model(
 
 @contextmanager
 def gathered_by_all(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Yields an iterator over weights that all ranks gather together, each at its turn. At the end of the `with` block,
-    gathers those that the block has not read, also after an error: otherwise, the other ranks would wait.
+    """Yields an iterator over weights. All ranks gather each weight together when they read it. The end of the `with`
+    block gathers all unread weights, also after an error, because the other ranks wait for this rank.
     """
     remaining = iter(weights)
     try:
@@ -118,20 +119,20 @@ def write_model(
 ) -> None:
     """Writes a model with its tokenizer to a folder that transformers can load. The folder is created atomically.
 
-    A critic and a reward model become sequence classifiers with one label. Their pad token never ends a row. A critic
-    whose family has no sequence classifier becomes its backbone. In both cases, its value head has the names
-    `score.weight` and `score.bias`.
+    A critic and a reward model become sequence classifiers with one label. Their pad token never ends a row. If the
+    family of a critic has no sequence classifier, the folder has the critic's backbone. In both cases, the critic's
+    value head has the names `score.weight` and `score.bias`.
 
     Args:
         kind: kind of the model.
         files: files of the model's folder except the weights, from `TrainEngine.describe_model`.
         shapes: weights by the names of `TrainEngine.export_weights`, in the order of `in_file_order`.
-        weights: the full weights in this order. Each is needed only until the next one.
+        weights: the full weights in the order of `shapes`. A weight may be freed when the next weight is read.
         tokenizer_path: folder of the tokenizer.
         folder: a new folder.
-        config: size of the files. The weights already have its dtype.
-    Raises ModelError if the folder exists or the weights do not match the model, and UserError if the folder cannot be
-    written.
+        config: size of the files. The weights already have the dtype of `config`.
+    Raises ModelError if the folder exists, if the weights do not match the model, or if float16 cannot represent a
+    value. Raises UserError if the folder cannot be written.
     """
     check_is_new(folder)
     with quiet_transformers():
@@ -154,7 +155,7 @@ def _write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def check_is_new(folder: Path) -> None:
-    """Raises ModelError if the folder of an export exists."""
+    """Raises ModelError if the folder already exists."""
     if folder.exists():
         raise ModelError(f"{folder} already exists and would be overwritten: choose a new folder")
 
@@ -214,7 +215,7 @@ def write_safetensors(
         folder: an existing folder.
         shapes: names, dtypes and shapes of the weights.
         weights: the weights in the order of `shapes`. Each is written before the next one is read.
-        max_bytes: maximum size of the weights of a file. A larger weight has a file of its own.
+        max_bytes: maximum total size of the weights in a file. A weight that is larger gets its own file.
     """
     buckets, known, remaining = weight_buckets(shapes, max_bytes), {shape[0]: shape for shape in shapes}, iter(weights)
     stem, suffix = os.path.splitext(SAFE_WEIGHTS_NAME)
@@ -232,9 +233,10 @@ def write_safetensors(
 
 
 def _write_file(path: Path, shapes: Sequence[WeightShape], weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Writes a safetensors file. `safetensors.torch.save_file` would need all its weights at once.
+    """Writes a safetensors file one weight at a time. `safetensors.torch.save_file` would need all weights of the file
+    at once.
 
-    The file has the length of the header in 8 bytes, the header in JSON, and the weights without gaps. See
+    The file consists of the header's length in 8 bytes, the header in JSON, and the weights without gaps. See
     https://huggingface.co/docs/safetensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -261,7 +263,7 @@ def _write_file(path: Path, shapes: Sequence[WeightShape], weights: Iterator[tup
 
 
 class _Layout:
-    """Names and shapes of a model's weights in files, and the conversion of weights to them."""
+    """Converts a model's weights to the names and shapes that they have in files."""
 
     def __init__(self, kind: ModelKind, folder: Path, shapes: Sequence[WeightShape], pad_token: int | None) -> None:
         """Raises ModelError if the weights do not match the configuration in `folder`.
@@ -270,7 +272,8 @@ class _Layout:
             kind: kind of the model.
             folder: folder with `config.json`.
             shapes: weights by the names of the engine, in the order of the files.
-            pad_token: token for which the model must have an embedding. None: no such token.
+            pad_token: id of the pad token. If the input embeddings lack a row for it, zero rows are added. None adds no
+                rows.
         """
         self._kind: ModelKind = kind
         self._model = _make_skeleton(kind, folder)
@@ -289,14 +292,16 @@ class _Layout:
         converted = self._revert([*padded])
         whole = self._revert([dict(chain.from_iterable(part.items() for part in padded))])
         self._is_separable = {n: w.shape for n, w in converted.items()} == {n: w.shape for n, w in whole.items()}
-        """Whether each weight can be converted alone. Otherwise, a file has weights that several weights form."""
+        """Whether each weight can be converted alone. If not, some weights in the files are formed from several weights
+        of the model.
+        """
         self.shapes = [
             (name, weight.dtype, tuple(weight.shape))
             for name, weight in (converted if self._is_separable else whole).items()
         ]
 
     def _name_in_file(self, name: str) -> str:
-        """Returns the name of a weight in the transformers model that is written."""
+        """Converts the engine's name of a weight to the name in the written transformers model."""
         if self._kind == "reward_model":
             return name.removeprefix("model.")
         if self._kind == "critic":
@@ -331,9 +336,9 @@ class _Layout:
         config.save_pretrained(folder)
 
     def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights under the names and shapes of the files. Holds one weight at a time.
+        """Yields the weights with their names and shapes in the files. Holds one weight in memory at a time.
 
-        If the files combine several weights into one, holds the complete model.
+        If the files combine several weights into one, holds the complete model in memory.
         """
         remaining, collected = iter(weights), {}
         for name, weight in remaining:
@@ -353,8 +358,8 @@ class _Layout:
         return nn.functional.pad(weight, (0, 0, 0, missing)) if missing > 0 else weight
 
     def _revert(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns weights under the names of files. Files of some families have several weights for one of the model,
-        such as one per expert.
+        """Converts weights to the names and shapes in files. For some families, one weight of the model becomes several
+        weights in the files, such as one per expert.
         """
         return {
             name: weight for part in parts for name, weight in revert_weight_conversion(self._model, dict(part)).items()

@@ -4,7 +4,7 @@ torch's distributed checkpoint assigns the chunks of each tensor to ranks for re
 format is not used, because it contains pickles. Loading a pickle can run code.
 
 The index is `{"format", "position", "tensors": {name: {"dtype", "size", "chunks": [{"offsets", "sizes", "file",
-"start"}]}}}`. `position` is the result of the engine's `snapshot`. `start` is the byte offset of the chunk in the file.
+"start"}]}}}`. `position` is the result of the engine's `counters`. `start` is the byte offset of the chunk in the file.
 """
 
 import json
@@ -58,7 +58,7 @@ class Index:
     """The parsed index of a checkpoint folder."""
 
     engine_state: Mapping[str, float]
-    """Result of the engine's `snapshot`."""
+    """Result of the engine's `counters`."""
     tensors: Mapping[str, Any]
     """Maps a tensor name to the tensor's dtype, shape (`size`) and stored parts (`chunks`). The module docstring shows
     the format.
@@ -122,7 +122,7 @@ class ShardReader(StorageReader):
         self._maps: dict[str, np.ndarray] = {}
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Does nothing, because the reader has no state."""
+        """Does nothing, because each load creates a new reader."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -169,7 +169,7 @@ class ShardReader(StorageReader):
 
 
 def read_tensor(folder: Path, index: Index, name: str) -> Tensor:
-    """Reads a full tensor, also if several ranks wrote its parts. Holds only this tensor and one part.
+    """Reads a full tensor, which several ranks may have written in parts. Memory holds only the tensor and one part.
 
     Raises CheckpointError if a file is missing or too short.
     """
@@ -199,8 +199,8 @@ def read_tensor(folder: Path, index: Index, name: str) -> Tensor:
 
 
 def read_into(state: dict[str, Any], folder: Path, index: Index, group: ProcessGroup | None) -> None:
-    """Loads tensors in place by name. All ranks must call this together. Raises CheckpointError if a file is missing or
-    too short.
+    """Reads the tensors in `state` in place, by name. All ranks must call this together. Raises CheckpointError if a
+    file is missing or too short.
     """
     with warnings.catch_warnings():
         # torch warns about a missing process group, which a single process does not need.

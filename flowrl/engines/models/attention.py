@@ -65,14 +65,16 @@ class Pack:
         return self.padded_index_T, self.positions_T, self.cu_seqlens
 
     def with_tensors(self, padded_index_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> "Pack":
-        """Returns the same layout with copies of `tensors` on another device."""
+        """Returns the layout with these tensors, which are copies of `tensors` on another device."""
         return replace(self, padded_index_T=padded_index_T, positions_T=positions_T, cu_seqlens=cu_seqlens)
 
     def to(self, device: torch.device | str) -> "Pack":
         return self.with_tensors(*(tensor.to(device) for tensor in self.tensors))
 
     def with_filler_row(self, num_tokens: int) -> "Pack":
-        """Returns the layout with an additional row of filler tokens at the end. `unpack` drops the additional row."""
+        """Returns the layout with an additional row of `num_tokens` filler tokens at the end. 0 tokens add no row.
+        Values of the filler tokens must be removed before `unpack`.
+        """
         if not num_tokens:
             return self
         return replace(
@@ -104,7 +106,8 @@ def pack_rows(lengths: Iterable[int]) -> Pack:
 
 
 def find_attention(auto: Any, config: PreTrainedConfig) -> str:
-    """Returns the attention with which a model is loaded: torch's, or transformers' own for families without it.
+    """Returns the attention implementation with which a model is loaded: torch's "sdpa", or "eager" if the family does
+    not support it.
 
     `auto`: one of transformers' Auto classes, which share no typed base.
     """
@@ -170,7 +173,7 @@ def attend(
     return _attend_pack(query, key, value, pack, scaling, window, softcap)  # pyright: ignore[reportCallIssue] (the decorator hides the signature)
 
 
-@torch.compiler.disable  # Otherwise each micro-batch would recompile for its row lengths.
+@torch.compiler.disable  # A compiled function would be recompiled for the row lengths of each micro-batch.
 def _attend_pack(
     query: Tensor,
     key: Tensor,
@@ -185,7 +188,8 @@ def _attend_pack(
         return _attend_varlen(query.to(dtype), key.to(dtype), value.to(dtype), pack, scaling, window)
     sizes = [num_rows * length for num_rows, length in pack.equal_length_runs]
     attended = []
-    # `split`, whose backward pass is one concatenation; each slice would allocate a full-size gradient of zeros.
+    # `split` instead of slices: the backward pass of `split` is one concatenation, but each slice would allocate a
+    # full-size gradient of zeros.
     runs = [states.squeeze(0).split(sizes, 1) for states in (query, key, value)]
     for (num_rows, _), *run in zip(pack.equal_length_runs, *runs, strict=True):
         query, key, value = (states.unflatten(1, (num_rows, -1)).transpose(0, 1) for states in run)
@@ -194,7 +198,7 @@ def _attend_pack(
 
 
 def has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
-    """Returns whether torch's attention keeps its memory linear in the row length if query heads share keys and values.
+    """Returns whether the memory of torch's grouped-query attention grows linearly with the row length.
 
     In float32 on a GPU, torch falls back to separate operations, which save the attention weights [B, H, L, L].
     """
@@ -202,7 +206,9 @@ def has_grouped_kernel(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _kernel_dtype(query: Tensor) -> torch.dtype:
-    """Returns the dtype in which torch computes attention, which autocast may lower."""
+    """Returns the dtype in which torch computes attention: the autocast dtype inside autocast, otherwise the dtype of
+    the query.
+    """
     device_type = query.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
 
@@ -325,6 +331,6 @@ def rows_attention(
     return attended.contiguous(), None
 
 
-# Without a function that creates masks: transformers then creates none. To create one, it would read the positions from
-# the device in each forward pass.
+# No mask function is registered, so transformers creates no masks. Creating a mask would read the positions from the
+# device in each forward pass.
 AttentionInterface.register(ROWS, rows_attention)

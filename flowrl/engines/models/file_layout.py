@@ -1,9 +1,10 @@
 """Names and shapes of a model's weights in its files.
 
-transformers combines weights of some families when it loads their files. A file of a mixture of experts has a matrix
-per expert and projection, for example, and the model has one weight for all experts of a layer: `gate_up_proj`, [E, R,
-C], has the matrices of expert e in its rows [e, :], first the one of the gate. `file_parts` returns for each weight the
-entries of the files that it consists of, so that a rank can read its shard, and vLLM can receive the names of files.
+For some families, transformers combines several entries of the files into one weight of the model. For example, the
+files of a mixture of experts have one matrix per expert and projection. The model has one weight [E, R, C] for all
+experts of a layer. For example, `gate_up_proj[e]` has the rows of the gate matrix of expert e, then the rows of the up
+matrix. `file_parts` returns the file entries of each weight. A rank uses them to read only its shard. A weight sync
+uses them to send weights to vLLM by their names in the files.
 
 Shape suffixes: E experts, R rows and C columns of the matrices of an expert.
 """
@@ -21,13 +22,13 @@ from flowrl.engines.models.weights import unique_weights
 
 @dataclass(frozen=True)
 class FilePart:
-    """Entry of the files that is a weight, or consecutive rows of one expert of a weight [E, R, C]."""
+    """A file entry that contains a complete weight, or consecutive rows of one expert of a weight [E, R, C]."""
 
     name: str
     """Name in the files."""
     shape: tuple[int, ...]
     expert: int | None = None
-    """Index of the expert. None: the part is the complete weight."""
+    """Index of the expert. None if the part is the complete weight."""
     first_row: int = 0
     """Index of the first row in the matrix of the expert."""
 
@@ -39,15 +40,15 @@ class FilePart:
 
 
 def file_parts(model: PreTrainedModel) -> dict[str, tuple[FilePart, ...]]:
-    """Returns the entries of the files that weights and persistent buffers consist of, by the names of the weights. A
-    tied weight has the first of its names.
+    """Returns the file entries of each weight and persistent buffer, by name. A tied weight appears under the first of
+    its names.
 
-    A weight that transformers converts in another way than by stacking matrices, such as by a transposition, is missing
-    in the result.
+    The result omits weights that transformers converts by another operation than stacking, such as a transposition.
     """
     weights = unique_weights(model)
     shapes, names = {name: tuple(weight.stored.shape) for name, weight in weights.items()}, list(weights)
-    # Converting numbered rows shows which rows of which weight each entry consists of.
+    # Rows of probes have their numbers as values, so the converted probes show which rows of which weight each entry
+    # has.
     probes = {name: _number_rows(i, shapes[name]) for i, name in enumerate(names)}
     renamed = {id(probe): name for name, probe in probes.items()}
     parts: dict[str, list[FilePart]] = {}
@@ -64,15 +65,15 @@ def file_parts(model: PreTrainedModel) -> dict[str, tuple[FilePart, ...]]:
 
 
 def converted_parts(model: PreTrainedModel) -> dict[str, tuple[FilePart, ...]]:
-    """Returns the weights of `file_parts` that have another name or shape in the files."""
+    """Returns the items of `file_parts` for weights whose name or shape differs between the model and the files."""
     return {name: parts for name, parts in file_parts(model).items() if [part.name for part in parts] != [name]}
 
 
 def split_parts(
     weights: Iterable[tuple[str, Tensor]], parts: Mapping[str, Sequence[FilePart]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the entries of the files that full weights consist of, without copies. A weight that `parts` lacks keeps
-    its name.
+    """Splits full weights into file entries (name, tensor), without copies. A weight that is not in `parts` is yielded
+    unchanged.
     """
     for name, weight in weights:
         if name not in parts:
@@ -82,8 +83,8 @@ def split_parts(
 
 
 def _number_rows(index: int, shape: tuple[int, ...]) -> Tensor:
-    """Returns [E, R, 2] for a weight [E, R, C]: for each row its number in [E x R], and the index of the weight. For
-    other weights, returns a tensor without values.
+    """For a weight [E, R, C], returns two numbers per row, [E, R, 2]: the row's number from 0 to E x R - 1, and
+    `index`. For other weights, returns a meta tensor.
     """
     if len(shape) != 3:
         return torch.empty(shape, device="meta")
@@ -92,8 +93,8 @@ def _number_rows(index: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _find_rows(probe: Tensor) -> tuple[int, int, int] | None:
-    """Returns (index of the weight, number of the first row, number of rows) of an entry. None unless the entry has
-    consecutive rows of one weight.
+    """Returns (index of the weight, number of the first row, number of rows) of an entry. Returns None unless the entry
+    has consecutive rows of one weight.
     """
     if probe.is_meta or probe.ndim != 2 or probe.shape[1] != 2:
         return None
@@ -104,7 +105,7 @@ def _find_rows(probe: Tensor) -> tuple[int, int, int] | None:
 
 
 def _is_complete(parts: Sequence[FilePart], shape: tuple[int, ...]) -> bool:
-    """Returns whether parts are the complete weight, or all rows of all experts, none of them twice."""
+    """Returns whether `parts` consist of one complete weight, or of all rows of all experts without duplicates."""
     if parts[0].expert is None:
         return len(parts) == 1
     if any(part.expert is None or part.first_row + part.shape[0] > shape[1] for part in parts):

@@ -24,7 +24,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Quantization scale of a row in which all values are zero."""
 
 _MAX_ROWS = 4096
-"""Number of tokens per block. It bounds the memory of int32 and float32 intermediate results."""
+"""Number of tokens that a layer computes at a time. It bounds the memory of int32 and float32 intermediate results."""
 
 _EXACT_INPUTS = 1024
 """Number of int8 products whose sum is exact in float32."""
@@ -72,7 +72,7 @@ class Int8Linear(nn.Module):
 
 
 def quantized_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Copies a model and replaces all linear layers except the head by 8-bit layers.
+    """Copies a model and replaces all linear layers inside the decoder layers by 8-bit layers.
 
     The weights of the copy are uninitialized until `write_weights` sets them.
     """
@@ -107,8 +107,8 @@ def int8_product(left_BK: Tensor, right_NK: Tensor) -> Tensor:
 
 
 def int8_product_by_blocks(left_BK: Tensor, right_NK: Tensor) -> Tensor:
-    """Slower variant of `int8_product`. It sums float32 products over blocks of inputs that are small enough to be
-    exact.
+    """Slower variant of `int8_product`. It computes float32 products of blocks of inputs, which are small enough for
+    exact sums.
     """
     blocks = zip(left_BK.split(_EXACT_INPUTS, 1), right_NK.split(_EXACT_INPUTS, 1), strict=True)
     first, *others = ((left.float() @ right.float().t()).to(torch.int32) for left, right in blocks)
@@ -123,5 +123,5 @@ def _cpu_is_exact() -> bool:
 
 
 def _scales(rows: Tensor) -> Tensor:
-    """Returns the scale of each row, [..., 1]. A value of 127 in int8 stands for the largest magnitude of the row."""
+    """Returns the scale of each row, [..., 1], with which the largest magnitude of the row becomes 127."""
     return rows.abs().amax(-1, keepdim=True).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE)

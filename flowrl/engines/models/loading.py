@@ -55,7 +55,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Kind:
-    """The class with which transformers loads a kind of model, and its name in messages."""
+    """The class with which transformers loads a kind of model, and the name of the kind in messages."""
 
     auto: Any  # Any: transformers' Auto classes share no typed base
     description: str
@@ -72,7 +72,7 @@ LanguageModel = PreTrainedModel
 
 
 class ModelError(UserError):
-    """Raised if a model folder cannot be used for its role."""
+    """Raised if a model folder cannot be used for a role, or cannot be written because it exists."""
 
 
 def load_policy(config: ModelConfig, *, on_meta: bool = False, merges: bool = True) -> PreTrainedModel:
@@ -84,23 +84,24 @@ def load_policy(config: ModelConfig, *, on_meta: bool = False, merges: bool = Tr
         on_meta: leaves the weights on the meta device. `FsdpEngine` then reads only this rank's shards.
         merges: whether to merge the matrices of `config.adapter` into the weights. Its `modules_to_save`
             replace those of the model in any case.
-    Raises ModelError if the folder has no causal language model, if it lacks weights or has unexpected weights and
-    `config.strict` is true, or if the model has dropout that `config` does not disable. Raises LoraError if the adapter
-    does not match the model.
+    Raises ModelError if the folder has no causal language model, or if the model scales its logits or has dropout that
+    `config` does not disable. If `config.strict` is true, missing or unexpected weights also raise ModelError. Raises
+    LoraError if the adapter does not match the model.
     """
     return _load("policy", config, on_meta, merges=merges)
 
 
 def max_positions(config: ModelConfig) -> int | None:
-    """Returns the largest number of tokens of a row that a model supports, or None without a limit in its
-    configuration. Raises ModelError if the model has no configuration.
+    """Returns the largest number of tokens per row that a model supports. Returns None if the model's configuration has
+    no limit. Raises ModelError if the model has no configuration.
     """
     settings = _read_config(config, "a language model").get_text_config().to_dict()
     return next((settings[name] for name in MAX_POSITIONS if name in settings), None)
 
 
 def stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
-    """Returns the dtype of the weights in the files of a model, bfloat16 for other 16-bit types.
+    """Returns the dtype in which to load a model, from the dtype in its configuration: bfloat16 for 16-bit dtypes,
+    otherwise float32.
 
     Raises ModelError if the model has no configuration.
     """
@@ -112,7 +113,7 @@ class CriticModel(SequenceShardable):
     """Backbone of a causal language model with a linear value head."""
 
     def __init__(self, backbone: PreTrainedModel, *, head: Literal["zero", "fresh"] = "zero", seed: int = 0) -> None:
-        """Creates a value head with zero weights, or with random weights from N(0, 1 / (width + 1))."""
+        """Creates the value head. Its weights are 0, or drawn from N(0, 1 / (width + 1)) if `head` is "fresh"."""
         super().__init__()
         self.backbone = backbone
         self.value_head = nn.Linear(hidden_width(backbone), 1, dtype=backbone.dtype)
@@ -134,7 +135,7 @@ def hidden_width(backbone: PreTrainedModel) -> int:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the input embeddings. Token ids must be smaller."""
+    """Returns the number of rows of the input embeddings. Token ids must be smaller than this number."""
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
     return embeddings.num_embeddings  # not of the weight, which later pipeline stages lack
@@ -160,11 +161,12 @@ def load_critic(
 
     Args:
         config: as in `load_policy`.
-        head: initialization of the value head if the folder has none. The head of an exported critic, or of a
-            sequence-classification model with one label, is loaded instead.
+        head: initialization of the value head, if the folder has no head. If the folder is an exported critic, or a
+            sequence-classification model with one label, its head is loaded.
         seed: seed of a fresh head.
         on_meta, merges: see `load_policy`.
-    Raises the errors of `load_policy`, and ModelError if the folder has a head with several outputs.
+    Raises the errors of `load_policy`. Raises ModelError if the folder has a head with several outputs, or a value head
+    in the format of earlier versions.
     """
     critic = CriticModel(_load("critic", config, on_meta, merges=merges), head=head, seed=seed)
     weights = _read_head(config, critic.value_head.in_features)
@@ -176,9 +178,10 @@ def load_critic(
 
 
 def _read_head(config: ModelConfig, width: int) -> dict[str, Tensor]:
-    """Returns `weight` and `bias` of the head with one output in the files of a model or its adapter, if they exist.
+    """Returns the tensors `weight` and `bias` of a head that exist in the files of a model or its adapter. The adapter
+    takes precedence. Raises ModelError if the head has several outputs.
 
-    transformers' own heads have no bias. Exported critics have one.
+    transformers' own heads have no bias. Exported critics have a bias.
     """
     path, names = config.path, (_HEAD_WEIGHT, f"{SCORE}.bias")
     if (path / _VALUE_HEAD).is_file():
@@ -231,7 +234,7 @@ class RewardModel(SequenceShardable):
 def _apply_head(
     backbone: nn.Module, head: nn.Linear, input_ids_BL: Tensor, sharding: SequenceSharding | None, pack: Pack | None
 ) -> Tensor:
-    """Returns the output of a head with one output at each token, [B, L] in at least float32."""
+    """Returns the head's single output at each token, [B, L] in at least float32."""
     ids_BL = input_ids_BL if pack is None else pack.pack(input_ids_BL)
     hidden_BlD = run_backbone(backbone, ids_BL, sharding, pack)
     outputs_Bl = at_least_float32(run_head(head, hidden_BlD, sharding).squeeze(-1))
@@ -258,7 +261,7 @@ def load_reward_model(
         head: "from_model" loads the model's head. "fresh" draws head weights from N(0, 1 / (width + 1)), without bias.
         seed: seed of a fresh head.
         on_meta, merges: see `load_policy`.
-    Raises the errors of `load_policy`.
+    Raises the errors of `load_policy`. Raises ModelError if the model has no linear head named `score`.
     """
     model = _load("reward_model", config, on_meta, has_fresh_head=head == "fresh", merges=merges)
     score = dict(model.named_children()).get(SCORE)
@@ -278,7 +281,7 @@ TrainedModel = Policy | CriticModel | RewardModel
 
 
 def describe_model(model: TrainedModel) -> dict[str, bytes]:
-    """Returns the files of a model's folder except those of weights and tokenizer, as name -> contents."""
+    """Returns the files of a model's folder except weight and tokenizer files, as name -> contents."""
     model, _ = inner_model(model)
     with TemporaryDirectory() as name, quiet_transformers():
         model.config.save_pretrained(name)
@@ -302,7 +305,9 @@ def inner_model(model: TrainedModel) -> tuple[PreTrainedModel, str]:
 def _load(
     kind: ModelKind, config: ModelConfig, on_meta: bool, *, has_fresh_head: bool = False, merges: bool
 ) -> PreTrainedModel:
-    """Loads the transformers model of a kind. The caller draws a fresh head, which the files may lack."""
+    """Loads the transformers model of a kind. With `has_fresh_head`, the files may lack the head, because the caller
+    draws it.
+    """
     model, fresh = None, frozenset({_HEAD_WEIGHT} if has_fresh_head else ())
     adapter = None if config.adapter is None else SavedAdapter.read(config.adapter)
     if adapter is not None and not merges:
@@ -338,10 +343,10 @@ def _load(
 
 
 def find_differences(kind: ModelKind, config: ModelConfig, *, has_fresh_head: bool = False) -> WeightDifferences:
-    """Returns the weights that only a model or only its files have. Reads only the headers of the files.
+    """Returns the names of weights that only a model or only its files have. Reads only the headers of the files.
 
-    Excludes heads in the files that a critic or a reward model replaces, and its own head if it is fresh. Raises
-    ModelError if the folder has no such model.
+    The result excludes heads in the files that a critic or a reward model replaces, and a missing head with
+    `has_fresh_head`. Raises ModelError if the folder has no model of this kind.
     """
     _, differences = _load_and_compare(kind, config, has_fresh_head=has_fresh_head, device_map="meta")
     return differences
@@ -413,7 +418,7 @@ def _from_pretrained(
     """Returns the model, and transformers' report with the names of missing and unexpected weights."""
     description, settings = _KINDS[kind].description, _model_settings(kind, config)
     try:
-        # The random numbers of the process do not depend on the weights that a file lacks.
+        # Forked, so that the random numbers of the process do not depend on which weights the files lack.
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             return _KINDS[kind].auto.from_pretrained(
                 str(config.path),

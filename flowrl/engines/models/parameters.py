@@ -30,7 +30,7 @@ def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """Replaces a parameter by a new one with this value, under all names of a tied weight."""
+    """Replaces a parameter by a new parameter with this value. A tied weight is replaced under all of its names."""
     old = model.get_parameter(name)
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     for tied in [n for n, weight in model.named_parameters(remove_duplicate=False) if weight is old]:
@@ -47,11 +47,12 @@ def check_finite(weight: Tensor, name: str, source: Path | str) -> None:
 
     Args:
         weight: the loaded weight.
-        name: its name in the file.
-        source: the file or the folder of the model.
+        name: name of the weight in the file.
+        source: the file or the folder of the model, for the message.
     """
     with torch.no_grad():
-        # The sum needs no memory. It is finite if all values are, except in a weight of very large values.
+        # A fast test that needs no memory: a finite sum has only finite terms. The sum of very large finite values can
+        # overflow.
         if math.isfinite(weight.sum(dtype=torch.float32).item()):
             return
         count = int(weight.isfinite().logical_not().sum())

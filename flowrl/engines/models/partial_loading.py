@@ -1,6 +1,6 @@
 """Models whose files lack weights or have unexpected weights (`model.strict: false`).
 
-transformers compares the names. It creates the model on the meta device for this purpose, and reads no weights.
+transformers compares the names of a model on the meta device with the names in the files, without reading weights.
 """
 
 import zlib
@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from flowrl.engines.models.parameters import set_parameter, unique_parameters
 
 SHOWN_NAMES = 3
-"""Number of names in a message."""
+"""Largest number of weight names in a message."""
 
 
 @dataclass(frozen=True)
 class WeightDifferences:
-    """Names of the weights by which a model and its files differ."""
+    """Names of the weights that only a model or only its files have."""
 
     missing: tuple[str, ...] = ()
     """Weights of the model that the files lack. A tied weight appears once."""
@@ -50,7 +50,7 @@ def compare_weights(
     Args:
         model: the model, possibly on the meta device.
         report: transformers' report of the load, with the sets `missing_keys` and `unexpected_keys`.
-        ignores_heads: whether the role has a head of its own, so that heads of other roles in the files are expected.
+        ignores_heads: whether to ignore unexpected heads in the files, because the role has its own head.
     """
     missing, unexpected = report["missing_keys"], report["unexpected_keys"]
     parameters = [names for names, _ in unique_parameters(model)]

@@ -16,18 +16,19 @@ from transformers.utils.output_capturing import OutputRecorder
 from flowrl.data.mixture import ROUTER_SCORES, Mixture, read_mixture
 
 EXPERT_PARALLEL = "flowrl_expert_parallel"
-"""Name of the experts implementation in transformers that `flowrl.engines.parallel.expert_parallel` registers. It needs
-experts that are divided over ranks."""
+"""Name of the experts implementation in transformers that `flowrl.engines.parallel.expert_parallel` registers. It
+requires that the experts are sharded over ranks."""
 
 
 ROUTES = "routes"
-"""Token column with the experts that a rollout has chosen, [L x K] for L layers with experts. A value is the index of
-the expert plus 1. 0: the token has no route, so that its router chooses."""
+"""Token column with the experts that the rollout's routers selected, [L x K] per token for L layers with experts. A
+value is the index of the expert plus 1. A token with zeros has no route, so the routers of the trained model select its
+experts."""
 
 
 def experts_implementation(dtype: torch.dtype) -> str | None:
-    """Returns transformers' implementation of experts for weights of a dtype. None: its default, grouped products,
-    which torch lacks for float64.
+    """Returns the name of transformers' experts implementation for weights of a dtype. None selects the default, which
+    uses grouped matrix products. torch does not support these for float64.
     """
     return "eager" if dtype == torch.float64 else None
 
@@ -36,20 +37,22 @@ class Routes(NamedTuple):
     """Output of a router."""
 
     logits: Tensor
-    """[N, E]."""
+    """Router logits, [N, E]."""
     weights: Tensor
-    """[N, K], weights of the outputs of the chosen experts."""
+    """Weights of the outputs of the selected experts, [N, K]."""
     experts: Tensor
-    """Indices of the chosen experts, int64 [N, K]."""
+    """Indices of the selected experts, int64 [N, K]."""
 
 
 def mixture_of(model: PreTrainedModel) -> Mixture | None:
-    """Returns the sizes of a model's experts; None for dense models and for unknown families."""
+    """Returns the sizes of a model's experts. Returns None for dense models and for unknown families."""
     return read_mixture(model.config.get_text_config().to_dict())
 
 
 def find_routers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the routers of a model in the order of its layers. It is empty for dense models and unknown families."""
+    """Returns the routers of a model in the order of its layers. The list is empty for dense models and unknown
+    families.
+    """
     recorder = (model._can_record_outputs or {}).get("router_logits")
     if mixture_of(model) is None or not isinstance(recorder, OutputRecorder):
         return []
@@ -62,11 +65,11 @@ def routes_dtype(mixture: Mixture) -> torch.dtype:
 
 
 def route_weights(family: str, router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """Returns the weights of chosen experts, [N, K] in at least float32, as the router of a family computes them.
+    """Computes the weights of the selected experts as the router of a family does. Returns [N, K] in at least float32.
 
     Args:
         family: family of the model in `ROUTER_SCORES`.
-        router: the router, which has further settings.
+        router: the router, whose attributes contain further settings.
         logits: [N, E].
         experts: int64 [N, K].
     """
@@ -86,8 +89,8 @@ def is_experts(module: nn.Module) -> bool:
 
 @contextmanager
 def replace_routes(routers: Sequence[nn.Module], replace: Callable[[int, Routes], Routes]) -> Iterator[None]:
-    """Inside the `with` block, applies `replace` to the output of each router. Its first argument is the index of the
-    router.
+    """Inside the `with` block, replaces the output of each router by the result of `replace(index of the router,
+    output)`.
     """
 
     def make_hook(index: int) -> Callable[..., tuple[Tensor, ...]]:

@@ -24,8 +24,8 @@ from flowrl.engines.models.attention import Pack, attend, pack_arguments
 _ATTENTION = "flowrl_sequence_parallel"
 
 _groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
-"""Sequence-parallel group of each layer. It is not an attribute of the layer, because deep copies of a model cannot
-copy process groups.
+"""Sequence-parallel group of each layer. The layer has no attribute for this group, because deep copies of a model
+cannot copy process groups.
 """
 
 
@@ -88,8 +88,8 @@ def _unsupported_attention(settings: dict[str, Any]) -> list[str]:  # Any: as tr
 def run_backbone(
     backbone: nn.Module, input_ids_BL: Tensor, sharding: SequenceSharding | None, pack: Pack | None = None
 ) -> Tensor:
-    """Returns the hidden states of this rank's sequence shard [B, l, D]. Without sharding, returns those of full rows
-    [B, L, D].
+    """Returns the hidden states of this rank's sequence shard [B, l, D]. Without sharding, returns the hidden states of
+    full rows [B, L, D].
 
     Rows are right-padded to a multiple of the group size. With causal attention, real tokens never attend to padding.
 
@@ -127,8 +127,8 @@ def run_backbone(
 
 
 def local_tokens(values_BL: Tensor, sharding: SequenceSharding | None, pack: Pack | None = None) -> Tensor:
-    """Returns the values [B, L, ...] of the tokens that `run_backbone` passes to the backbone of this rank, [B, l,
-    ...]. Values of filler tokens are 0.
+    """Selects the values of the tokens that `run_backbone` passes to this rank's backbone. Converts [B, L, ...] to [B,
+    l, ...]. Values of filler tokens are 0.
     """
     rows_BL = values_BL if pack is None else pack.pack(values_BL)
     if sharding is None:
@@ -156,8 +156,8 @@ def head_weights(head: nn.Linear, sharding: SequenceSharding | None) -> tuple[Te
 
 
 def local_targets(values_BL: Tensor, sharding: SequenceSharding) -> Tensor:
-    """Returns this rank's sequence shard plus the next token, [B, l + 1, ...]. Positions beyond the end of the row are
-    0.
+    """Returns this rank's sequence shard of `values_BL` plus the value of the next token, [B, l + 1, ...]. Positions
+    beyond the end of the row are 0.
     """
     length, rank = sharding.shard_length(values_BL), sharding.group.rank()
     num_filler = length * sharding.group.size() + 1 - values_BL.shape[1]
@@ -220,7 +220,7 @@ class _TakeShard(torch.autograd.Function):
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Returns a replicated weight unchanged. The backward pass all-reduces its gradient."""
+    """Returns a replicated weight unchanged. The backward pass all-reduces the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: _Context, weight: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
 """Loads sharded models without a full copy on any rank.
 
 A model is created on the meta device, where weights take no memory, and is then sharded. Each rank allocates only its
-shards and reads them from the safetensors files. If the files have the experts of a layer as separate matrices, a rank
-reads only those that its shard consists of.
+shards and reads them from the safetensors files. If the files store each expert as a separate matrix, a rank reads only
+the matrices in its shard.
 """
 
 import re
@@ -50,7 +50,7 @@ class _FileEntry:
 
 @dataclass(frozen=True)
 class _PartsEntry:
-    """A weight [E, R, C] whose experts are separate entries of the files, sorted by file."""
+    """A weight [E, R, C] whose experts are separate file entries. `parts` is sorted by file."""
 
     parts: tuple[tuple[FilePart, _FileEntry], ...]
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class _PartsEntry:
 
 @dataclass(frozen=True)
 class _InitialEntry:
-    """A weight that the files lack, with the name and the shape of its initial value."""
+    """A weight that the files lack. `weights` draws its initial value."""
 
     weights: InitialWeights
     name: str
@@ -99,10 +99,11 @@ def make_meta_model(
         path: a folder with safetensors, or a Hub name.
         dtype: dtype of the weights.
         fresh: names of weights that are set to zero instead of read from the files.
-        missing: names of other weights that the files lack. They get their initial values.
+        missing: names of further weights that the files lack. They get the initial values of a new model.
         adapter: an adapter that is merged into the weights.
         settings: overrides of the model configuration.
-    Returns: the model, or None if another weight is missing in the files or has a different shape.
+    Returns: the model, or None if the files lack a weight that is in neither `fresh` nor `missing`, or have another
+    shape.
     Raises OSError, ValueError or SafetensorError if the model does not exist or its files are corrupt.
     """
     local = path.is_dir()
@@ -143,7 +144,9 @@ def make_meta_model(
 
 
 def _set_known(model: PreTrainedModel, fresh: frozenset[str], complete: Mapping[str, Tensor]) -> None:
-    """Sets fresh weights to zero, and those of `complete` to their values, under all names of tied weights."""
+    """Sets fresh weights to zero, and the weights in `complete` to the given values. Tied weights are set under all
+    names.
+    """
     for names, weight in unique_parameters(model):
         value = next((complete[name] for name in names if name in complete), None)
         if not fresh.isdisjoint(names):
@@ -155,15 +158,15 @@ def _set_known(model: PreTrainedModel, fresh: frozenset[str], complete: Mapping[
 def move_loaded(model: Model, device: torch.device) -> Model:
     """Moves all tensors to a device, except tensors on the meta device.
 
-    Copies tensors that are already there. A loaded tensor may be mapped from its file: if the file was rewritten in
-    place, the weights would change, or the process would end with SIGBUS.
+    Also copies tensors that are already on the device, because a loaded tensor may be memory-mapped. If its file were
+    then rewritten in place, the weights would change, or the process would end with SIGBUS.
     """
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device, copy=True))
 
 
 def load_shards(model: nn.Module, device: torch.device) -> None:
-    """Reads this rank's shards of all weights that are on the meta device from the model's files. The weights of
-    `QuantizedLinear` stay there.
+    """Allocates this rank's shards of all weights on the meta device, and reads the shards from the model's files. The
+    weights of `QuantizedLinear` stay on the meta device.
     """
     quantized = {id(module.weight) for module in model.modules() if isinstance(module, QuantizedLinear)}
     tied_names = [names for names, weight in unique_parameters(model) if weight.is_meta and id(weight) not in quantized]
@@ -182,14 +185,14 @@ def load_shards(model: nn.Module, device: torch.device) -> None:
     for language_model in [module for module in model.modules() if module in _pending]:
         weights = model_weights(language_model)
         for name, entry in _pending.pop(language_model).items():
-            if name in weights:  # a pipeline stage lacks those of other stages
+            if name in weights:  # a pipeline stage lacks the weights of other stages
                 with torch.no_grad():
                     _read(weights[name].stored, entry)
 
 
 def quantize_base(model: PreTrainedModel, device: torch.device) -> None:
-    """Replaces the layers under an adapter by quantized ones on a device, as its settings require. Reads weights that
-    are on the meta device from the model's files, one at a time.
+    """Quantizes the base layers of an adapter on a device, if the adapter's settings require it. Reads weights on the
+    meta device from the model's files, one at a time.
     """
     pending = _pending.get(model, {})
     for path, layer in adapter_layers(model).items():
@@ -212,8 +215,8 @@ def stream_full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the full weights of a model that was loaded with `on_meta`, one at a time. The model is not changed.
 
-    The other arguments and the merged adapters are those of `full_weights`. `device`: where adapters are merged; None
-    is the CPU.
+    Adapters are merged, as in `full_weights`. Weights from the files are merged on `device`, or on the CPU if `device`
+    is None. For `names` and `dtype`, see `full_weights`.
     """
     sources = {
         f"{path}.{name}" if path else name: entry
@@ -253,7 +256,9 @@ def _read(weight: Tensor, entry: _Entry) -> None:
 
 
 def _read_parts(local_erc: Tensor, slices: Sequence[slice], entry: _PartsEntry) -> None:
-    """Reads the parts of a weight [E, R, C] that overlap this rank's shard, which is at `slices` of the weight."""
+    """Reads the parts of a weight [E, R, C] that overlap this rank's shard. `slices` is the position of the shard in
+    the weight.
+    """
     own_e, own_r, own_c = slices
     for path, parts in groupby(entry.parts, key=lambda pair: pair[1].file):
         with safe_open(path, framework="pt") as file:
@@ -268,7 +273,9 @@ def _read_parts(local_erc: Tensor, slices: Sequence[slice], entry: _PartsEntry) 
 
 
 def _read_buffer(model: PreTrainedModel, name: str, entry: _FileEntry, dtype: torch.dtype) -> None:
-    """Reads a persistent buffer, which no rank shards. transformers keeps some in float32."""
+    """Reads a full persistent buffer, because buffers are not sharded. Like transformers, keeps some buffers in
+    float32.
+    """
     keeps_float32 = any(re.search(pattern, name) for pattern in model._keep_in_fp32_modules_strict or ())
     with safe_open(entry.file, framework="pt") as file:
         value = file.get_tensor(entry.name)
@@ -280,7 +287,7 @@ def _read_buffer(model: PreTrainedModel, name: str, entry: _FileEntry, dtype: to
 
 
 def read_weights(path: Path, names: Sequence[str]) -> dict[str, tuple[Tensor, str]]:
-    """Returns those of the named weights that the files of a model have, each with its file."""
+    """Returns name -> (weight, path of its file) for each of `names` that is in the files of a model."""
     entries, weights = _file_entries(path, path.is_dir()), {}
     for entry in (entries[name] for name in names if name in entries):
         with safe_open(entry.file, framework="pt") as file:
@@ -309,7 +316,9 @@ class _EntryFinder:
         self._model, self._entries = model, entries
 
     def __call__(self, names: Sequence[str], shape: tuple[int, ...]) -> _FileEntry | _PartsEntry | None:
-        """Returns the entry of a weight with these names, or None if the files lack it or have another shape."""
+        """Returns the file entry of a weight with these names. Returns None if the files lack the weight, or if its
+        shape differs.
+        """
         if (entry := self._find_name(names)) is not None:
             return entry if entry.shape == shape else None
         parts = self._parts.get(names[0], ())

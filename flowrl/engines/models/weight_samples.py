@@ -32,7 +32,7 @@ class WeightSample:
     name: str
     """Parameter name in `save_pretrained` format."""
     exported_name: str
-    """Name under which the weight is sent: the first of the names of a tied weight."""
+    """Name under which the weight is sent. For a tied weight, this is the first of its names."""
     kind: Kind
     """`matrix` for a linear layer, `table` for an embedding, and `plain` for other weights such as norms and biases."""
     inputs: tuple[int, ...]
@@ -40,9 +40,9 @@ class WeightSample:
     vector.
     """
     dim: int | None
-    """Dimension of the weight that `inputs` indexes; None for a vector."""
+    """Dimension of the weight that `inputs` indexes. None for a vector."""
     bits: np.ndarray
-    """Sampled values, [J, N]: one row for each of the J entries of `inputs`. For a vector, such as a bias, all its
+    """Sampled values, [J, N], with one row for each of the J entries of `inputs`. For a vector, such as a bias, all
     values, [N]. bfloat16 values are stored as int16."""
     is_bfloat16: bool
 
@@ -62,8 +62,8 @@ class WeightSamples:
 
 
 def chosen_names(names: Sequence[str], version: int) -> list[str]:
-    """Selects one weight of each kind, for example one of the query matrices. Successive versions cycle through the
-    layers.
+    """Selects one weight from each set of names that differ only in the layer index, such as one query matrix.
+    Successive versions cycle through the layers.
     """
     kinds: dict[str, list[str]] = {}
     for name in names:
@@ -91,13 +91,13 @@ def weight_samples(
 
     Args:
         model: the actor's model.
-        version: weight version. It selects the layers and columns.
-        subset, num_subsets: with `num_subsets`, samples all columns of every `num_subsets`-th weight, from weight
-            `subset` on.
+        version: weight version of the samples.
+        subset, num_subsets: with `num_subsets`, samples all columns of every `num_subsets`-th weight, starting at
+            weight `subset`. None samples the layers and columns that `version` selects.
         dtype: dtype to which floating-point weights are cast. None keeps their dtype.
-        is_receiver: True returns the result on this rank. False only takes part in the all-gathers.
-        read: returns the full weight with an exported name, in `dtype`. None reads it from the model. With `read`, the
-            model may be on the meta device.
+        is_receiver: True returns the samples on this rank. False takes part in the all-gathers and returns no samples.
+        read: returns the full weight with an exported name, in `dtype`. With `read`, the model may be on the meta
+            device. None gathers the weights from the model.
     """
     weights = model_weights(model)
     names = list(weights) if num_subsets is None else list(weights)[subset::num_subsets]
@@ -126,7 +126,8 @@ def weight_samples(
 
 def _kind(model: nn.Module, name: str, weight: ModelWeight, routers: Sequence[nn.Module]) -> tuple[Kind, int | None]:
     """Returns the kind of a weight (see `WeightSample.kind`), and the index of the tensor dimension that
-    `WeightSample.inputs` indexes. Returns None instead of the index for a vector. `routers` are linear layers, too.
+    `WeightSample.inputs` indexes. Returns None instead of the index for a vector. The weights of `routers` count as
+    matrices.
     """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path) if weight.adapter is None else weight.adapter.base_layer

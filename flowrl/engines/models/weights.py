@@ -85,7 +85,8 @@ def export_weight_part(
     A weight without dimensions has shape [1] in part 0 and [0] in the other parts.
 
     Args:
-        model: a model without adapters. If FSDP2 shards it, this is rank `index` of `count` ranks with shards.
+        model: a model without adapters. If FSDP2 shards the model, this process must be rank `index` of the `count`
+            ranks.
         index, count: part of each weight.
         names, dtype: see `full_weights`.
     """
@@ -102,7 +103,7 @@ def export_weight_part(
 
 def find_rows(num_rows: int, index: int, count: int) -> tuple[int, int]:
     """Returns the first row and the end (exclusive) of part `index` of `count`, as FSDP2 shards rows. A part has
-    ceil(num_rows / count) rows, and the last ones may have fewer or none.
+    ceil(num_rows / count) rows. The last parts may have fewer rows or none.
     """
     size = -(-num_rows // count)
     return min(index * size, num_rows), min((index + 1) * size, num_rows)
@@ -120,7 +121,7 @@ def export_weights(
 
     Args:
         model, names, dtype: see `full_weights`.
-        is_receiver: True returns the result on this rank. False only takes part in the all-gathers.
+        is_receiver: True returns the weights on this rank. False takes part in the all-gathers and returns no weights.
         snapshot: True copies all weights. False lets unsharded weights on the CPU share the model's memory.
     """
     return to_arrays(full_weights(model, names, dtype), is_receiver=is_receiver, snapshot=snapshot)
@@ -141,12 +142,16 @@ def to_arrays(
 
 
 def cast_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype in which a weight is exported. `dtype` replaces that of a floating-point weight."""
+    """Returns the dtype in which a weight is exported: `dtype` for a floating-point weight, unless it is None,
+    otherwise `stored`.
+    """
     return stored if dtype is None or not stored.is_floating_point else dtype
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of a model without weights, for `gathered_weights`. The copy shares the buffers of the model."""
+    """Returns a copy of a model on the meta device, whose weights `gathered_weights` sets. The copy shares the buffers
+    of the model.
+    """
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
     if config._experts_implementation == EXPERT_PARALLEL:  # the copy has the weights of all experts
@@ -220,8 +225,8 @@ class WeightTargets:
         Args:
             weights: arrays by export name. They may be read-only.
             strict: True requires all weights of the model.
-        Raises WeightsError if a name is missing or unknown, or if a shape or dtype differs. In that case, the model is
-            unchanged.
+        Raises WeightsError if a name is unknown, if a name is missing with `strict`, or if a shape or dtype differs. In
+            these cases, the model is unchanged.
         """
         targets = self._stored if strict else {name: self._stored[name] for name in weights if name in self._stored}
         _check(targets, weights)
@@ -234,7 +239,7 @@ class WeightTargets:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray], *, strict: bool = True) -> None:
-    """Copies exported weights into a model. The arguments and errors are those of `WeightTargets.write`."""
+    """Copies exported weights into a model. For the arguments and errors, see `WeightTargets.write`."""
     WeightTargets(model).write(weights, strict=strict)
 
 

@@ -1,10 +1,10 @@
 """Expert parallelism: the ranks that share a copy of a model each own some of its experts, and exchange tokens.
 
-Without it, FSDP2 gathers the weights of all experts of a layer on each rank, although a token needs few of them. With
-it, a rank sends each token to the ranks that own its experts (all-to-all), and receives their outputs. The gradients of
-a rank's own experts then come from the tokens of all ranks, so FSDP2 neither gathers nor reduces these weights. Their
-sharding is the one that FSDP2 would use: rank i owns the i-th part of the experts. Lepikhin et al. 2020,
-https://arxiv.org/abs/2006.16668.
+Without expert parallelism, FSDP2 gathers the weights of all experts of a layer on each rank, although a token needs
+only few experts. With expert parallelism, a rank sends each token to the ranks that own the token's experts
+(all-to-all), and receives the outputs. The gradients of a rank's own experts then come from the tokens of all ranks, so
+FSDP2 neither gathers nor reduces these weights. The weights are sharded as FSDP2 would shard them: rank i owns the i-th
+part of the experts. Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668.
 
 Shape suffixes: N tokens of this rank, K experts of a token, S = N x K pairs of a token and an expert, T pairs that this
 rank receives, D hidden size, E experts, e experts of this rank, R ranks.
@@ -27,8 +27,8 @@ from flowrl.devices.device import get_device
 from flowrl.engines.models.routing import EXPERT_PARALLEL, is_experts, mixture_of
 
 _groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
-"""Ranks that share the experts of a layer. It is not an attribute of the layer, because deep copies of a model cannot
-copy process groups.
+"""Ranks that share the experts of a layer. The layer has no attribute for this group, because deep copies of a model
+cannot copy process groups.
 """
 
 
@@ -37,13 +37,14 @@ class ExpertError(UserError):
 
 
 def shard_experts(model: PreTrainedModel, shards: DeviceMesh, group: ProcessGroup) -> set[nn.Parameter]:
-    """Leaves each rank of `group` only its own experts, in place. Returns their weights, which FSDP2 must ignore.
+    """Shards the experts of a model over the ranks of `group`, in place. Returns the weights of this rank's experts,
+    which FSDP2 must ignore.
 
     Args:
         model: the same model on every rank, possibly on the meta device.
         shards: device mesh over which FSDP2 shards the other weights. Its last dimension has the ranks of `group`.
         group: the ranks that share a copy of the model.
-    Raises ExpertError if the model has no experts of a known family, or a number that the ranks do not divide.
+    Raises ExpertError if the model has no experts of a known family, or if the group size does not divide their number.
     """
     mixture, name = mixture_of(model), type(model).__name__
     if mixture is None:
@@ -68,7 +69,7 @@ def shard_experts(model: PreTrainedModel, shards: DeviceMesh, group: ProcessGrou
 
 
 def owned_experts(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the weights of experts that only this rank, and its replicas, compute."""
+    """Yields the expert weights that `shard_experts` has left on this rank. Empty without expert parallelism."""
     return (weight for module in model.modules() if module in _groups for weight in module.parameters(recurse=False))
 
 
@@ -83,18 +84,18 @@ def _own_part(weight: Tensor, shards: DeviceMesh) -> DTensor:
 def _run_experts(experts: Any, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """Returns the outputs [N, D] of the experts of each token. Has the signature of `ExpertsInterface`.
 
-    `experts`: a module of transformers with the weights of all experts of a layer (Any: it has no typed base).
+    `experts`: transformers' module of the experts of a layer, with sharded weights (Any: it has no typed base).
     """
     group, num_experts = _groups[experts], experts.num_experts
     num_tokens, num_choices = experts_NK.shape
-    # Pairs in the order of their experts, and therefore of the ranks that own them.
+    # The pairs are sorted by expert, and thereby by the rank that owns the expert.
     sorted_S, order_S = experts_NK.flatten().sort(stable=True)
     sent_RE = torch.bincount(sorted_S, minlength=num_experts).view(group.size(), -1)
     received_RE = torch.empty_like(sent_RE)
     distributed.all_to_all_single(received_RE, sent_RE, group=group)
     sent_R, received_R = (counts_RE.sum(1).tolist() for counts_RE in (sent_RE, received_RE))
     tokens_TD = _Exchange.apply(hidden_ND[order_S // num_choices], sent_R, received_R, group)
-    # They arrive by rank and then by expert.
+    # Received tokens are sorted by source rank, then by expert.
     local_e = torch.arange(sent_RE.shape[1], device=tokens_TD.device)
     own_order_T = local_e.repeat(group.size()).repeat_interleave(received_RE.flatten()).argsort(stable=True)
     outputs_TD = _apply_own_experts(experts, tokens_TD[own_order_T], received_RE.sum(0))
@@ -105,15 +106,15 @@ def _run_experts(experts: Any, hidden_ND: Tensor, experts_NK: Tensor, weights_NK
 
 
 def _apply_own_experts(experts: Any, tokens_TD: Tensor, counts_e: Tensor) -> Tensor:  # Any: as above
-    """Returns the outputs [T, D] of this rank's experts. The tokens are sorted by expert, of which each has
-    `counts_e`.
+    """Returns the outputs [T, D] of this rank's experts. The tokens are sorted by expert. Expert i has `counts_e[i]`
+    tokens.
     """
     hidden = _grouped_linear(tokens_TD, experts.gate_up_proj, counts_e)
     return _grouped_linear(experts._apply_gate(hidden), experts.down_proj, counts_e)
 
 
 def _grouped_linear(tokens: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
-    """Multiplies the tokens of each expert with its matrix, [e, outputs, inputs] on this rank."""
+    """Multiplies the tokens of each expert with the expert's matrix. `weight` is [e, outputs, inputs] on this rank."""
     assert isinstance(weight, DTensor), "shard_experts has divided it"
     own = weight.to_local().to(tokens.dtype)
     if _has_grouped_kernel(tokens, own):
@@ -124,8 +125,8 @@ def _grouped_linear(tokens: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
 
 
 def _has_grouped_kernel(tokens: Tensor, weight: Tensor) -> bool:
-    """Returns whether torch's grouped matrix product supports these inputs: bfloat16 with rows of multiples of 16
-    bytes, on a GPU.
+    """Returns whether torch's grouped matrix product supports these inputs: bfloat16 on a GPU of compute capability 8.0
+    or higher, with row sizes that are multiples of 16 bytes.
     """
     return (
         tokens.is_cuda
@@ -142,7 +143,7 @@ class _Context(Protocol):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: sends the next `sent[i]` rows to rank i, and receives `received[i]` rows from it. The
+    """All-to-all of rows: sends the next `sent[i]` rows to rank i, and receives `received[i]` rows from rank i. The
     backward pass sends the gradients back.
     """
 

@@ -18,8 +18,8 @@ from flowrl.devices.device import local_tensor
 from flowrl.engines.parallel.rank_mesh import RankMesh
 
 BUCKET_BYTES = 2**26
-"""Minimum size of a bucket of gradients in bytes; the last bucket may be smaller. The latency of its all-reduce is then
-small compared with its transfer.
+"""Minimum size of a bucket of gradients in bytes, except for the last bucket. It makes the latency of an all-reduce
+small compared with the transfer.
 """
 
 
@@ -35,8 +35,8 @@ class Gradients(Protocol):
         ...
 
     def last_pass(self) -> AbstractContextManager[None]:
-        """Sums gradients as soon as the body, the last backward pass, has completed them. A rank without rows does not
-        call this.
+        """Inside the `with` block, which runs the last backward pass, begins to sum gradients as soon as they are
+        complete. A rank without rows does not enter the block.
         """
         ...
 
@@ -58,17 +58,17 @@ class Gradients(Protocol):
 
 
 class _Bucket(NamedTuple):
-    """Adjacent gradients, which one all-reduce sums."""
+    """Adjacent gradients that one all-reduce sums."""
 
     gradients: Tensor
     """Part of a buffer, [N]."""
     incomplete: set[int]
-    """Ids of the parameters whose gradients the last backward pass has not completed."""
+    """Ids of the parameters whose gradients the last backward pass has not completed yet."""
 
 
 class _BucketSum:
-    """Sums buckets over ranks. All ranks issue the same collectives, because buckets begin in a fixed order: a bucket
-    waits for those before it, also if its own gradients are complete.
+    """Sums buckets over ranks. Their all-reduces start in a fixed order, so that all ranks issue the same collectives.
+    A complete bucket therefore waits until all earlier buckets have started.
     """
 
     def __init__(self, buckets: Sequence[_Bucket], group: ProcessGroup) -> None:
@@ -77,19 +77,21 @@ class _BucketSum:
         self._works: list[Work] = []
 
     def complete(self, parameter: Tensor) -> None:
-        """Begins the buckets that are complete with the gradient of this parameter."""
-        self._index[id(parameter)].incomplete.remove(id(parameter))  # KeyError if its all-reduce may have begun
+        """Marks the gradient of a parameter as complete, and starts the all-reduces of the next complete buckets."""
+        self._index[id(parameter)].incomplete.remove(id(parameter))  # KeyError if called twice
         while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].incomplete:
             self._begin_next()
 
     def begin_rest(self) -> None:
-        """Begins all other buckets, also those with parameters that the last backward pass has not reached."""
+        """Starts the all-reduces of the remaining buckets, even if the last backward pass has not reached all their
+        parameters.
+        """
         while len(self._works) < len(self._buckets):
             self._begin_next()
 
     def abandon(self) -> None:
-        """Begins all other buckets with NaN after an error of this rank, so that no other rank takes a step on
-        incomplete gradients. Does not wait, because other ranks may have ended.
+        """After an error of this rank, fills the remaining buckets with NaN and starts their all-reduces. No other rank
+        then takes a step on incomplete gradients. Does not wait, because other ranks may have ended.
         """
         for bucket in self._buckets[len(self._works) :]:
             bucket.gradients.fill_(math.nan)
@@ -107,16 +109,14 @@ class _BucketSum:
 
 
 class ReplicatedGradients:
-    """Full gradients on every rank. They are views of one buffer per dtype, so that `sum` needs no copy for its
-    all-reduce.
-    """
+    """Full gradients on every rank. They are views of one buffer per dtype, so that `sum` needs no copy."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: RankMesh, *, overlaps: bool = False) -> None:
-        """`overlaps` sums gradients in buckets, from the last layer to the first, during the last backward pass."""
+        """With `overlaps`, sums gradients in buckets during the last backward pass, starting at the last layer."""
         self._parameters, self._mesh, self._overlaps = parameters, mesh, overlaps
         self._buffers: list[Tensor] = []
         self._sum: _BucketSum | None = None
-        """The sum of this step, from `begin_sum` to `sum`."""
+        """The running sum, from `begin_sum` to `sum`. None at other times and on a single rank."""
         _allow_other_dtypes(parameters)
 
     def zero(self) -> None:
@@ -127,7 +127,7 @@ class ReplicatedGradients:
             self._use(torch.zeros(num_values, dtype=dtype, device=parameters[0].device))
 
     def _use(self, buffer: Tensor) -> None:
-        """Stores gradients in `buffer`: those of all parameters whose gradients are summed in its dtype."""
+        """Makes the gradients that are summed in the dtype of `buffer` views of `buffer`."""
         parameters = self._summed_in(buffer.dtype)
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, gradient in zip(parameters, buffer.split(sizes), strict=True):
@@ -200,8 +200,8 @@ class ShardedGradients:
     def __init__(
         self, parameters: Sequence[nn.Parameter], mesh: RankMesh, experts: Iterable[nn.Parameter] = ()
     ) -> None:
-        """`experts`: weights that FSDP2 ignores, of which each rank of a copy of the model has the complete gradient
-        of its part.
+        """`experts`: expert-parallel weights, which FSDP2 ignores. Each rank computes the complete gradient of its own
+        experts for its copy of the model, so `sum` sums only over the copies.
         """
         self._parameters, self._mesh = parameters, mesh
         own = {id(weight) for weight in experts}
@@ -215,10 +215,10 @@ class ShardedGradients:
                 parameter.grad = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
 
     def begin_sum(self) -> None:
-        """Does nothing, because FSDP2 sums the gradients of a layer during each pass."""
+        """Does nothing, because FSDP2 sums the gradients of a layer during each backward pass."""
 
     def last_pass(self) -> AbstractContextManager[None]:
-        """Returns a context without effect, as `begin_sum`."""
+        """Returns a context without effect, because FSDP2 sums gradients in every backward pass."""
         return nullcontext()
 
     def sum(self) -> None:
@@ -244,7 +244,7 @@ class ShardedGradients:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for num_shards, shards in groups.items():
             square = nn.utils.get_total_norm(shards).double().square()
-            # Several ranks may hold the same shard, which would be counted several times.
+            # Several ranks may hold the same shard. The factor counts each shard once.
             total += square.to(total.device) * (num_shards / num_ranks)
         return math.sqrt(self._mesh.sum(total).item())
 
@@ -272,9 +272,9 @@ def _sum_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _allow_other_dtypes(parameters: Sequence[nn.Parameter]) -> None:
-    """Lets gradients have another dtype than their weights, which torch rejects by default.
+    """Allows gradients of another dtype than their weights, which torch rejects by default.
 
-    torch forgets it when it moves a DTensor, because it then swaps the weight with a new one.
+    A move of a DTensor to another device resets this setting, because torch then replaces the weight.
     """
     for parameter in parameters:
         parameter.grad_dtype = None

@@ -29,7 +29,7 @@ class PipelineMesh:
     gradients: ProcessGroup
     """A second group of the ranks of `states`, for gradients of hidden states and for collectives over all stages."""
     ends: ProcessGroup | None
-    """The ranks of `states` in the first and the last stage. None for the ranks of other stages."""
+    """The first and the last rank of `states`, which sum the gradient of tied embeddings. None on other stages."""
 
 
 def pipeline_mesh(
@@ -47,7 +47,7 @@ def pipeline_mesh(
         group: ranks of the role.
         pp: number of stages, at least 2.
         device, tp, sp, shard_ranks: as in `rank_mesh`, for the ranks of a stage.
-    Raises ValueError if pp does not divide the number of ranks, and the errors of `rank_mesh`.
+    Raises ValueError if pp does not divide the number of ranks. Raises the errors of `rank_mesh`.
     """
     num_ranks, rest = divmod(group.size(), pp)
     if rest:

@@ -31,14 +31,14 @@ class RankMesh:
     same_rows: ProcessGroup | None
     """Ranks with the same rows. Their data-parallel index is equal. None for a single process."""
     devices: DeviceMesh | None
-    """Device mesh with the dimensions `replicate`, `shard` and `tp`."""
+    """Device mesh with the dimensions `replicate`, `shard` and `tp`. None for a single process."""
     tp: int
     is_row_leader: bool
     """Whether this rank reports the row count for all ranks of `same_rows`. True if its tensor- and sequence-parallel
     index is 0.
     """
     experts: ProcessGroup | None = None
-    """Ranks of a copy of the model, which exchange tokens of their experts. None without expert parallelism."""
+    """Ranks that share a copy of the model and exchange tokens of experts. None without expert parallelism."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums the values elementwise over all ranks, in place."""
@@ -79,7 +79,7 @@ def rank_mesh(
         sp: number of sequence-parallel ranks.
         shard_ranks: number of data-parallel ranks over which one copy of the model is sharded. None means all.
         expert_parallel: whether the ranks of a copy exchange tokens of experts.
-    Raises ValueError if tp, sp and shard_ranks do not divide the number of ranks.
+    Raises ValueError if tp x sp does not divide the number of ranks, or if shard_ranks does not divide dp.
     """
     if group is None:
         return SINGLE_PROCESS
@@ -99,7 +99,7 @@ def rank_mesh(
     groups = {tuple(ranks_DST.flatten().tolist()): group}
 
     def shared_group(ranks: Tensor) -> ProcessGroup:
-        """Returns the group of these ranks, which is created once, because NCCL allocates buffers for each group."""
+        """Returns the group of these ranks. Creates equal groups once, because NCCL allocates buffers per group."""
         key = tuple(ranks.flatten().tolist())
         if key not in groups:
             groups[key] = create_group(key)
@@ -107,7 +107,8 @@ def rank_mesh(
 
     dimensions = [shared_group(ranks_RST[:, own_shard, own_t]), shared_group(ranks_RST[own_r, :, own_t])]
     dimensions.append(shared_group(ranks_RST[own_r, own_shard]))
-    # Not shared: in the group of the shards, attention would wait until FSDP2 has gathered the next layer's weights.
+    # Its own group, because in the group of the shards, attention would wait until FSDP2 has gathered the next layer's
+    # weights.
     sequence = create_group(ranks_DST[own_d, :, own_t].tolist()) if sp > 1 else None
     # A group of its own, because exchanges of tokens would otherwise wait for FSDP2's gathers.
     experts = create_group(ranks_RST[own_r, :, own_t].tolist()) if expert_parallel else None

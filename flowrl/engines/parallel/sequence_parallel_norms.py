@@ -48,8 +48,7 @@ def shard_norms(model: PreTrainedModel, tp_mesh: DeviceMesh, rowwise: Collection
 
 
 def shard_adapter(matrix: nn.Module, tp_mesh: DeviceMesh, *, by_outputs: bool) -> None:
-    """Makes the replicated matrix of an adapter accept hidden states that are a DTensor: replicates A as a DTensor, or
-    shards the inputs of B by sequence.
+    """Makes the replicated LoRA matrix of a tensor-parallel layer accept hidden states that are a DTensor.
 
     Args:
         matrix: the replicated matrix, which is A for a column-wise sharded layer and B for a row-wise sharded layer.
@@ -63,7 +62,9 @@ def shard_adapter(matrix: nn.Module, tp_mesh: DeviceMesh, *, by_outputs: bool) -
 
 
 def _classify_modules(model: PreTrainedModel, rowwise: Collection[str]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Returns the norms of a model, and the modules (attention, MLP) that need full sequences."""
+    """Returns the norms of a model, and the modules (attention, MLP) that need full sequences. Raises NormsError if any
+    module except these and the input embeddings has weights.
+    """
     names = {module: name for name, module in model.named_modules()}
     ends = {name.rpartition(".")[0] for name in rowwise}
     blocks = set(model._no_split_modules or ())
@@ -100,10 +101,10 @@ def _norms_error(model: PreTrainedModel, reason: str) -> NormsError:
 
 
 def replicate_inputs(module: nn.Module, tp_mesh: DeviceMesh, placement: Placement) -> None:
-    """Passes the hidden states that enter a module as a replicated DTensor, and gathers them if they are sharded.
+    """Converts the hidden states that enter a module to a replicated DTensor. Sharded hidden states are gathered.
 
-    A single collective then sums the gradients of all matrices that read them. `placement` is that of the hidden states
-    before.
+    A single collective then sums the gradients from all matrices that read the hidden states. `placement` is the
+    placement of the hidden states before the conversion.
     """
 
     def gather(states: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Shards a model over ranks with torch's tensor parallelism and FSDP2, and selects its attention implementation.
 
-Tensor parallelism follows the plan that transformers defines for the model, or that of `tp_plans`, except for routed
+Tensor parallelism follows the model's plan in `tp_plans`, or else the plan of transformers. It does not shard routed
 experts. FSDP2 (`fully_shard`) wraps each layer and the model. Gradients are summed over ranks. FSDP2 would average them
 by default.
 """
@@ -39,7 +39,7 @@ from flowrl.engines.parallel.tp_plans import TensorParallelPlan, copy_outputs, d
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Plain sharding would mix the halves of a fused matrix, so the product is gathered between the layers.
+    # Plain sharding would mix the halves of a fused matrix, so the product is gathered before the next matrix.
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     # A norm per head [B, L, H, E]: weights are replicated and heads are sharded.
@@ -63,7 +63,8 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     """Shards a model over the ranks of a mesh, in place. Before the call, the model must be identical on every rank.
 
     Activations and gathered weights have `compute_dtype`. If it is None, they have the dtype of the weights. Raises
-    EngineError if the model has no tensor-parallel plan, or if tp does not divide a size of the model.
+    EngineError if the model has no tensor-parallel plan, or if tp does not divide a size of the model. Raises the
+    errors of `shard_experts` and `shard_norms`.
     """
     assert mesh.devices is not None, "a single process does not shard"
     if mesh.tp > 1:
@@ -73,7 +74,7 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
     reduce_dtype = torch.float32 if compute_dtype is not None or is_half else None
     pinned = mesh.devices.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload == "parameters" else OffloadPolicy()
-    # With a dimension of one rank, each layer would still all-reduce its gradients.
+    # Omits a dimension `replicate` of one rank, because each layer would still all-reduce its gradients over it.
     sharded = mesh.devices["replicate", "shard"] if mesh.devices["replicate"].size() > 1 else mesh.devices["shard"]
     experts = set[nn.Parameter]()
     if config.expert_parallel:
@@ -98,8 +99,8 @@ def shard_model(model: nn.Module, mesh: RankMesh, config: EngineConfig, compute_
 
 
 def make_sequence_sharding(config: EngineConfig, mesh: RankMesh) -> SequenceSharding | None:
-    """Returns the ranks that share each row, or None. Raises EngineError if sequence_parallel_norms is set without
-    tp.
+    """Returns the ranks that share each row. Returns None if each rank has full rows. Raises EngineError if
+    sequence_parallel_norms is set without tp.
     """
     if config.sequence_parallel_norms and mesh.tp == 1:
         raise EngineError(
@@ -203,14 +204,14 @@ def layers(model: nn.Module) -> list[nn.Module]:
     blocks = []
     for language_model in language_models(model):
         names = set(language_model._no_split_modules or ())
-        # FSDP2 derives a class from that of each layer.
+        # FSDP2 replaces the class of each layer by a subclass.
         blocks += [m for m in language_model.modules() if names & {cls.__name__ for cls in type(m).__mro__}]
     return blocks
 
 
 def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_norms: bool) -> None:
-    """Shards the matrices in transformers' tensor-parallel plan, and with `shards_norms` also the norms. Replicates
-    other modules.
+    """Shards the matrices in the model's tensor-parallel plan, and with `shards_norms` also the norms. Replicates other
+    modules.
     """
     name = type(model).__name__
     # Tensor parallelism replicates embeddings and heads; FSDP2 shards them over the other ranks.
@@ -254,11 +255,12 @@ def _apply_tensor_parallelism(model: PreTrainedModel, mesh: RankMesh, *, shards_
 
 
 def _modules_with_shared_inputs(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
-    """Returns the names of the modules, such as attention and MLP, whose column-wise sharded matrices read the same
-    hidden states. Without `replicate_inputs`, each of these matrices all-reduces the gradient of these states itself.
+    """Returns the names of modules, such as attention and MLP, in which several column-wise sharded matrices read the
+    same hidden states. Without `replicate_inputs`, each matrix would all-reduce the gradient of these hidden states
+    separately.
 
-    `styles` maps the names of the sharded layers to their styles. The result lacks modules that also have matrices that
-    are not sharded, because these may read the hidden states, too.
+    `styles` maps the names of the sharded layers to their styles. The result excludes modules that also have an
+    unsharded matrix, because this matrix may read the hidden states, too.
     """
     parents = Counter(path.rpartition(".")[0] for path, style in styles.items() if style.startswith("colwise"))
     return [
@@ -273,7 +275,9 @@ def _modules_with_shared_inputs(model: nn.Module, styles: Mapping[str, str]) -> 
 
 
 def _adapt_modules(model: PreTrainedModel, plan: TensorParallelPlan, heads: int, tp_mesh: DeviceMesh) -> None:
-    """Makes the modules of a model with `heads` heads work with the shards of a plan of `tp_plans`."""
+    """Adapts the attention modules and copied outputs of a model with `heads` heads to sharding by a plan of
+    `tp_plans`.
+    """
     for path in _matching_modules(plan.attention, model):
         divide_heads(model.get_submodule(path), plan, heads, tp_mesh.get_local_rank(), tp_mesh.size())
     for path in _matching_modules(plan.copied, model):
@@ -307,7 +311,7 @@ def _num_key_value_heads(settings: PreTrainedConfig) -> int:
 
 def _matching_modules(pattern: str, model: nn.Module) -> list[str]:
     """Returns the names of the modules that match a pattern of the plan. `*` matches one component of a name. An empty
-    pattern matches none.
+    pattern matches no module.
     """
     if not pattern:
         return []

@@ -1,7 +1,7 @@
 """Tensor-parallel plans of families for which transformers defines none: GPT-2, OPT, GPT-J, Bloom and Falcon.
 
-Their attention counts its heads with attributes, and Bloom and Falcon with ALiBi have a bias per head. A plan therefore
-also divides these counts, and passes each rank the bias of its own heads.
+The attention modules of these families store numbers of heads in attributes. Bloom, and Falcon with ALiBi, have a bias
+per head. A plan therefore also divides the numbers of heads, and passes each rank the bias of its own heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,18 +18,20 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """How the layers of a family are divided over ranks. Patterns are relative to the backbone; `*` is a layer."""
+    """Sharding of a family's layers over ranks. Patterns are module names in the backbone. `*` is a layer index."""
 
     styles: Mapping[str, str]
     """Pattern of a linear layer -> transformers' name of its parallel style."""
     attention: str = ""
-    """Pattern of the attention modules, if their attributes count heads."""
+    """Pattern of the attention modules whose heads are divided. Empty if each rank computes all heads."""
     counts: tuple[str, ...] = ()
-    """Attributes of the attention modules that count heads."""
+    """Attributes of the attention modules that contain a number of heads."""
     copied: str = ""
-    """Pattern of modules whose outputs the model changes in place, which autograd forbids for gathered outputs."""
+    """Pattern of modules whose outputs are copied, because autograd forbids the model to change gathered outputs in
+    place. Empty for no modules.
+    """
     biases: Mapping[str, Callable[[Tensor, int], Tensor]] | None = None
-    """Argument of the attention modules with values per head -> function that returns them as [B, heads, ...]."""
+    """Argument of the attention modules with values per head -> function that converts these to [B, heads, ...]."""
 
 
 def _flat_heads(values: Tensor, heads: int) -> Tensor:
@@ -93,7 +95,7 @@ PLANS: Mapping[str, TensorParallelPlan] = {
 
 
 def find_plan(model: PreTrainedModel) -> TensorParallelPlan | None:
-    """Returns the plan of a model's family with the names of this model, or None."""
+    """Returns the plan of a model's family, with patterns for the names in this model. Returns None without a plan."""
     known = PLANS.get(model.config.get_text_config().model_type)
     if known is None:
         return None
@@ -107,7 +109,7 @@ def find_plan(model: PreTrainedModel) -> TensorParallelPlan | None:
 
 
 def copy_outputs(module: nn.Module) -> None:
-    """Makes a module return copies of its outputs."""
+    """Makes a module return copies of its outputs, which may be changed in place."""
     module.register_forward_hook(lambda _module, _arguments, output: output.clone())
 
 
@@ -131,7 +133,7 @@ def divide_heads(module: nn.Module, plan: TensorParallelPlan, heads: int, rank: 
             values = named.get(name)
             if isinstance(values, Tensor):
                 by_head = unflatten(values, heads)
-                if by_head.shape[1] == heads:  # a mask for all heads has 1
+                if by_head.shape[1] == heads:  # a mask that all heads share has size 1
                     own = by_head.narrow(1, rank * (heads // tp), heads // tp)
                     sliced[name] = own.reshape(-1, *values.shape[1:]) if by_head.ndim > values.ndim else own
         return arguments, named | sliced
@@ -141,7 +143,7 @@ def divide_heads(module: nn.Module, plan: TensorParallelPlan, heads: int, rank: 
 
 
 def for_conv1d(style: ParallelStyle) -> "Conv1dColwise | Conv1dRowwise":
-    """Returns the style of `Conv1D` with the same layouts of inputs and outputs as a style of `nn.Linear`."""
+    """Converts a parallel style for `nn.Linear` to a style for `Conv1D` with the same input and output layouts."""
     if isinstance(style, ColwiseParallel):
         return Conv1dColwise(output_layouts=style.output_layouts[0], use_local_output=style.use_local_output)
     assert isinstance(style, RowwiseParallel), "matrices are divided by columns or rows"

@@ -27,7 +27,7 @@ def assign_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 class WeightOwners:
-    """The rank that updates each weight of a replicated model. All ranks create it with the same weights."""
+    """Assigns each weight of a replicated model to the rank that updates it. All ranks must pass the same weights."""
 
     def __init__(self, weights: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self._group = group
@@ -41,7 +41,8 @@ class WeightOwners:
         own = {id(weight) for weight in self._owned[self._group.rank()]}
         for group in optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if id(weight) in own]
-        # torch restores at most one empty group, and an optimizer has at least one group.
+        # torch restores at most one empty group, so empty groups are removed. One group remains, because an optimizer
+        # needs a group.
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]] or [
             optimizer.param_groups[0]
         ]
@@ -60,7 +61,7 @@ class WeightOwners:
 
 
 def _buckets(weights: Sequence[nn.Parameter]) -> list[list[Tensor]]:
-    """Groups consecutive weights of one dtype, up to `BUCKET_BYTES` unless a weight is larger."""
+    """Divides weights into buckets of one dtype and at most `BUCKET_BYTES`. A larger weight gets its own bucket."""
     buckets: list[list[Tensor]] = []
     num_bytes = 0
     for weight in sorted(weights, key=lambda weight: str(weight.dtype)):

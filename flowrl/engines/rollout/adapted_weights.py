@@ -1,4 +1,4 @@
-"""Weights of a rollout that are read from files and merged with a LoRA adapter, for every rollout engine."""
+"""Merges a LoRA adapter into weights from model files, and loads the result into any rollout engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,31 +18,31 @@ from flowrl.engines.rollout.base import EngineContext, RolloutEngine, load_engin
 
 
 class AdaptedWeights:
-    """The full weights of a base model with an adapter, which each update replaces.
+    """The merged weights of a base model and an adapter. Each update replaces the adapter.
 
-    The weights stay in the files of the base model. They are merged as the actor merges them, so the results are
-    bitwise those of the actor on the same kind of device.
+    The base weights stay in the model's files. The merge runs the same operations as the actor, so the merged weights
+    are bitwise equal to the actor's on the same kind of device.
     """
 
     def __init__(self, model: ModelConfig, lora: LoraConfig, device: torch.device) -> None:
-        """Creates the base model without its weights. `device`: where the adapter is merged."""
+        """Creates the base model without its weights. Adapters are merged on `device`."""
         self._model, self._device = load_policy(model, on_meta=True, merges=False), device
         add_adapter(self._model, lora)
 
     def set(self, adapter: Mapping[str, np.ndarray]) -> None:
-        """Replaces the adapter. `adapter` has the weights of `AdapterExport`, in the form of `to_arrays`."""
+        """Replaces the adapter. `adapter` has the weights of `AdapterExport`, in the format of `to_arrays`."""
         set_adapter(self._model, to_tensors(adapter))
 
     def load_into(self, engine: RolloutEngine, version: int, bucket_mb: float, dtype: str | None) -> None:
-        """Updates an engine to the merged weights, cast to `dtype` if it is set."""
+        """Updates an engine to the merged weights, cast to `dtype` unless it is None."""
         _load(self._model, engine, version, bucket_mb, dtype, self._device)
 
 
 def start_engine(context: EngineContext) -> RolloutEngine:
     """Starts the engine of a rollout or a judge, with the initial weights.
 
-    An engine reads the files of a model without an adapter. The weights of `model.adapter` are merged here, and arrive
-    in an update, unless the engine uses the weights of an actor.
+    The engine itself reads only the base model. With `model.adapter`, this function merges the adapter, and loads the
+    merged weights in an update. It does neither if the engine uses the weights of an actor.
     """
     config, model = context.config, context.model
     engine = load_engine_class(config.engine).start(replace(context, model=model.base))

@@ -1,7 +1,7 @@
 """The protocol of rollout engines: requests, responses, methods and states. Imports neither torch nor an engine.
 
 An engine implements `RolloutEngine` and the protocols of its `capabilities`, such as `StreamingEngine`. `open_batch`
-gives every engine batches of requests that only their caller polls.
+returns a batch of requests of one caller, on any engine.
 """
 
 import enum
@@ -87,15 +87,15 @@ class Request:
     key: int
     """Random-number key of the request, from `sampling.row_keys`."""
     temperature: float | None = None
-    """Sampling temperature; None is that of the settings."""
+    """Sampling temperature. None uses the temperature of the settings."""
     segments: Sequence[Segment] = ()
     """Earlier segments of the response. The engine samples the policy segment that follows them."""
     may_continue: bool = False
     """Whether a request with the same id and more segments may follow. An engine may keep the KV cache until then. The
     caller passes the id to `abort` when no request follows."""
     max_tokens: int | None = None
-    """Maximum number of tokens of the response with all segments. None is `max_response_tokens`, which it may not
-    exceed. Custom engines may ignore it."""
+    """Maximum number of tokens of the response with all segments, at most `max_response_tokens`. None uses
+    `max_response_tokens`. Custom engines may ignore this limit."""
     is_streamed: bool = False
     """Whether the caller reads the tokens before the request has finished (`PartialResponses`)."""
 
@@ -106,12 +106,12 @@ class Request:
 
     @cached_property
     def context(self) -> tuple[int, ...]:
-        """Tokens that the engine reads before it samples: those of the prompt and of all earlier segments."""
+        """Tokens of the prompt and of all earlier segments, which the engine processes before it samples."""
         return (*self.token_ids, *(token for segment in self.segments for token in segment.token_ids))
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of tokens of the earlier segments. They count toward `max_response_tokens`."""
+        """Number of tokens of the earlier segments, which count toward `max_response_tokens`."""
         return len(self.context) - len(self.token_ids)
 
     def response_limit(self, max_response_tokens: int) -> int:
@@ -131,8 +131,9 @@ class Response:
     truncated: bool = False
     """True if the response ended at the length limit. False if it ended at a stop token."""
     routes: "np.ndarray | None" = None
-    """With `rollout.router_replay`, the values of the column `routes` of all processed tokens: those of the prompt, of
-    earlier segments and of this segment, except the last one. [tokens, layers x experts per token]."""
+    """With `rollout.router_replay`, values of the column `routes`, [tokens, layers x experts per token]. The tokens are
+    those of the prompt, of earlier segments and of this segment, without the last token, which is not processed. None
+    without `rollout.router_replay`."""
 
 
 def check_request_ids(new: Iterable[str], running: Iterable[str]) -> None:
@@ -285,7 +286,7 @@ class ServingState:
     # Sleep.
 
     def drop_weights(self) -> None:
-        """Sets the state to BROKEN, because the weights were dropped. Raises RolloutError during an update."""
+        """Sets the state to BROKEN, because the weights were dropped. Raises the errors of `check_begin`."""
         self.check_begin()
         self._state_awake = EngineState.BROKEN
 
@@ -312,7 +313,7 @@ class ActorWeights:
 
     model: "PreTrainedModel"
     must_gather: bool
-    """The model is sharded or has an adapter, so its full weights exist only in `gathered_weights`."""
+    """Whether the model is sharded or has an adapter. Its full weights then exist only inside `gathered_weights`."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ class EngineContext:
 
     config: RolloutConfig
     model: ModelConfig
-    """Initial model of the actor."""
+    """Model with the initial weights."""
     tokenizer: "PreTrainedTokenizerBase"
     device: str
     """Torch device of the process: `cpu` or `cuda:N`."""
@@ -332,21 +333,21 @@ class EngineContext:
     address: str = "127.0.0.1"
     """IP address of this process for the followers."""
     can_sleep: bool = False
-    """Whether `sleep` will be called."""
+    """Whether the caller will use `sleep`. The engine must then be able to free its device memory."""
     actor: ActorWeights | None = None
-    """The actor, if it is in the same process."""
+    """Weights of the actor, if it is in the same process. Otherwise None."""
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Generates responses with weights that arrive in updates.
 
-    A weight update is `begin_update`, `receive` once per bucket, and `commit`. `ServingState` implements its states.
-    The process calls one method at a time.
+    A weight update is `begin_update`, `receive` once per bucket, and `commit`. `ServingState` implements the states of
+    an engine. Calls never overlap.
     """
 
     capabilities: EngineCapabilities
-    """Facts about the engine, as an attribute of the class. A run is checked and planned with them."""
+    """Capabilities of the engine. A class attribute, because a run is checked and planned before the engine starts."""
 
     @classmethod
     def start(cls, context: EngineContext) -> "RolloutEngine":
@@ -364,7 +365,8 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
-        """Returns the response to each request, in order. With earlier segments, the response is the next segment.
+        """Returns the response to each request, in order. For a request with earlier segments, the response is the next
+        segment.
 
         A response ends at a stop token, or when all of its segments together have `max_response_tokens` tokens. Random
         numbers depend on the position of a token in the response, so that segments do not repeat them.
@@ -401,10 +403,10 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class ColocatedEngine(Protocol):
-    """An engine without `own_process`: it can run in a process of the actor."""
+    """Methods of an engine without `own_process`, which can run in a process of the actor."""
 
     def load_from(self, actor: "PreTrainedModel", version: int) -> None:
-        """Sets the weights to those of the actor in this process, and the version. With shared weights, sets only the
+        """Copies the weights of the actor in this process, and sets the version. With shared weights, sets only the
         version. All ranks of a sharded actor call this together.
         """
         ...
@@ -439,13 +441,15 @@ class RequestBatch(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops the requests with these ids, and all state kept for requests that may follow. Ignores unknown ids."""
+        """Drops the requests with these ids, and all state that is kept for later requests with these ids. Ignores
+        unknown ids.
+        """
         ...
 
 
 @runtime_checkable
 class StreamingEngine(RequestBatch, Protocol):
-    """An engine with `streaming`. Its own batch of requests continues across calls, also during weight updates."""
+    """An engine with `streaming`. The engine itself is a `RequestBatch`. Its requests continue across updates."""
 
 
 @runtime_checkable
@@ -458,7 +462,7 @@ class PartialResponses(Protocol):
         ...
 
     def read_partial(self, request_ids: Collection[str]) -> list[Response]:
-        """Returns copies of the unfinished responses to these requests, which have `is_streamed`. Ignores unknown
+        """Returns copies of the unfinished responses to these requests, which must have `is_streamed`. Ignores unknown
         ids.
         """
         ...
@@ -469,15 +473,15 @@ class BatchingEngine(Protocol):
     """An engine that can separate the requests of a caller from all others."""
 
     def open_batch(self) -> RequestBatch:
-        """Returns an empty batch. Its `poll` returns responses to its own requests only. If the engine streams, its own
-        `poll` returns none of them.
+        """Returns an empty batch. The batch's `poll` returns only responses to requests of the batch. The `poll` of a
+        streaming engine does not return these responses.
         """
         ...
 
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine with `sleep`: other processes use its device while it sleeps."""
+    """Methods of an engine with `sleep`. Other processes use the engine's device while it sleeps."""
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -485,7 +489,7 @@ class SleepingEngine(Protocol):
         ...
 
     def sleep(self, *, keep_weights: bool = True) -> None:
-        """Offloads all device memory. It may be called during an update.
+        """Offloads all device memory. The call is allowed during an update.
 
         Without `keep_weights`, the engine may drop its weights, because a weight update precedes the next generation.
         """
@@ -509,11 +513,13 @@ class PreemptingEngine(Protocol):
 
 @runtime_checkable
 class RoutingEngine(Protocol):
-    """An engine with `returns_routes`: its responses have routes if `rollout.router_replay` is set."""
+    """Property of an engine with `returns_routes`. The engine's responses have routes if `rollout.router_replay` is
+    set.
+    """
 
     @property
     def no_routes(self) -> "np.ndarray | None":
-        """An empty array of routes, [0, layers x experts per token]. None if responses have no routes."""
+        """An empty routes array, [0, layers x experts per token]. None if responses have no routes."""
         ...
 
 
@@ -524,7 +530,7 @@ class BroadcastEngine(Protocol):
     """
 
     def join_transfer_group(self, group: "TransferGroup", first: int) -> None:
-        """Creates the receiver of each device. Their indices are consecutive, starting at `first`."""
+        """Creates a receiver on each device. The receivers have consecutive indices, starting at `first`."""
         ...
 
 
@@ -544,7 +550,9 @@ def check_engine_class(name: str) -> None:
 
 
 def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
-    """Returns the methods and properties that an engine lacks. Its capabilities determine the required protocols."""
+    """Returns the methods and properties that an engine lacks. The engine's capabilities determine the required
+    protocols.
+    """
     capabilities = engine.capabilities
     required: dict[type, bool] = {
         RolloutEngine: True,
@@ -558,7 +566,7 @@ def find_missing_methods(engine: type[RolloutEngine]) -> list[str]:
 
 
 def generate_in_batch(batch: RequestBatch, requests: Sequence[Request]) -> list[Response]:
-    """Returns the response to each request, in order. `batch` is empty, and has no requests afterwards."""
+    """Returns the response to each request, in order. `batch` must be empty, and is empty again afterwards."""
     batch.add(requests)
     responses: dict[str, Response] = {}
     while batch.num_running:
@@ -567,7 +575,7 @@ def generate_in_batch(batch: RequestBatch, requests: Sequence[Request]) -> list[
 
 
 def open_batch(engine: RolloutEngine) -> RequestBatch:
-    """Returns an empty batch of requests. Its `poll` returns only the responses to its own requests."""
+    """Returns an empty batch of requests. The batch's `poll` returns only responses to requests of the batch."""
     return engine.open_batch() if isinstance(engine, BatchingEngine) else GeneratedTogether(engine)
 
 

@@ -1,7 +1,7 @@
 """Broadcast of weights from ranks of the actor to all devices of a rollout: with NCCL on GPUs, and with gloo on CPUs.
 
 Each sender broadcasts its part of the weights in a group of its own, which contains the sender and all receivers. A
-part has consecutive rows of each weight (`WeightMetadata.part`). Only torch is needed.
+part has consecutive rows of each weight (`WeightMetadata.part`). No library except torch is needed.
 """
 
 import socket
@@ -41,7 +41,8 @@ class BroadcastSender:
             group: the rendezvous.
             index: index of the sender.
             device: device that broadcasts.
-            listener: for sender 0, listens on the address of the rendezvous. The constructor takes ownership.
+            listener: for sender 0, the socket that listens on the address of the rendezvous. The constructor takes
+                ownership of the socket. None for other senders.
         """
         self._device, self._index, self._count = device, index, group.num_senders
         self._store = _open_store(group, listener)
@@ -95,7 +96,7 @@ def _open_store(group: TransferGroup, listener: socket.socket | None = None) -> 
 def _join(
     store: Store, group: TransferGroup, sender: int, rank: int, device: torch.device
 ) -> Any:  # Any: a backend, whose methods torch does not type
-    """Joins the group of a sender, which has rank 0, outside of the process groups of torch.distributed."""
+    """Joins the group of a sender, in which the sender has rank 0. The group is not registered in torch.distributed."""
     own, size = PrefixStore(f"sender {sender}", store), 1 + group.num_receivers
     if device.type == "cpu":
         return distributed.ProcessGroupGloo(own, rank, size, COLLECTIVE_TIMEOUT)
@@ -105,7 +106,7 @@ def _join(
 
 
 def _meet(groups: Iterable[Any], device: torch.device) -> None:  # Any: as above
-    """Waits for all members, which NCCL first connects in a collective."""
+    """Waits until all members have joined, by a broadcast in each group. NCCL connects members only in a collective."""
     for group in groups:
         _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     get_device(device).wait_for_stream()

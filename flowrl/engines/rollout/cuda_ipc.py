@@ -1,7 +1,7 @@
 """Weights in GPU memory that two processes on the same GPU share through CUDA IPC.
 
-The actor copies a bucket of weights into one buffer, and the rollout copies the weights out of it. Only torch is
-needed. On the CPU, the buffer is in shared memory, which a connection of `torch.multiprocessing` can send.
+The actor copies a bucket of weights into one buffer, and the rollout copies the weights out of it. No library except
+torch is needed. On the CPU, the buffer is in shared memory, which a `torch.multiprocessing` connection can send.
 """
 
 import itertools
@@ -68,9 +68,9 @@ class IpcSender:
 
 
 def read_bucket(bucket: IpcBucket, device: torch.device) -> list[tuple[str, Tensor]]:
-    """Returns copies of a bucket's weights and closes the buffer, which the sender can then overwrite.
+    """Returns copies of a bucket's weights and closes the buffer, which the sender can then free.
 
-    Each buffer must be opened once: torch counts the receivers of an export.
+    Each receiver must open a buffer exactly once, because torch counts the receivers of a buffer.
     """
     own = get_device(device)
     assert own.id in bucket.handles, f"the actor has no bucket on {own.id}, only on {', '.join(bucket.handles)}"

@@ -56,9 +56,9 @@ def make_requests(
         prompt_id: id of each prompt, int64 [N].
         sample: index of each row among the samples of its prompt, int64 [N].
         seed: random seed. Rows with equal (seed, prompt_id, sample) get equal random numbers.
-        temperature: sampling temperature. 0 selects the most likely tokens. None is the temperature of the settings.
+        temperature: sampling temperature. 0 selects the most likely tokens. None uses the temperature of the settings.
         may_continue: whether an environment may continue the responses.
-        name: start of the ids. It differs between batches that run at the same time.
+        name: prefix of the ids, which must differ between batches that run at the same time.
     """
     keys = row_keys(seed, prompt_id.cpu(), sample.cpu()).tolist()
     rows = enumerate(zip(prompt_ids, keys, strict=True))

@@ -30,8 +30,8 @@ def row_keys(seed: int, prompt_id_B: Tensor, sample_B: Tensor) -> Tensor:
 def segment_key(key: int, num_response_tokens: int) -> int:
     """Returns the seed (int64) of the random-number generator that an engine creates for the request of a segment.
 
-    The first segment has the seed `key`. The seed of a later segment also depends on the number of response tokens
-    before it, so that the segments of a response get different random numbers.
+    The first segment has the seed `key`. The seed of a later segment also depends on the number of earlier response
+    tokens, so that the segments of a response get different random numbers.
     """
     if num_response_tokens == 0:
         return key
@@ -108,7 +108,7 @@ def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
 
 def _cumulative(probabilities_BV: Tensor) -> Tensor:
     """Returns cumulative sums in float64. The rounding error of float32 exceeds the probability of a rare token."""
-    # torch's deterministic mode has no sum for GPUs.
+    # In deterministic mode, torch has no cumulative sum on GPUs.
     device = "cpu" if torch.are_deterministic_algorithms_enabled() else probabilities_BV.device
     return probabilities_BV.to(device).cumsum(-1, dtype=torch.float64).to(probabilities_BV.device)
 

@@ -21,7 +21,7 @@ from flowrl.engines.models.weight_samples import WeightSample, WeightSamples, sa
 from flowrl.engines.models.weights import to_tensors
 
 QUANTIZED_TOLERANCE = 0.3
-"""Largest accepted error of a quantized column: norm of the error divided by the norm of the column.
+"""Largest accepted error of quantized columns: norm of the error divided by the norm of the columns.
 
 The error is about 0.1 for int4 in groups of 128, and 1.4 for a swapped matrix. Quantized weights of an old version have
 a small error and are not detected."""

@@ -30,9 +30,10 @@ class WeightMetadata:
         return [tensor.nbytes for tensor in self.part(0, 1)]
 
     def part(self, index: int, count: int) -> list[Tensor]:
-        """Returns one of `count` parts of each weight, as meta tensors: consecutive rows, as in a shard of FSDP2.
+        """Returns part `index` of `count` of each weight, as meta tensors. A part has consecutive rows, as FSDP2's
+        shards.
 
-        A weight without dimensions is in part 0. The other parts then have no elements, as those beyond the last row.
+        A weight without dimensions is only in part 0. Parts that receive no rows have no elements.
         """
         tensors = []
         for name, shape in zip(self.dtype_names, self.shapes, strict=True):
@@ -45,7 +46,7 @@ class WeightMetadata:
 
 def pack(weights: Iterable[Tensor], layout: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns a new buffer of bytes on a device with copies of weights, possibly from another device. `unpack_bytes`
-    splits it. `layout` has a meta tensor with the shape and dtype of each weight.
+    splits the buffer. `layout` has a meta tensor with the shape and dtype of each weight.
     """
     buffer = torch.empty(packed_size(layout), dtype=torch.uint8, device=device)
     for part, weight in zip(unpack_bytes(buffer, layout), weights, strict=True):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Outputs and losses.
 
 ROW_OUTPUTS = ("scores",)
-"""Outputs with one value per row. All others have one value, or one tensor of values, per token."""
+"""Outputs with one value per row. All other outputs have one value, or one tensor of values, per token."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Outputs:
 
     names: tuple[str, ...]
     mask: str | None = None
-    """Bool token column that marks the needed tokens. Outputs are 0 elsewhere, and no gradient flows through them.
-    Hidden states are 0 only at padding. None: all tokens."""
+    """Bool token column that marks the needed tokens. At other tokens, outputs are 0 and have no gradient. Hidden
+    states are 0 only at padding. None marks all tokens."""
     temperature: float = 1.0
     """Divisor of the logits."""
     topk: int | str = "topk_ids"
     """Candidate tokens of `topk_logprobs`: the number of most likely tokens of this model, or the name of a token
     column of ids."""
     num_tokens: int | None = None
-    """Only token ids below it are among the most likely tokens. None allows all ids."""
+    """Only token ids below this number are candidates for the most likely tokens. None allows all ids."""
     detached: tuple[str, ...] = ()
     """Outputs through which no gradient flows. A detached entropy takes less time."""
     without_adapter: bool = False
-    """Whether to compute the outputs of the base model of an adapter. Not for training."""
+    """Whether to disable the adapter, so that the outputs are those of the base model. Not for training."""
 
     def mask_of(self, micro: MicroBatch) -> Tensor:
         """Returns the mask [B, L] of the needed tokens of a micro-batch."""
@@ -87,8 +87,8 @@ class Denominators:
 
 
 LossTerm = Callable[[Mapping[str, Tensor], MicroBatch, Denominators], tuple[Tensor, Mapping[str, Metric]]]
-"""Type of a function that returns a micro-batch's term of a loss (a scalar), and metrics. It receives the outputs of
-the model by name. The term is already divided by the denominators."""
+"""Type of a function that returns a micro-batch's term of a loss (a scalar), and metrics. The function receives the
+outputs of the model by name. The term is already divided by the denominators."""
 
 
 # Engines.
@@ -110,7 +110,7 @@ class TrainContext:
     sp: int = 1
     tp: int = 1
     shard_ranks: int | None = None
-    """Number of data-parallel ranks that share a sharded copy of the model. None: all."""
+    """Number of data-parallel ranks that share a sharded copy of the model. None means all."""
 
     @property
     def model(self) -> ModelConfig:
@@ -119,7 +119,7 @@ class TrainContext:
 
 
 class SavedEngine(Protocol):
-    """The state of an engine that checkpoints save (`flowrl.engines.checkpoint`)."""
+    """The methods with which a checkpoint saves and restores an engine (`flowrl.engines.checkpoint`)."""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -128,27 +128,30 @@ class SavedEngine(Protocol):
 
     @property
     def architecture(self) -> str:
-        """Class and number of parameters of the model, which a checkpoint records."""
+        """Class of the model and its number of parameters, as text that a checkpoint records."""
         ...
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether the engine is trained and its optimizer has taken a step, or has loaded the state of one."""
+        """Whether the optimizer has state, because it has taken a step or loaded a checkpoint. False without an
+        optimizer.
+        """
         ...
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         """Returns the trained tensors of this rank by name. They may share memory with the engine.
 
-        Names are `model.NAME` for weights and `optimizer.NAME.KEY` for optimizer tensors, as in `module_state`. So that
-        `flowrl export` recognizes the weights, NAME has a prefix: `language_model.` for a policy, `model.` for a reward
-        model, and `backbone.` and `value_head.` for a critic. With `with_optimizer`, an engine that is trained creates
-        missing optimizer tensors first. A tensor is a DTensor, or equal on all ranks that return it.
+        Names are `model.NAME` for weights and `optimizer.NAME.KEY` for optimizer tensors, as in `module_state`. NAME
+        has a prefix by which `flowrl export` recognizes the weights: `language_model.` for a policy, `model.` for a
+        reward model, and `backbone.` and `value_head.` for a critic. With `with_optimizer`, a trained engine includes
+        the optimizer tensors, and creates missing ones first. A tensor is a DTensor, or equal on all ranks that return
+        it.
         """
         ...
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
-        """Restores `counters` and the tensors of `save_state`, whose values a checkpoint has replaced. Drops the
-        accumulated gradient.
+        """Restores the engine from a checkpoint, and drops the accumulated gradient. `tensors` are the tensors of
+        `save_state`, filled with the values of the checkpoint.
         """
         ...
 
@@ -161,17 +164,16 @@ class SavedEngine(Protocol):
 
 
 class TrainEngine(SavedEngine, Protocol):
-    """Computes outputs of a model over batches, and trains it if its role has an optimizer.
+    """Computes outputs of a model over batches, and trains the model if the role has an optimizer.
 
     All ranks of a role call each method together, except `weight_shapes`, `describe_model`, `pop_usage`, `offload` and
     `onload`. A rank may have no rows. The controller reads outputs and metrics of the leaders: the ranks of the last
-    pipeline stage whose tensor- and sequence-parallel index is 0. Other ranks return tensors of the same shapes, and
-    any metrics. `optim_step` returns the same metrics on all ranks. An error of one rank ends the processes of the
-    role.
+    pipeline stage with tensor- and sequence-parallel index 0. Other ranks return tensors of the same shapes, and any
+    metrics. `optim_step` returns the same metrics on all ranks. An error of one rank ends the processes of the role.
     """
 
     capabilities: TrainCapabilities
-    """Facts about the engine, as an attribute of the class. A run is checked and planned with them."""
+    """Capabilities of the engine. A class attribute, because a run is checked and planned before the engine starts."""
 
     @classmethod
     def start(cls, context: TrainContext) -> "TrainEngine":
@@ -180,7 +182,7 @@ class TrainEngine(SavedEngine, Protocol):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows of the input embeddings. Token ids must be smaller."""
+        """Number of rows of the input embeddings. Token ids must be smaller than this number."""
         ...
 
     # Outputs and training.
@@ -236,8 +238,8 @@ class TrainEngine(SavedEngine, Protocol):
         ...
 
     def pop_usage(self) -> dict[str, float]:
-        """Returns the model FLOPs (`flops`) and tokens (`tokens`) of the passes since the last call, as this rank's
-        share. Unknown numbers are missing.
+        """Returns this rank's share of the model FLOPs (`flops`) and tokens (`tokens`) of the passes since the last
+        call. Ranks that compute the same rows have equal shares. Unknown numbers are missing.
         """
         ...
 
@@ -256,7 +258,7 @@ class TrainEngine(SavedEngine, Protocol):
         """Yields full weights one at a time, with merged adapters. Every rank yields the same weights.
 
         Args:
-            names: weights to yield, in this order. None: all.
+            names: weights to yield, in this order. None yields all weights.
             dtype: dtype to which floating-point weights are cast. None keeps their dtype.
         """
         ...
@@ -264,8 +266,8 @@ class TrainEngine(SavedEngine, Protocol):
     def weight_samples(
         self, version: int, *, subset: int = 0, num_subsets: int | None = None, dtype: torch.dtype | None = None
     ) -> "WeightSamples":
-        """Returns the samples of weights that the rollout compares with its own
-        (`flowrl.engines.models.weight_samples`). Only those of rank 0 are read.
+        """Returns samples of the weights, which the rollout compares with its own weights
+        (`flowrl.engines.models.weight_samples`). Only the samples of rank 0 are read.
         """
         ...
 
@@ -292,11 +294,13 @@ class PartExport(Protocol):
 
     @property
     def weight_part(self) -> tuple[int | None, int]:
-        """Index of the part that this rank exports, and the number of parts. None: other ranks export all parts."""
+        """Index of the part that this rank exports, and the number of parts. The index is None if this rank exports no
+        part.
+        """
         ...
 
     def export_part(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """Yields this rank's part of weights. The arguments are those of `export_weights`."""
+        """Yields this rank's part of each weight in `names`. For the arguments, see `export_weights`."""
         ...
 
 
@@ -360,7 +364,8 @@ def check_train_engine(name: str) -> None:
 
 
 def mask_outputs(values: Mapping[str, Tensor], micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
-    """Returns the outputs of a micro-batch with 0 where `outputs` needs no value, also in place of NaN.
+    """Selects the requested outputs of a micro-batch. Replaces values that `outputs` does not need, including NaN, by
+    0.
 
     Raises UserError if `values` lacks an output.
     """
@@ -384,7 +389,7 @@ def collect_outputs(
     """Returns the outputs of all micro-batches in the order of the batch, on the CPU.
 
     Args:
-        batch: the rows of which `passes` has the micro-batches.
+        batch: the batch that was split into the micro-batches of `passes`.
         outputs: the requested outputs.
         passes: each micro-batch and its outputs, both on the CPU.
     Returns: [T, ...] for outputs of tokens and [B] for outputs of rows. Without rows, T and B are 0.

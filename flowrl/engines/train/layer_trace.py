@@ -1,7 +1,7 @@
 """Measures the activations of a model's layers in a pass over fake tensors, which have shapes but no data.
 
-Three layers of the model run with their true widths and number of tokens. Every further layer keeps as many bytes as
-the third one. The trace has no head (flowrl/memory/head_memory.py) and takes about 0.3 CPU seconds.
+Three layers of the model run with their true widths and number of tokens. Every further layer is assumed to keep as
+many bytes as the third layer. The trace has no head (see flowrl/memory/head_memory.py) and takes about 0.3 CPU seconds.
 """
 
 import json
@@ -37,19 +37,19 @@ from flowrl.engines.models.sequence_sharding import run_backbone
 from flowrl.engines.parallel.sharding import layers
 
 _NUM_LAYERS = 3
-"""The first layer differs from the others, because its input is also the output of the embeddings."""
+"""Number of traced layers. The first layer is not typical, because its input is also the output of the embeddings."""
 
 _SUBSTITUTES = {"num_hidden_layers": _NUM_LAYERS, "n_layer": _NUM_LAYERS, "vocab_size": 8, "pad_token_id": 0}
-"""Settings of the traced model. The gradient of its embeddings is negligible."""
+"""Settings that the trace changes. The small vocabulary makes the gradient of the embeddings negligible."""
 
 _IGNORED = ("auto_map", "quantization_config")
 
 _REPEATED = "flowrl_repeated_heads"
-"""Name in transformers of attention that repeats keys and values for every query head."""
+"""Name in transformers of an attention implementation that repeats keys and values for every query head."""
 
 
 _EQUAL_LOADS = "flowrl_equal_loads"
-"""Name in transformers of an implementation of experts that assumes equal loads."""
+"""Name in transformers of an experts implementation with equal loads."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class LayerTrace:
     per_layer: int
     """Bytes that each layer keeps until its backward pass."""
     cached: int
-    """Bytes of each layer's weights that autocast has cast and keeps only until the end of the forward pass."""
+    """Bytes of each layer's cast weights, which autocast keeps only until the end of the forward pass."""
     outside: int
     """Bytes that the embeddings and the last norm keep, including the last hidden states."""
     peak: int
-    """Largest number of bytes in a layer beyond the bytes that all layers keep."""
+    """Largest number of bytes that a layer allocates in addition to the bytes that all layers keep."""
 
     def kept(self, num_layers: int) -> int:
         """Returns the bytes that all layers keep at the start of the backward pass."""
@@ -127,7 +127,9 @@ def trace_layers(traced: Pass) -> LayerTrace:
 
 
 def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
-    """Returns the model on the meta device, and the pack with which attention allocates what it does in the run."""
+    """Returns the model on the meta device, and a pack with which attention allocates as much as in the run. The pack
+    is None if rows are padded. Raises ConfigError if transformers cannot construct the model.
+    """
     try:
         model = _construct(traced)
     except Exception as error:  # noqa: BLE001 (transformers raises errors of any kind)
@@ -149,10 +151,10 @@ def _make_model(traced: Pass) -> tuple[PreTrainedModel, Pack | None]:
             model.set_attn_implementation("eager")
         return model, None
     dtype = torch_dtype(traced.compute_dtype or traced.weight_dtype)
-    # Without packing, too, because transformers would create masks for fake tensors that a run does not need.
+    # Also set without packing, because transformers would create masks for fake tensors that a run does not need.
     model.set_attn_implementation(ROWS if has_grouped_kernel(traced.device_type, dtype) else _REPEATED)
-    # One kernel attends within all packed rows on a GPU in half precision. It saves what attention over padded rows of
-    # equal length saves. Otherwise, packed rows are split, and their results are concatenated.
+    # On a GPU in half precision, one kernel processes all packed rows. It saves as much as attention over padded rows
+    # of equal length, so the trace needs no pack. Otherwise, packed rows are split, and their results are concatenated.
     is_one_kernel = traced.device_type == "cuda" and dtype.itemsize == 2 and not has_softcap
     return model, pack_rows([traced.row_tokens] * traced.num_rows) if traced.can_pack and not is_one_kernel else None
 
@@ -203,7 +205,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Allocation:
-    """Bytes of a storage, which count until the weak dictionary drops this object with the storage."""
+    """Bytes of a storage. They count until the storage is freed, when the weak dictionary drops this object."""
 
     def __init__(self, live: _LiveBytes, num_bytes: int) -> None:
         self._live, self._num_bytes = live, num_bytes
@@ -222,7 +224,8 @@ def _attend_repeated(
 
 
 def _run_equal_loads(experts: Any, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """Computes experts with equal loads. Allocates what grouped products do, for which fake tensors need bfloat16.
+    """Computes experts with equal loads. Allocates as much as grouped products, which fake tensors support only in
+    bfloat16.
 
     `experts`: a module of transformers with the weights of all experts of a layer (Any: it has no typed base).
     """

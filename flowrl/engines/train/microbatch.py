@@ -33,8 +33,8 @@ class Groups:
     column: str
     """Name of the row column that identifies the group of each row."""
     size: int | str
-    """Number of rows of every group, or the name of a row column with the number of rows of the row's group. It is
-    compared with the actual number, so missing rows are an error.
+    """Number of rows of every group, or the name of a row column with the size of each row's group. If the actual
+    number differs, because rows are missing, an error is raised.
     """
 
 
@@ -61,8 +61,8 @@ class MicroBatch:
     num_groups: int = 0
     """Number of groups."""
     num_targets: int | None = None
-    """Number of tokens that the requested outputs need, except the first token of each row. None: unknown, so that a
-    model reads it from the device.
+    """Number of tokens that the requested outputs need, except the first token of each row. None if it is unknown. A
+    model then reads the number from the device.
     """
 
     @property
@@ -71,7 +71,7 @@ class MicroBatch:
         return self.mask.sum(-1)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """Sends all tensors to a device in one copy. Returns the micro-batch with these tensors, without waiting."""
+        """Returns the micro-batch with all tensors on a device. Starts one copy of all tensors, without waiting."""
         if self.input_ids.device == torch.device(device):
             return self
         own = [self.input_ids, self.mask, self.index, *([] if self.groups is None else [self.groups])]
@@ -92,7 +92,7 @@ class MicroBatch:
 def index_groups(batch: TensorDictBase, groups: Groups) -> Tensor:
     """Returns the index of each row's group, int64 [B], from 0 to the number of groups - 1.
 
-    Raises UserError if a group does not have its declared number of rows, because the batch was split between its rows.
+    Raises UserError if a group does not have its declared number of rows, because the batch was split inside the group.
     """
     ids_B = _group_column(batch, groups.column)
     unique_G, index_B, counts_G = ids_B.unique(return_inverse=True, return_counts=True)
@@ -204,7 +204,7 @@ def _padded_counts(longest: list[int], num_rows: list[int], max_tokens: int) -> 
     costs_G = torch.zeros(len(longest) + 1, dtype=torch.float64)
     starts = [0] * (len(longest) + 1)
     for end, length in enumerate(longest, 1):
-        # The fewest rows before the micro-batch with which its padded rows fit into the budget.
+        # Smallest number of earlier rows with which the padded rows of the micro-batch fit into the budget.
         fewest = rows_before_G[end] - max_tokens // length
         first = min(int(torch.searchsorted(rows_before_G, fewest)), end - 1)
         costs = costs_G[first:end] + length * (rows_before_G[end] - rows_before_G[first:end])

@@ -1,8 +1,8 @@
 """Counts the floating-point operations (FLOPs) that a model needs for a pass over rows. Pure functions.
 
-A product of matrices [n, m] and [m, k] has 2 n m k FLOPs. Only matrix products count: of the linear layers, of the
-routers and the experts that process a token, and of queries with keys and attention weights with values. Other
-operations are below 1 % for models with billions of parameters. docs/metrics.md has the formula.
+A product of matrices [n, m] and [m, k] has 2 n m k FLOPs. Only matrix products count: linear layers, routers, the
+experts that process a token, queries times keys, and attention weights times values. Other operations are below 1 % for
+models with billions of parameters. docs/metrics.md has the formula.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +22,12 @@ from flowrl.engines.parallel.sharding import language_models, layers
 from flowrl.engines.train.layer_trace import read_architecture
 
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
-"""Names of linear layers that read the same input. A trained weight in one of them is not before the others."""
+"""Names of linear layers that read the same input. A trained weight in one of them gives the inputs of the others no
+gradient.
+"""
 
 _ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B")
-"""Names of the parts of a linear layer with a LoRA adapter. The last one reads the output of the second."""
+"""Names of the parts of a linear layer with a LoRA adapter. `lora_B` reads the output of `lora_A`."""
 
 
 class Passes(NamedTuple):
@@ -37,14 +39,16 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a model. They depend only on the shapes of its weights, and on which weights are trained."""
+    """FLOPs of a model. They depend only on the shapes of the weights, and on which weights are trained."""
 
     per_token: Passes
     """FLOPs of the linear layers, except the language-modeling head, per token of a row."""
     per_target: Passes
     """FLOPs of the language-modeling head per target. Targets are the tokens with a log-probability."""
     per_pair: Mapping[int | None, Passes]
-    """FLOPs of attention per pair of tokens, by the size of the sliding window of the layers. None: no window."""
+    """FLOPs of attention per pair of tokens, by the size of the layers' sliding window. The key None has the layers
+    without a window.
+    """
     recomputed_per_token: int
     """FLOPs of the linear layers that gradient checkpointing computes a second time, per token of a row."""
 
@@ -55,8 +59,8 @@ class ModelFlops:
             lengths: number of tokens of each row, without padding.
             num_targets: number of tokens with a log-probability.
             is_training: whether a backward pass follows the forward pass.
-            is_causal: a token attends to itself and earlier tokens of its row. False counts all pairs of tokens of a
-                row, as torch's FlopCounterMode does, although causal attention needs only half of them.
+            is_causal: whether a token attends only to itself and to earlier tokens of the row. False counts all pairs
+                of tokens of a row, as torch's FlopCounterMode does, although causal attention needs only half of them.
         """
         parts = [(self.per_token, sum(lengths)), (self.per_target, num_targets), *self._pairs(lengths, is_causal)]
         return sum(count * (passes.forward + is_training * passes.backward) for passes, count in parts)
@@ -96,15 +100,16 @@ def count_pairs(length: int, window: int | None = None, *, is_causal: bool = Tru
 
 def model_flops(model: nn.Module) -> ModelFlops | None:
     """Returns the FLOPs of a module with a language model. Returns None without a language model, or if the module has
-    matrices of another kind, such as convolutions, or experts of an unknown family.
+    unsupported parts, such as convolutions, experts of an unknown family, or layers without attention.
 
     The backward pass computes the gradient of a weight only if the weight is trained, and the gradient of an input only
     if a trained weight is before it. With an adapter (LoRA), the frozen weights therefore have no gradients, and
     neither have the inputs of the first layer. Recomputation (gradient checkpointing, FlashAttention, tiled heads) does
-    not count, because the model does not need it. `ModelFlops.count_recomputed` counts it, except FlashAttention's.
+    not count, because the model does not need it. `ModelFlops.count_recomputed` returns its FLOPs, except those of
+    FlashAttention.
 
-    Modules are defined in the order of their execution. OPT models that project their embeddings are an exception: with
-    an adapter, their count is too small by at most two matrices of the adapter.
+    The count assumes that modules are defined in the order of their execution. OPT models that project their embeddings
+    are an exception. With an adapter, their count is too small by at most two matrices of the adapter.
     """
     language_model = next(language_models(model), None)
     if language_model is None or not _has_known_matrices(model, language_model):
@@ -145,12 +150,12 @@ def model_flops(model: nn.Module) -> ModelFlops | None:
 
 
 def planned_flops(config: str, *, has_head: bool, lora: LoraConfig | None = None) -> ModelFlops | None:
-    """Returns the FLOPs of a model that is not loaded, as `model_flops`. The model has shapes, but no data.
+    """Returns the result of `model_flops` for a model that is not loaded, but created on the meta device.
 
     Args:
         config: text of the model's `config.json`.
-        has_head: whether it has a language-modeling head. Otherwise, it has the head of a critic.
-        lora: settings of an adapter; None trains all weights. Products for the gradients of `modules_to_save` are not
+        has_head: whether the model has a language-modeling head. False adds the head of a critic.
+        lora: settings of an adapter. None trains all weights. Products for the gradients of `modules_to_save` are not
             counted.
     """
     architecture = read_architecture(config)
@@ -178,8 +183,8 @@ class _Experts:
         return cls() if mixture is None else cls(find_routers(model), mixture.per_token)
 
     def used_weights(self, module: nn.Module) -> list[tuple[Tensor, float]]:
-        """Returns the weights of a router, or of all experts of a layer, with the part that a token uses. Empty for
-        other modules.
+        """Returns (weight, share that a token uses) for each weight of a router or of a layer's experts. The result is
+        empty for other modules.
         """
         if module in self.routers:
             return [(module.get_parameter("weight"), 1.0)]
@@ -191,9 +196,9 @@ class _Experts:
 def _recomputed_per_token(layer: nn.Module, experts: _Experts) -> int:
     """Returns the FLOPs per token of the matrices of a layer that gradient checkpointing computes a second time.
 
-    The recomputation ends as soon as it has all tensors that the backward pass needs. The result of the last matrix is
-    such a tensor only if a norm follows, which layers with more than two norms have, or if it is the last one of
-    experts or their router, whose results are multiplied.
+    The recomputation ends as soon as it has all tensors that the backward pass needs. The backward pass needs the
+    result of the last matrix in two cases. In the first, a norm follows, as in layers with more than two norms. In the
+    second, the matrix belongs to experts or their router, whose results are multiplied.
     """
     matrices: list[float] = []
     is_product = False
@@ -226,13 +231,15 @@ def _layer_name(name: str) -> str:
 
 
 def _input_owner(name: str) -> str:
-    """Returns a name that is equal for linear layers, or parts of a layer with an adapter, that read the same input."""
+    """Returns a name for the input of a linear layer. Layers, and parts of adapted layers, that read the same input
+    have the same name.
+    """
     path, _, leaf = _layer_name(name).rpartition(".")
     return f"{path}.{next((names[0] for names in _SHARED_INPUTS if leaf in names), leaf)}"
 
 
 def _matrix_passes(weight: Tensor, used: float, has_input_gradient: bool) -> Passes:
-    """Returns the FLOPs per token of products with a part `used` of a weight."""
+    """Returns the FLOPs per token of the products with a weight, of which a token uses the share `used`."""
     flops = round(2 * weight.numel() * used)
     return Passes(flops, flops * (has_input_gradient + weight.requires_grad))
 
@@ -258,7 +265,7 @@ def _pair_passes(outputs: Mapping[str, bool], settings: PreTrainedConfig) -> Pas
     width = getattr(settings, "head_dim", None) or settings.hidden_size // num_heads
     query_width = getattr(settings, "qk_head_dim", None) or width
     value_width = getattr(settings, "v_head_dim", None) or width
-    first = next(iter(outputs.values()), False)  # of a layer that computes queries, keys and values together
+    first = next(iter(outputs.values()), False)  # for layers that compute queries, keys and values together
     query, key, value = (outputs.get(name, first) for name in _SHARED_INPUTS[0])
     logits, mixed = 2 * num_heads * query_width, 2 * num_heads * value_width
     # Gradients of queries and keys need the gradient of the attention weights.

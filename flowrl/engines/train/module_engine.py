@@ -1,6 +1,6 @@
 """Base class of training engines that hold a module and its optimizer in each process.
 
-It saves and restores the tensors of both by name, also if they are sharded.
+It saves and restores the tensors of the module and the optimizer by name, also if they are sharded.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of the names of weights and of optimizer tensors."""
 
 BLOCK = 64
-"""Number of values of a quantized optimizer tensor with a common scale. Widths of most models are multiples of it."""
+"""Number of values of a quantized optimizer tensor that share a scale. Most models have multiples of 64 as widths."""
 
 CODES, SCALE = ".codes", ".scale"
 """Suffixes of the names of the parts of a quantized optimizer tensor."""
 
 
 def module_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Returns the trained weights of a module and the tensors of its optimizer, which are created if they are missing.
+    """Returns the trained weights of a module and the tensors of its optimizer. Missing optimizer tensors are created.
 
     A tied weight appears only under the first of its names.
     """
@@ -56,8 +56,7 @@ def module_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Ten
 def load_module_state(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
     """Copies the tensors of `module_state` into a module and its optimizer. Optimizer tensors may be missing.
 
-    The call is also required for tensors that were overwritten in place, because `module_state` returns copies of some
-    of them.
+    Tensors of `module_state` that were overwritten in place must also be loaded, because some of them are copies.
     """
     weights: dict[str, Any] = {  # Any: torch's type also covers other state
         name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)
@@ -75,10 +74,11 @@ def load_module_state(model: nn.Module, optimizer: Optimizer | None, tensors: Ma
 
 
 def split_quantized(value: Tensor) -> dict[str, Tensor]:
-    """Returns the parts of a quantized optimizer tensor by the suffix of their names. Others have the suffix "".
+    """Splits a quantized optimizer tensor into codes and scales, by the suffix of their names. Returns any other tensor
+    unchanged, under the suffix "".
 
     The codes have the shape of the tensor, [..., C], and the scales the shape [..., number of blocks of a row]. Both
-    are sharded as the tensor, and share its memory.
+    are sharded like the tensor, and share memory with it.
     """
     local = local_tensor(value)
     if not is_traceable_wrapper_subclass(local):
@@ -90,7 +90,9 @@ def split_quantized(value: Tensor) -> dict[str, Tensor]:
 
 
 def _join_quantized(value: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """Returns a quantized tensor like `value` with the parts of `split_quantized`."""
+    """Joins the parts of `split_quantized` to a quantized tensor with the quantization map, type and sharding of
+    `value`.
+    """
     quantized: Any = local_tensor(value)  # Any: as above
     _, context = quantized.__tensor_flatten__()
     own = {
@@ -102,8 +104,8 @@ def _join_quantized(value: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def shard_like(local: Tensor, value: Tensor) -> Tensor:
-    """Returns a sharded tensor with the shard `local` and the sharding of `value`, or `local` itself if `value` is not
-    sharded. `local` may have another number of columns.
+    """Returns a sharded tensor with the shard `local` and the sharding of `value`. Returns `local` if `value` is not
+    sharded. `local` may have another number of columns than the shard of `value`.
     """
     if not isinstance(value, DTensor):
         return local
@@ -119,7 +121,7 @@ def describe_module(model: nn.Module) -> str:
 
 
 class ModuleEngine:
-    """The methods of `TrainEngine` that follow from the weights and the optimizer of this process.
+    """Implements the methods of `TrainEngine` that need only the weights and the optimizer of this process.
 
     The constructor of a subclass sets `model` and, for a trained role, `_steps`.
     """
@@ -166,7 +168,7 @@ class ModuleEngine:
         return {} if self._steps is None else self._steps.counters()
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Does nothing. An engine that reads the setting `offload` overrides it."""
+        """Does nothing. An engine that reads the setting `offload` overrides this method."""
 
     def onload(self) -> None:
-        """Does nothing, as `offload`."""
+        """Does nothing. See `offload`."""

@@ -1,8 +1,8 @@
 """Muon: updates with orthogonalized momentum for the matrices of a model's layers.
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/, with the update scale of Liu et al. 2025,
-https://arxiv.org/abs/2502.16982, section 2.2: updates have the root mean square of AdamW's, so that both share one
-learning rate and weight decay.
+https://arxiv.org/abs/2502.16982, section 2.2. The updates have the root mean square of AdamW's updates, so that one
+learning rate and weight decay fits both optimizers.
 
 The orthogonalization needs a full matrix. The ranks of a sharded model divide the matrices among themselves: each rank
 collects the shards of its matrices, and returns the shards of their updates. Shape suffixes: R rows, C columns.
@@ -34,10 +34,11 @@ _SCALE = 0.2
 
 
 def orthogonalize(matrix_RC: Tensor) -> Tensor:
-    """Returns an approximation of U V^T for a matrix U S V^T, [R, C]. Its singular values are about 0.7 to 1.2.
+    """Returns an approximation of U V^T for a matrix U S V^T, [R, C]. The singular values of the result are about 0.7
+    to 1.2.
 
-    Each Newton-Schulz iteration maps the singular values s to a s + b s^3 + c s^5. The first receives the matrix
-    divided by its Frobenius norm. Computes in the dtype of the matrix.
+    Each Newton-Schulz iteration maps the singular values s to a s + b s^3 + c s^5. The first iteration receives the
+    matrix divided by its Frobenius norm. Computes in the dtype of the matrix.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix_RC.shape[0] > matrix_RC.shape[1]
@@ -55,7 +56,7 @@ class Muon(AdamW):
     def __init__(
         self, groups: Sequence[dict], mesh: RankMesh, *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        """Groups whose `momentum` is not None may contain only matrices. `mesh`: ranks that share the weights."""
+        """Groups whose `momentum` is not None may contain only matrices. `mesh` has all ranks of the model."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self._mesh = mesh
 
@@ -83,13 +84,13 @@ class Muon(AdamW):
         super().step()
 
     def _average(self, weight: nn.Parameter, momentum: float) -> Tensor:
-        """Updates the momentum of a weight, overwrites its gradient with the Nesterov average, and returns this rank's
-        shard of it.
+        """Updates the momentum of a weight, and overwrites the weight's gradient with the Nesterov average. Returns
+        this rank's shard of the average.
         """
         assert weight.grad is not None
         state = self.state[weight]
         if "momentum_buffer" not in state:
-            state["step"] = torch.zeros(())  # torch's AdamW requires it when it loads a state
+            state["step"] = torch.zeros(())  # torch's AdamW requires the step when it loads a state
             state["momentum_buffer"] = torch.zeros_like(weight)
         state["step"] += 1
         gradient, average = local_tensor(weight.grad), local_tensor(state["momentum_buffer"])
@@ -98,8 +99,8 @@ class Muon(AdamW):
 
 
 def compute_dtype(weight: Tensor, device_type: str) -> torch.dtype:
-    """Returns the dtype of the orthogonalization: bfloat16 on GPUs, as in the code of Muon's authors, and at least
-    float32 on CPUs. float64 stays float64.
+    """Returns the dtype of the orthogonalization: bfloat16 on GPUs, as in the reference code of Muon, and at least
+    float32 on CPUs. For float64 weights, it is float64.
     """
     if weight.dtype == torch.float64 or device_type == "cpu":
         return torch.promote_types(weight.dtype, torch.float32)
@@ -113,7 +114,7 @@ def orthogonalize_shards(
 
     Args:
         weights: matrices, possibly sharded, in the same order on all ranks.
-        updates: shards of their updates on this rank.
+        updates: this rank's shards of the updates, in the order of `weights`.
         mesh: ranks of the model.
     """
     sharded = [i for i, weight in enumerate(weights) if isinstance(weight, DTensor)]
@@ -200,9 +201,10 @@ class _Exchange:
         return part
 
     def _all_to_all(self, parts: Sequence[Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Sends `parts[i]` to rank i, and returns the parts from all ranks. `sizes[i]`: number of values from rank i.
+        """Sends `parts[i]` to rank i, and returns the parts from all ranks. `sizes[i]` is the number of values from
+        rank i.
 
-        Missing parts and sizes are empty.
+        Ranks without an entry in `parts` or `sizes` receive or send nothing.
         """
         empty = torch.empty(0, dtype=dtype, device=self.device)
         own = [empty if part is None else part for part in parts] + [empty] * (self.num_ranks - len(parts))
@@ -220,5 +222,5 @@ def _sharded_dimensions(weight: nn.Parameter) -> dict[str, int]:
     names = weight.device_mesh.mesh_dim_names
     assert names is not None
     placements = zip(names, weight.placements, strict=True)
-    # torch's strided shards, of `tp` with FSDP2, are no `Shard`.
+    # torch's strided shards, which `tp` with FSDP2 creates, are not instances of `Shard`.
     return {name: getattr(placement, "dim") for name, placement in placements if not placement.is_replicate()}  # noqa: B009 (untyped)

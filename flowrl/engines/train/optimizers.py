@@ -1,4 +1,4 @@
-"""Optimizers: the included ones, functions of the user, and the groups of weights that they receive."""
+"""Builds optimizers, included ones or those of a user's function, and the groups of weights that they receive."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ ParameterGroup = dict[str, Any]
 
 OptimizerBuilder = Callable[[Sequence[ParameterGroup], OptimizerConfig], Optimizer]
 """Type of a user's function that returns an optimizer for groups of weights. Before each step, the engine sets the `lr`
-of each group of the optimizer to its value at the start, times the factor of the schedule."""
+of each group to the group's initial `lr` times the factor of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class TrainedWeight:
     name: str
     parameter: nn.Parameter
     is_embedding: bool
-    """Whether it is an input embedding, possibly shared with the head."""
+    """Whether the weight is an input embedding, possibly shared with the head."""
     is_hidden_matrix: bool
-    """Whether it is a matrix of a decoder layer. Others are embeddings, heads, norms, biases and fused experts."""
+    """Whether the weight is a matrix of a decoder layer. Other weights are embeddings, heads, norms, biases and fused
+    experts.
+    """
 
     def decays(self, config: OptimizerConfig) -> bool:
-        """Returns whether weight decay applies, unless its group sets `weight_decay`."""
+        """Returns whether weight decay applies to the weight if its group does not set `weight_decay`."""
         if self.is_embedding:
             return "embeddings" not in config.no_decay
         if self.parameter.ndim >= 2:
@@ -57,8 +59,8 @@ def trained_weights(model: nn.Module) -> list[TrainedWeight]:
 
 
 def check_groups(weights: Sequence[TrainedWeight], config: OptimizerConfig, key: str = "optimizer") -> None:
-    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight, or if a group has no weight,
-    because earlier groups have them all. `key`: key of the settings.
+    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight, or if earlier groups match all
+    weights of a group. `key` is the key of the settings, for messages.
     """
     for group, settings in config.groups.items():
         for pattern in settings.weights:
@@ -87,8 +89,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Returns an optimizer of the kind `config.kind`. `mesh` has the ranks over which the weights are sharded.
 
-    By default, weight decay applies to matrices only, because it would pull outputs towards 0 on biases and norm
-    scales. Raises UserError if a user's function raises an error, or does not return an optimizer of these weights.
+    By default, weight decay applies to matrices only. On biases and norm scales, it would pull outputs towards 0.
+    Raises UserError if a user's function raises an error, or does not return an optimizer of these weights.
     """
     if (build := BUILDERS.get(config.kind)) is not None:
         return build(weights, config, mesh)
@@ -112,7 +114,9 @@ def _make_groups(
     config: OptimizerConfig,
     settings_of: Callable[[TrainedWeight], Mapping[str, object]] = lambda weight: {},
 ) -> list[ParameterGroup]:
-    """Groups weights by their settings. `settings_of` returns settings of an optimizer that differ between weights."""
+    """Groups weights by their settings. `settings_of` returns further settings of a weight's group, such as Muon's
+    momentum.
+    """
     groups: list[ParameterGroup] = []
     keys: list[object] = []
     for weight in weights:

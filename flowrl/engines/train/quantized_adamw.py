@@ -1,7 +1,7 @@
-"""AdamW with 8-bit moments, in blocks with a scale. Imports torchao, and is imported only for this optimizer.
+"""AdamW with 8-bit moments and a scale per block. Imported only for this optimizer, because torchao is optional.
 
-Dettmers et al. 2022, https://arxiv.org/abs/2110.02861. Unlike in torchao, blocks are parts of rows, so that ranks can
-share the scales like the weights, and checkpoints can be loaded by another number of ranks.
+Dettmers et al. 2022, https://arxiv.org/abs/2110.02861. Unlike in torchao, blocks are parts of rows. The scales are
+therefore sharded like the weights, and another number of ranks can load a checkpoint.
 """
 
 from typing import Any
@@ -14,15 +14,15 @@ from flowrl.devices.device import find_compiler_problem, get_device, local_tenso
 from flowrl.engines.train.module_engine import BLOCK, shard_like
 
 MIN_ROWS, MIN_SIZE = 64, 4096
-"""Minimum numbers of rows and values of a weight with quantized moments. Value heads have fewer rows."""
+"""Minimum numbers of rows and values of a weight with quantized moments. Value heads and adapters have fewer rows."""
 
 
 class QuantizedAdamW(AdamW8bit):
-    """torchao's optimizer, with the blocks of this module.
+    """torchao's 8-bit AdamW, with blocks that are parts of rows.
 
     Moments are quantized for matrices of at least `MIN_ROWS` rows and `MIN_SIZE` values whose rows have whole blocks on
-    each rank. The fused matrices of all experts of a layer count as one. Other weights have moments in their own dtype.
-    The step is compiled on GPUs, where it needs less memory. On CPUs, the compiler would take a minute for each shape
+    each rank. The fused matrices of all experts of a layer count as one matrix. Other weights have moments in their own
+    dtype. On GPUs, the step is compiled, which saves memory. On CPUs, the compiler would take a minute for each shape
     of a weight.
     """
 
@@ -43,6 +43,6 @@ class QuantizedAdamW(AdamW8bit):
 
 
 def has_quantized_moments(weight: Tensor) -> bool:
-    """Returns whether the moments of a weight are quantized. Only `tp` changes the result, because it shards rows."""
+    """Returns whether the moments of a weight are quantized. Of the parallel sizes, only `tp` matters."""
     has_size = weight.ndim >= 2 and weight.shape[:-1].numel() >= MIN_ROWS and weight.numel() >= MIN_SIZE
     return has_size and local_tensor(weight).shape[-1] % BLOCK == 0

@@ -27,9 +27,7 @@ class LossScale:
     """
 
     factor: float = 2.0**16
-    """Loss scale. The loss is multiplied by it before the backward pass, and the gradients are divided by it
-    afterwards.
-    """
+    """Loss scale. It multiplies the loss before the backward pass and divides the gradients afterwards."""
     good_steps: int = 0
     """Number of steps without an overflow since the last change of the scale."""
 
@@ -45,7 +43,8 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Returns the learning rate of an optimizer step. `step` is the number of steps before it.
 
     The learning rate rises linearly to `lr` over `warmup_steps`. Afterwards it is constant, or decays to `min_lr` at
-    `total_steps`, linearly or along a half cosine. Raises ValueError if the schedule has no end.
+    `total_steps`, linearly or along a half cosine. Raises ValueError if a schedule other than `constant` has no
+    `total_steps`.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -75,12 +74,12 @@ class OptimizerSteps:
         """Builds the optimizer.
 
         Args:
-            model: module with the weights of this rank, of which those with `requires_grad` are trained.
-            gradients: their gradients.
+            model: module with the weights of this rank. Weights with `requires_grad` are trained.
+            gradients: gradients of the trained weights.
             config: settings of the optimizer.
             mesh: ranks of the model.
-            shards_state: whether the optimizer state is divided over these ranks (ZeRO-1). Each rank then updates its
-                weights and broadcasts them.
+            shards_state: whether the optimizer state is divided over the ranks of `mesh` (ZeRO-1). Each rank then
+                updates its part of the weights and broadcasts it.
             is_float16: whether gradients are computed in float16, which needs a loss scale.
             with_state: returns a context in which the state of the optimizer is on the device of the weights.
         """
@@ -104,8 +103,8 @@ class OptimizerSteps:
         return 1.0 if self.loss_scale is None else self.loss_scale.factor
 
     def begin_loss(self, counts: Denominators, *, is_last: bool = False) -> bool:
-        """Begins the backward passes of a loss, the last of the step if `is_last`. Returns whether the loss has trained
-        tokens and thus a gradient.
+        """Prepares the backward passes of a loss, which is the last loss of the step if `is_last`. Returns whether the
+        loss has trained tokens and thus a gradient.
         """
         assert not self._has_last_loss, "an optimizer step follows the last loss, whose gradients may be summed"
         self._has_last_loss = is_last
@@ -183,7 +182,7 @@ class OptimizerSteps:
         lr = learning_rate(config, self.num_steps)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             rate = lr if peak == config.lr else lr / config.lr * peak
-            if isinstance(group["lr"], Tensor):  # compiled steps read it
+            if isinstance(group["lr"], Tensor):  # compiled steps read this tensor
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate

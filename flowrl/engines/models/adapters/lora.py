@@ -1,8 +1,8 @@
 """LoRA adapters: small trained matrices in the linear layers of a frozen model.
 
 A layer with weight W and an adapter (A, B) returns W x + alpha / rank B A x. B is initialized to zero. peft adds A and
-B to the layers in place. `model_weights` returns the merged weights W + alpha / rank B A. Their names are the names in
-the model without an adapter.
+B to the layers in place. `ModelWeight.gather` returns the merged weight W + alpha / rank B A. `model_weights` uses the
+names of the model without an adapter.
 
 Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
@@ -37,7 +37,7 @@ _ADAPTER = "default"
 """peft's name of the adapter. A model has only one adapter."""
 
 _QUANTIZATION = "base_quantization"
-"""Attribute that `add_adapter` sets in each layer with an adapter."""
+"""Attribute of each layer with an adapter, in which `add_adapter` stores the quantization of the frozen weight."""
 
 _BASE = ".base_layer"
 """Suffix that peft adds to the name of an adapted layer."""
@@ -50,14 +50,14 @@ SAVED_PREFIX = "base_model.model."
 
 
 class LoraError(UserError):
-    """Raised if an adapter does not match its model."""
+    """Raised if an adapter cannot be read, does not match its model, or cannot be saved because the folder exists."""
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
     """Adds an adapter to a model in place and freezes all other weights, except those of `modules_to_save`. A new
     adapter does not change the model's outputs.
 
-    The matrices of the adapter have at least float32 and are identical in every process.
+    The matrices of the adapter have at least float32 precision, and the same initial values in every process.
 
     Args:
         model: unsharded model, on the CPU or on the meta device.
@@ -91,7 +91,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> None:
 
 def adapter_layers(model: nn.Module) -> "dict[str, LoraLinear]":
     """Returns the layers with an adapter by name."""
-    if sys.modules.get("peft") is None:  # no adapter was added in this process
+    if sys.modules.get("peft") is None:  # this process has added no adapter
         return {}
     from peft.tuners.lora import Linear as LoraLinear  # noqa: PLC0415 (a run without LoRA needs no peft)
 
@@ -99,15 +99,15 @@ def adapter_layers(model: nn.Module) -> "dict[str, LoraLinear]":
 
 
 def base_quantization(layer: "LoraLinear") -> BaseQuantization | None:
-    """Returns the quantization of the frozen weight of a layer with an adapter."""
+    """Returns the quantization of the frozen weight of a layer with an adapter. None means that it is not quantized."""
     return vars(layer)[_QUANTIZATION]
 
 
 def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
     """Returns the names of the linear layers that tensor parallelism shards for the layer at `path`.
 
-    Without an adapter, this is the layer itself. With an adapter, it is the base layer and one of the adapter's
-    matrices: B if `by_outputs` (column-wise sharding), otherwise A (row-wise sharding). The second matrix is
+    Without an adapter, only the layer itself is sharded. With an adapter, the base layer and one of the adapter's
+    matrices are sharded: B if `by_outputs` (column-wise sharding), otherwise A (row-wise sharding). The other matrix is
     replicated.
     """
     if path not in adapter_layers(model):
@@ -116,8 +116,8 @@ def tp_sharded_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[
 
 
 def tp_replicated_layers(model: nn.Module, path: str, *, by_outputs: bool) -> list[str]:
-    """Returns the name of the adapter matrix that tensor parallelism replicates. The result is empty without an
-    adapter.
+    """Returns the name of the adapter matrix that tensor parallelism replicates. Without an adapter, the result is
+    empty.
     """
     return [f"{path}.lora_{'A' if by_outputs else 'B'}.{_ADAPTER}"] if path in adapter_layers(model) else []
 
@@ -126,7 +126,8 @@ def tp_replicated_layers(model: nn.Module, path: str, *, by_outputs: bool) -> li
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
     """Disables the adapter inside the `with` block, so that forward passes use the base model. Not for training."""
     layers = adapter_layers(model).values()
-    # peft's own switch also freezes the adapter, and FSDP records in the first forward pass which weights are trained.
+    # peft's own switch would also freeze the adapter. FSDP records in the first forward pass which weights are trained,
+    # and could then record the adapter as frozen.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -146,8 +147,8 @@ class ModelWeight:
     """Layer with the adapter. None if the weight has no adapter."""
 
     def gather(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the full merged weight, cast to `dtype` if set. All ranks of a sharded model must call this
-        together.
+        """Returns the full merged weight, cast to `dtype` unless it is None. All ranks of a sharded model must call
+        this together.
         """
         if self.adapter is None:
             return to_full_tensor(self.stored if dtype is None else self.stored.to(dtype))
@@ -172,15 +173,16 @@ def merge(
     slices: tuple[slice, ...] = (),
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns the weight W + scaling B A in `dtype`, or in the dtype of W. It is computed in at least float32, on the
-    device of W.
+    """Returns W + scaling B A in `dtype`, or in the dtype of W if `dtype` is None. Computes the sum in at least
+    float32, on the device of W.
 
     Args:
-        stored: W, [outputs, inputs], or transposed; with `slices`, this part of it.
+        stored: W, [outputs, inputs], or [inputs, outputs] if `is_transposed`. With `slices`, only this part of W.
         a, b: the matrices of the adapter, [rank, inputs] and [outputs, rank].
         scaling: alpha / rank, or alpha / sqrt(rank).
-        is_transposed: whether W is [inputs, outputs].
-        slices: part of W. The complete product is computed, because a product of parts can round differently.
+        is_transposed: whether `stored` is [inputs, outputs].
+        slices: part of W that `stored` contains. Empty for the complete W. B A is always computed completely, because a
+            product of parts can round differently.
     """
     computed = torch.promote_types(stored.dtype, torch.float32)
     a, b = (matrix.to(stored.device, computed) for matrix in (a, b))
@@ -191,8 +193,8 @@ def merge(
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Returns all weights of a model by name. Adapter matrices are not separate entries: a weight's adapter is part of
-    its `ModelWeight`, and only `ModelWeight.gather` merges the two. Names are those of the model without an adapter.
+    """Returns all weights of a model, by their names in the model without an adapter. Adapter matrices have no entries
+    of their own. The `ModelWeight` of a layer's weight refers to the adapter, and only `ModelWeight.gather` merges it.
     Tied weights appear under each of their names.
     """
     layers = adapter_layers(model)
@@ -216,9 +218,10 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_tensors(model: nn.Module) -> tuple[dict[str, Tensor], set[float]]:
-    """Returns the weights of a policy's adapter by name, with those of `modules_to_save`, and the scales of its layers.
+    """Returns the trained weights of a policy with an adapter by name, and the set of scales of the adapter's layers.
 
-    They are DTensors if the model is sharded. A tied weight appears under each of its names.
+    The trained weights are the adapter's matrices and the weights of `modules_to_save`. They are DTensors if the model
+    is sharded. A tied weight appears under each of its names.
     """
     layers = adapter_layers(model)
     tensors: dict[str, Tensor] = {
@@ -231,7 +234,7 @@ def adapter_tensors(model: nn.Module) -> tuple[dict[str, Tensor], set[float]]:
 
 
 def unique_adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns each of `adapter_tensors` once, under the first of its names."""
+    """Returns each tensor of `adapter_tensors` once, under the first of its names."""
     tensors, _ = adapter_tensors(model)
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -267,7 +270,7 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
 
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Adds the weights of a saved adapter to a model, and returns the model, which is modified in place.
+    """Merges a saved adapter into the weights of a model in place, and returns the model.
 
     Args:
         model: unsharded model without an adapter.
@@ -321,7 +324,7 @@ def _target_layers(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, n
     head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     if mixture_of(model) is not None:
-        # peft takes these names for those of experts, also in dense layers and shared experts.
+        # peft treats layers with these names as experts, even in dense layers and in shared experts.
         linear = {name: m for name, m in linear.items() if name.rpartition(".")[2] not in _EXPERT_MATRICES}
     if config.targets == "all_linear":
         return linear

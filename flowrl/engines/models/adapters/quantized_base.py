@@ -1,11 +1,10 @@
 """Quantized frozen weights under a LoRA adapter (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
 
-torchao quantizes: `nf4` has 4-bit codes in blocks of 64 values with 8-bit scales, and `int8` has one scale per row. A
-layer keeps the codes, and computes with the weight that they stand for. It is dequantized for each product, in the
-forward and in the backward pass.
+torchao quantizes the weights. `nf4` has 4-bit codes in blocks of 64 values with 8-bit scales, and `int8` has one scale
+per row. A layer keeps only the codes. It dequantizes them for each product in the forward and backward passes.
 
-Everything that merges an adapter, such as a weight sync or an export, uses the dequantized weights, so that rollouts
-and exported models are the trained policy.
+A weight sync or an export merges the adapter into the dequantized weights, so that rollouts and exported models match
+the trained policy.
 """
 
 import math
@@ -18,16 +17,16 @@ from transformers.pytorch_utils import Conv1D
 from flowrl.config import BaseQuantization, UserError
 
 _BLOCK = 64
-"""Number of values with one scale, in nf4."""
+"""Number of values that share a scale in nf4."""
 
 _SCALE_BLOCK = 256
-"""Number of scales of nf4 that are quantized together."""
+"""Largest number of nf4 scales that are quantized together."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with a quantized weight. `weight` stays on the meta device: it has only shape and dtype.
+    """A frozen linear layer with a quantized weight. `weight` is a meta tensor, which has only the shape and dtype.
 
-    The layer has [outputs, inputs] weights, as `nn.Linear`, or [inputs, outputs], as `Conv1D`.
+    `weight` is [outputs, inputs] if the layer replaces an `nn.Linear`, and [inputs, outputs] if it replaces a `Conv1D`.
     """
 
     def __init__(self, layer: nn.Linear | Conv1D, weight: Tensor, quantization: BaseQuantization) -> None:
@@ -40,7 +39,7 @@ class QuantizedLinear(nn.Linear):
         self._codes = _quantize(weight.detach(), quantization)
 
     def dequantize(self) -> Tensor:
-        """Returns the weight that the codes stand for, in the dtype of the weight."""
+        """Returns the dequantized weight, in the dtype of the original weight."""
         return _dequantize(self._codes)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class _Product(torch.autograd.Function):
 
 
 def round_to_codes(weight: Tensor, quantization: BaseQuantization) -> Tensor:
-    """Returns the weight that the codes of a full weight stand for."""
+    """Quantizes and dequantizes a full weight, and returns the result."""
     return _dequantize(_quantize(weight.detach(), quantization))
 
 

@@ -1,6 +1,6 @@
-"""LoRA adapters in files: changes of a model's weights, in the format of peft.
+"""Reads LoRA adapters from files in peft's format.
 
-A role merges them into the weights that it loads (`model.adapter`), or trains them further (`lora`).
+A role merges `model.adapter` into the weights that it loads. With `lora`, it trains the adapter further instead.
 """
 
 import math
@@ -29,7 +29,7 @@ _MATRICES = ("A.weight", "B.weight")
 """Ends of the names of the matrices, after `_MATRIX`."""
 
 _HEADS = ("lm_head", "score")
-"""Names of heads. An adapter of a policy is also read by critics, which lack its head, and the reverse."""
+"""Names of heads. A critic can load a policy's adapter and vice versa, so a head that the model lacks is skipped."""
 
 _ACCEPTED = {
     "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out",
@@ -37,8 +37,8 @@ _ACCEPTED = {
     "lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
     "ensure_weight_tying",
 }  # fmt: skip
-"""Settings of peft that may have any value, because a merge reads them, finds their effect in the names and shapes of
-the weights, or does not depend on them.
+"""Settings of peft that may have any value. A merge reads them, sees their effect in the names and shapes of the
+weights, or does not depend on them.
 """
 
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -47,7 +47,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # Other initial values (pissa, olora, ...) also change the base model.
     "init_lora_weights": (True, False, "gaussian", "eva"),
 }
-"""Setting of peft -> supported values, besides none. All other settings must be empty."""
+"""Setting of peft -> supported values in addition to None. Settings not in this table or `_ACCEPTED` must be empty."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class LayerChange:
     is_transposed: bool
 
     def merge(self, stored: Tensor, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Returns the sum of a weight and its change, in the dtype of the weight. `slices`: the part of the weight that
-        `stored` has.
+        """Returns the sum of a weight and its change, in the dtype of the weight. `slices` is the part of the weight
+        that `stored` contains. Empty `slices` mean the complete weight.
         """
         return merge(stored, self.a, self.b, self.scaling, is_transposed=self.is_transposed, slices=slices)
 
@@ -78,8 +78,8 @@ class SavedAdapter:
 
     @classmethod
     def read(cls, folder: Path) -> "SavedAdapter":
-        """Reads an adapter. Raises LoraError if it is damaged, or if it is more than products of two matrices and
-        complete weights.
+        """Reads an adapter. Raises LoraError if the files are damaged, or contain anything other than pairs of matrices
+        A and B and complete weights. Raises UserError for NaN or infinite weights.
         """
         file = folder / ADAPTER_WEIGHTS
         try:
@@ -112,12 +112,12 @@ class SavedAdapter:
         return cls(folder, rank, scaling, {name.removeprefix(SAVED_PREFIX): own for name, own in tensors.items()})
 
     def without_matrices(self) -> "SavedAdapter":
-        """Returns only the weights of `modules_to_save`."""
+        """Returns a copy of the adapter that has only the complete weights, without the matrices A and B."""
         return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if _MATRIX not in name})
 
     def changes(self, model: PreTrainedModel) -> dict[str, LayerChange]:
-        """Returns the changes of the weights of a model without an adapter, by name. Raises LoraError if a layer is
-        not in the model, or has another size.
+        """Returns weight name -> change for the weights of `model` that the matrices change. `model` has no adapter.
+        Raises LoraError if the model lacks a layer of the adapter, or if the layer has another size.
         """
         changes: dict[str, LayerChange] = {}
         for name in self.tensors:
@@ -140,10 +140,11 @@ class SavedAdapter:
         return changes
 
     def weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """Returns the weights of `modules_to_save` that a model has, by their names in the model.
+        """Returns the adapter's complete weights (`modules_to_save`), by their names in `model`. Skips a head that the
+        model lacks.
 
-        Raises LoraError if one has another shape, or if it is neither in the model
-        nor a head.
+        Raises LoraError if a weight has another shape in the model, or if the model lacks a weight that is not part of
+        a head.
         """
         known, weights = dict(model.named_parameters(remove_duplicate=False)), {}
         for name, tensor in self.tensors.items():
@@ -164,7 +165,7 @@ class SavedAdapter:
         return weights
 
     def merge_into(self, model: PreTrainedModel) -> None:
-        """Adds the adapter to the weights of a model without an adapter, in place."""
+        """Merges the matrices into a model without an adapter in place, and copies the complete weights to it."""
         with torch.no_grad():
             for name, change in self.changes(model).items():
                 weight = model.get_parameter(name)
@@ -173,9 +174,9 @@ class SavedAdapter:
                 model.get_parameter(name).copy_(tensor)
 
     def continue_in(self, model: PreTrainedModel) -> None:
-        """Copies the matrices to the adapter of a model, which is trained.
+        """Copies the matrices to the trained adapter of `model`. The model already has the complete weights.
 
-        The model already has the weights of `modules_to_save`. Raises LoraError if the settings of the adapters differ.
+        Raises LoraError if the two adapters differ in layers, rank, scale or complete weights.
         """
         own, scalings = adapter_tensors(model)
         matrices = {name: tensor for name, tensor in self.tensors.items() if _MATRIX in name}
@@ -203,7 +204,7 @@ class SavedAdapter:
 def set_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replaces the weights of an unsharded model's adapter. Names are those of `adapter_tensors`.
 
-    Weights on the meta device become real ones. A tied weight is replaced under all of its names.
+    A weight on the meta device is replaced by a copy of the given tensor, under all names of a tied weight.
     """
     own, _ = adapter_tensors(model)
     with torch.no_grad():
@@ -224,8 +225,8 @@ def _linear(model: PreTrainedModel, path: str) -> nn.Linear | Conv1D | None:
 
 
 def _model_names(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """Yields the possible names of a layer or weight in a model: with and without the prefix of the backbone, because
-    the adapter may be that of a model with another head.
+    """Yields the possible names of a layer or weight in a model, with and without the prefix of the backbone. Both
+    occur, because the adapter may have been trained with another head.
     """
     prefix = f"{model.base_model_prefix}."
     yield from (name, name.removeprefix(prefix), prefix + name)

@@ -2,7 +2,7 @@
 
 In a decode step of a small model, transformers spends most of the time outside of torch's kernels: in module calls,
 argument handling and operations on small tensors. This step calls the same kernels in the same order on the weights of
-the same modules. On the CPU in float32, its logits are bitwise identical to those of the model's own `forward`.
+the model's modules. On the CPU in float32, its logits are bitwise identical to those of the model's own `forward`.
 
 Shape suffixes: R rows, H heads, D head dimension, E hidden size, V vocabulary.
 """
@@ -37,8 +37,8 @@ _Parameters = Mapping[str, nn.Parameter | None]
 def has_short_step(model: PreTrainedModel) -> bool:
     """Returns whether `ShortStep` computes what the model's `forward` computes.
 
-    Other classes, sliding windows, hooks, other dtypes, and rotary embeddings that depend on the length are excluded.
-    Adapters and quantized layers have other classes.
+    Excludes modules of other classes than those of Llama and Qwen2, such as adapters and quantized layers. Also
+    excludes dtypes other than float32, sliding windows, hooks, and rotary embeddings that depend on the length.
     """
     return model.dtype == torch.float32 and all(
         (type(module) in _CLASSES or name.endswith(".act_fn"))
@@ -53,8 +53,8 @@ def has_short_step(model: PreTrainedModel) -> bool:
 class _Layer:
     """Parameters and settings of a decoder layer. Each dictionary has the parameters of a module by name.
 
-    A module's dictionary stays the same if its parameters are replaced. Looking up submodules and their parameters by
-    attribute would take a tenth of a step of a small model.
+    The dictionaries are stored, because looking up submodules and parameters by attribute would take a tenth of a step
+    of a small model. A module keeps its dictionary if its parameters are replaced.
     """
 
     input_norm: _Parameters
@@ -104,7 +104,7 @@ class ShortStep:
         """Cosine and sine of the first C positions."""
 
     def logits(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
-        """Returns the logits [R, V] after one token per row. `cache.begin_step` has prepared the step."""
+        """Returns the logits [R, V] after one token per row. `cache.begin_step` must have prepared the step."""
         hidden_RE = embedding(ids_R, _weight(self._embedding))
         cos_R1D, sin_R1D = (
             table_C1D.index_select(0, positions_R) for table_C1D in self._rotary(hidden_RE, cache.width)

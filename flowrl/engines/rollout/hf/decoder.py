@@ -7,12 +7,12 @@ batch. In tests on the CPU in float32, responses were bitwise identical for laye
 other widths, log-probabilities can differ in the last bit.
 
 A prefill processes all tokens of a prompt except the last. The next decode step processes the last token, so that the
-same code samples every token. Rows with the same prompt share a prefill: it runs once for the rows that join together,
-and a row that joins later copies the keys and values of a row that still decodes. A new row reuses the slot of a
-finished row, because removing a slot would copy the complete cache.
+same code samples every token. Rows with equal prompts share a prefill. It runs once for the rows that join together. A
+row that joins later copies the keys and values of a row that still decodes. A new row reuses the slot of a finished
+row, because removing a slot would copy the complete cache.
 
 The keys and values of a finished row whose episode may continue are copied out of its slot (`TurnCaches`). The row of
-the next turn copies them into its own slot, and an extension processes only the tokens that have followed.
+the next turn copies them into its own slot, and an extension processes only the new tokens.
 """
 
 from collections import Counter, deque
@@ -72,16 +72,18 @@ class Row:
     response: Response
     """The segment that is being sampled. It is updated only when the decoder removes the row."""
     continues_cache: bool = False
-    """Whether the row has joined with the keys and values of earlier turns, which decode steps have computed."""
+    """Whether the row has joined with keys and values of earlier turns. Other rows do not copy these, because decode
+    steps have computed them.
+    """
 
     @property
     def history(self) -> History:
-        """All tokens so far: those of the prompt, of the earlier segments, and of the segment that is being sampled."""
+        """Tokens of the prompt, of the earlier segments, and of the segment that is being sampled."""
         return (*self.request.context, *self.response.token_ids)
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of response tokens so far. They count toward `max_response_tokens`."""
+        """Number of response tokens so far, which count toward `max_response_tokens`."""
         return self.request.num_response_tokens + len(self.response.token_ids)
 
 
@@ -104,8 +106,8 @@ class _Slots:
     limit: Tensor
     """int64 [R], maximum number of response tokens of the row in each slot, at most `max_response_tokens`."""
     tokens: Tensor
-    """int64 [R, P + max_response_tokens], P padding values of -1 and then the response tokens, with -1 for the tokens
-    of earlier segments. P is the length of the longest stop sequence minus 1."""
+    """int64 [R, P + max_response_tokens]. P padding values of -1 precede the response tokens. Tokens of earlier
+    segments are replaced by -1. P is the length of the longest stop sequence minus 1."""
     logprobs: Tensor
     """float32 [R, max_response_tokens], log-probabilities of the response tokens that were sampled since the row
     joined.
@@ -158,7 +160,7 @@ class Decoder:
             end_ids: tokens that end a response, in addition to `config.stop_ids`.
             max_length: maximum number of tokens of prompt and response.
             device: device of the model.
-            routes: records the routes of all tokens.
+            routes: records the routes of all tokens. None records no routes.
         """
         self._model, self._config, self._device, self._max_length = model, config, device, max_length
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
@@ -219,10 +221,10 @@ class Decoder:
             cache.copy(source_N, target_N, max(lengths))
 
     def _prefilled_slots(self, lengths: Collection[int]) -> dict[History, int]:
-        """Returns the decoding rows whose prefill had one of these lengths, and their slots.
+        """Returns history -> slot of the decoding rows whose prefill had one of these lengths.
 
-        Excludes rows that joined with a partial response or with the keys and values of earlier turns, because these
-        can differ from those of a prefill in the last bit.
+        Excludes rows that joined with a partial response or with the keys and values of earlier turns. Their keys and
+        values can differ in the last bit from those of a prefill.
         """
         return {
             row.history: slot
@@ -237,7 +239,7 @@ class Decoder:
         free = [slot for slot, row in enumerate(self._rows) if row is None]
         missing = max(count - len(free), _MIN_ROWS - len(self._rows), 0)
         if self._cache is None:
-            # Routes of tokens are stored, copied and kept like the keys and values of a further layer.
+            # Routes of tokens are stored, copied and kept like the keys and values of an additional layer.
             num_layers = self._num_layers + (self._routes is not None)
             self._cache = SlotCache(num_layers, missing, longest, self._device)
         self._cache.grow(len(self._rows) + missing, longest)
@@ -249,7 +251,9 @@ class Decoder:
         return free[:count]
 
     def _prefill(self, cache: SlotCache, slots: Mapping[History, int]) -> None:
-        """Computes keys and values of all tokens except the last of each history, and stores them in its cache slot."""
+        """For each history, computes the keys and values of all tokens except the last, and stores them in the
+        history's slot.
+        """
         for chunk in self._prefill_chunks(sorted(slots, key=len)):
             width = self._prefill_width(chunk[-1])
             if width == 0:
@@ -274,7 +278,9 @@ class Decoder:
         return min(round_up(len(history) - 1, _PROMPT_MULTIPLE), self._max_length)
 
     def _extend(self, cache: SlotCache, rows: Sequence[tuple[History, int, TurnCache]]) -> None:
-        """Restores kept keys and values, and computes those of all later tokens except the last of each history."""
+        """Restores kept keys and values. Computes the keys and values of all later tokens, except the last token of
+        each history.
+        """
         for _, slot, turn_cache in rows:
             cache.write(slot, turn_cache.layers)
         num_new = [len(history) - 1 - len(turn_cache.tokens) for history, _, turn_cache in rows]
@@ -332,7 +338,7 @@ class Decoder:
             self._rows[index] = row
             end = self._padding + row.num_response_tokens
             start = end - len(row.response.token_ids)
-            # -1 matches no stop sequence: it hides earlier segments, and tokens of the row that used the slot before.
+            # -1 matches no stop sequence, so it hides earlier segments and the tokens of the slot's previous row.
             slots.tokens[index, self._padding : start] = -1
             if start < end:
                 slots.tokens[index, start:end] = torch.tensor(row.response.token_ids, device=device)
@@ -371,7 +377,7 @@ class Decoder:
         return rows
 
     def _copy_continuing(self, cache: SlotCache, index_N: Tensor) -> dict[str, list[LayerStates]]:
-        """Copies the keys and values of those of the finished rows that may continue. Returns them by request id."""
+        """Copies the keys and values of finished rows that may continue. Returns the copies by request id."""
         copies = {}
         if self._config.keep_turn_cache:
             for slot, position in zip(index_N.tolist(), self._slots.position[index_N].tolist(), strict=True):
@@ -450,7 +456,7 @@ class Decoder:
         ]
 
     def _read_slots(self, index_N: Tensor) -> tuple[list[list[int]], list[list[float]], list[int]]:
-        """Returns the response tokens of slots, their log-probabilities, and their numbers."""
+        """Returns the response tokens of each slot, their log-probabilities, and the number of response tokens."""
         counts = self._slots.count[index_N].tolist()
         tokens = self._slots.tokens[index_N, self._padding : self._padding + max(counts)].tolist()
         return tokens, self._slots.logprobs[index_N, : max(counts)].tolist(), counts
@@ -464,9 +470,10 @@ class Decoder:
             self._remove(torch.tensor(slots, device=self._device), 0)
 
     def remove_all(self, version: int) -> list[Row]:
-        """Removes all rows from the batch and returns them, so that they can join again later. Drops all kept caches.
+        """Removes all rows from the batch and returns them, so that they can join again later. Drops all kept caches,
+        because new weights follow.
 
-        `version` is the current weight version. New weights follow.
+        `version` is the weight version before the change.
         """
         self.turn_caches.clear()
         slots = [slot for slot, row in enumerate(self._rows) if row is not None]

@@ -43,15 +43,17 @@ step.
 class HfRollout:
     """Generates responses with a transformers model. An actor may train the same model.
 
-    The engine neither copies nor modifies the weights, except in an update. While added requests are unfinished,
-    weights may change only through `begin_update`.
+    Without quantization, the engine neither copies the weights nor modifies them outside of an update. While added
+    requests are unfinished, weights may change only through `begin_update` or `load_from`.
     """
 
     capabilities = ENGINES["hf"]
 
     @classmethod
     def start(cls, context: EngineContext) -> "HfRollout":
-        """Returns an engine with the actor's model, an empty copy that receives gathered weights, or its own model."""
+        """Returns an engine with the actor's model, with an empty copy that receives gathered weights, or with a loaded
+        model.
+        """
         config, actor, device = context.config, context.actor, torch.device(context.device)
         gathered_from = None
         if config.quantization is not None:
@@ -77,7 +79,7 @@ class HfRollout:
 
         Responses end at the end-of-sequence tokens of the tokenizer and of the model's generation config. If `model` is
         a `meta_copy` of `gathered_from`, `generate` gathers the weights. Raises RolloutError if the model has layers
-        without a KV cache.
+        without a KV cache, or attention outside of `AttentionInterface`.
         """
         if not model._supports_attention_backend:
             raise RolloutError(
@@ -102,7 +104,7 @@ class HfRollout:
 
     @property
     def no_routes(self) -> np.ndarray | None:
-        """An empty array of routes. None if responses have no routes."""
+        """An empty routes array. None if the responses have no routes."""
         return None if self._routes is None else self._routes.no_routes
 
     # Weight updates, for a model that the engine owns.
@@ -125,9 +127,9 @@ class HfRollout:
         self._serving.begin(version, self._targets.names)
 
     def receive(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Writes some of the weights. The format is that of `export_weights`.
+        """Writes some of the weights, in the format of `export_weights`.
 
-        Raises RolloutError if no update is running. Raises WeightsError if the weights do not match the model; the
+        Raises RolloutError if no update is running. Raises WeightsError if the weights do not match the model. The
         engine is then broken until an update completes.
         """
         self._serving.require(EngineState.UPDATING, "receive weights")
@@ -147,7 +149,7 @@ class HfRollout:
         self._serving.abort()
 
     def load_from(self, actor: PreTrainedModel, version: int) -> None:
-        """Sets the version. With quantized weights, also copies the weights of the actor."""
+        """Sets the version and pauses all requests. With quantized weights, also copies the weights of the actor."""
         self._batch.pause(self.version)
         if self._config.quantization is not None:
             write_weights(self.model, full_weights(actor))
@@ -167,7 +169,7 @@ class HfRollout:
 
     @property
     def num_kept(self) -> int:
-        """Number of added requests that have finished and whose KV caches are kept for their next turn."""
+        """Number of finished requests of `add` whose KV caches are kept for their next turn."""
         return self._batch.num_kept
 
     @torch.no_grad()
@@ -183,7 +185,9 @@ class HfRollout:
             return generate_in_batch(self.open_batch(), requests)
 
     def open_batch(self) -> "SeparateBatch":
-        """Returns an empty batch of requests. While it is polled, requests of `add` pause and keep their KV cache."""
+        """Returns an empty batch of requests. While the batch is polled, requests of `add` pause and keep their KV
+        cache.
+        """
         return SeparateBatch(self, self._new_batch())
 
     def check_requests(self, requests: Sequence[Request]) -> None:
@@ -206,8 +210,8 @@ class HfRollout:
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests. `poll` decodes up to `max_num_seqs` requests at a time, in FIFO order.
 
-        For the same prompt and key, the response is bitwise identical to that of `generate`. Raises RolloutError if a
-        request id is in use or a prompt is too long.
+        For the same prompt and key, the response is bitwise identical to a response of `generate`. Raises RolloutError
+        if a request id is in use or a prompt is too long.
         """
         self._serving.require(EngineState.SERVING, "add requests")
         requests = list(requests)
@@ -234,7 +238,7 @@ class HfRollout:
 
 
 class SeparateBatch:
-    """Requests of one caller. The caller polls inside `gathered_weights` if the actor is sharded."""
+    """Requests of one caller. If the weights are gathered, the caller must poll inside `gathered_weights`."""
 
     def __init__(self, engine: HfRollout, batch: "ContinuousBatch") -> None:
         self._engine, self._batch = engine, batch
@@ -245,7 +249,7 @@ class SeparateBatch:
 
     @property
     def num_kept(self) -> int:
-        """Number of requests that have finished and whose KV caches are kept for their next turn."""
+        """Number of finished requests whose KV caches are kept for their next turn."""
         return self._batch.num_kept
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -312,7 +316,9 @@ class ContinuousBatch:
         self._waiting = deque(row for row in self._waiting if row.request.request_id not in dropped)
 
     def read_partial(self, request_ids: Collection[str]) -> list[Response]:
-        """Returns copies of the unfinished responses to these requests. A waiting request may have tokens, too."""
+        """Returns copies of the unfinished responses to these requests. A request that waits after a pause has tokens,
+        too.
+        """
         waiting = [row.response for row in self._waiting if row.response.request_id in request_ids]
         return [*map(deepcopy, waiting), *self._decoder.read_partial(request_ids)]
 
@@ -342,7 +348,9 @@ def _load_quantized(config: ModelConfig, device: torch.device) -> PreTrainedMode
 
 
 def _max_length(settings: PreTrainedConfig) -> int:
-    """Returns the maximum sequence length. A sliding window does not limit it."""
+    """Returns the maximum sequence length, which a sliding window does not limit. Raises RolloutError if the model has
+    layers other than attention.
+    """
     layer_types = getattr(settings, "layer_types", None) or []
     without_cache = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if without_cache:

@@ -11,7 +11,8 @@ matrix products choose their summation order by the number of positions.
 A prefill fills an empty row. An extension is a prefill of tokens that follow cached ones. Decode steps and extensions
 do not use torch's attention kernel, whose summation order on the CPU depends on memory addresses.
 
-Between two turns of an episode, copies of its keys and values (`TurnCaches`) occupy no row of the cache.
+Between two turns, an episode occupies no row of the cache. `TurnCaches` contains copies of the episode's keys and
+values.
 """
 
 import math
@@ -70,8 +71,8 @@ def _slot_attention(
         key, value: [B, H, C, D], for C positions.
         attention_mask: None for a causal prefill with C = L. Otherwise an additive mask [B, 1, L, C], with L = 1 for a
             decode step and L > 1 for an extension.
-        sliding_window: number of tokens in the sliding window. None: the layer has no window.
-        position_ids: [B, L], positions of the queries. Used if there is a mask.
+        sliding_window: number of tokens in the sliding window. None for a layer without a window.
+        position_ids: [B, L], positions of the queries. Required for a sliding window with a mask.
     """
     if attention_mask is None:
         attended = attend(query, key, value, pack=None, scaling=scaling, window=sliding_window, softcap=softcap)
@@ -92,8 +93,8 @@ def _slot_attention(
 
 
 def attend_slots(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scale: float) -> Tensor:
-    """Returns the attention outputs of a decode step, [B, H x G x D]. The arguments are those of `_slot_attention`,
-    except that `query` is [B, H x G, D].
+    """Returns the attention outputs of a decode step, [B, H x G x D]. `query` is [B, H x G, D]. For the other
+    arguments, see `_slot_attention`.
     """
     query_BHGD = (query * scale).view(query.shape[0], key.shape[1], -1, query.shape[2])
     weights_BHGC = torch.matmul(query_BHGD, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
@@ -103,7 +104,7 @@ def attend_slots(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tens
 def _sum_values(weights_BHMC: Tensor, value_BHCD: Tensor) -> Tensor:
     """Returns the sums of the values of C positions, weighted by M rows of weights, [B, H, M, D].
 
-    Further positions with weight 0 do not change the bits of the result.
+    Additional positions with weight 0 do not change the bits of the result.
     """
     if weights_BHMC.shape[-1] <= _BLOCK:
         return torch.matmul(weights_BHMC, value_BHCD)
@@ -115,9 +116,8 @@ def _sum_values(weights_BHMC: Tensor, value_BHCD: Tensor) -> Tensor:
 
 
 def _attend_extension(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
-    """Returns the attention outputs of a prefill that follows cached tokens, [B, L, H x G, D].
-
-    `query` is already scaled.
+    """Returns the attention outputs of a prefill that follows cached tokens (extension), [B, L, H x G, D]. `query` is
+    already scaled.
     """
     length = query.shape[2]
     # The L queries of all G heads that share keys and values are the rows of one matrix.
@@ -133,9 +133,9 @@ class _Extension:
     """Indices of an extension of U rows by up to L tokens each, T in total. The tokens are padded on the right."""
 
     rows_U: Tensor
-    """Row of the cache."""
+    """Index of each row in the cache."""
     positions_UL: Tensor
-    """Position in the row. Padding repeats the position of the row's last token."""
+    """Position of each token in its row. Padding repeats the position of the row's last token."""
     source_T: tuple[Tensor, Tensor]
     """Indices of each token in [U, L]."""
     target_T: tuple[Tensor, Tensor]
@@ -173,7 +173,9 @@ class _SlotLayer(CacheLayerMixin):
         return self.append(key_states.squeeze(2), value_states.squeeze(2))
 
     def _extend(self, extension: _Extension, keys_UHLD: Tensor, values_UHLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of an extension. Returns those of all attended positions, [U, H, C, D] each."""
+        """Stores the keys and values of an extension. Returns the keys and values of all attended positions, [U, H, C,
+        D] each.
+        """
         assert self.keys is not None and self.values is not None
         (row_T, column_T), (target_T, position_T) = extension.source_T, extension.target_T
         self.keys[target_T, :, position_T] = keys_UHLD[row_T, :, column_T]
@@ -195,7 +197,7 @@ class _SlotLayer(CacheLayerMixin):
         self.values[row, :, : values_HCD.shape[1]] = values_HCD
 
     def append(self, keys_BHD: Tensor, values_BHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of a decode step. Returns those of all attended positions."""
+        """Stores the keys and values of a decode step. Returns the keys and values of all attended positions."""
         assert self.keys is not None and self.values is not None
         index = self._cache.step_index(keys_BHD.shape[1])
         for stored, new in ((self.keys, keys_BHD), (self.values, values_BHD)):
@@ -255,7 +257,7 @@ class SlotCache(Cache):
 
     @property
     def passed_rows(self) -> int:
-        """Number of rows of the prepared pass."""
+        """Number of rows in the pass that was prepared last."""
         if self.extension is not None:
             return len(self.extension.rows_U)
         return self.num_rows if self.prefilled is None else len(self.prefilled)
@@ -267,7 +269,7 @@ class SlotCache(Cache):
         self.prefilled, self.extension = rows, None
 
     def begin_extension(self, rows_U: Tensor, starts_U: Tensor, is_token_UL: Tensor) -> Tensor:
-        """Prepares a prefill of right-padded tokens that follow the cached ones.
+        """Prepares a prefill of right-padded tokens that follow cached tokens.
 
         Args:
             rows_U: distinct indices of the rows of the cache.
@@ -304,7 +306,9 @@ class SlotCache(Cache):
         return self._step_index[num_heads]
 
     def append(self, layer: int, keys_BHD: Tensor, values_BHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of a decode step in a layer. Returns those of all attended positions."""
+        """Stores the keys and values of a decode step in a layer. Returns the keys and values of all attended
+        positions.
+        """
         slots = self.layers[layer]
         assert isinstance(slots, _SlotLayer)
         if not slots.is_initialized:
@@ -373,8 +377,9 @@ class TurnCache:
 class TurnCaches:
     """Caches of the episodes whose next turn has not begun.
 
-    No cache is evicted to save memory. Whether a turn reuses a cache would then depend on timing, and keys and values
-    of decode steps differ from those of a prefill in the last bit.
+    No cache is evicted to save memory. If caches were evicted, the reuse of a cache would depend on timing. Responses
+    would then depend on timing, too, because keys and values of decode steps differ from those of a prefill in the last
+    bit.
     """
 
     def __init__(self) -> None:
@@ -394,8 +399,8 @@ class TurnCaches:
         self._caches[request_id] = cache
 
     def take(self, request_id: str, history: tuple[int, ...]) -> TurnCache | None:
-        """Removes the cache of an episode and returns it. Returns None if there is no cache, or if `history`, the
-        tokens of the next turn's row, does not continue its tokens. A restarted episode is an example.
+        """Removes the cache of an episode and returns it. `history` has the tokens of the next turn's row. Returns None
+        if there is no cache, or if `history` does not start with the cached tokens, as after a restart of the episode.
         """
         cache = self._caches.pop(request_id, None)
         if cache is None or history[: len(cache.tokens)] != cache.tokens:

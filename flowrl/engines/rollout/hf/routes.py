@@ -1,4 +1,4 @@
-"""Records the experts that the routers of a mixture of experts choose while the rollout generates.
+"""Records the experts that the routers of a mixture of experts select while the rollout generates.
 
 Shape suffixes: B rows of a pass, L tokens, N = B x L tokens of the pass, M routes of a token: experts per token times
 layers with experts.
@@ -18,7 +18,7 @@ from flowrl.engines.rollout.hf.kv_cache import SlotCache
 
 
 class RouteRecorder:
-    """Stores routes in the last layer of a KV cache, as keys with one head: the values of the column `ROUTES`."""
+    """Stores the values of the column `ROUTES` in the last layer of a KV cache, as keys with one head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises UserError if the model has no routers of a known family."""
@@ -30,11 +30,11 @@ class RouteRecorder:
             )
         self._routers, self._dtype = find_routers(model), routes_dtype(mixture)
         self.no_routes = torch.zeros(0, len(self._routers) * mixture.per_token, dtype=self._dtype).numpy()
-        """An empty array of routes, [0, M]."""
+        """An empty routes array, [0, M]."""
 
     @contextmanager
     def recording(self, cache: SlotCache) -> Iterator[None]:
-        """Inside the `with` block, a forward pass whose tokens `cache` expects stores the routes of its tokens."""
+        """Stores the routes of the forward pass in the `with` block, for which `cache` must be prepared."""
         chosen: list[Tensor] = []
 
         def record(layer: int, routes: Routes) -> Routes:
@@ -45,7 +45,7 @@ class RouteRecorder:
             yield
         routes_NM = torch.stack(chosen, dim=1).flatten(1).add(1).to(self._dtype)
         routes_B1LM = routes_NM.unflatten(0, (cache.passed_rows, -1))[:, None]
-        # Keys need values. An empty dimension could not be viewed as rows.
+        # The cache also needs values. Their width is 1, because a tensor without elements could not be viewed as rows.
         cache.update(routes_B1LM, routes_B1LM[..., :1], len(cache.layers) - 1)
 
     def read(self, cache: SlotCache, slot: int, num_tokens: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Rollout engine on vLLM. vLLM's engine core runs in the caller's process.
 
 vLLM schedules steps only in `poll` and `generate`. With asynchronous scheduling, one step can still run when these
-calls return. Operations on weights and memory first process its results (`_finish_steps`). Generation and weight
-updates therefore never overlap and need no locks.
+calls return. Operations on weights and memory first process the results of this step (`_finish_steps`). Generation and
+weight updates therefore never overlap and need no locks.
 
 vLLM changes torch.distributed and the environment variables of its process, so the process must be dedicated to the
 rollout.
@@ -59,7 +59,7 @@ _SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     # Other processes use the same CPU cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # As in the trainer, products of float32 numbers do not use TF32. By default, they do in vLLM's attention.
+    # As in the trainer, products of float32 numbers do not use TF32. By default, vLLM's attention uses TF32.
     "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
     "TRITON_F32_DEFAULT": "ieee",
 }
@@ -126,8 +126,8 @@ class VllmRollout:
             model: path and dtype of the model.
             tokenizer: tokenizer of the model.
             config: sampling and engine settings.
-            replica: parallel sizes. The engine uses as many devices, in equal numbers on this process's node and on
-                that of each follower.
+            replica: parallel sizes. The engine uses tp x pp devices, divided equally between this process's node and
+                the nodes of the followers.
             followers: processes on other nodes.
             address: IP address of this process for the followers.
             can_sleep: True enables `sleep`, which frees GPU memory.
@@ -139,7 +139,9 @@ class VllmRollout:
         self._tied = {names[0]: names[1:] for names, _ in unique_parameters(empty)}
         """Maps a weight name to its tied names. vLLM receives a tied weight under each of its names."""
         self._parts = converted_parts(empty)
-        """Maps the name of a weight to its entries in the model's files, if they differ. vLLM receives these."""
+        """Maps a weight name to the weight's file entries, if their names or shapes differ from the model. vLLM
+        receives the file entries.
+        """
         ends = eos_ids(tokenizer, empty.generation_config)
         self._end_ids = sorted({*ends, *(stop[0] for stop in config.stop_ids if len(stop) == 1)})
         self._stop_sequences: dict[int, list[list[int]]] = {}
@@ -157,8 +159,9 @@ class VllmRollout:
         self._finished: dict[str, Response] = {}
         """Finished responses that `poll` has not yet returned."""
         self._shares_memory = replica.num_devices > 1 and not followers
-        """Whether the workers receive weights in shared memory: they are other processes, and all on this node."""
-        # In torch's deterministic mode, vLLM's sampler would raise an error. Its batch-invariant mode replaces it.
+        """Whether the workers receive weights in shared memory, because they are other processes on this node."""
+        # In torch's deterministic mode, vLLM's sampler would raise an error. vLLM's batch-invariant mode replaces
+        # torch's mode.
         torch.use_deterministic_algorithms(False)
         try:
             args = _engine_args(model, config, replica, can_sleep)
@@ -205,7 +208,7 @@ class VllmRollout:
         return generate_in_batch(self.open_batch(), requests)
 
     def open_batch(self) -> "OwnRequests":
-        """Returns an empty batch of requests. Requests from `add` continue while it is polled."""
+        """Returns an empty batch of requests. Requests from `add` continue while the batch is polled."""
         return OwnRequests(self)
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -251,8 +254,8 @@ class VllmRollout:
                 self._finished[response.request_id] = response
 
     def _finish_steps(self) -> None:
-        """Processes the results of all scheduled steps, whose tokens have the current version. Unfinished requests
-        continue with the next step.
+        """Processes the results of all scheduled steps. Their tokens get the current weight version. Unfinished
+        requests continue with the next step.
         """
         if has_scheduled_steps(self._engine):
             with pause_scheduling(self._engine):
@@ -315,7 +318,7 @@ class VllmRollout:
             seed=None if request.greedy else seed & (2**62 - 1),
             max_tokens=request.response_limit(config.max_response_tokens) - request.num_response_tokens,
             stop_token_ids=self._end_ids,
-            ignore_eos=True,  # stop_token_ids has all of them
+            ignore_eos=True,  # stop_token_ids has all end tokens
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -336,8 +339,8 @@ class VllmRollout:
         self._serving.begin(version, self._tied)
 
     def join_transfer_group(self, group: TransferGroup, first: int) -> None:
-        """Joins the receivers of a broadcast with all workers of the replica. Their indices are consecutive, starting
-        at `first`.
+        """Makes all workers of the replica join a broadcast as receivers. Their receiver indices are consecutive,
+        starting at `first`.
         """
         call_workers(self._engine, "join_transfer_group", group, first)
 
@@ -385,7 +388,8 @@ class VllmRollout:
     @contextmanager
     def _end_update_on_error(self) -> Iterator[None]:
         with ExitStack() as on_error:
-            on_error.callback(call_workers, self._engine, "end_update")  # also after an interrupt, another can begin
+            # Also after an interrupt, so that another update can begin.
+            on_error.callback(call_workers, self._engine, "end_update")
             with self._serving.mark_failed_on_error():
                 yield
             on_error.pop_all()
@@ -417,7 +421,7 @@ class VllmRollout:
 
 
 class OwnRequests:
-    """Requests of one caller on an engine that also runs the requests of others."""
+    """Requests of one caller on an engine that also runs the requests of other callers."""
 
     def __init__(self, engine: VllmRollout) -> None:
         self._engine = engine
@@ -454,9 +458,10 @@ def _reason(error: TypeError | ValueError) -> str:
 
 
 def run_follower(address: str, args: EngineArgs, variables: Mapping[str, str]) -> None:
-    """Runs the workers of a replica on another of its nodes, with environment variables of its leader.
+    """Runs the workers of a replica on this node, for a leader on another node. `variables` are the leader's
+    environment variables.
 
-    The import of this module has set the environment for vLLM. Raises RolloutError when a worker ends.
+    The import of this module has set the other environment variables for vLLM. Raises RolloutError when a worker ends.
     """
     os.environ |= variables
     torch.use_deterministic_algorithms(False)
@@ -465,7 +470,7 @@ def run_follower(address: str, args: EngineArgs, variables: Mapping[str, str]) -
 
 def _cache_bytes(settings: VllmConfig, num_devices: int) -> int:
     """Returns the bytes of the KV cache on each device. Raises ConfigError if a GPU has too little free memory."""
-    # A measurement would create a CUDA context in the leader of several devices, which takes memory of its first
+    # With several devices, a measurement would create a CUDA context in the leader, which takes memory of the first
     # worker.
     is_planned = num_devices > 1 and settings.kv_cache_gb is not None
     if is_planned or not isinstance(settings, PlannedVllmConfig):

@@ -1,6 +1,7 @@
-"""Names and simple types of the arguments of vLLM's engine, read from its source, because importing vLLM takes seconds.
+"""Checks names and simple types of vLLM's engine arguments. Reads them from vLLM's source, because an import takes
+seconds.
 
-vLLM itself checks the values of the other types when it starts.
+vLLM itself checks arguments of other types when it starts.
 """
 
 import ast
@@ -22,8 +23,8 @@ _SIMPLE: Mapping[str, tuple[type, ...]] = {
 
 
 def find_argument_problem(arguments: Mapping[str, Any]) -> str | None:
-    """Returns why vLLM would reject arguments of its engine, as the end of a sentence that begins with the name of the
-    setting. Returns None if it would accept them, as far as known without vLLM, or if vLLM is not installed here.
+    """Returns the reason for which vLLM would reject engine arguments, as a predicate that follows the name of the
+    setting. Returns None if this check finds no reason, or if vLLM is not installed on this machine.
     """
     if not arguments or (known := _read_annotations()) is None:
         return None

@@ -1,5 +1,6 @@
 """Leader process of a vLLM replica with several devices. It starts and calls the worker processes, and exits if a
-worker process exits. A replica on several nodes has a follower on each further node, which starts the workers there.
+worker process exits. A replica on several nodes has a follower process on each other node, which starts the workers of
+that node.
 """
 
 import atexit
@@ -32,8 +33,8 @@ _THREADS = "OMP_NUM_THREADS"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _HOST = "VLLM_HOST_IP"
 _MAX_PARENT_BYTES = 49
-"""Paths of Unix sockets have at most 107 bytes. Those of vLLM are PARENT/flowrl-vllm-12345678/UUID, with 36 for the
-UUID.
+"""Maximum length of PARENT in the paths of vLLM's sockets, PARENT/flowrl-vllm-12345678/UUID. Paths of Unix sockets have
+at most 107 bytes, and the UUID has 36.
 """
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 """Prefix of vLLM's log lines: process and source location."""
@@ -48,17 +49,17 @@ _POLL_S = 0.1
 _is_exiting = threading.Event()
 
 Run = Callable[..., Callable[[], object]]
-"""Starts `engine.run_follower` on another node with the given arguments, and returns a function that waits for its
-end.
+"""Starts `engine.run_follower` on another node with the given arguments, and returns a function that waits until the
+follower ends.
 """
 
 
 def start_engine(args: EngineArgs, runs: Sequence[Run] = (), address: str = "127.0.0.1") -> LLMEngine:
-    """Starts vLLM with the engine core in this process. With several devices, each has a worker process.
+    """Starts vLLM with the engine core in this process. With several devices, each device has a worker process.
 
     Args:
         args: vLLM's arguments for all devices of the replica.
-        runs: one function per follower, in the order of their nodes.
+        runs: functions that start the followers, in the order of the nodes.
         address: IP address of this process for the followers.
     Raises RolloutError with the worker's last error if a worker process fails to start.
     """
@@ -84,14 +85,15 @@ def start_engine(args: EngineArgs, runs: Sequence[Run] = (), address: str = "127
     call_workers(engine, "follow_leader")
     call_workers(engine, "allocate_received_states")
     workers = _release_files(engine.model_executor)
-    atexit.register(_is_exiting.set)  # runs before vLLM ends the workers, whose function was registered earlier
+    atexit.register(_is_exiting.set)  # runs before vLLM's exit function, which ends the workers
     _exit_with_workers(workers, output)
     followers.end_start(workers)
     return engine
 
 
 def run_workers(address: str, args: EngineArgs) -> None:
-    """Runs the workers of a replica on this node until one of them ends. The leader on another node sends their calls.
+    """Runs the workers of a replica on this node until one of them ends. The replica's leader on another node calls the
+    workers.
 
     Args:
         address: IP address of this node.
@@ -112,18 +114,18 @@ def run_workers(address: str, args: EngineArgs) -> None:
 
 
 class Followers:
-    """The followers of a replica. If one fails, so does the replica."""
+    """The followers of a replica. If a follower fails, the replica fails."""
 
     def __init__(self, args: EngineArgs, runs: Sequence[Run]) -> None:
         """Starts the followers. If a follower fails before vLLM has started, kills the workers of the leader, because
-        they would wait for its workers without end.
+        they would wait forever for the follower's workers.
         """
         self.error: Exception | None = None
         """Error of the follower that failed first."""
         self._workers: list[BaseProcess] = []
-        """Workers of the leader, after its start."""
+        """Workers of the leader. Empty until the leader has started."""
         self._is_starting = True
-        # The variables of vLLM include its deterministic mode, to which that of cuBLAS belongs.
+        # vLLM's variables include its deterministic mode, which also requires the variable of cuBLAS.
         variables = {
             name: value
             for name, value in os.environ.items()
@@ -147,14 +149,16 @@ class Followers:
             _exit(self._workers, str(self.error))
 
     def end_start(self, workers: list[BaseProcess]) -> None:
-        """Ends the start of the leader, which has these workers, or none if it has failed. From now on, the end of a
-        follower ends this process and its workers.
+        """Ends the start of the leader. `workers` are the leader's workers, or empty if the start has failed. From now
+        on, this process ends itself and its workers when a follower ends.
         """
         self._workers, self._is_starting = workers, False
 
 
 def _release_files(executor: Any) -> list[BaseProcess]:  # Any: a multiprocessing executor, which vLLM does not type
-    """Returns the worker processes of an executor, whose shared memory disappears from now on with the last process."""
+    """Returns the worker processes of an executor. Unlinks their shared memory, so that it is freed when the last
+    process exits.
+    """
     workers = [worker.proc for worker in executor.workers]
     _unlink_shared_memory([os.getpid(), *(worker.pid for worker in workers)])
     return workers
@@ -209,8 +213,8 @@ def _last_error(text: str) -> str:
 
 @contextmanager
 def _threads_for(num_processes: int) -> Iterator[None]:
-    """Divides this process's threads evenly among the worker processes. The leader needs none, because it does not
-    compute.
+    """Inside the `with` block, new worker processes get equal shares of this process's threads. The leader needs no
+    threads, because it does not compute.
     """
     with _variable(_THREADS, str(max(1, torch.get_num_threads() // num_processes))):
         yield
@@ -218,10 +222,10 @@ def _threads_for(num_processes: int) -> Iterator[None]:
 
 @contextmanager
 def _temporary_sockets() -> Iterator[None]:
-    """Unlinks the sockets that vLLM creates inside the `with` block. Connections that exist then remain.
+    """At the end of the `with` block, unlinks the sockets that vLLM has created inside. Existing connections remain.
 
-    Without this, sockets remain in the temporary folder when Ray kills a process. They are in /tmp if the path of the
-    temporary folder is too long for sockets.
+    Otherwise, sockets would remain in the temporary folder when Ray kills a process. If the path of the temporary
+    folder is too long for sockets, the sockets are in /tmp.
     """
     parent = Path(tempfile.gettempdir()).absolute()
     parent = parent if len(os.fsencode(parent)) <= _MAX_PARENT_BYTES else Path("/tmp")

@@ -1,8 +1,8 @@
-"""vLLM options that quantize weights whenever they are loaded.
+"""vLLM options that quantize weights whenever vLLM loads them.
 
-vLLM implements fp8 itself, with one scale per weight output and one per input token. int8 and int4 quantize only the
-weights, with torchao: one scale per output (int8) or per group of 128 inputs (int4). Head, embeddings and norms are not
-quantized.
+vLLM implements fp8 itself, with one scale per output of a weight and one per input token. For int8 and int4, torchao
+quantizes only the weights, with one scale per output (int8) or per group of 128 inputs (int4). Head, embeddings and
+norms are not quantized.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""vLLM's schedulers with a counter of preemptions, and the steps that vLLM schedules ahead of their results.
+"""Counts preemptions in vLLM's schedulers, and pauses scheduling until the results of scheduled steps are processed.
 
 A scheduler preempts a running request if the KV cache has no free block for its next token. Later, vLLM computes the
-keys and values of all its tokens again. vLLM's own counter needs the statistics of every step, which are disabled.
+keys and values of all tokens of the request again. vLLM's own counter needs statistics, which are disabled.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class CountingScheduler(Scheduler):
     _num_preemptions = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # Any: those of the base class
-        # The set already contains requests that a weight update has preempted, to discard the old keys and values.
+        # Requests that a weight update has preempted, to discard old keys and values, are already in the set.
         before = len(self.reset_preempted_req_ids)
         output = super().schedule(*args, **kwargs)
         self._num_preemptions += len(output.preempted_req_ids or ()) - before
@@ -44,8 +44,8 @@ def scheduler_of(engine: LLMEngine) -> CountingScheduler:
 
 
 def has_scheduled_steps(engine: LLMEngine) -> bool:
-    """Returns whether the results of a scheduled step are not processed yet. Always false without pipeline stages and
-    the asynchronous scheduler.
+    """Returns whether a scheduled step has unprocessed results. Always false without pipeline stages and without the
+    asynchronous scheduler.
     """
     return bool(_core_of(engine).batch_queue)
 

@@ -103,14 +103,14 @@ class Tensors(WeightTransferUpdateInfo):
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Maps a weight name to its tied names. Only GPU transfers use it."""
     parts: Mapping[str, Sequence[FilePart]] = field(default_factory=dict)
-    """Maps the name of a weight to its entries in the files of the model, if they have other names or shapes."""
+    """Maps a weight name to the weight's file entries, if their names or shapes differ from the model."""
 
 
 class TensorTransfer(WeightTransferEngine[NoInit, Tensors]):
     """vLLM weight transfer engine for all transports."""
 
     receiver: BroadcastReceiver | None = None
-    """Receiver of a broadcast, after `join_transfer_group`."""
+    """Receiver of a broadcast. None before `join_transfer_group`."""
     init_info_cls = NoInit
     update_info_cls = Tensors
 
@@ -155,7 +155,7 @@ def keep_freed_memory() -> None:
 
 
 def _set_up_experts_again(model: torch.nn.Module) -> None:
-    """Makes vLLM pack the weights of experts on CPUs after each update.
+    """Makes vLLM pack the weights of experts again on CPUs after an update.
 
     vLLM 0.32 packs them only when it sets up the kernel of a layer (`UnquantizedFusedMoEMethod._setup_kernel`). After
     an update, the kernel would read weights that are not packed.
@@ -176,7 +176,8 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def attempt(self, method: str, *args: Any) -> tuple[str, str] | None:  # Any: the method's own
-        """Calls a method of the worker. If the method raises, returns the error and its traceback.
+        """Calls a method of the worker. If the method raises, returns the error and the traceback. Otherwise returns
+        None.
 
         If several workers raised, vLLM would read only the first error. It would mistake the other errors for results
         of the next call.
@@ -204,9 +205,9 @@ class WorkerExtension:
         finalize_layerwise_reload(engine.model, engine.model_config)
 
     def allocate_received_states(self) -> None:
-        """Allocates the buffers for the states that a pipeline stage receives.
+        """Allocates the buffers for the hidden states that a pipeline stage receives.
 
-        vLLM 0.32 allocates them in a run that measures its memory. It skips this run on CPUs without compilation.
+        vLLM 0.32 allocates them in a run that measures memory. It skips this run on CPUs without compilation.
         """
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:

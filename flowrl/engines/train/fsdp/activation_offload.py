@@ -1,7 +1,7 @@
-"""Keeps the inputs of checkpointed layers in host memory from the forward pass to the backward pass of their layer.
+"""Keeps the input of each checkpointed layer in host memory between the layer's forward and backward pass.
 
-Gradient checkpointing saves the input of each layer, and computes the layer again in the backward pass. The inputs
-leave the device while the next layers run, and return one layer before they are needed.
+Gradient checkpointing saves the input of each layer, and computes the layer again in the backward pass. An input leaves
+the device while the next layers run, and returns during the backward pass of the layer that follows.
 """
 
 import weakref
@@ -19,15 +19,17 @@ from flowrl.devices.device import Device, OffloadedTensor, local_tensor
 from flowrl.engines.parallel.sharding import EngineError
 
 MIN_BYTES = 2**20
-"""Size in bytes from which a tensor is moved. A smaller one is not worth the overhead of two copies."""
+"""Minimum size in bytes of a tensor that is moved. A smaller tensor is not worth the overhead of two copies."""
 
 
 class _SavedInput:
-    """The saved input of a layer, on the device or in host memory. It refers to that of the layer before."""
+    """The saved input of a layer, on the device or in host memory. Its `restore` prefetches the input of the layer
+    before.
+    """
 
     def __init__(self, kept: Tensor | None, moved: OffloadedTensor | None, next_: "_SavedInput | None") -> None:
         self._kept, self.moved = kept, moved
-        # The graph of the pass holds the inputs. It frees those of a layer after its backward pass.
+        # A weak reference, because the autograd graph owns the saved inputs, and frees each after its backward pass.
         self._next = None if next_ is None else weakref.ref(next_)
 
     def restore(self) -> Tensor:
@@ -40,24 +42,25 @@ class _SavedInput:
 
 
 class _InputOffload:
-    """Runs layers whose checkpoints save their inputs in host memory."""
+    """Runs checkpointed layers, and moves the inputs that they save to host memory."""
 
     def __init__(self, model: PreTrainedModel, device: Device) -> None:
         self._model, self._device = model, device
         self._last: weakref.ref[_SavedInput] | None = None
-        """The input that this pass has moved last."""
+        """The last input that this forward pass has moved. None before the first move."""
         self._weights: frozenset[int] = frozenset()
-        """Addresses of the weights, as of the first layer of the pass."""
+        """Storage addresses of the weights at the first layer of the pass. Weights are not moved."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_InputOffload":
-        return self  # a rollout copies the modules of the model, and trains no copy
+        return self  # a rollout copies the modules of the model, but does not train the copy
 
     def run(
         self, checkpoint: Callable[..., Any], is_first: bool, is_last: bool, layer: Callable[..., Any], *inputs: Any
     ) -> Any:  # Any: the inputs and outputs of a layer
-        """Calls `checkpoint(layer, *inputs)`. Outside of the layer, it saves only the inputs, to which the hooks apply.
+        """Calls `checkpoint(layer, *inputs)` with hooks on saved tensors. Outside of the layer, only the inputs are
+        saved.
 
-        The input of the last layer stays on the device, because its backward pass is the first.
+        The input of the last layer stays on the device, because the backward pass starts with this layer.
         """
         if is_first:
             self._last = None
@@ -74,8 +77,8 @@ class _InputOffload:
         return saved
 
     def _can_move(self, tensor: Tensor) -> bool:
-        """Returns whether a copy in host memory frees device memory: the tensor is on the device, has at least
-        `MIN_BYTES`, and is neither a weight nor a view of a larger tensor.
+        """Returns whether a copy in host memory frees device memory. The tensor must be on the device, have at least
+        `MIN_BYTES`, and be neither a weight nor a view of a larger tensor.
         """
         if isinstance(tensor, DTensor) or tensor.nbytes < MIN_BYTES or tensor.is_cpu == self._device.has_own_memory:
             return False
@@ -83,13 +86,13 @@ class _InputOffload:
 
 
 def offload_inputs(model: PreTrainedModel, layers: Sequence[nn.Module], device: Device) -> None:
-    """Moves the inputs that checkpointed layers save to host memory, except that of the last layer.
+    """Makes checkpointed layers save their inputs in host memory, except for the last layer.
 
     Args:
         model: a model with gradient checkpointing.
-        layers: its layers, in the order of the forward pass.
+        layers: layers of the model, in the order of the forward pass.
         device: device of the model.
-    Raises EngineError if the model, not its layers, saves the inputs.
+    Raises EngineError if the layers do not support gradient checkpointing per layer.
     """
     if not layers or not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         raise EngineError(

@@ -82,15 +82,15 @@ ComputeTerm = Callable[[MicroBatch], tuple[Tensor, Mapping[str, Metric]]]
 _logger = logging.getLogger(__name__)
 
 _MAX_GRAPHS = 64
-"""Limit of the number of graphs that torch compiles from the code of a layer. Each size of a model needs its own graphs
-for passes with and without gradients, and for padded rows."""
+"""Maximum number of graphs that torch compiles from the code of a layer. Each model size needs its own graphs for
+passes with and without gradients, and for padded rows."""
 
 
 class FsdpEngine(ModuleEngine):
     """Runs forward passes of a transformers model over batches. With an optimizer, also trains the model.
 
-    Implements `TrainEngine` and `SharedModel`. The model stays in evaluation mode. Dropout would make the trained
-    policy differ from the sampling policy.
+    Implements `TrainEngine`, `PartExport`, `AdapterExport` and `SharedModel`. The model stays in evaluation mode.
+    Dropout would make the trained policy differ from the sampling policy.
     """
 
     capabilities = TRAIN_ENGINES["fsdp"]
@@ -138,8 +138,8 @@ class FsdpEngine(ModuleEngine):
             engine: strategy, precision and token budget.
             mesh: process groups of the role.
             device: `cpu` or `cuda:N`.
-            router_loss_coef: coefficient of the auxiliary loss of a mixture of experts. None: the one in its
-                configuration.
+            router_loss_coef: coefficient of the auxiliary loss of a mixture of experts. None uses the coefficient in
+                the model's configuration.
         Raises ValueError if the strategy does not support the mesh, and EngineError if the model does not support the
         engine settings.
         """
@@ -189,14 +189,16 @@ class FsdpEngine(ModuleEngine):
             )
 
     def _prepare(self, language_model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Enables gradient checkpointing and its offload, and selects the attention for activations of a dtype."""
+        """Enables gradient checkpointing and activation offload if they are set. Selects the attention for activations
+        of `dtype`.
+        """
         engine, sequence = self._engine, self.mesh.sequence
         if engine.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": False})
         if engine.offload_activations:
             offload_inputs(language_model, layers(language_model), get_device(self.device))
-        # With sequence-parallel norms, transformers would create attention masks of the length of a sequence shard.
-        # In float32 on a GPU, its attention would save the attention weights of all pairs of tokens.
+        # With sequence-parallel norms, transformers would create attention masks of the length of a sequence shard. In
+        # float32 on a GPU, transformers' attention would save the attention weights of all pairs of tokens.
         needs_own = engine.sequence_parallel_norms or not has_grouped_kernel(self.device.type, dtype)
         without_masks = self._is_packing or (needs_own and packing_obstacle(language_model) is None)
         choose_attention(language_model, engine, self.device, dtype, without_masks=without_masks)
@@ -205,7 +207,7 @@ class FsdpEngine(ModuleEngine):
 
     @property
     def _whole_model(self) -> nn.Module:
-        """The model of all ranks, possibly without weights."""
+        """The complete model. With pipeline stages, its weights are on the meta device."""
         return self.model
 
     def _make_gradients(self, weights: Sequence[nn.Parameter], *, can_overlap: bool = True) -> Gradients:
@@ -218,7 +220,7 @@ class FsdpEngine(ModuleEngine):
 
     def _is_compiled(self) -> bool:
         """Returns whether layers are compiled. Logs a warning if this host cannot compile for its GPU."""
-        # Layers with quantized weights have not run compiled on a GPU.
+        # Compilation of layers with quantized weights is untested on GPUs.
         is_quantized = any(isinstance(module, QuantizedLinear) for module in self.model.modules())
         is_parallel = self.has_collective_forward or is_quantized
         is_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -237,8 +239,8 @@ class FsdpEngine(ModuleEngine):
         return True
 
     def pop_usage(self) -> dict[str, float]:
-        """Returns the model FLOPs and the tokens of the passes since the last call, as this rank's share. It is
-        empty if no pass has run, and lacks `flops` if the model has no formula.
+        """Returns this rank's share of the model FLOPs and tokens of the passes since the last call. The result is
+        empty if no pass has run, and lacks `flops` if `model_flops` does not support the model.
         """
         used, self._used = self._used, {"flops": 0.0, "tokens": 0.0}
         return {name: value / self._num_peers for name, value in used.items() if value}
@@ -282,7 +284,9 @@ class FsdpEngine(ModuleEngine):
         return self._replay.active() if has_routes and self._replay is not None else nullcontext()
 
     def _to_device(self, micro: MicroBatch, outputs: Outputs) -> MicroBatch:
-        """Returns a micro-batch on the device, with the number of its targets, which is known only on the host."""
+        """Returns a copy of a micro-batch on the device. Sets `num_targets`, which only the host can count without
+        waiting.
+        """
         return replace(micro, num_targets=int(outputs.mask_of(micro)[:, 1:].sum())).to(self.device)
 
     def _outputs(self, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
@@ -333,8 +337,9 @@ class FsdpEngine(ModuleEngine):
 
         Args:
             micros: micro-batches on the CPU, with dummy micro-batches at the end.
-            compute: runs the forward pass of a micro-batch. Returns its term of the gradient's loss, and metrics.
-            last: index of the micro-batch whose backward pass completes the gradients of the step. None: no such pass.
+            compute: runs the forward pass of a micro-batch. Returns the micro-batch's term of the loss, and metrics.
+            last: index of the micro-batch whose backward pass completes the gradients of the step. None if another loss
+                follows.
         """
         metrics = []
         for i, micro in enumerate(micros):
@@ -345,7 +350,7 @@ class FsdpEngine(ModuleEngine):
         return metrics
 
     def _count_pass(self, micro: MicroBatch, outputs: Outputs) -> Callable[[], object]:
-        """Returns a forward pass of a micro-batch without targets, whose head therefore takes no time."""
+        """Returns a function that runs a forward pass of a micro-batch without targets. The head then takes no time."""
         assert outputs.mask is not None, "a loss has a mask of trained tokens"
         without_targets = replace(micro, tokens={**micro.tokens, outputs.mask: torch.zeros_like(micro.mask)})
         return lambda: self._outputs(self._to_device(without_targets, outputs), outputs)
@@ -416,9 +421,10 @@ class FsdpEngine(ModuleEngine):
 
     @property
     def weight_part(self) -> tuple[int | None, int]:
-        """Part of the weights that this rank can send: its FSDP2 shard, or an equal share of a replica's rows.
+        """Part of the weights that this rank exports: its FSDP2 shard, or an equal share of the rows of replicated
+        weights.
 
-        Rank 0 exports all weights if they are merged with an adapter, or sharded by tensor parallelism.
+        If the model has an adapter or is sharded by tensor parallelism, rank 0 exports all weights.
         """
         rank, num_ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         if self.mesh.tp > 1 or adapter_layers(self.model):
@@ -455,7 +461,8 @@ class FsdpEngine(ModuleEngine):
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Moves optimizer state to host memory until the next optimizer step, and weights and accumulated gradients
-        until `onload`. With `keep_weights`, weights and gradients stay, and weights are copied in the background.
+        until `onload`. With `keep_weights`, weights and gradients stay on the device. Weights are copied in the
+        background, so that a later offload copies less.
         """
         self._offload_optimizer_state()
         weights = [*self.model.parameters(), *self.model.buffers()]
@@ -501,8 +508,8 @@ class FsdpEngine(ModuleEngine):
     def _split(
         self, batch: TensorDictBase, outputs: Outputs, groups: Groups | None
     ) -> tuple[list[MicroBatch], int, int, Denominators]:
-        """Returns the micro-batches, the number of them before the dummy micro-batches, the largest number of
-        micro-batches of any rank, and the denominators.
+        """Returns the micro-batches with dummy micro-batches at the end, their number without dummies, the largest
+        number of micro-batches of any rank, and the denominators.
         """
         groups_B = None if groups is None else index_groups(batch, groups)
         micros = microbatches(batch, self._max_tokens, packed=self._is_packing, groups_B=groups_B)
@@ -525,7 +532,7 @@ class FsdpEngine(ModuleEngine):
     def _with_dummies(
         self, micros: list[MicroBatch], batch: TensorDictBase, num_passes: int, groups: Groups | None = None
     ) -> Iterator[MicroBatch]:
-        """Yields the micro-batches, and then dummy micro-batches for a sharded model, so that all ranks run
+        """Yields the micro-batches. For a sharded model, then yields dummy micro-batches, so that all ranks run
         `num_passes` passes.
         """
         yield from micros
@@ -551,7 +558,7 @@ class FsdpEngine(ModuleEngine):
 
     @contextmanager
     def _with_optimizer_state(self) -> Iterator[None]:
-        """Moves offloaded optimizer state to the device of the weights for an optimizer step."""
+        """Inside the `with` block, offloaded optimizer state is on the device of the weights."""
         self._host_moments.onload()
         yield
         if self._engine.offload == "optimizer":
@@ -561,8 +568,8 @@ class FsdpEngine(ModuleEngine):
 def _find_routers(
     model: nn.Module, optimizer: OptimizerConfig | None, coef: float | None, mesh: RankMesh
 ) -> tuple[RouterLoss | None, RouteReplay | None]:
-    """Returns the auxiliary loss of a trained model's routers, and the replay of their routes. Both are None for a
-    dense or an untrained model.
+    """Returns the auxiliary loss of a model's routers, and the replay of their routes. Both are None if the model has
+    no routers or is not trained.
     """
     mixture = next((part for part in language_models(model) if find_routers(part)), None)
     if mixture is None or optimizer is None:
@@ -572,11 +579,11 @@ def _find_routers(
 
 def compile_layer(layer: nn.Module) -> None:
     """Compiles a layer for micro-batches of any size."""
-    # torch's limit is 8, but all models of a process share the code of their layers.
+    # torch's limit of 8 is too low, because all models of a process share the code of their layers.
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         layer.compile(dynamic=True, recompile_limit=_MAX_GRAPHS)
         return
-    # In torch 2.11, the limit is one of the whole process.
+    # In torch 2.11, only the limit of the whole process can be set.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     layer.compile(dynamic=True)
 

@@ -39,7 +39,9 @@ _TILED_FROM = 8192
 
 
 class PolicyOutput(NamedTuple):
-    """Results of a forward pass. All except hidden states have at least float32, and are 0 at position 0."""
+    """Results of a forward pass. All results except ids and hidden states have at least float32. All except hidden
+    states are 0 at position 0.
+    """
 
     logprobs: Tensor
     """Log-probability of each token given the previous tokens, [B, L]."""
@@ -53,7 +55,7 @@ class PolicyOutput(NamedTuple):
     """Last hidden states, [B, L, D], in the dtype of the model. None unless requested."""
 
     def convert_tokens(self, convert: Callable[[Tensor], Tensor]) -> "PolicyOutput":
-        """Returns the outputs with a function applied to all except the hidden states."""
+        """Applies a function to all outputs except the hidden states, and returns the new outputs."""
         candidates = (None if x is None else convert(x) for x in (self.topk_ids, self.topk_logprobs))
         return PolicyOutput(convert(self.logprobs), convert(self.entropy), *candidates, hidden=self.hidden)
 
@@ -100,18 +102,18 @@ class PolicyModel(SequenceShardable):
             temperature: sampling temperature of the rollout, > 0.
             entropy: "none" returns zeros, "value" a detached entropy, and "gradient" a differentiable entropy.
             pack: packed layout of the rows. None for padded rows.
-            topk: candidate tokens whose log-probabilities are computed: ids, int64 [B, L, K], or a number for the most
-                likely tokens of this model. 0 computes none.
-            num_tokens: only ids below it are among the most likely tokens. None allows all ids.
+            topk: candidate tokens whose log-probabilities are computed. Either their ids, int64 [B, L, K], or the
+                number of most likely tokens of this model. 0 computes none.
+            num_tokens: only ids below `num_tokens` are candidates for the most likely tokens. None allows all ids.
             has_hidden: whether to return hidden states.
-            num_targets: number of tokens in the mask, except the first token of each row. None: it is read from the
-                device.
+            num_targets: number of tokens in the mask, except the first token of each row. None reads the number from
+                the device.
         """
         ids_BLK, num_top = (topk, 0) if isinstance(topk, Tensor) else (None, topk)
         num_ids = num_embeddings(self.language_model)
         num_tokens = min(num_tokens or num_ids, num_ids)
         if self.sequence_sharding is not None:
-            num_targets = None  # a sequence shard has only some of them
+            num_targets = None  # a sequence shard has only some of the targets
         request = _Request(temperature, entropy, num_top, num_tokens, has_hidden, num_targets)
         if pack is None:
             return self._run_rows(input_ids_BL, mask_BL, ids_BLK, request, None)
@@ -209,7 +211,9 @@ def _from_logits(logits_BlV: Tensor, targets_Bl: Tensor, ids_BlK: Tensor | None,
 
 
 Compute = Callable[[nn.Module, MicroBatch, Outputs], Mapping[str, Tensor]]
-"""Type of a function that returns the outputs of a model for a micro-batch. Values of other tokens are undefined."""
+"""Type of a function that returns the outputs of a model for a micro-batch. Values at tokens outside `Outputs.mask` are
+undefined.
+"""
 
 
 def policy_outputs(model: nn.Module, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from flowrl.engines.train.optimizers import check_groups, trained_weights
 
 
 def load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Compute]:
-    """Returns the model of a role with its adapter, and the function that computes its outputs."""
+    """Loads the model of a role and its adapter. Returns the model and the function that computes the outputs."""
     config, lora = context.config, context.config.lora if isinstance(context.config, TrainedConfig) else None
     if context.kind == "policy":
         language_model = load_policy(context.model, on_meta=on_meta, merges=lora is None)
@@ -53,7 +53,7 @@ def load_model(context: TrainContext, *, on_meta: bool) -> tuple[nn.Module, Comp
 
 
 def _add_adapter(model: PreTrainedModel, config: ModelConfig, lora: LoraConfig | None) -> None:
-    """Adds an adapter to a model: a new one, or the saved one of the settings."""
+    """Adds an adapter to a model if `lora` is set, with new weights or the weights of `config.adapter`."""
     if lora is None:
         return
     add_adapter(model, lora)
@@ -62,7 +62,7 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, lora: LoraConfig |
 
 
 def saved_model(model: nn.Module) -> TrainedModel:
-    """Returns the model as `save_pretrained` names its weights: a policy without its wrapper."""
+    """Returns the model with the weight names of an export. For a policy, this is the inner language model."""
     if isinstance(model, PolicyModel):
         return model.language_model
     assert isinstance(model, CriticModel | RewardModel), "the model of a role"
@@ -70,10 +70,10 @@ def saved_model(model: nn.Module) -> TrainedModel:
 
 
 def check_trained_weights(kind: ModelKind, config: TrainedConfig, key: str) -> None:
-    """Raises ConfigError if a pattern of `optimizer.groups` matches no trained weight of a model, and LoraError if its
-    adapter does not fit the model, or the saved adapter that it continues. Reads no weights of the model.
+    """Raises the errors of `check_groups`, without reading the weights of the model. Raises LoraError if the adapter
+    does not match the model, or if it does not match the saved adapter whose training it continues.
 
-    `key`: key of the settings of the optimizer.
+    `key`: key of the optimizer settings, for messages.
     """
     model, _ = load_model(TrainContext(kind, config, torch.device("cpu"), None), on_meta=True)
     check_groups(trained_weights(model), config.optimizer, key)

@@ -1,16 +1,16 @@
 """Routers of a mixture of experts in training: the auxiliary loss with its metrics, and the replay of routes.
 
 The loss balances the load of the experts. The loss of a layer is E sum_e f_e P_e
-(`flowrl.algorithms.losses.load_balance`). The share f_e and the mean probability P_e are those of all tokens of a call
-of `forward_backward`: of all ranks and micro-batches, without padding. The loss is the mean over the layers. It
-therefore depends neither on micro-batches nor on the number of ranks. Shares of a micro-batch, as in transformers,
-would depend on both. The gradient of a token needs the shares of all tokens. If a rank has several micro-batches, an
-additional pass without gradients counts the routes before the first backward pass.
+(`flowrl.algorithms.losses.load_balance`). The share f_e and the mean probability P_e of expert e are computed over all
+tokens of a call of `forward_backward`. These are the tokens of all ranks and micro-batches, without padding. The loss
+is the mean over the layers. It therefore depends neither on micro-batches nor on the number of ranks. Shares of a
+single micro-batch, as in transformers, would depend on both. The gradient of a token needs the shares of all tokens. If
+a rank has several micro-batches, an additional pass without gradients counts the routes before the first backward pass.
 
-Router replay passes tokens to the experts that a rollout has chosen. The rollout computes with other kernels, and often
-in another precision. A router may then choose other experts for a token, and the log-probability of the token changes
-by much more than by rounding. With the routes of the rollout, the trained policy is again the policy that has sampled.
-Gradients flow through the weights of the chosen experts. Ma et al. 2025, https://arxiv.org/abs/2510.11370.
+Router replay passes each token to the experts that the rollout's routers selected. The rollout computes with other
+kernels than the trainer, and often in another precision. Without replay, a router of the trainer may select other
+experts for a token. The log-probability of the token then changes by much more than by rounding. Gradients flow through
+the weights of the selected experts. Ma et al. 2025, https://arxiv.org/abs/2510.11370.
 
 Shape suffixes: N tokens of a micro-batch, K experts of a token, E experts, L layers with experts.
 """
@@ -35,11 +35,11 @@ from flowrl.engines.parallel.rank_mesh import RankMesh
 
 
 class RouterLoss:
-    """The auxiliary loss of one model. It adds its gradient to that of the logits of each router."""
+    """The auxiliary loss of one model. The backward pass adds its gradient to the gradient of each router's logits."""
 
     def __init__(self, model: PreTrainedModel, coef: float | None, mesh: RankMesh) -> None:
-        """`coef`: coefficient of the loss; None for that of the model's configuration. Raises UserError if the
-        configuration has none.
+        """`coef`: coefficient of the loss. None uses the coefficient in the model's configuration. Raises UserError if
+        the configuration then has no coefficient.
         """
         mixture = mixture_of(model)
         assert mixture is not None, "the model is a mixture of experts"
@@ -53,13 +53,13 @@ class RouterLoss:
         self._routers = find_routers(model)
         self._mixture, self._mesh = mixture, mesh
         self._mask_N: Tensor | None = None
-        """Tokens of the current micro-batch that count."""
+        """Mask of the counted tokens of the current micro-batch."""
         self._is_counting = False
         self._counts_LE: Tensor | None = None
         self._sums_LE: Tensor | None = None
-        """Numbers of tokens and sums of probabilities of this rank, since `active`."""
+        """`_counts_LE` and `_sums_LE`: numbers of tokens and sums of probabilities on this rank since `active`."""
         self._all_counts_LE: Tensor | None = None
-        """Numbers of tokens of all ranks and micro-batches."""
+        """Numbers of tokens over all ranks and micro-batches. None before `share_counts`."""
         self._factor = 0.0
 
     @contextmanager
@@ -76,15 +76,15 @@ class RouterLoss:
             yield
 
     def count_all(self, passes: Sequence[Callable[[], object]]) -> None:
-        """Runs forward passes without gradients that count the routes of this rank, and shares them. All ranks call
-        this together.
+        """Runs forward passes without gradients that count the routes of this rank, and sums the counts over all ranks.
+        All ranks call this together.
         """
         with torch.no_grad():
             for run in passes:
                 run()
         self.share_counts()
         assert self._counts_LE is not None and self._sums_LE is not None, "inside active"
-        # The passes of the training count again.
+        # Reset, because the training passes count the routes again.
         self._counts_LE, self._sums_LE = torch.zeros_like(self._counts_LE), torch.zeros_like(self._sums_LE)
 
     @property
@@ -94,7 +94,9 @@ class RouterLoss:
 
     @contextmanager
     def counting(self, mask_N: Tensor) -> Iterator[None]:
-        """Counts the routes of a forward pass. `mask_N`: tokens that count, also in the backward pass that follows."""
+        """Inside the `with` block, counts the routes of a forward pass. `mask_N` marks the counted tokens, also for the
+        following backward pass.
+        """
         self._mask_N, self._is_counting = mask_N, True
         try:
             yield
@@ -102,18 +104,18 @@ class RouterLoss:
             self._is_counting = False
 
     def share_counts(self) -> None:
-        """Sums the routes over all ranks, which call this together, for the backward passes that follow."""
+        """Sums the counts over all ranks for the following backward passes. All ranks call this together."""
         assert self._counts_LE is not None, "inside active"
         self._all_counts_LE = _sum(self._counts_LE, self._mesh.data)
 
     def metrics(self) -> dict[str, Metric]:
         """Returns the metrics of the routers, for the tokens of this rank and of its sequence-parallel peers.
 
-        They are the loss before its multiplication by the coefficient, the load of each expert, summed over the layers,
-        and statistics of the loads of all layers.
+        The metrics are the loss without the coefficient, the load of each expert over all layers, and statistics of the
+        loads in each layer.
         """
         assert self._counts_LE is not None and self._sums_LE is not None, "inside active"
-        # Not over the other ranks, whose metrics the controller merges: they may still sum gradients.
+        # Not summed over other ranks, which may still sum gradients. The controller merges their metrics.
         counts_LE, sums_LE = (
             _sum(values, self._mesh.sequence).cpu().numpy() for values in (self._counts_LE, self._sums_LE)
         )
@@ -172,10 +174,12 @@ class _Context(Protocol):
 
 
 class _AddGradient(torch.autograd.Function):
-    """Returns the weights of a router unchanged. The backward pass adds the gradient of the loss to that of the logits.
+    """Returns the weights of a router unchanged. The backward pass adds the auxiliary loss's gradient to the logits'
+    gradient.
 
-    The loss is no term of the total, because its gradient depends on routes of tokens that the forward pass has not
-    seen. Gradient checkpointing recomputes the logits, and FSDP2 has gathered the weights when the gradient arrives.
+    The auxiliary loss is not added to the loss of a micro-batch, because its gradient also depends on the routes of
+    later micro-batches. In the backward pass, gradient checkpointing has recomputed the logits, and FSDP2 has gathered
+    the weights.
     """
 
     @staticmethod
@@ -194,13 +198,13 @@ class _AddGradient(torch.autograd.Function):
 
 Statistic = Literal["router_loss", "expert_load_max", "dead_experts"]
 """`router_loss`: load-balancing loss, as a mean over the layers. `expert_load_max`: load of the expert with most
-tokens, as a multiple of the mean load, in the layer where it is largest. `dead_experts`: share of the experts of all
-layers without a token."""
+tokens, as a multiple of the mean load, in the layer where it is largest. `dead_experts`: share of the experts that
+receive no token, over all layers."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoad:
-    """A statistic of the routes of some tokens. `merge` adds other tokens."""
+    """A statistic of the routes of some tokens. `merge` returns the statistic for the tokens of both objects."""
 
     statistic: Statistic
     counts: np.ndarray
@@ -223,7 +227,7 @@ class ExpertLoad:
 
 
 class RouteReplay:
-    """Replaces the routes of one model."""
+    """Makes the routers of one model use given routes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         mixture = mixture_of(model)
@@ -233,12 +237,14 @@ class RouteReplay:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the `with` block, forward passes, also those of gradient checkpointing, use the routes of `set`."""
+        """Inside the `with` block, forward passes use the routes of `set`, also when gradient checkpointing repeats
+        them.
+        """
         with replace_routes(self._routers, self._replace):
             yield
 
     def set(self, routes: Tensor) -> None:
-        """Sets the routes of the tokens of the next passes: values of the column `routes`, [..., L x K]."""
+        """Sets the routes for the next passes. `routes` has the values of the column `routes`, [..., L x K]."""
         self._routes_NLK = routes.reshape(-1, len(self._routers), self._mixture.per_token).long()
 
     def _replace(self, layer: int, routes: Routes) -> Routes:

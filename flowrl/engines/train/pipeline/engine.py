@@ -1,8 +1,8 @@
 """The training engine for a model whose layers are divided among pipeline stages.
 
-All ranks of a role with the same rows, one or more per stage, split them into the same micro-batches. A stage receives
-the hidden states of a micro-batch from the stage before, so it knows their shape. The last stage computes outputs and
-losses.
+All ranks of a role with the same rows, one or more per stage, split the rows into the same micro-batches. A stage
+therefore knows the shape of the hidden states that it receives from the stage before. The last stage computes outputs
+and losses.
 """
 
 from collections import deque
@@ -43,7 +43,8 @@ from flowrl.engines.train.pipeline.stage_transfers import StageTransfers
 class PipelineEngine(FsdpEngine):
     """Runs the layers of one stage, and shards them as `FsdpEngine` does over the ranks of the stage.
 
-    Implements `TrainEngine`. A rollout in the same process cannot use the model, which lacks layers.
+    Implements `TrainEngine`, `PartExport` and `AdapterExport`. A rollout in the same process cannot use the model,
+    because it lacks layers.
     """
 
     capabilities = replace(TRAIN_ENGINES["fsdp"], shares_weights=False)
@@ -85,8 +86,8 @@ class PipelineEngine(FsdpEngine):
     ) -> None:
         """Reduces the model to the layers of this stage, in place, and loads, moves and shards it.
 
-        The arguments and errors are those of `FsdpEngine`, except `mesh`. Raises EngineError if the model cannot be
-        divided into stages.
+        `mesh` has the process groups of the pipeline. For other arguments and errors, see `FsdpEngine`. Also raises
+        EngineError if the model cannot be divided into stages.
         """
         self._pipeline, self._skeleton = mesh, copy_without_weights(model)
         self._transfers = StageTransfers(mesh, torch.device(device))
@@ -98,7 +99,7 @@ class PipelineEngine(FsdpEngine):
         self._width = next(language_models(self._skeleton)).config.get_text_config().hidden_size
         dtype = next(weight.dtype for name, weight in self._skeleton.named_parameters() if ".lora_" not in name)
         if self._compute_dtype is not None:
-            # Autocast adds outputs in its dtype to embeddings in that of the weights.
+            # With autocast, residuals add outputs in the autocast dtype to embeddings in the dtype of the weights.
             dtype = self._compute_dtype if self.is_sharded else torch.promote_types(dtype, self._compute_dtype)
         self._dtype = dtype
         """Dtype of the hidden states between stages."""
@@ -168,7 +169,9 @@ class PipelineEngine(FsdpEngine):
     ) -> list[Mapping[str, Metric]]:
         metrics: list[Mapping[str, Metric]] = []
         in_flight: deque[tuple[Tensor | None, Tensor]] = deque()
-        """Received hidden states, and hidden states or loss, of micro-batches without backward pass."""
+        """(received hidden states, result) of each micro-batch that waits for its backward pass. The result is the loss
+        in the last stage, and hidden states in other stages.
+        """
         for kind, i in one_forward_one_backward(self._pipeline.stage, self._pipeline.num_stages, len(micros)):
             if kind == "forward" and self._is_last:
                 term, micro_metrics = compute(micros[i])
@@ -184,8 +187,8 @@ class PipelineEngine(FsdpEngine):
         return metrics
 
     def _run_backward(self, received_BlD: Tensor | None, result: Tensor) -> None:
-        """Runs the backward pass of a micro-batch. `result` is the loss in the last stage, and otherwise the hidden
-        states, whose gradient the next stage sends.
+        """Runs the backward pass of a micro-batch. `result` is the loss in the last stage. In other stages, it is the
+        hidden states, whose gradient the next stage sends.
         """
         gradient = None if self._is_last else self._transfers.receive_gradient(result)
         torch.autograd.backward(result, gradient)
@@ -216,7 +219,7 @@ class PipelineEngine(FsdpEngine):
         return unique_weights(self.model)
 
     def _find_stages(self) -> dict[str, int]:
-        """Returns the first stage that has each weight."""
+        """Returns weight name -> first stage that has the weight. All stages call this together."""
         names: list[list[str]] = [[] for _ in range(self._pipeline.num_stages)]
         distributed.all_gather_object(names, list(self._own_weights), group=self._pipeline.gradients)
         return {name: stage for stage, own in reversed(list(enumerate(names))) for name in own}

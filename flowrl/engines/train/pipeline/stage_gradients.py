@@ -12,7 +12,7 @@ from flowrl.engines.parallel.pipeline_mesh import PipelineMesh
 
 
 class StageGradients:
-    """Implements `Gradients`. The norm includes all stages, and counts a weight that two stages share once."""
+    """Implements `Gradients`. The norm includes all stages, and counts a shared weight of two stages only once."""
 
     def __init__(
         self,
@@ -22,8 +22,9 @@ class StageGradients:
         mesh: PipelineMesh,
         device: torch.device,
     ) -> None:
-        """`own` has the gradients of weights that only this stage has. `tied` has the gradient of `weight`, which the
-        first and the last stage share. Both are None in a stage without a shared weight.
+        """`own` has the gradients of weights that only this stage has. `tied` has the gradient of `weight`, the
+        parameter that the first and the last stage share. `tied` and `weight` are None on a stage without a shared
+        parameter.
         """
         assert (tied is None) == (weight is None)
         self._own, self._tied, self._weight, self._mesh, self._device = own, tied, weight, mesh, device
@@ -41,8 +42,8 @@ class StageGradients:
             part.begin_sum()
 
     def last_pass(self) -> AbstractContextManager[None]:
-        """Overlaps the sum of the gradients of `own`. That of the shared weight is summed afterwards, so that all ranks
-        issue their collectives in the same order.
+        """Overlaps the sum of the gradients of `own` with the last backward pass. The gradient of the shared weight is
+        summed afterwards, so that all ranks issue their collectives in the same order.
         """
         return self._own.last_pass()
 

@@ -63,7 +63,7 @@ class ReceivedEmbeddings(nn.Embedding):
     """Stands for the input embeddings in a later stage. Returns the received hidden states."""
 
     def __init__(self, embeddings: nn.Embedding, weight: nn.Parameter | None, received: StageInput) -> None:
-        """`weight` is the weight of a head that shares it, or None."""
+        """`weight` is the weight that the head of this stage shares with the embeddings. None without such a head."""
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = embeddings.num_embeddings, embeddings.embedding_dim
         self.padding_idx = embeddings.padding_idx
@@ -77,7 +77,9 @@ class ReceivedEmbeddings(nn.Embedding):
 
 
 def copy_without_weights(model: Model) -> Model:
-    """Returns a copy of a model whose parameters are on the meta device. The model may be there, too."""
+    """Returns a copy of a model with its parameters on the meta device. The model itself may be on the meta device,
+    too.
+    """
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
         for weight in model.parameters()
@@ -132,8 +134,8 @@ def cut_model(model: nn.Module, stage: int, num_stages: int) -> tuple[nn.Module,
 
 
 def _find_parts(model: PreTrainedModel, num_stages: int) -> tuple[nn.Module, str, nn.ModuleList, list[str]]:
-    """Returns the module that runs the layers, and in it: the name of the embeddings, the layers, and the names of the
-    modules with weights after the layers.
+    """Returns the module that runs the layers, the name of its embeddings, the layers, and the names of its modules
+    with weights after the layers.
 
     Raises EngineError if the model is not of the families `FAMILIES`, or has too few layers.
     """
@@ -160,7 +162,7 @@ def empty_outputs(micro: MicroBatch, outputs: Outputs, dtype: torch.dtype, width
     Args:
         micro: the micro-batch.
         outputs: the requested outputs.
-        dtype: dtype of hidden states. Others have at least float32.
+        dtype: dtype of hidden states. Other outputs than ids have at least float32.
         width: width D of hidden states.
     """
     num_top = outputs.topk if isinstance(outputs.topk, int) else 0

@@ -1,4 +1,4 @@
-"""The layers of each pipeline stage, and the order of its passes. Pure functions.
+"""Assigns layers to pipeline stages, and orders the passes of each stage. Pure functions.
 
 1F1B: a stage runs forward passes until the first gradient arrives, and then alternates backward and forward passes.
 Stage s of p, counted from 0, therefore has at most p - s micro-batches between their forward and backward pass. With m
@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "glm", "glm4"})
-"""Model families (`model_type`) that support pipeline parallelism. A family is added with a test
-(tests/engines/models/test_families.py), because its modules do not show all of its computation outside the layers. For
+"""Model families (`model_type`) that support pipeline parallelism. A new family needs a test
+(tests/engines/models/test_families.py), because its modules do not show all computation outside the layers. For
 example, Granite scales the embeddings, and the last norm of OLMo has no weight.
 """
 
 MAX_UNFINISHED = 2
-"""Largest number of unfinished sends of a stage per direction. Before a third send, a stage waits until the oldest has
-been received. In 1F1B, the receiver needs that micro-batch before anything that this stage sends later, so the wait
-causes no deadlock.
+"""Largest number of unfinished sends of a stage per direction. After a third send, a stage waits for the oldest one. In
+1F1B, the neighbor receives the oldest send without waiting for the third, so that the limit causes no deadlock.
 """
 
 
@@ -38,8 +37,8 @@ class StageLayers(NamedTuple):
 def split_layers(costs: Sequence[int], num_stages: int, *, head: int = 0) -> list[StageLayers]:
     """Divides the layers of a model among stages so that the most expensive stage costs as little as possible.
 
-    Stages have at least one layer. Among equal divisions, the first stages get the fewest layers: they have the most
-    micro-batches in memory, and the first one also has the embeddings, which cost no matrix product.
+    Stages have at least one layer. Among equal divisions, the first stages get the fewest layers, because they have the
+    most micro-batches in memory. The first stage also has the embeddings, which cost memory but no matrix product.
 
     Args:
         costs: cost of each layer, such as its number of parameters.
@@ -97,10 +96,11 @@ class StageCost(NamedTuple):
 def finish_times(orders: Sequence[Sequence[StagePass]], costs: Sequence[StageCost]) -> list[dict[StagePass, float]]:
     """Returns the time at which each stage finishes each of its passes, without time for transfers.
 
-    A forward pass waits for that of the stage before, and a backward pass for that of the stage after.
+    A forward pass waits for the forward pass of the stage before. A backward pass waits for the backward pass of the
+    stage after.
 
     Args:
-        orders: passes of each stage, in their order.
+        orders: passes of each stage, in the order of execution.
         costs: cost of the passes of each stage.
     """
     finished: list[dict[StagePass, float]] = [{} for _ in orders]
@@ -122,7 +122,7 @@ def finish_times(orders: Sequence[Sequence[StagePass]], costs: Sequence[StageCos
 
 
 def pipeline_seconds(costs: Sequence[StageCost], num_micros: int) -> float:
-    """Returns the time of 1F1B over `num_micros` micro-batches. `costs` are those of each stage."""
+    """Returns the time of 1F1B over `num_micros` micro-batches. `costs` has the cost of each stage's passes."""
     orders = [one_forward_one_backward(stage, len(costs), num_micros) for stage in range(len(costs))]
     return max((max(times.values(), default=0.0) for times in finish_times(orders, costs)), default=0.0)
 

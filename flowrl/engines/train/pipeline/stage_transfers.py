@@ -12,7 +12,7 @@ from flowrl.engines.train.pipeline.stage_schedule import MAX_UNFINISHED
 
 
 class _Send(NamedTuple):
-    """An asynchronous send, with the tensor, which must stay allocated."""
+    """An asynchronous send, with the sent tensor, which must stay allocated until the send ends."""
 
     work: Work
     tensor: Tensor
