@@ -18,7 +18,7 @@ def has_per_replica_updates(config: RunConfig) -> bool:
 
 
 def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
-    """Returns the transport of each rollout of a run. Raises PlacementError like `choose_transport`."""
+    """Returns rollout role -> transport; empty without an actor. Raises PlacementError like `choose_transport`."""
     transports: dict[str, Transport] = {}
     actor, per_replica = planned.roles.get("actor"), has_per_replica_updates(config)
     if actor is None:
@@ -57,15 +57,17 @@ def choose_transport(
     offloads: bool = False,
     sends_adapter: bool = False,
 ) -> Transport:
-    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport, but the
-    object store instead of CUDA IPC if the actor offloads.
+    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
+
+    `auto` selects the object store instead of CUDA IPC if the actor offloads, and instead of NCCL with per-replica
+    updates. With `sends_adapter`, `adapter` replaces the object store.
 
     Args:
         kind: device kind of the placement, `cpu` or `cuda`.
         per_replica: result of `has_per_replica_updates`.
-        shares_model: whether a rollout in the processes of the actor can use its model. With pipeline stages, it never
-            can, because no rank has all layers.
-        offloads: whether processes of the actor offload their GPUs while the rollout runs.
+        shares_model: whether a rollout in the actor's processes can use the actor's model. Ignored with pipeline
+            stages, because no rank has all layers.
+        offloads: whether the actor's processes offload GPU memory while the rollout runs.
         sends_adapter: whether the actor can send an adapter instead of all weights.
     Raises PlacementError if the placement or the schedule does not support the requested transport.
     """
