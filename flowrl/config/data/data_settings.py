@@ -64,11 +64,11 @@ class DataFile(Config):
     """Number of rows of `reasoning_gym`, over all tasks."""
 
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
-    """Seed of the rows of `reasoning_gym`. Rows of different seeds or splits are generated from different numbers."""
+    """Seed of the rows of `reasoning_gym`. Other seeds and splits generate different rows."""
 
     system: str | None = None
-    """System message of the rows of `reasoning_gym`: text, or the name of a prompt of the package, such as `default`,
-    which requests the answer between <answer> and </answer>. Null adds no message.
+    """System message of rows from `reasoning_gym`: text, or the name of one of reasoning-gym's system prompts. The
+    prompt `default` requests the answer between <answer> and </answer>. Null adds no message.
     """
 
     weight: PositiveFloat = 1.0
@@ -117,7 +117,7 @@ class DataFile(Config):
 
     @property
     def first_seed(self) -> int:
-        """Seed of the first row of each task. The seeds of other values of `seed` and `split` do not overlap."""
+        """Seed of the first row of each task. Row seeds for different values of `seed` or `split` do not overlap."""
         return self.seed * MAX_GENERATED_ROWS + (_TEST_OFFSET if self.split == "test" else 0)
 
 
@@ -131,12 +131,12 @@ Files = FilePath | Annotated[tuple[_AnyFile, ...], Field(strict=False, min_lengt
 
 
 def as_data_files(files: Path | tuple[DataFile, ...]) -> tuple[DataFile, ...]:
-    """Returns the files with their settings."""
+    """Returns the files with their settings. A single path becomes a file with default settings."""
     return (DataFile(path=files),) if isinstance(files, Path) else files
 
 
 def paths_of(key: str, files: Path | tuple[DataFile, ...]) -> dict[str, Path]:
-    """Returns the path of each file by the key of its setting. `key` is the key of the setting with all files."""
+    """Returns key of a setting -> path of the file. `key` is the key of the setting with all files."""
     if isinstance(files, Path):
         return {key: files}
     return {f"{key}.{i}.path": file.path for i, file in enumerate(files) if file.path is not None}
@@ -230,7 +230,7 @@ class DataConfig(Config):
 
     tests: Mapping[str, _AnySet] = Field(default_factory=dict)
     """Additional evaluation sets by name. A set is a path, a list of files, or a mapping with its own settings, such as
-    `{easy: easy.jsonl, hard: {files: hard.jsonl, every: 50}}`. The names of their metrics end with `/NAME`.
+    `{easy: easy.jsonl, hard: {files: hard.jsonl, every: 50}}`. The names of the metrics of a set end with `/NAME`.
     """
 
     max_prompt_tokens: PositiveInt
@@ -257,12 +257,12 @@ class DataConfig(Config):
     """
 
     template: FilePath | None = None
-    """Conversation template file (docs/data.md). Null uses `conversation_template.json` in the model's folder if it
-    exists, and otherwise the tokenizer's chat template.
+    """Conversation template file (docs/data.md). Null uses `conversation_template.json` in the tokenizer's folder, or
+    else the tokenizer's chat template.
     """
 
     evaluation_rows: PositiveInt | None = None
-    """Number of rows per evaluation set, from its start; null uses all rows."""
+    """Number of rows per evaluation set, from the start of the set; null uses all rows."""
 
     order: Literal["file", "shuffle", "curriculum"] = "shuffle"
     """Order of the training rows. `shuffle`: a new random order in every epoch, from the run's seed. `file`: the order
@@ -323,7 +323,7 @@ class DataConfig(Config):
         return as_data_files(self.train)
 
     def files(self, group: str) -> dict[str, Path]:
-        """Returns the path of each file by the key of its setting. `group` is the key of this settings group."""
+        """Returns key of a setting -> path of the file. `group` is the key of this settings group."""
         return {key: path for name, files in self._settings(group) for key, path in paths_of(name, files).items()}
 
     def generated(self, group: str) -> tuple[str, ...]:
@@ -415,4 +415,4 @@ class PreparationConfig(RowsConfig):
     """Rows per file of the prepared folder."""
 
     processes: PositiveInt = 1
-    """Number of processes that parse and tokenize. The result does not depend on it."""
+    """Number of processes that parse and tokenize. The result does not depend on this number."""

@@ -52,15 +52,15 @@ class EngineCapabilities:
     sleep: bool = False
     """The engine can offload its device memory while other processes use the devices."""
     keeps_turn_cache: bool = False
-    """The engine has the setting `rollout.keep_turn_cache`: it keeps the KV cache of an episode between two turns, or
-    prefills each turn again."""
+    """The engine supports both values of `rollout.keep_turn_cache`: it can keep the KV cache of an episode between two
+    turns, or prefill each turn again."""
     returns_routes: bool = False
     """The engine returns the experts that a mixture of experts has chosen (`rollout.router_replay`)."""
     dimensions: tuple[Literal["tp", "pp"], ...] = ()
-    """Parallel sizes that its role in the placement may have. One engine then uses several devices of a node."""
+    """Parallel sizes that a role with this engine may have in the placement. One engine then uses several devices."""
     partial_models: bool = False
-    """The engine loads a model whose files lack weights or have unexpected ones (`model.strict: false`) as the trainer
-    does."""
+    """With `model.strict: false`, the engine loads a model whose files lack weights or have unexpected weights in the
+    same way as the trainer."""
     matches_trainer: bool = False
     """The engine computes with the model code of the trainer, so log-probabilities differ only by rounding. Otherwise,
     `algorithm.correction: auto` corrects the difference."""
@@ -71,7 +71,7 @@ class EngineCapabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """Supported dtypes of the weights, the preferred one first."""
     head_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Kind of device -> supported sizes of attention heads. A device that is missing supports all sizes."""
+    """Kind of device -> supported sizes of attention heads. A kind that is missing supports all sizes."""
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)
     packages: tuple[Package, ...] = ()
     """Packages that the engine needs. `flowrl doctor` prints their versions."""

@@ -53,7 +53,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
 
 @cache
 def get_capabilities(name: str) -> EngineCapabilities:
-    """Returns the capabilities of an engine. Imports only a user's engine. Raises ImportNameError, a ValueError."""
+    """Returns the capabilities of an engine. Imports only a user's engine. Raises ImportNameError (a ValueError)."""
     return find_capabilities(name, ENGINES, "rollout engine", EngineCapabilities)
 
 
@@ -75,13 +75,13 @@ class TransferConfig(Config):
     via: Literal["auto", "object_store", "cuda_ipc", "nccl", "gloo"] = "auto"
     """Transport of the weights. If the engine supports it, `auto` selects cuda_ipc on the actor's GPUs and nccl on
     other GPUs. Otherwise, and on GPUs of an actor with `engine.offload: idle`, `auto` selects object_store. `gloo` is a
-    broadcast as `nccl`, for CPUs. If the actor has `lora`, object_store sends only the adapter, and the rollout merges
-    it into the base model, which it reads from `model.path`.
+    broadcast like `nccl`, for CPUs. If the actor has `lora`, object_store sends only the adapter. The rollout reads the
+    base model from `model.path`, and merges the adapter into it.
     """
 
     senders: Literal["one", "all"] = "one"
     """Senders of nccl and gloo. `one`: the actor's first rank gathers and sends all weights. `all`: each rank of one
-    copy of the model sends its part without a gather. It is rejected with LoRA, tp or pp, and with other transports.
+    copy of the model sends its part without a gather. `all` is rejected with LoRA, tp or pp, and for other transports.
     """
 
     bucket_mb: PositiveFloat = 500.0

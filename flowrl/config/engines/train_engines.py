@@ -31,7 +31,7 @@ class TrainCapabilities:
     adapters: bool = False
     """The engine has the method of `AdapterExport`. It trains LoRA adapters, and starts from saved ones."""
     shares_weights: bool = False
-    """The engine has the methods of `SharedModel`: a rollout or a reference in its process can use its model."""
+    """The engine has the methods of `SharedModel`. A rollout or a reference in its process can then use its model."""
     estimates_memory: bool = False
     """`flowrl plan` estimates the engine's memory. It can do so only for the included engine."""
 
@@ -66,8 +66,8 @@ TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
 
 @cache
 def get_train_capabilities(name: str) -> TrainCapabilities:
-    """Returns the capabilities of a training engine. Imports only a user's engine. Raises ImportNameError, a
-    ValueError.
+    """Returns the capabilities of a training engine. Imports only a user's engine. Raises ImportNameError (a
+    ValueError).
     """
     return find_capabilities(name, TRAIN_ENGINES, "training engine", TrainCapabilities)
 

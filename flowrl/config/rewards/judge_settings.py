@@ -151,8 +151,8 @@ class JudgeConfig(RoleConfig):
     """System message; null uses none."""
 
     template: FilePath | None = None
-    """Conversation template file of the judge (docs/data.md). Null uses the template in the model's folder or of its
-    tokenizer.
+    """Conversation template file of the judge (docs/data.md). Null uses `conversation_template.json` in the tokenizer's
+    folder, or else the tokenizer's chat template.
     """
 
     verdict: AnyVerdict | None = None
@@ -164,8 +164,8 @@ class JudgeConfig(RoleConfig):
     """Largest number of other responses with which a pairwise judge compares a response."""
 
     compare_with: str | None = None
-    """Column with a response to the prompt, such as `answer`. A pairwise judge compares each response with it only.
-    Null compares the responses to a prompt with each other.
+    """Column with a response to the prompt, such as `answer`. A pairwise judge compares each response only with this
+    column. Null compares the responses to a prompt with each other.
     """
 
     max_response_tokens: PositiveInt = 512
@@ -254,19 +254,21 @@ class JudgeConfig(RoleConfig):
 
     @property
     def functions(self) -> dict[str, str]:
-        """User's functions by setting."""
+        """Name of a setting -> user function."""
         verdict = self.applied_verdict
         return {"verdict": verdict.kind} if isinstance(verdict, CustomVerdict) else {}
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files that change verdicts by setting, except those of the model."""
+        """Name of a setting -> file that influences verdicts. Files of the model are not included."""
         paths = {"prompt_file": self.prompt_file, "template": self.template}
         return {name: path for name, path in paths.items() if path is not None}
 
     @property
     def generation(self) -> RolloutConfig:
-        """Settings of the engine, as those of a rollout. Requests with temperature 0 override its temperature."""
+        """Settings of the engine, in the form of rollout settings. For a judge with temperature 0, these settings have
+        temperature 1, and each request has temperature 0.
+        """
         settings: dict[str, Any] = {
             "engine": self.engine,
             "vllm": self.vllm,
