@@ -85,7 +85,7 @@ class GenerationJob:
     replaces `sampling.max_tokens`, and a prompt near the context limit gets a shorter response.
     """
     template: ConversationTemplate | None = None
-    """Replaces the conversation template of the model."""
+    """Replaces the conversation template of the model. None keeps the model's template."""
     samples: int = 1
     """Number of responses per prompt."""
     best_of: int | None = None

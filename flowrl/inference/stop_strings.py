@@ -9,10 +9,10 @@ _INCOMPLETE = "\ufffd"
 """Character that stands for the bytes of an incomplete character."""
 
 _MAX_BYTES = 4
-"""Bytes of the longest character in UTF-8. A token may be one byte."""
+"""Bytes of the longest character in UTF-8. A token may be one byte, so a character may have this number of tokens."""
 
 _SPARE_TOKENS = 8
-"""Further tokens that are searched, since special tokens have no text."""
+"""Number of tokens that are searched in addition, because special tokens have no text."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StopMatch:
 
 
 class StopStrings:
-    """Texts that end a response. They are searched in the text without special tokens."""
+    """Texts that end a response. The searched text has special tokens only if one of the texts contains one."""
 
     def __init__(self, chat: ChatTokenizer, texts: Sequence[str]) -> None:
         self._chat, self._texts = chat, tuple(texts)
