@@ -62,7 +62,7 @@ class _GroupEntry:
 
 
 class Cluster:
-    """Starts the processes of a placement, creates worker groups on them, and ends them in `close`.
+    """Starts the processes of a placement, creates worker groups on them, and ends the processes in `close`.
 
     Args:
         placement: pools and roles.
@@ -166,9 +166,9 @@ class Cluster:
         A type checker knows the methods of the group if the class names a group type, as the classes of
         `flowrl.workers` do.
 
-        After `restart`, returns the existing group if its processes still run and class and arguments are equal. If a
-        constructor fails, the next method call on the group raises the constructor's error. Arguments must not be
-        futures.
+        After `restart`, returns the existing group if its processes still run, and if class and arguments are equal.
+        If a constructor fails, the next method call on the group raises the constructor's error. Arguments must not be
+        futures. Raises ContractError if the role already has a group, or is not in the placement.
         """
         if role in self._groups:
             raise ContractError(f"role {role!r} already has a group; make each role once")

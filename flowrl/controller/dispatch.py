@@ -22,7 +22,7 @@ Value = TypeVar("Value", covariant=True)
 
 
 class Future(Generic[Value]):
-    """Result of a call, possibly not computed yet. Other calls accept it as an argument."""
+    """Result of a call, possibly not computed yet. Other calls accept a future as an argument."""
 
     def __init__(self, refs: Sequence[Ref], gather: Gather, mesh: Mesh, fetch: Fetch) -> None:
         self.refs = tuple(refs)

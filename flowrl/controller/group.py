@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class DeviceOwnership:
     """Tracks which processes own the memory of shared devices, and selects the processes to evict before a call.
 
-    Deadlock is impossible: a call waits only for its evictions, and an eviction only for calls submitted earlier.
+    A deadlock is impossible, because a call waits only for its evictions, and an eviction only for earlier calls.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
@@ -70,7 +70,8 @@ class DeviceOwnership:
     def claim(self, slot: Slot) -> list[Slot]:
         """Makes a process the owner of its devices, and returns the previous owners that must be evicted.
 
-        An owner is evicted if it or `slot` can offload. An owner that cannot offload only finishes its calls.
+        An owner is evicted if the owner or `slot` can offload. The eviction of an owner that cannot offload only waits
+        for its calls.
         """
         if slot not in self._sharers:
             return []
@@ -197,7 +198,7 @@ class RemoteMethod(Generic[Parameters, Result, Submitted]):
 class WorkerGroup:
     """The workers of a role. Its attributes are the registered methods of the worker class.
 
-    `Cluster.group` creates it.
+    `Cluster.group` creates groups.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class WorkerGroup:
     def replica(self, rank: int) -> "WorkerGroup":
         """Returns a group with the ranks of one data-parallel replica. `rank` is the data-parallel rank.
 
-        Errors and traces contain ranks within the role. The inline backend has one replica.
+        Errors and traces contain ranks within the role, not within the replica. The inline backend has one replica.
 
         Raises:
             ContractError: the worker class is not `replicated`, or the replica does not exist.
@@ -434,7 +435,7 @@ class WorkerGroup:
         evictions = {i: awaited for i in indices if (awaited := prepare(self.slots[i]))}
         if not evictions or not self.cls.collective:
             return evictions
-        # All ranks wait for all evictions: no rank may enter a collective while a peer waits for its device.
+        # All ranks wait for all evictions, because no rank may enter a collective while a peer waits for its device.
         everything = [eviction for evicted in evictions.values() for eviction in evicted]
         return dict.fromkeys(indices, everything)
 

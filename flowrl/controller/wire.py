@@ -22,7 +22,7 @@ from flowrl.data.batch.block import Block, Description, GatherPlan, LocalRef, Re
 from flowrl.data.batch.payload import Payload, RowSelection, Source, collect, merge
 
 _NEEDS_RAY_PICKLER = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
-"""Matches pickles of objects from `__main__` or Ray, which only Ray's pickler supports."""
+"""Matches pickles of objects from `__main__` or Ray. Only Ray's pickler supports these objects."""
 
 BY_VALUE_BYTES = 64 * 1024
 """Maximum size of rows that are sent inside the request. Larger rows are stored as a separate object."""
@@ -87,7 +87,7 @@ class Request:
     arguments: dict[str, Any]
     contract: Contract
     returns_batch: bool
-    """Whether the result is a table. The contract declares its columns and rows."""
+    """Whether the result is a table. The contract declares the columns and rows of the table."""
     returns_result: bool = True
     """False for ranks that return nothing, because the leader of their replica returns the same rows."""
     profile: Path | None = None
@@ -231,7 +231,7 @@ class References:
 
 
 def lower_arguments(arguments: Arguments, references: References) -> dict[str, Any]:
-    """Returns the wire form of all arguments, and adds their inputs to `references`."""
+    """Returns the wire form of all arguments, and adds the inputs of batches and futures to `references`."""
     return {name: references.lower(value) for name, value in arguments.items()}
 
 

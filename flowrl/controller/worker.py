@@ -213,7 +213,7 @@ class WorkerContext:
     device: str
     mesh: Mesh
     process_group: "ProcessGroup | None" = None
-    """Process group of the ranks of the role; None if the role has one rank."""
+    """Process group of the ranks of the role. None if the role has one rank, or if its ranks do not communicate."""
     colocated: Mapping[str, "Worker"] = field(default_factory=dict)
     """Role -> worker, for the workers of this process."""
     aligned_roles: frozenset[str] = frozenset()
@@ -279,8 +279,8 @@ class Worker(Generic[GroupType]):
     @classmethod
     def call_settings(cls, *args: Any, **kwargs: Any) -> Any:  # Any: the constructor's; the result is for `resolve`
         """Returns the settings on which contracts of calls depend, for `register(resolve=...)`. The driver calls this
-        method once per group. Default: the first argument of the constructor. A constructor with `*args, **kwargs` has
-        the parameters of its base class.
+        method once per group. Default: the first argument of the constructor. For a constructor that only has `*args`
+        and `**kwargs`, the parameters of the base class's constructor apply.
         """
         if args:
             return args[0]

@@ -91,9 +91,7 @@ class Backend(Protocol):
         ...
 
     def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
-        """Waits until `count` references are resolved or failed, or until the timeout. Returns the references that
-        are resolved or failed.
-        """
+        """Waits for `count` resolved or failed references, or until the timeout. Returns these and no pending ones."""
         ...
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
@@ -101,9 +99,7 @@ class Backend(Protocol):
         ...
 
     def probe(self, slot: Slot) -> Ref:
-        """Returns a reference that resolves when the process is idle. If the process has ended, `get` of the reference
-        raises `ProcessLost`.
-        """
+        """Returns a reference that resolves when the process is idle. For an ended process, `get` raises `ProcessLost`."""
         ...
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
@@ -119,10 +115,10 @@ class Backend(Protocol):
         ...
 
     def restore(self, slot: Slot, plan: RecoveryPlan) -> Ref:
-        """Restores the workers of a replacement process before its earlier calls are retried. Does not block. Returns a
-        reference that resolves after the restoration.
+        """Restores the workers of a replacement process before earlier calls are retried in this process. Does not
+        block. Returns a reference that resolves after the restoration.
 
-        Required if the process serves other processes, because its earlier calls may wait for their results.
+        Required for a process that serves other processes, because retried calls may wait for these other processes.
         """
         ...
 

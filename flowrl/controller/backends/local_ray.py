@@ -42,7 +42,7 @@ RAY_SETTINGS = {
 """Default environment variables of a local Ray."""
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable that is 0 in the processes of a local Ray, and in a process that joins it."""
+"""Environment variable that limits Ray to the loopback interface. A local Ray and processes that join it set 0."""
 
 _NEEDED = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
 """Processes without which a local Ray cannot run."""

@@ -65,7 +65,7 @@ class _RayHost(ReplaceableHost):
         name: unique name of the process.
         folder: folder for temporary files on a local Ray. None on a cluster.
         followers: Ray's options for the processes on the other nodes of a replica.
-        gpus: ids of the GPUs that the process uses in addition to the one that Ray has assigned.
+        gpus: ids of the GPUs that the process uses in addition to the GPU that Ray has assigned.
         """
         super().__init__(_read_objects)
         if gpus:
@@ -108,7 +108,7 @@ def _use_interface_of(address: str) -> None:
 
 
 class _RayFollower:
-    """A process on another node of a replica, as a Ray task. Ray ends it with the host that started it."""
+    """A process on another node of a replica, as a Ray task. Ray ends the task with the host that started it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -285,7 +285,7 @@ class RayBackend:
             self._nodes.reserve(pool, kind)
 
     def _forks(self, kind: str) -> bool:
-        """Returns whether the fork server starts the processes, which is possible only on this machine."""
+        """Returns whether the fork server starts the processes. It can do so only on this machine."""
         is_forking = kind == "cpu" if self._fork_workers == "auto" else self._fork_workers
         return bool(is_forking) and self._nodes.address is None
 
@@ -333,7 +333,7 @@ class RayBackend:
             self._methods[(*key, is_resent)] = host.call_encoded.options(**retries)
 
     def _find_shared_gpus(self, slot: Slot) -> list[ray.ObjectRef]:
-        """Returns a reference to the id of each GPU of a slot except for the first, if other processes share them.
+        """Returns a reference to the id of each GPU of a slot except the first. Empty if the GPUs are not shared.
 
         Ray assigns a process a fraction of only one GPU. For each other GPU, a short task therefore takes the same
         fraction of that GPU and returns its id.

@@ -157,7 +157,7 @@ class Calls:
     ) -> CallRecord:
         """Starts to track a submitted call. `inputs` are the references that the call reads.
 
-        `is_start` marks constructors and the setup of process groups, which have a timeout of their own.
+        `is_start` marks constructors and the setup of process groups. Their timeout is `start_timeout_s`.
         """
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, CallRef)}
         if is_start:
@@ -232,8 +232,8 @@ class Calls:
         return self._pump.add(lambda: [record for result in callback() for record in find_records(result)])
 
     def add_ping(self, slot: Slot, send: Callable[[], CallRecord]) -> None:
-        """Registers a function that sends a ping to a process. The driver calls it about once per second while it
-        waits, after the previous ping is done.
+        """Registers a function that sends a ping to a process. While the driver waits, it calls the function about once
+        per second, after the previous ping is done.
         """
         with self.lock:
             self.failures.serving.add(slot)
@@ -297,7 +297,7 @@ class Calls:
             raise error
 
     def wait(self, records: Sequence[CallRecord], timeout_s: float | None) -> None:
-        """Waits until these calls are resolved.
+        """Waits until all calls in `records` are resolved.
 
         Raises:
             FlowError: a call failed. The error is the root cause, possibly the failure of another call.

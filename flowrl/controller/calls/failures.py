@@ -37,7 +37,7 @@ class CallRecord:
     submitted_ns: int
     timeout_s: float | None
     inputs: tuple["CallRecord", ...] = ()
-    """Unfinished calls whose results this call reads."""
+    """Calls whose results this call reads. Empty once this call is resolved."""
     running_since_s: float | None = None
     """Monotonic time when the process and all inputs became available; None before this time."""
     timeout_setting: str = "call_timeout_s"
@@ -311,7 +311,7 @@ class Failures:
             self._resolve(suspicion, now_s)
         self._restorations = {slot: each for slot, each in self._restorations.items() if not each[0].done()}
         if self._restorations:
-            # The replacement has its own limit, and the clients of the process wait for it.
+            # Clients of a lost process wait for its replacement, which has a timeout of its own.
             self.deadlines.restart_clocks({slot: lost_s for slot, (_, lost_s) in self._restorations.items()}, now_s)
         for record in self.deadlines.find_overdue(now_s):
             if record.slot.pool not in self._errors:
@@ -348,7 +348,7 @@ class Failures:
         return end and "; ".join([end, *(f"{role} calls {' and '.join(functions)}" for role, functions in calls)])
 
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
-        """Creates the error of a lost process. Names its current call, or its first role between calls."""
+        """Creates the error of a lost process. Names the process's current call, or its first role between calls."""
         current = self.deadlines.get_current(slot.pool, slot.rank)
         if current is not None and current.method != PING:
             return ProcessLost(current.role, current.rank, slot.node, current.method, cause)

@@ -1,8 +1,8 @@
 """Fork server: imports all modules of a worker once, and forks worker processes for Ray.
 
-Imports of torch and transformers take seconds per process. A fork takes milliseconds and shares their memory. The
-server starts no threads, because these do not survive a fork. It does not import ray, because ray reads the environment
-on import.
+Imports of torch and transformers take seconds per process. A forked process starts in milliseconds and shares the
+memory of the imported modules. The server starts no threads, because these do not survive a fork. The server does not
+import ray, because ray reads the environment on import.
 """
 
 import array
@@ -300,7 +300,7 @@ def _reap() -> None:
 
 
 def survive_fork_server(name: str) -> None:
-    """Lets this process outlive a parent that is killed. A worker process calls this function when Ray manages it.
+    """Lets this process outlive a killed parent. A worker process calls this function as soon as Ray manages it.
 
     If the fork server has started this process, `ForkServer.find_exit(name)` returns its wait status after its end.
     """

@@ -148,7 +148,7 @@ class Host:
     def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
         """Constructs a worker. Raises `WorkerError` if the constructor fails.
 
-        `after` has the reports of the evictions that must finish first. Only the order of calls depends on it.
+        `after` has the reports of the evictions that must finish first. They are only passed to order the calls.
         """
         with _as_worker_error(construction.role, construction.rank, construction.node, "__init__"):
             started_ns = time.time_ns()
@@ -249,8 +249,8 @@ class Host:
         return self._state_ids.get(role, 0) < _last_of(role, states)
 
     def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether a call submitted after `states` has already set worker state, because retries arrive in any
-        order.
+        """Returns whether a call submitted after `states` has already set worker state. This is possible, because
+        retries arrive in any order.
         """
         return self._state_ids.get(role, 0) > _last_of(role, states)
 

@@ -29,9 +29,8 @@ class ProcessEnds:
         self._num_oom_kills = count
 
     def describe(self, process: tuple[str, int], exit_code: int, *, now_s: float, is_own_kill: bool = False) -> str:
-        """Returns how a process (name and id) ended. For `exit_code` and `is_own_kill`, see `describe_end`.
-
-        `now_s` is the current monotonic time. Later calls for the same process return the first description.
+        """Returns how a process (name and id) ended. For `exit_code` and `is_own_kill`, see `describe_end`. `now_s` is
+        the current monotonic time. Later calls for this process return the first description.
         """
         if process not in self._causes:
             has_oom_kill = self._has_oom_kill(now_s)
@@ -68,10 +67,7 @@ def describe_end(exit_code: int, *, is_own_kill: bool, has_oom_kill: bool | None
 
 
 def count_oom_kills() -> int | None:
-    """Returns how many processes of this cgroup the kernel's out-of-memory killer has ended; None if it is unknown.
-
-    If the cgroup has no counter, counts the processes of the machine.
-    """
+    """Returns the number of out-of-memory kills in this cgroup, or else on this machine; None if it is unknown."""
     for path in (*_memory_events(), Path("/proc/vmstat")):
         try:
             count = parse_oom_kills(path.read_text())

@@ -442,8 +442,8 @@ def _check_tp_nodes(role: str, tp: int, nodes: Sequence[int]) -> None:
 def _count_node_dp(mesh: Mesh, nodes: Sequence[int]) -> int | None:
     """Returns the number of data-parallel ranks on each node. `nodes` has the node of each rank.
 
-    None if there is one node, if each node has one such rank, if the nodes have different numbers of ranks, if a node
-    has a part of a data-parallel rank, or with pipeline stages.
+    None if there is one node, if each node has one such rank, or if the nodes have different numbers of ranks. Also
+    None if a data-parallel rank has devices on two nodes, or with pipeline stages.
     """
     blocks = [len(list(ranks)) for _, ranks in groupby(nodes)]
     node_dp, rest = divmod(blocks[0], mesh.sp * mesh.tp)

@@ -7,8 +7,8 @@ from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
 
 Transport = Literal["shared", "local", "object_store", "adapter", "cuda_ipc", "nccl", "gloo"]
 """Name of a transport. `shared` transfers nothing, because the rollout uses the weights in the actor's processes. With
-`local`, the rollout runs in the actor's processes and copies the weights there. `adapter` sends only a LoRA adapter
-through the object store.
+`local`, the rollout runs in the actor's processes and copies the weights within each process. `adapter` sends only a
+LoRA adapter through the object store.
 """
 
 
@@ -74,7 +74,7 @@ def choose_transport(
     via = config.transfer.via
     transport = _transport_between(actor, rollout, kind, config, shares_model and actor.mesh.pp == 1)
     if transport == "cuda_ipc" and offloads and via == "auto":
-        transport = "object_store"  # until CUDA IPC between roles that offload has run on a GPU
+        transport = "object_store"  # CUDA IPC between roles that offload is not tested on GPUs yet
     if transport == "object_store" and sends_adapter:
         return "adapter"
     if transport not in ("nccl", "gloo") or not per_replica:
