@@ -123,7 +123,7 @@ def find_capabilities(
         known: capabilities of the included engines by name.
         what: kind of engine, for messages.
         kind: type of the capabilities.
-    Raises ImportNameError if the name is unknown, if the import fails, or if the class has no such attribute.
+    Raises ImportNameError if the name is unknown, if the import fails, or if the class lacks the attribute.
     """
     if name in known:
         return known[name]
@@ -194,7 +194,7 @@ class Dependency:
 
     is_error: bool = True
     """Whether a setting without effect is rejected. If False, the run logs a warning when it starts. False is for
-    settings that a coefficient or an interval of 0 disables, because users also set the 0 temporarily.
+    settings that a coefficient or an interval of 0 disables, because users may set 0 only temporarily.
     """
 
 
@@ -236,7 +236,7 @@ class Config(BaseModel):
             yield from (f"{change}, but {reason}" for change in self._describe_changes(name))
 
     def _names_of_unused(self, *, is_error: bool) -> dict[str, str]:
-        """Returns name and reason of each setting without effect, also of settings that have their default.
+        """Returns name -> reason for each setting without effect, including settings with their default value.
 
         The names are relative to the group. `is_error` selects dependencies, as in `find_unused`.
         """
@@ -351,7 +351,7 @@ class OneOf:
     """Annotation that makes a union of `Member` classes a tagged union, in which `module:function` is a valid tag."""
 
     default: str | None = None
-    """Name that is used if the settings have none. None requires a name."""
+    """Name of the selected member if the settings have no name. None requires a name."""
 
     allows_bare_name: bool = False
     """True: accepts the bare name instead of a mapping of settings."""

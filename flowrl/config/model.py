@@ -159,8 +159,8 @@ class WeightGroupConfig(Config):
     """A group of weights with its own learning rate or weight decay."""
 
     weights: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """Patterns of weight names, such as [value_head.*]; `*` matches any text. Names are those of the model in
-    transformers. In a critic, the prefix `backbone.` precedes them, and in a reward model, `model.`."""
+    """Patterns of weight names, such as [value_head.*]; `*` matches any text. The names are as in transformers' models.
+    In a critic, they have the prefix `backbone.`, and in a reward model, `model.`."""
 
     lr: PositiveFloat | None = None
     """Peak learning rate. It follows the schedule of the optimizer. Null uses the optimizer's peak learning rate."""
@@ -319,7 +319,7 @@ class EngineConfig(Config):
     offload: Literal["none", "optimizer", "parameters", "idle", "auto"] = "none"
     """CPU offload on GPUs. `optimizer`: optimizer state between steps. `parameters`: weights and optimizer state except
     for the running layer (fsdp). On a single GPU, each layer then waits for its copy. `idle`: all state while another
-    role uses the device. `auto`: the first of none, optimizer and, for fsdp, parameters that fits the memory."""
+    role uses the device. `auto`: the first of none, optimizer and (fsdp) parameters for which the memory suffices."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of matrix products. Null: bfloat16 for float32 weights on GPUs, and otherwise the dtype of the weights.
@@ -342,9 +342,9 @@ class EngineConfig(Config):
 
     compile: bool | Literal["auto"] = "auto"
     """Compile the layers, and the head of a language model, with torch.compile. Steps are faster, except for the first,
-    which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs. It does not compile
-    with fsdp, tp, sp, pp, `lora.base_quantization` or `deterministic: true`, mixtures of experts, and on hosts without
-    a C compiler or Python's headers."""
+    which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs. Exceptions are fsdp,
+    tp, sp, pp, `lora.base_quantization`, mixtures of experts, `deterministic: true`, and hosts without a C compiler or
+    Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp and zero1: all-reduce the gradients in buckets during the last backward pass of `update`, instead of
@@ -360,7 +360,7 @@ class EngineConfig(Config):
     """Maximum tokens per rank and forward pass, including padding. A longer sequence forms its own micro-batch."""
 
     def sharding_settings(self) -> dict[str, Any]:
-        """Returns the settings that have an effect only on sharded models, by name."""
+        """Returns name -> value of the changed settings that have an effect only on sharded models."""
         settings = {
             "shard_ranks": (self.shard_ranks, self.shard_ranks is not None),
             "reshard_after_forward": (self.reshard_after_forward, not self.reshard_after_forward),
@@ -435,8 +435,8 @@ def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bf
 def compiles(engine: EngineConfig, *, on_gpu: bool, is_parallel: bool, is_deterministic: bool) -> bool:
     """Returns whether the layers of a model are compiled, if the host has a compiler.
 
-    `auto` compiles on GPUs. Exceptions are layers with collectives (FSDP2, `tp`, `sp`) and pipeline stages, which are
-    not tested compiled on GPUs, and deterministic mode, because torch selects compiled kernels by measured time.
+    `auto` compiles on GPUs, with two exceptions. Layers with collectives (FSDP2, `tp`, `sp`) and pipeline stages are
+    not tested compiled on GPUs. In deterministic mode, torch would select compiled kernels by measured time.
     """
     if engine.compile == "auto":
         return on_gpu and not is_parallel and not is_deterministic

@@ -185,11 +185,11 @@ class ActorConfig(TrainedConfig):
     """Policy loss: a name, or a mapping with its kind and its settings."""
 
     old_logprobs: Literal["auto", "current", "rollout", "recompute"] = "auto"
-    """Source of the log-probabilities before the update (old), to which the loss compares the current ones. `current`:
-    the current ones without gradient, which equal the old ones if a step has one update. `rollout`: the column
-    `rollout_logprobs`. `recompute`: an additional forward pass. `auto` selects `current` if a step has one update and
-    only the loss reads old log-probabilities. Otherwise, `auto` selects `rollout` if an `hf` rollout uses the actor's
-    float32 weights, or else `recompute`.
+    """Source of the old log-probabilities (before the update), with which the loss compares the current ones.
+    `current`: the current log-probabilities without gradient. These equal the old ones if a step has one update.
+    `rollout`: the column `rollout_logprobs`. `recompute`: an additional forward pass. `auto` selects `current` if a
+    step has one update and only the loss reads old log-probabilities. Otherwise, `auto` selects `rollout` if an `hf`
+    rollout uses the actor's float32 weights, or else `recompute`.
     """
 
     entropy_coef: NonNegativeFloat = 0.0
@@ -305,8 +305,8 @@ class RewardModelConfig(TrainedConfig):
 
 
 class ReferenceConfig(RoleConfig):
-    """A frozen policy, such as the reference for the KL, or a teacher. A colocated actor that trains a LoRA adapter of
-    the same model replaces it, with the adapter disabled.
+    """A frozen policy, such as the reference for the KL, or a teacher. If a colocated actor trains a LoRA adapter of
+    this model, the actor's model with the adapter disabled is used, and no other model is loaded.
     """
 
     OUTPUTS = ("logprobs",)
@@ -414,7 +414,7 @@ class RolloutConfig(RoleConfig):
     keep_turn_cache: bool = True
     """Keep the KV cache of an episode while its environment replies, so that the next turn processes new tokens only.
     The memory grows with the number of episodes that wait. False: each turn prefills all earlier turns again. Only
-    engine hf can disable it. For vllm, see vllm.prefix_caching."""
+    engine hf supports false. For vllm, see vllm.prefix_caching."""
 
     max_num_seqs: PositiveInt | None = None
     """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16. Null: 256,
@@ -580,7 +580,7 @@ ModelRoleConfig = TrainedConfig | ReferenceConfig | ScoringModelConfig
 
 
 def roles_of(config: Config) -> dict[str, RoleConfig]:
-    """Returns the settings of all roles of a run's config, by role."""
+    """Returns role -> settings, for all roles of a run's config."""
     fields = ((name, value) for name, value in config if isinstance(value, RoleConfig))
     return {role: settings for name, value in fields for role, settings in value.roles(name).items()}
 
@@ -592,7 +592,7 @@ def keys_of(config: Config) -> dict[str, str]:
 
 
 def models_of(config: Config) -> dict[str, ModelRoleConfig]:
-    """Returns the settings of all roles that can have a model, by role."""
+    """Returns role -> settings, for all roles that can have a model."""
     return {role: value for role, value in roles_of(config).items() if isinstance(value, ModelRoleConfig)}
 
 

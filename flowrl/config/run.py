@@ -115,7 +115,7 @@ class ProfileConfig(Config):
     """Profiles of calls in the folder `profiles/` of the output folder; `docs/observability.md` has an example."""
 
     steps: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
-    """Steps of which profiles are recorded, such as [10]. The first steps of a run are not typical."""
+    """Steps of which profiles are recorded, such as [10]. Select later steps, because the first steps are atypical."""
 
     ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] = (0,)
     """Ranks whose calls are recorded, in each role."""
@@ -224,7 +224,7 @@ class RunConfig(Config):
 
     deterministic: bool = False
     """Make a run on GPUs repeatable bit by bit, with torch's deterministic algorithms and vLLM's batch-invariant mode.
-    These are slower. Runs on CPUs are repeatable without this setting.
+    Both are slower. Runs on CPUs are repeatable without this setting.
     """
 
     backend: Literal["ray", "inline"] = "ray"

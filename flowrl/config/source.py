@@ -172,7 +172,7 @@ def _entry(group: dict[str, Any] | list[Any], name: str | int, key: Key, where: 
 
 
 def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:
-    """Parses YAML. Returns the value and the location of each key: `where`, and with `numbered` the line. Raises
+    """Parses YAML. Returns the value, and the location of each key: `where`, and with `numbered` also the line. Raises
     ConfigError.
     """
     loader = _Loader(text)

@@ -156,7 +156,7 @@ class EvaluationSet(Config):
 
     every: NonNegativeInt | None = None
     """Number of steps between evaluations of this set; null is `evaluate_every`. With a number above 0, the set is also
-    evaluated before the first step and after the last step. 0 never evaluates it.
+    evaluated before the first step and after the last step. 0 never evaluates the set.
     """
 
     rows: PositiveInt | None = None
@@ -177,8 +177,8 @@ class DifficultyConfig(Config):
     """Selection of training prompts by their success: the mean score of a prompt's responses (docs/data.md)."""
 
     column: str | None = None
-    """Column of the dataset with the initial success of each prompt, such as a pass rate from 0 to 1. It counts as a
-    measurement. If this setting or the value of a row is null, the success is unknown before the first measurement.
+    """Column of the dataset with the initial success of each prompt, such as a pass rate from 0 to 1. A value counts as
+    a measurement. If this setting or the value of a row is null, the success is unknown before the first measurement.
     """
 
     min: float | None = None
@@ -188,8 +188,8 @@ class DifficultyConfig(Config):
     """Largest success of a prompt that is used; null sets no limit."""
 
     revisit: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Probability that a prompt outside of [min, max] is used instead of skipped. The new measurement may return it to
-    the range. 0 never uses it again.
+    """Probability that a prompt outside of [min, max] is used instead of skipped. The new measurement may return the
+    prompt to the range. With 0, such a prompt is never used again.
     """
 
     candidates: Annotated[int, Field(ge=2)] = 8
@@ -226,7 +226,7 @@ class DataConfig(Config):
     """
 
     test: Files | None = None
-    """Evaluation data. Without it and `tests`, there is no evaluation."""
+    """Evaluation data. Without `test` and `tests`, there is no evaluation."""
 
     tests: Mapping[str, _AnySet] = Field(default_factory=dict)
     """Additional evaluation sets by name. A set is a path, a list of files, or a mapping with its own settings, such as
@@ -342,18 +342,18 @@ class RowsConfig(Config):
     """Settings of `flowrl data check` and `flowrl data show`, which select and tokenize rows."""
 
     files: Annotated[tuple[_AnyFile, ...], Field(strict=False, min_length=1)]
-    """Files to read. Weights are ignored: set them in the run that reads the prepared folder."""
+    """Files to read. Weights are ignored, because the run that reads the prepared folder sets them."""
 
     tokenizer: FilePath | None = None
     """Folder of the model or tokenizer, or a Hub name. `flowrl data check` also works without it."""
 
     kind: Literal["prompts", "sft", "preference", "kto", "text"] | None = None
     """Kind of training: prompts for reinforcement learning, responses for SFT, preference pairs, single labeled
-    responses (KTO), or plain text. Null infers it from the first row.
+    responses (KTO), or plain text. Null infers the kind from the first row.
     """
 
     template: FilePath | None = None
-    """Conversation template file. It is created from the tokenizer if it does not exist. Null uses the template in
+    """Conversation template file. A file that does not exist is created from the tokenizer. Null uses the template in
     the tokenizer's folder.
     """
 
@@ -391,7 +391,7 @@ class RowsConfig(Config):
     """
 
     duplicates: Literal["keep", "drop"] = "drop"
-    """Rows whose messages equal those of an earlier row."""
+    """Treatment of rows whose messages equal the messages of an earlier row."""
 
     near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Minimum similarity (Jaccard index of word 5-grams) of near duplicates, such as 0.8. A near duplicate of an

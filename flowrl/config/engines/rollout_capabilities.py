@@ -29,7 +29,7 @@ class Quantization:
     dtypes: tuple[str, ...] | None = None
     """Supported dtypes of the weights before the quantization; None is all dtypes of the engine."""
     packages: tuple[Package, ...] = ()
-    """Packages in addition to those of the engine."""
+    """Packages that the quantization needs in addition to the engine's packages."""
     deterministic: bool = True
     """On GPUs, the logits of a row do not depend on the other rows of the batch, as `deterministic` of a run
     requires."""
@@ -43,8 +43,8 @@ class EngineCapabilities:
     """The engine needs a process without other roles. Otherwise, it also runs in the processes of the actor and in the
     inline backend."""
     shares_weights: bool = False
-    """In a process of the actor, the engine generates with the actor's weights and has no copy of them, unless it is
-    quantized."""
+    """In a process of the actor, the engine generates with the actor's weights instead of a copy, except with
+    quantization."""
     gpu_transports: tuple[GpuTransport, ...] = ()
     """Transports of weights between GPUs. Every engine also loads weights from the object store."""
     streaming: bool = False
@@ -59,8 +59,8 @@ class EngineCapabilities:
     dimensions: tuple[Literal["tp", "pp"], ...] = ()
     """Parallel sizes that a role with this engine may have in the placement. One engine then uses several devices."""
     partial_models: bool = False
-    """With `model.strict: false`, the engine loads a model whose files lack weights or have unexpected weights in the
-    same way as the trainer."""
+    """With `model.strict: false`, the engine treats missing and unexpected weights in a model's files as the trainer
+    does."""
     matches_trainer: bool = False
     """The engine computes with the model code of the trainer, so log-probabilities differ only by rounding. Otherwise,
     `algorithm.correction: auto` corrects the difference."""

@@ -1,4 +1,4 @@
-"""Rollout engines and their capabilities, also those of a user, and the settings of the weight sync."""
+"""Capabilities of rollout engines, also of a user's engine, and the settings of the weight sync."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial

@@ -62,7 +62,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "spec_model": "set speculative_config",
     "spec_tokens": "set speculative_config",
 }
-"""Argument of vLLM's engine that flowrl does not pass on -> what to do instead, or why not."""
+"""Argument of vLLM's engine that flowrl rejects -> alternative, or reason."""
 
 _OWN_PREFIXES: Mapping[str, str] = {
     "data_parallel_": "give the role more devices",
@@ -110,7 +110,7 @@ def find_speculation_problem(arguments: Mapping[str, Any], device: DeviceKind) -
 
 
 class VllmConfig(Config):
-    """Settings of the vLLM engine. All except `engine_args` change only time and memory."""
+    """Settings of the vLLM engine. All except `dtype` and `engine_args` change only time and memory."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of weights and activations. Null: on GPUs the actor's `compute_dtype`, and for a judge bfloat16; on CPUs

@@ -43,9 +43,9 @@ class HealthConfig(Config):
     """
 
     steps: PositiveInt = 10
-    """Number of recent steps of which most checks compare the median with their limit, so that a single noisy step has
-    no effect. These checks need the values of this many steps. Three checks report a value far beyond the limit
-    sooner (docs/observability.md).
+    """Number of recent steps. Most checks compare the median over these steps with their limit, so that a single noisy
+    step has no effect. These checks need the values of this many steps. Three checks report a value far beyond the
+    limit sooner (docs/observability.md).
     """
 
     skipped_updates: Share | None = 0.5
@@ -73,7 +73,7 @@ class HealthConfig(Config):
     """Largest share of the experts of a mixture of experts that receive no token in a step (`ROLE/dead_experts`)."""
 
     kl_growth: PositiveFloat | None = 1.0
-    """Largest KL of the policy to the reference in nats per token. A KL below that of the first step is no finding."""
+    """Largest KL of the policy to the reference in nats per token. A KL below its value in step 1 is no finding."""
 
     entropy_collapse: Share | None = 0.05
     """Smallest entropy of the policy, as a fraction of its entropy in the first step. The limit is multiplied by the
@@ -117,12 +117,13 @@ class HealthConfig(Config):
     """Largest share of the time during which a device runs no call."""
 
     low_mfu: Share | None = 0.1
-    """Smallest model FLOPs utilization of a role in its forward and backward passes (`usage/ROLE/mfu`). It is only
-    measured on GPUs with a known peak, and with `report.peak_tflops`.
+    """Smallest model FLOPs utilization of a role in its forward and backward passes (`usage/ROLE/mfu`). The utilization
+    is measured only on GPUs with a known peak, or with `report.peak_tflops`.
     """
 
     record_on: HealthChecks = ()
-    """Names of checks. After the first finding of each of them, the next step is recorded for `flowrl replay`."""
+    """Names of checks. After the first finding of each of these checks, the next step is recorded for `flowrl replay`.
+    """
 
     stop_on: HealthChecks = ()
     """Names of checks whose findings end the run. The run then completes the current step, saves a checkpoint if

@@ -45,7 +45,7 @@ class EnvironmentConfig(RoleConfig):
     """Maximum number of observed timeouts of an episode. The next timeout is a failure."""
 
     restarts: NonNegativeInt = 3
-    """Maximum number of times that an episode starts again after its process was lost, with new responses."""
+    """Maximum number of restarts of an episode after its process was lost. A restarted episode has new responses."""
 
     memory_mb: PositiveFloat | None = None
     """Largest memory of a process, in MB (10^6 bytes). Null sets no limit."""

@@ -106,7 +106,7 @@ class ChoiceVerdict(VerdictConfig):
     choices: Annotated[Mapping[str, float], Field(min_length=2)] = Field(
         default_factory=lambda: {"A": 1.0, "B": 0.0, "C": 0.5}
     )
-    """Score of each word. A word without a score is a failure. For a pairwise judge, the score is that of the first
+    """Score of each word. A word without a score is a failure. For a pairwise judge, this is the score of the first
     response: 1 if it is better, 0 if it is worse, and 0.5 for a tie.
     """
 
@@ -266,8 +266,8 @@ class JudgeConfig(RoleConfig):
 
     @property
     def generation(self) -> RolloutConfig:
-        """Settings of the engine, in the form of rollout settings. For a judge with temperature 0, these settings have
-        temperature 1, and each request has temperature 0.
+        """Settings of the engine, in the form of rollout settings. These do not allow temperature 0. A greedy judge
+        therefore has temperature 1 in them, and sets temperature 0 in each request.
         """
         settings: dict[str, Any] = {
             "engine": self.engine,

@@ -155,7 +155,7 @@ class RewardConfig(RewardSource):
     """Number of processes that call reward functions, over all ranks of the role."""
 
     timeout_s: PositiveFloat = 60.0
-    """Timeout of one call of a reward function in seconds. After the timeout, its process is killed and replaced."""
+    """Timeout of one call of a reward function in seconds. After the timeout, the process is killed and replaced."""
 
     retries: NonNegativeInt = 0
     """Number of times that a failed call is repeated, in a different process."""
