@@ -35,7 +35,7 @@ class ChatSession:
         self._system = system
         self._turns: list[Turn] = []
         self._num_outdated = 0
-        """Number of turns with outdated tokens, because the system message or the model has changed since then."""
+        """Number of turns with outdated tokens, because the system message or the model changed after these turns."""
         self.rewrites_turns = False
         """Whether the chat template changes earlier turns, so that each response needs all turns tokenized again."""
 

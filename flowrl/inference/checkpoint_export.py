@@ -67,7 +67,7 @@ def export_checkpoint(
 
 
 def find_exported_role(checkpoint: Checkpoint) -> str:
-    """Returns the actor, or the only role with a model. Raises CheckpointError if the role is not determined."""
+    """Returns the actor, or else the only role with a model. Raises CheckpointError if there is none or several."""
     roles = roles_with_model(checkpoint.path)
     if "actor" in roles or len(roles) == 1:
         return "actor" if "actor" in roles else roles[0]

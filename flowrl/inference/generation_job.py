@@ -30,7 +30,7 @@ _UNLIMITED = 2**31
 
 
 def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: ModelSource) -> None:
-    """Generates the responses of a valid job to its prompts (`read_job`).
+    """Generates the responses of a job. `conversations` are the prompts that `read_job` has returned.
 
     Raises:
         UserError: a prompt, the model or the output does not suit the settings.

@@ -30,7 +30,7 @@ TRAINING = "training"
 _SETTINGS = ("steps", "batch_size", "samples_per_prompt", "epochs", "seed", "algorithm.estimator", "actor.loss.kind",
              "actor.optimizer.lr", "actor.optimizer.schedule", "actor.kl_loss_coef", "algorithm.kl_coef",
              "rollout.max_response_tokens", "rollout.temperature", "schedule.kind", "actor.lora.rank")  # fmt: skip
-"""Settings that the card shows. `training/config.yaml` has all."""
+"""Settings that the card shows. `training/config.yaml` has all settings."""
 
 _SET_METRICS = ("accuracy", "validation_loss", "agreement")
 """Metrics that each evaluation set has. For the set NAME, they end with `/NAME`."""

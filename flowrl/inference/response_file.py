@@ -68,7 +68,7 @@ class StreamOutput:
 
 
 def check_is_new(path: Path) -> None:
-    """Raises UserError if the file of complete rows exists."""
+    """Raises UserError if the output file already exists."""
     if path.exists():
         raise UserError(f"--output: {path} already exists: remove it, or choose another file")
 

@@ -47,7 +47,7 @@ def evaluate_models(
     models and settings are checked before the first evaluation.
 
     Args:
-        models: model folders, Hub names, run folders or checkpoint folders. The first is the baseline of differences.
+        models: model folders, Hub names, run folders or checkpoint folders. The first model is the baseline.
         arguments: tasks and settings.
         console: where to print.
         step: step of the checkpoint of each run folder. None: the trained model.

@@ -63,8 +63,8 @@ def evaluate_harness(
 ) -> dict[str, TaskScores]:
     """Returns the scores of a model by task and metric, such as `arc_easy/acc`.
 
-    A metric that is a mean over documents has one score per document. Another metric, such as perplexity, has only its
-    value, and its scores are NaN.
+    A metric that is a mean over documents has one score per document. For other metrics, such as perplexity, only the
+    value over all documents is known, and the scores are NaN.
 
     Args:
         tasks: names of tasks or groups, or paths of YAML files of tasks.

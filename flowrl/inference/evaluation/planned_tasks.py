@@ -228,7 +228,7 @@ def _build(
 
 
 def _shorten(message: str, base: Settings) -> str:
-    """Shortens an error message: replaces a section of the run's settings, which may be long, by its name."""
+    """Shortens an error message. Replaces each section of the run's settings, which may be long, by its name."""
     for name, value in base.items():
         message = message.replace(f"{name}={json.dumps(value)}", f"{name} of the run")
     return message

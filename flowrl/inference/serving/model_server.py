@@ -57,7 +57,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients must send. None allows all clients. The server reads it from its environment, because other
+    """Key that clients must send. None allows all clients. The server reads the key from its environment, because other
     users can see its command line.
     """
     name: str | None = None
@@ -71,7 +71,7 @@ class ServerSettings:
     replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that the server uses."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine, as `rollout.vllm.engine_args`."""
+    """Further arguments of vLLM's engine, as in `rollout.vllm.engine_args`."""
 
 
 def check_server(settings: ServerSettings) -> None:
