@@ -1,6 +1,6 @@
 """The parser of all command lines, and the types of options whose values are numbers.
 
-An invalid command line is one sentence, like every other error. It says what is allowed.
+The error message for an invalid command line is one sentence, which names the allowed values.
 """
 
 import argparse
