@@ -48,7 +48,7 @@ class SnapshotTransfer(WeightTransfer, Protocol):
 
 
 class _BucketTransfer:
-    """Base class of the transports of all weights. A transport sends them in buckets of at most `bucket_mb`."""
+    """Base class of the transports of all weights. A transport sends buckets of at most `bucket_mb`, or one weight."""
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
@@ -246,7 +246,7 @@ class WeightSync:
     def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
         """Sends the actor's current weights as `version`. Returns the comparison of the weights, if enabled.
 
-        A rollout in the actor's processes shares the weights and gets only the version number.
+        If the rollout reads the actor's weights in its own process, sends only the version number.
         """
         if has_weights_in_process(actor, rollout):
             rollout.set_version.submit(version)
