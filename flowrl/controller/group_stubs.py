@@ -171,7 +171,7 @@ def _with_separators(parameters: Iterable[_Parameter]) -> Iterator[str]:
 
 
 def _argument_type(annotation: ast.expr | None, contract: Contract) -> ast.expr | None:
-    """Returns the type that the driver passes: a batch for a table, and a value or a future of it for other types."""
+    """Returns the type that the driver passes: a batch for a table, and otherwise a value or a future of the value."""
     if annotation is None:
         return None
     annotation = _unquoted(annotation)
@@ -249,7 +249,7 @@ class _Imports:
     """Import statements of a stub."""
 
     _found: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(module, name in that module) -> name in the stub, as in `_Scope.sources`."""
+    """(module of origin, name in that module; empty for an imported module) -> name in the stub."""
 
     def add(self, module: str, name: str) -> None:
         self._found[module, name] = name

@@ -99,7 +99,7 @@ class Backend(Protocol):
         ...
 
     def probe(self, slot: Slot) -> Ref:
-        """Returns a reference that resolves when the process is idle. For an ended process, `get` raises `ProcessLost`."""
+        """Returns a reference that resolves when the process is idle. If it has ended, `get` raises `ProcessLost`."""
         ...
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
