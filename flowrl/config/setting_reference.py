@@ -148,7 +148,7 @@ class _Section:
 
     classes: Classes
     keys: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Key -> names of the recipes."""
+    """Key -> names of the recipes that have this key."""
     omitted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Key -> settings of the section that the group with this key does not accept."""
     recipes: str = ""

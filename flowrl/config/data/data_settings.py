@@ -239,12 +239,12 @@ class DataConfig(Config):
     """
 
     too_long: TooLong = "refuse"
-    """Rows with more than max_prompt_tokens. `refuse`: raise an error with file and line before the run starts.
-    `drop`: drop the row. `truncate`: drop the first turns of a prompt, or the end of a response.
+    """Treatment of rows with more than max_prompt_tokens. `refuse`: raise an error with file and line before the run
+    starts. `drop`: drop the row. `truncate`: drop the first turns of a prompt, or the end of a response.
     """
 
     trailing_assistant: RefuseOrDrop = "refuse"
-    """Prompts that end with the assistant. `refuse`: raise an error. `drop`: remove the last message."""
+    """Treatment of prompts that end with the assistant. `refuse`: raise an error. `drop`: remove the last message."""
 
     ignored_message_keys: MessageKeys = ()
     """Keys of turns that are not read, such as `[language, timestamp]`. A row with another unknown key is invalid. Do
@@ -376,13 +376,13 @@ class RowsConfig(Config):
     """Maximum number of trained tokens of a row, or of each side of a preference pair. Null sets no limit."""
 
     too_long: TooLong = "drop"
-    """Rows above max_tokens. `refuse`: stop with file and line. `drop`: drop the row. `truncate`: drop the first
-    turns of a prompt, or the end of a response.
+    """Treatment of rows above max_tokens. `refuse`: stop with file and line. `drop`: drop the row. `truncate`: drop the
+    first turns of a prompt, or the end of a response.
     """
 
     trailing_assistant: RefuseOrDrop = "drop"
-    """Prompts that end with the assistant. `refuse`: drop the row, or stop in strict mode. `drop`: remove the last
-    message.
+    """Treatment of prompts that end with the assistant. `refuse`: drop the row, or stop in strict mode. `drop`: remove
+    the last message.
     """
 
     ignored_message_keys: MessageKeys = ()

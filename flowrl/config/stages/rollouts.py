@@ -74,7 +74,7 @@ class RolloutRunConfig(DatasetConfig):
     """
 
     dynamic_sampling: DynamicSampling | None = None
-    """Drops groups without signal and generates others. Null trains on all groups."""
+    """Drops groups whose scores are all equal, and generates other groups. Null trains on all groups."""
 
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on the held-out prompts in `data`."""
