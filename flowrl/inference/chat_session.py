@@ -37,7 +37,7 @@ class ChatSession:
         self._num_outdated = 0
         """Number of turns with outdated tokens, because the system message or the model changed after these turns."""
         self.rewrites_turns = False
-        """Whether the chat template changes earlier turns, so that each response needs all turns tokenized again."""
+        """Whether the chat template changes earlier turns, so that all turns are tokenized again for each response."""
 
     @property
     def turns(self) -> Sequence[Turn]:

@@ -26,7 +26,7 @@ class StopMatch:
 
 
 class StopStrings:
-    """Texts that end a response. The searched text has special tokens only if one of the texts contains one."""
+    """Texts that end a response. They are searched without special tokens, unless a text contains a special token."""
 
     def __init__(self, chat: ChatTokenizer, texts: Sequence[str]) -> None:
         self._chat, self._texts = chat, tuple(texts)
