@@ -64,7 +64,7 @@ class DataFile(Config):
     """Number of rows of `reasoning_gym`, over all tasks."""
 
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
-    """Seed of the rows of `reasoning_gym`. Other seeds and splits generate different rows."""
+    """Seed of the rows of `reasoning_gym`. Other seeds and splits generate rows from other random numbers."""
 
     system: str | None = None
     """System message of rows from `reasoning_gym`: text, or the name of one of reasoning-gym's system prompts. The

@@ -50,8 +50,8 @@ class KeyMiddleware:
     """ASGI middleware of vLLM's server (`--middleware`) that responds to requests without the key with status 401.
 
     vLLM itself requires the key only for the paths of its OpenAI interface, and not, for example, for its tokenizer and
-    metrics. Liveness checks need no key. Preflight requests of browsers need no key either, because vLLM's own
-    middleware responds to them.
+    metrics. Liveness checks need no key. Preflight requests of browsers need no key either, because vLLM itself
+    responds to them.
     """
 
     def __init__(self, application: Application) -> None:
