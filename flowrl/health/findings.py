@@ -14,16 +14,17 @@ FILE = "health.jsonl"
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that a check has found: its steps, and how far the value is beyond the threshold."""
+    """A problem that a check has found, with its steps, its worst value and the threshold."""
 
     check: str
     """Name of the check, which is the setting `health.<check>`."""
 
     step: int
-    """First step."""
+    """First step of the finding."""
 
     last_step: int
-    """Last step so far. Some steps in between may be healthy, because a short recovery does not end a finding."""
+    """Last step of the finding so far. Steps between may be healthy, because a short recovery does not end a finding.
+    """
 
     value: float
     """Worst value so far."""

@@ -19,7 +19,7 @@ class _CheckState:
     num_findings: int = 0
     """Number of findings so far."""
     num_healthy: int = 0
-    """Number of healthy measurements since the last one beyond the threshold."""
+    """Number of healthy measurements since the last measurement beyond the threshold."""
     reported: float = 0.0
     """Distance between value and threshold in the last message."""
 
@@ -36,7 +36,9 @@ class HealthMonitor:
         self._checks = [(check, settings[check.name]) for check in CHECKS if settings[check.name] is not None]
         self._states = {check.name: _CheckState() for check, _ in self._checks}
         self.findings: list[Finding] = []
-        """All findings by their first step. Those of one step are in the order of `CHECKS`: causes before effects."""
+        """All findings by their first step. Findings of the same step have the order of `CHECKS`, causes before
+        effects.
+        """
 
     def add(self, step: int, record: Mapping[str, float]) -> list[Finding]:
         """Checks the record of a step. Returns the findings that begin or have become clearly worse in this step."""
@@ -87,6 +89,6 @@ class HealthMonitor:
 
 
 _MIN_DISTANCE = 0.1
-"""Lower limit of the earlier distance that must double until a finding is clearly worse. Half of the threshold is
-another lower limit, which a threshold near 0 does not provide.
+"""Smallest distance that `2 *` is applied to: a finding becomes clearly worse at max(2 d, threshold, 2 x this value),
+where d is the last reported distance. Limits messages of checks with a threshold near 0.
 """

@@ -21,14 +21,14 @@ WINDOW_MULTIPLE = 4
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """A held-out metric in one evaluation, and the corresponding training metric at that time."""
+    """A held-out metric in one evaluation, and the corresponding training metric at the time of the evaluation."""
 
     low: float
-    """Value of the metric if failed rewards had the worst score. Without failed rewards, both bounds are equal."""
+    """Value of the metric if failed rewards had the worst score. Equals `high` if no reward failed."""
     high: float
     """Value of the metric if failed rewards had the best score."""
     training: Record
-    """Median of the training metric over the last steps, by name; empty for the initial model."""
+    """Median of the training metric over the last steps, by its name; empty for the initial model."""
 
 
 class StepWindow:
@@ -98,7 +98,7 @@ class StepWindow:
         return None if values is None else median(values)
 
     def first_value(self, name: str) -> float | None:
-        """Returns the first value of a metric in the first `steps` steps, of which some may lack it, or None."""
+        """Returns the first value of a metric in the first `steps` steps, or None. Skips steps without the metric."""
         return next((record[name] for record in self.first if name in record), None)
 
     def first_median(self, name: str) -> float | None:

@@ -18,7 +18,7 @@ from flowrl.timing.step_time import DeviceIndex, StepTime
 
 
 def render_time(step: StepTime) -> str:
-    """Returns a table with one line per phase, the sum, and the assumptions with their sources."""
+    """Returns a table with one line per phase, the sum, and the assumed rates with their sources."""
     lengths, rates = step.lengths, step.rates
     rows = [["phase", "devices", "parts in seconds", "seconds", "MFU"]]
     for phase in step.phases:
@@ -48,7 +48,7 @@ def render_time(step: StepTime) -> str:
 
 _TRAINING: tuple[AssumedRate, ...] = (TRAINING, MEMORY, LINK)
 _ROLLOUT = (*_TRAINING, GENERATION, DECODE_WAIT, EAGER_DECODE_WAIT, WEIGHT_SYNC, PAGEABLE_COPY)
-"""Assumptions of every run, and of runs with a rollout."""
+"""Assumed rates of every run (`_TRAINING`), and of runs with a rollout."""
 
 
 def _describe_devices(devices: Sequence[DeviceIndex]) -> str:
