@@ -1,4 +1,4 @@
-"""Peak FLOP/s of GPUs, which model FLOPs utilization (MFU) is relative to."""
+"""Peak FLOP/s of GPUs, the denominator of model FLOPs utilization (MFU)."""
 
 _DENSE_BFLOAT16: tuple[tuple[str, float], ...] = (
     # Names of PCIe and NVL cards come before those of SXM modules, of which they contain the name.
@@ -13,17 +13,17 @@ _DENSE_BFLOAT16: tuple[tuple[str, float], ...] = (
     ("L4", 121e12),
     ("A10", 125e12),
 )
-"""Part of the device name -> peak FLOP/s of dense bfloat16 matrix products, without sparsity. The first match counts.
+"""Part of the device name -> peak FLOP/s of dense bfloat16 matrix products, without sparsity. The first match is used.
 
-From NVIDIA's data sheets of these products. They list twice these values for the GPUs whose figures are "with
-sparsity".
+From NVIDIA's data sheets of these products. For GPUs whose figures are "with sparsity", the data sheets list twice
+these values.
 """
 
 
 def find_peak_flops(device_name: str) -> float | None:
     """Returns the peak FLOP/s of dense bfloat16 matrix products of a device, or None for an unknown device.
 
-    A MIG instance has only a part of its GPU, whose peak is unknown.
+    A MIG instance has only a part of its GPU, and the peak of this part is unknown.
     """
     words = f" {device_name.replace('-', ' ')} "
     if " MIG " in words:

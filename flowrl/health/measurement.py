@@ -88,7 +88,7 @@ class Check:
     def measure_or_extreme(
         self, threshold: float, window: StepWindow, facts: RunFacts
     ) -> tuple[Measurement | None, float]:
-        """Returns the value of the last step, and the multiple of the threshold that it is compared with (usually 1)."""
+        """Returns the value of the last step, and the multiple of the threshold to compare it with (usually 1)."""
         if self.measure_extreme is not None:
             multiple = 1 / EXTREME if self.is_lower_bound else EXTREME
             measurement = self.measure_extreme(window, facts)

@@ -1,4 +1,4 @@
-"""Metrics of the load of the experts of a mixture, which merge to those of all tokens of a step.
+"""Metrics of the load of the experts of a mixture. Merged metrics describe all tokens of a step.
 
 Shape suffixes: E experts, L layers.
 """
@@ -10,13 +10,13 @@ import numpy as np
 
 Statistic = Literal["router_loss", "expert_load_max", "dead_experts"]
 """`router_loss`: load-balancing loss, as a mean over the layers. `expert_load_max`: load of the expert with most
-tokens, as a multiple of the mean load, in the layer where it is largest. `dead_experts`: share of the experts of all
-layers without a token."""
+tokens, as a multiple of the mean load, in the layer where this multiple is largest. `dead_experts`: share of the
+experts of all layers that receive no token."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoad:
-    """A statistic of the routes of some tokens. `merge` adds other tokens."""
+    """A statistic of the routes of some tokens. `merge` adds the routes of other tokens."""
 
     statistic: Statistic
     counts: np.ndarray
