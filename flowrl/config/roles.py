@@ -403,8 +403,9 @@ class RolloutConfig(RoleConfig):
     template. They remain part of the response."""
 
     template: FilePath | None = None
-    """Conversation template file (docs/data.md) whose stop tokens end a response. Null uses `data.template`, and
-    otherwise the template in the model's folder or of its tokenizer.
+    """Conversation template file (docs/data.md) whose stop tokens end a response. Null uses `data.template`. If
+    that is null, too, the rollout uses `conversation_template.json` in the tokenizer's folder, or else the tokenizer's
+    chat template.
     """
 
     keep_turn_cache: bool = True
@@ -509,7 +510,7 @@ class RolloutConfig(RoleConfig):
 
     @property
     def can_share_weights(self) -> bool:
-        """Whether the rollout has no weights of its own in a process of the actor."""
+        """Whether the rollout can use the actor's weights instead of a copy, if both are in one process."""
         return self.capabilities.shares_weights and self.quantization is None
 
     def can_sleep(self, *, on_gpus: bool) -> bool:

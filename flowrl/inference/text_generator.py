@@ -1,7 +1,7 @@
 """Generates text with a rollout engine in this process, for many prompts or for one streamed response.
 
-The random numbers of a token depend only on (seed, prompt index, sample, position). A response therefore does not
-depend on the other requests, on their order, or on the batch size.
+The random numbers of a token depend only on (seed, prompt index, sample, position). With engine hf on a CPU in
+float32, a response therefore does not depend on the other requests, on their order, or on the batch size.
 """
 
 import itertools

@@ -141,7 +141,7 @@ def resolve_settings(config: RunConfig, planned: Plan) -> RunConfig:
 
 
 def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig:
-    """Returns the config with the given settings of some roles."""
+    """Returns a copy of the config in which `roles` replaces the settings of its roles."""
     changes = {}
     for name, value in config:
         if isinstance(value, RoleConfig) and not roles.keys().isdisjoint(own := value.roles(name)):

@@ -188,7 +188,7 @@ class RoleModel:
 
     @property
     def gathered_layer(self) -> int:
-        """Number of parameters of a layer that FSDP gathers. With expert parallelism, experts are not gathered."""
+        """Number of parameters that FSDP gathers for one layer: with expert parallelism, all but the experts."""
         return self.layer - (self.size.experts if self.engine.expert_parallel else 0)
 
     @property

@@ -98,8 +98,8 @@ class Muon(AdamW):
 
 
 def compute_dtype(weight: Tensor, device_type: str) -> torch.dtype:
-    """Returns the dtype of the orthogonalization: bfloat16 on GPUs, as its authors use it, and at least float32 on
-    CPUs. float64 stays float64.
+    """Returns the dtype of the orthogonalization: bfloat16 on GPUs, as in the code of Muon's authors, and at least
+    float32 on CPUs. float64 stays float64.
     """
     if weight.dtype == torch.float64 or device_type == "cpu":
         return torch.promote_types(weight.dtype, torch.float32)
