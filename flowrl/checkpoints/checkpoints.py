@@ -26,7 +26,8 @@ from flowrl.data.metric import finite, held_out_bounds
 
 FORMAT, ROWS_FORMAT = 3, 2
 READS = (1, ROWS_FORMAT, FORMAT)
-"""Checkpoint formats that can be read. Format 1 has no pending rollouts, and 1 and 2 have no checksum of the manifest.
+"""Checkpoint formats that can be read. Format 1 has no pending rollouts. Formats 1 and 2 have no checksum of the
+manifest.
 """
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 
@@ -53,8 +54,8 @@ class Score:
     def of(cls, values: Mapping[str, float], names: Sequence[str]) -> "Score | None":
         """Returns the first of the named metrics that a step has, or None.
 
-        If rewards failed in the evaluation, the value is that with the worst score for them, because the metric itself
-        is a mean over other responses than that of another checkpoint.
+        If rewards failed in the evaluation, returns the value with the worst score for failed rewards. The metric
+        itself is a mean over different responses in each checkpoint, so it cannot rank checkpoints.
         """
         name = next((name for name in names if values.get(name) is not None), None)
         return None if name is None else cls(name, held_out_bounds(values, name)[0])
@@ -157,7 +158,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 class Checkpoints:
-    """Folder `checkpoints/` of a run, or another folder with checkpoints. It may not exist yet."""
+    """Folder `checkpoints/` of a run, or another folder with checkpoints. The folder may not exist yet."""
 
     def __init__(self, run: Path, name: str = "checkpoints") -> None:
         self.path = run / name
@@ -194,7 +195,7 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Verifies and returns the newest checkpoint, or None without checkpoints.
 
-        Raises CheckpointError if it is corrupt.
+        Raises CheckpointError if the newest checkpoint is corrupt.
         """
         steps = self.steps()
         if not steps:
@@ -277,8 +278,8 @@ def remove(folder: Path) -> None:
 def steps_to_keep(scores: Mapping[int, Score | None], keep_last: int | None, keep_best: int) -> set[int]:
     """Returns the steps of the `keep_last` newest checkpoints (None: all) and of the `keep_best` best per metric.
 
-    If `evaluate_every` changes on resume, a run has scores of two metrics. Of two checkpoints with the same score, the
-    newer is better.
+    There are two metrics if `evaluate_every` has changed on resume. Of two checkpoints with the same score, the newer
+    is better.
     """
     steps = sorted(scores)
     kept = set(steps if keep_last is None else steps[-keep_last:])

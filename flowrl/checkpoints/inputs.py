@@ -1,7 +1,7 @@
 """Checksums of a run's inputs: data files, frozen models, tokenizer, templates, and the user's functions and classes.
 
-Checkpoints contain only the checksums. For rows that reasoning-gym generates, the input is the version of the package.
-A resumed run rejects changed inputs.
+Checkpoints contain only the checksums, and a resumed run rejects changed inputs. For rows that reasoning-gym generates,
+the version of the package is the input.
 """
 
 import ast
@@ -80,7 +80,7 @@ def input_checksums(config: RunConfig) -> dict[str, FileChecksum]:
 
 
 def _input_files(config: RunConfig) -> Iterator[tuple[str, Sequence[Path], bool]]:
-    """Yields the key and the files of each input, and whether the checksum covers the names of the files."""
+    """Yields the key and the files of each input, and whether the checksum includes the names of the files."""
     for name, value in config:
         if isinstance(value, DataConfig | PtxConfig):
             yield from _data_files(name, value)
@@ -111,8 +111,8 @@ def _data_files(name: str, data: DataConfig | PtxConfig) -> Iterator[tuple[str, 
 
 
 def _named_code(config: RunConfig) -> Iterator[tuple[str, str, bool]]:
-    """Yields the key and the name of all functions and classes in the settings, and whether the setting requires such a
-    name. Otherwise, the name is an option, which may also be any other text.
+    """Yields (key, `module:name`, is_setting) of all functions and classes in the settings. If `is_setting` is False,
+    the text is an option, which may not name a function.
 
     Excludes `recipe`, whose settings are compared by value, and `report`, which may change on resume.
     """
@@ -139,7 +139,7 @@ def _names_below(key: str, value: object, is_setting: bool) -> Iterator[tuple[st
 
 
 def _code_files(key: str, name: str, is_setting: bool) -> Iterator[tuple[str, Sequence[Path], bool]]:
-    """Yields the files of a function or class, and of the user's modules that these files import."""
+    """Yields the files of a function or class, and the files of the user's modules that these files import."""
     files = _source_files(name) if is_setting else _module_files(name)
     if files:
         yield key, files, False
@@ -148,7 +148,7 @@ def _code_files(key: str, name: str, is_setting: bool) -> Iterator[tuple[str, Se
 
 
 def _template_files(key: str, path: Path | None) -> Iterator[tuple[str, Sequence[Path], bool]]:
-    """Yields a conversation template file, and the files of the chat template or the model that it names."""
+    """Yields a conversation template file, and the files of the chat template or the model that this file names."""
     if path is None:
         return
     yield key, [path], False
@@ -171,8 +171,8 @@ def data_paths(path: Path) -> list[Path]:
 def _model_files(
     name: str, role: ModelRoleConfig | JudgeConfig, model: ModelConfig, *, generates: bool
 ) -> Iterator[tuple[str, Sequence[Path], bool]]:
-    """Yields the files in the local folders of a role's model and its tokenizer. Weights that the run trains are no
-    input. `generates`: the role reads a generation config and encodes text.
+    """Yields the files in the local folders of a role's model and its tokenizer, except weights that the run trains.
+    `generates` is True if the role reads a generation config and encodes text.
     """
     key = f"{name}.model.path"
     if model.path.is_dir():
@@ -203,7 +203,7 @@ def _files_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
 def _source_files(name: str) -> list[Path]:
     """Returns the file of the module in `module:name`, and the file that defines the function or class.
 
-    Returns no file if the module cannot be imported, because then the role reports the error.
+    Returns no file if the module cannot be imported, because the role reports this error.
     """
     objects: list[Any] = []  # Any: a module, a function or a class
     with suppress(ImportNameError):  # a decorator may have registered a function under another name than its own
@@ -218,8 +218,8 @@ def _source_files(name: str) -> list[Path]:
 
 
 def _module_files(name: str) -> list[Path]:
-    """Returns the file of the module in `module:name`, or no file if it is not found or in the standard library.
-    Executes no module.
+    """Returns the file of the module in `module:name`. Returns no file if the module is not found or is part of the
+    standard library. Executes no module.
     """
     module = name.partition(":")[0]
     if module.endswith(".py"):
@@ -229,7 +229,9 @@ def _module_files(name: str) -> list[Path]:
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
-    """Returns the location of a module, or None if it is not found. Executes no module, also no package above it."""
+    """Returns the location of a module, or None if it is not found. Executes neither the module nor its parent
+    packages.
+    """
     parts, spec = module.split("."), None
     for depth in range(1, len(parts) + 1):
         folders = None if spec is None else spec.submodule_search_locations
@@ -244,10 +246,10 @@ def _find_spec(module: str) -> ModuleSpec | None:
 
 
 def _imported_files(name: str, files: Sequence[Path]) -> list[Path]:
-    """Returns the files of all modules that the module in `module:name` imports, directly or through others.
+    """Returns the files of all modules that the module in `module:name` imports, directly or through other modules.
 
-    Excludes `files`, flowrl, the standard library, and installed packages except the module's own. Executes no module,
-    and follows only `import` statements.
+    Excludes `files`, flowrl, the standard library, and installed packages except the module's own package. Executes no
+    module, and follows only `import` statements.
     """
     module, top = name.partition(":")[0], name.partition(":")[0].partition(".")[0]
     if top == "flowrl":
@@ -272,7 +274,7 @@ def _imported_files(name: str, files: Sequence[Path]) -> list[Path]:
 
 
 def _imports_of(module: str, file: Path) -> Iterator[str]:
-    """Yields the names of modules that a file imports. Some are functions of a module instead."""
+    """Yields the names that a file imports. Some of them are functions of a module instead of modules."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -289,8 +291,8 @@ def _imports_of(module: str, file: Path) -> Iterator[str]:
 
 
 def source_checksum(name: str) -> FileChecksum | None:
-    """Returns the checksum of the files that define a function, `module:function`, and of the user's modules that they
-    import, or None if a file is unreadable.
+    """Returns the checksum of the files that define `module:function`, and of the user's modules that these files
+    import. Returns None if a file is unreadable.
     """
     files = _source_files(name)
     return combined_checksum([*files, *_imported_files(name, files)])

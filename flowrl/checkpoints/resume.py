@@ -57,7 +57,7 @@ class RunComplete(Exception):
 
 
 def is_resuming(config: RunConfig) -> bool:
-    """Whether the run continues an earlier run in its output folder.
+    """Returns whether the run continues an earlier run in its output folder.
 
     Raises RunFolderError if the settings differ, and RunComplete if no step is left.
     """
@@ -88,7 +88,9 @@ def is_resuming(config: RunConfig) -> bool:
 
 
 def _has_complete_summary(folder: RunFolder, num_steps: int, checkpoints: Sequence[int]) -> bool:
-    """Whether a run of `num_steps` steps wrote its results after its last step. `checkpoints` are the saved steps."""
+    """Returns whether a run of `num_steps` steps wrote its results after its last step. `checkpoints` are the saved
+    steps.
+    """
     try:
         summary = read_json(folder.summary)
         has_ended_early = summary["interrupted_by"] is not None or summary.get("stopped_by") is not None
@@ -99,7 +101,7 @@ def _has_complete_summary(folder: RunFolder, num_steps: int, checkpoints: Sequen
 
 
 def find_checkpoint(config: RunConfig) -> Checkpoint | None:
-    """Returns the verified checkpoint from which the run resumes, or None if it starts from step 0.
+    """Returns the verified checkpoint from which the run resumes, or None if the run starts from step 0.
 
     Removes incomplete saves. Raises RunFolderError if settings or inputs have changed, RunComplete if no step is left,
     and CheckpointError if the newest checkpoint is corrupt or lacks the pending rollouts.
@@ -124,8 +126,8 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
 def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
     """Raises CheckpointError if a checkpoint of `one_step_off` lacks the pending rollouts of the next step.
 
-    Versions of flowrl that write format 2 save no responses after the last step. A run that a failed reward has ended
-    saves none either, but generates them again.
+    Versions of flowrl that write format 2 save no responses after the last step. A run that ended because of a failed
+    reward also saves no responses, but generates them again on resume.
     """
     if not isinstance(config, RolloutRunConfig) or config.schedule.is_streaming or not config.schedule.staleness:
         return
@@ -142,9 +144,10 @@ def _check_pending_rollouts(config: RunConfig, newest: Checkpoint) -> None:
 def warn_about_threads(
     config: RunConfig, checkpoint: Checkpoint, threads: Mapping[str, int], notify: Callable[[str], None]
 ) -> None:
-    """Shows a message if roles have other numbers of threads than before the checkpoint, which changes rounding.
+    """Shows a message if a role has another number of threads than before the checkpoint, which changes rounding.
 
-    `threads` has the current numbers. There is no message if `threads` is set, because the change is then deliberate.
+    `threads` maps each role to its current number. If the setting `threads` is not null, there is no message, because
+    the change is deliberate.
     """
     before = checkpoint.driver().get("threads", {})
     changed = {role: count for role, count in threads.items() if before.get(role, count) != count}

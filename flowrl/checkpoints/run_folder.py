@@ -29,7 +29,7 @@ from flowrl.data.metric import finite
 LOCK = "run.lock"
 
 _LOCK_TIMEOUT_S = 0.5
-"""Seconds for which `folder_lock` retries, because `check_not_locked` also holds the lock briefly."""
+"""Seconds for which `folder_lock` retries, because `check_not_locked` also holds the lock for a moment."""
 
 _logger = logging.getLogger(__name__)
 
@@ -123,7 +123,9 @@ def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path, which replaces `path` at the end of the block, or is removed if the block raises."""
+    """Yields a temporary path. At the end of the block, the file at this path replaces `path`, or is removed if the
+    block raises.
+    """
     temporary = path.with_name(f".{path.name}{_temporary_suffix()}")
     try:
         with naming_full_disk(path):
@@ -136,13 +138,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether a write failed because of the size of the disk, of a quota or of the largest allowed file."""
+    """Returns whether a write failed because of a full disk, a quota, or the largest allowed file size."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Sets `filename` of an error about a full disk to `path`. Such an error of `write` or `flush` names no file."""
+    """Sets `filename` of an error about a full disk to `path`, because errors of `write` and `flush` name no file."""
     try:
         yield
     except OSError as error:
@@ -172,8 +174,8 @@ def _remove(path: Path) -> None:
 def log_to_file(logger_name: str) -> Iterator[Callable[[Path], None]]:
     """Stores the records of a logger during the block. The yielded function sets the file to which they are appended.
 
-    The first record creates the file. Records that cannot be written are lost without a message, because the run
-    itself reports a full disk or a lost folder.
+    The file is created with the first record. Records that cannot be written are lost without a message, because the
+    run itself reports a full disk or a lost folder.
     """
     logger, handler = logging.getLogger(logger_name), MemoryHandler(capacity=1)  # stores more records without a target
     logger.setLevel(logging.INFO)
@@ -202,7 +204,7 @@ class _SilentFileHandler(logging.FileHandler):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignores the failure of a write. logging would print a traceback."""
+        """Ignores a failed write, because logging would print a traceback."""
 
 
 # The lock.
@@ -212,7 +214,7 @@ class _SilentFileHandler(logging.FileHandler):
 def folder_lock(folder: Path) -> Iterator[None]:
     """Holds the exclusive lock of an output folder during the block. On a file system without locks, logs a warning.
 
-    Creates the folder if necessary, and removes it at the end if it is empty. Raises RunFolderError if another run
+    Creates the folder if necessary. At the end, removes the folder if it is empty. Raises RunFolderError if another run
     holds the lock or the folder is not writable.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -271,7 +273,7 @@ def _try_lock(file: TextIO) -> bool:
 
 
 def _is_current(path: Path, file: TextIO) -> bool:
-    """Whether `path` still refers to the open file. A run that just ended may have removed its lock file."""
+    """Returns whether `path` still refers to the open file. A run that just ended may have removed its lock file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     return False

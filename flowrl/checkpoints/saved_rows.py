@@ -1,6 +1,6 @@
 """Saves and loads pending rollouts, which are generated but untrained responses.
 
-The task worker reads and writes the files, so the driver holds only references.
+The task worker reads and writes the files, so the driver has only references.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from flowrl.data.checksums import FileChecksum
 FILE = "rows.safetensors"
 
 IDENTITY = ("prompt_id", "sample")
-"""Columns that identify a row. `read_rows` compares them with the file."""
+"""Columns that identify a row. `read_rows` compares their values with the file."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SavedRows:
 
     path: Path
     columns: tuple[str, ...]
-    """Columns of the file, without `IDENTITY`."""
+    """Columns of the file, except prompt_id and sample (`IDENTITY`)."""
 
     def load(self, batch: Batch, tasks: TaskRunner | None) -> Batch:
         """Returns the columns of the file. `batch` must have the same rows in the same order. Does not block."""
@@ -38,7 +38,9 @@ class SavedRows:
 
 
 def save_rows(batch: Batch, path: Path) -> Future | LocalRef:
-    """Writes a batch to a new file when it is computed. Returns a future of the file's checksum. Does not block."""
+    """Writes a batch to a new file as soon as its columns are computed. Returns a future of the file's checksum. Does
+    not block.
+    """
     return batch.reduce(write_rows, batch.columns, path=path)
 
 

@@ -47,8 +47,8 @@ class Buffer(Protocol):
     """Source of a run's batches, which may have pending rollouts (generated but untrained responses)."""
 
     def snapshot(self) -> tuple[Mapping[str, Any], Batch | None]:
-        """Returns the state as plain values, and the pending rollouts (`prompt_id`, `sample` and the rollout's columns)
-        of this state, or None.
+        """Returns the state as plain values, and the pending rollouts of this state (`prompt_id`, `sample` and the
+        columns of the rollout) or None.
         """
         ...
 
@@ -63,7 +63,7 @@ class _Saving:
     saves: Mapping[str, Future]
     """Future of `save_checkpoint` per role."""
     tables: dict[str, Future | LocalRef]
-    """Future of the checksum per file that the task worker writes, such as the file with the pending rollouts."""
+    """File name -> future of the checksum, for each file that the task worker writes, such as the pending rollouts."""
     polls: dict[str, Future] = field(default_factory=dict)
     """Future of `checkpoint_saved` per role, while in flight."""
     saved: dict[str, Sequence[Saved]] = field(default_factory=dict)
@@ -100,12 +100,12 @@ class Saver:
         self._buffer = buffer
 
     def check(self, resumed: Checkpoint | None) -> None:
-        """Raises UserError if checkpoints are enabled but the recipe adds no group."""
+        """Raises UserError if checkpoints are enabled, but the recipe adds no group."""
         if self._config.every or resumed is not None:
             self.check_groups("checkpoints are enabled")
 
     def check_groups(self, reason: str) -> None:
-        """Raises UserError, with the reason for which groups are saved, if the recipe adds no group."""
+        """Raises UserError if the recipe adds no group. `reason` is the reason for which groups are saved."""
         if not self.groups:
             raise UserError(
                 f"{reason}, but the recipe adds nothing to checkpoints: call "
@@ -158,12 +158,12 @@ class Saver:
             self._poll(self._saving, role, wait=True)
 
     def discard(self) -> None:
-        """Removes the pending checkpoint, whose groups have written their files."""
+        """Removes the pending checkpoint after its groups have written their files."""
         self._saving = None
         self._checkpoints.remove_unfinished()
 
     def add_files(self, files: Mapping[str, FileChecksum]) -> None:
-        """Adds files, which exist in the folder of the pending checkpoint, to its manifest."""
+        """Adds existing files in the folder of the pending checkpoint to its manifest."""
         assert self._saving is not None, "no checkpoint was begun"
         self._saving.files |= files
 
@@ -174,7 +174,7 @@ class Saver:
         wait: bool = False,
         before_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Commits the pending checkpoint if all files are written and the metrics of its step are known.
+        """Commits the pending checkpoint if all files are written and the metrics of its step are available.
 
         With `wait`, blocks until then. `lines` are the log records so far. `before_commit` receives the step of the
         checkpoint. Raises WorkerError if a group failed, and CheckpointError if the manifest is not writable.
@@ -230,9 +230,9 @@ class Saver:
     # Restoring.
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores groups and objects, and blocks.
+        """Restores groups and objects, and waits for them.
 
-        Raises CheckpointError or UserError if the checkpoint lacks one of them.
+        Raises CheckpointError or UserError if the checkpoint lacks a group or an object.
         """
         self.last_step = checkpoint.manifest.step
         state = checkpoint.driver()
@@ -256,7 +256,7 @@ class Saver:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of Python, flowrl and the packages that compute its results."""
+    """Returns the versions of Python, flowrl and the packages that determine the results of a run."""
     versions = {"python": platform.python_version()}
     for package in ("flowrl", "torch", "transformers"):
         try:

@@ -12,24 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 
-def _read(text: str, is_valid: Callable[[float], bool], allowed: str) -> float:
-    """Returns the number. Raises ArgumentTypeError if it is not finite or not valid. `allowed` completes "is not"."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and is_valid(value)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-    return value
-
-
-def _read_digits(text: str, is_valid: Callable[[int], bool], allowed: str) -> int:
-    """Like `_read`, for a whole number that is not negative."""
-    if not (text.isdecimal() and is_valid(int(text))):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-    return int(text)
-
-
 def whole_number(text: str) -> int:
     try:
         return int(text)

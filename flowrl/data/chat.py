@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _TEXT_PROBES = ("a", "0", "+")
-"""Texts. Each tokenizer should know at least one of them."""
+"""Texts for a check of the tokenizer, which should know at least one of them."""
 
 _NUM_TAG_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for tags."""
@@ -56,10 +56,10 @@ class MissingEmbeddingError(DataError):
 
 
 class ChatTokenizer:
-    """A tokenizer with a chat template. It produces the same tokens for a prompt in training and in generation.
+    """A tokenizer with a chat template. A prompt has the same tokens in training and in generation.
 
     A tokenizer may have more ids than its model has embeddings. Every method that returns ids raises
-    MissingEmbeddingError if the text contains such a token.
+    MissingEmbeddingError if the text contains a token without an embedding.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class ChatTokenizer:
 
         Args:
             path: the folder of the tokenizer, or a Hub name.
-            template: a conversation template or its file. None uses the file in the folder, if there is one, and
-                otherwise the tokenizer's chat template.
-            model: folder of the model that receives the tokens. None uses the folder of the tokenizer.
+            template: a conversation template or its file. If None, the file in the folder is used, or else the
+                tokenizer's chat template.
+            model: folder of the model that receives the tokens. If None, the folder of the tokenizer.
         Raises:
             DataError: the tokenizer or its end token is missing, or the template file is invalid.
         """
@@ -104,7 +104,7 @@ class ChatTokenizer:
 
     @cached_property
     def _template(self) -> ConversationTemplate:
-        """The template, with the path or the name of its chat template replaced by Jinja text."""
+        """The template. Its chat template is Jinja text instead of a path or a name."""
         template = self._settings
         name = template.chat_template
         if name is not None and name in INCLUDED:
@@ -147,7 +147,7 @@ class ChatTokenizer:
 
     @property
     def num_ids(self) -> int:
-        """Largest token id, plus 1. It exceeds the number of tokens if the vocabulary has gaps."""
+        """Largest token id plus 1. If the vocabulary has gaps, this exceeds the number of tokens."""
         return 1 + max(self._tokenizer.get_vocab().values())
 
     @cached_property
@@ -186,7 +186,7 @@ class ChatTokenizer:
 
     @cached_property
     def end_sequences(self) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that end a response: those of the conversation template, and EOS."""
+        """Token sequences that end a response: the stop sequences of the conversation template, and EOS."""
         end = (tuple(self.encode(self.end_of_assistant)),) if self._has_chat_template else ()
         return (*self.stop_ids, (self.eos_id,), *end)
 
@@ -215,7 +215,7 @@ class ChatTokenizer:
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text, as `encode` does. Does not check that the model has their embeddings."""
+        """Returns the token ids of each text, as `encode` does. Does not check that they have embeddings."""
         if self._backend is None:
             return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -231,10 +231,10 @@ class ChatTokenizer:
         )
 
     def encode_text(self, text: str, spans: Sequence[Span] = ()) -> tuple[list[int], list[bool]]:
-        """Returns the token ids of plain text, which has no chat template, and a mask of the tokens in the spans.
+        """Returns the token ids of plain text, without a chat template, and a mask of the tokens in the spans.
 
         The ids begin with the tokens that the tokenizer puts before a text, such as BOS, unless the text already begins
-        with them. No end token is appended, because the text may continue.
+        with these tokens. No end token is appended, because the text may continue.
         """
         ids, mask = self.encode_spans(text, spans)
         before = list(self.text_prefix)
@@ -325,7 +325,7 @@ class ChatTokenizer:
             return None  # `locate_responses` reports the problem of a row, if there is one.
 
     def with_system(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Returns messages with the system message of the conversation template, if they have none."""
+        """Returns messages with the system message of the conversation template, if the messages have none."""
         system = self._template.system_message
         if system is None or (messages and messages[0]["role"] == "system"):
             return messages
@@ -375,7 +375,7 @@ class ChatTokenizer:
 
     @cached_property
     def _can_encode_parts(self) -> bool:
-        """Whether encoding the parts of a text separately gives the same tokens, as for byte-level tokenizers."""
+        """Whether encoding the parts of a text separately gives the same tokens, as with byte-level tokenizers."""
         end = self.end_of_assistant if self._has_chat_template else str(self._tokenizer.eos_token)
         probes = (("a", "b c"), ("a\n", "b c"), ("]", " b"), (":", "b"), (f"a{end}", "b c"), (f"a{end}", "\nb"))
         return all(self.encode(a + b) == self.encode(a) + self.encode(b) for a, b in probes)
@@ -414,9 +414,9 @@ class ChatTokenizer:
     ) -> list[str]:
         """Returns the tags that each prompt opened, followed by the text of its response with special tokens.
 
-        Parsers of tags read this text, because a tokenizer may have a tag such as `<tool_call>` as a special token, and
-        the generation prompt of a chat template may open `<think>`. The text excludes the tokens that ended the
-        response, and the tokens for BOS, EOS, padding and unknown text.
+        Parsers of tags read this text for two reasons. A tokenizer may have a tag such as `<tool_call>` as a special
+        token, and the generation prompt of a chat template may open `<think>`. The text excludes the tokens that ended
+        the response, and the tokens for BOS, EOS, padding and unknown text.
 
         Args:
             prompts: all tokens before each response.
@@ -430,8 +430,8 @@ class ChatTokenizer:
         return [self.opened_tags(ids, text) + text for ids, text in zip(prompts, tagged, strict=True)]
 
     def _remove_control(self, body: list[int]) -> list[int]:
-        """Returns a response without special tokens at its end that are no tags, and without tokens for BOS, EOS,
-        padding and unknown text.
+        """Returns a response without tokens for BOS, EOS, padding and unknown text. Also removes special tokens at the
+        end of the response that are not tags.
         """
         end = len(body)
         # The model's generation config and `rollout.stop_ids` may have further end tokens.
@@ -444,7 +444,7 @@ class ChatTokenizer:
         return [token for token in body[:end] if token not in control]
 
     def opened_tags(self, prompt_ids: Sequence[int], text: str) -> str:
-        """Returns the tags at the end of a prompt that are `<think>`, or that the text of the response closes."""
+        """Returns those tags at the end of a prompt that are `<think>`, or that the text of the response closes."""
         if not self.decode_all(prompt_ids[-_NUM_SPACE_TOKENS:]).rstrip().endswith(">"):
             return ""
         match = _OPENED_TAGS.search(self.decode_all(prompt_ids[-_NUM_TAG_TOKENS:]))
@@ -466,7 +466,7 @@ class ChatTokenizer:
         return list(ids), []
 
     def max_positions(self) -> int | None:
-        """Returns the maximum sequence length in the config of the model. Returns None if the config has none.
+        """Returns the maximum sequence length in the config of the model, or None if the config has none.
 
         Raises `DataError` if the model's folder has no config.
         """
@@ -493,8 +493,8 @@ class ChatTokenizer:
         generate: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Renders messages with the chat template. Returns the text without the system message of the conversation
-        template, which `with_system` adds.
+        """Renders messages with the chat template. Does not add the system message of the conversation template, which
+        `with_system` adds.
 
         Args:
             messages: the conversation. Messages may have further fields that the chat template reads.
@@ -511,7 +511,7 @@ class ChatTokenizer:
 
     @cached_property
     def _backend(self) -> Any:  # Any: tokenizers.Tokenizer, or None
-        """The tokenizer of the library `tokenizers`, whose batch calls are faster. None if its results could differ."""
+        """The tokenizer of the library `tokenizers`, which is faster in batch calls. None if its results may differ."""
         tokenizer = self._tokenizer
         # CodeLlama's tokenizer splits a text at its fill token before the call.
         if not tokenizer.is_fast or tokenizer.split_special_tokens or getattr(tokenizer, "fill_token", None):
@@ -527,13 +527,14 @@ class ChatTokenizer:
 
 def has_same_rendering(policy: Path, other: Path, template: Path | None = None) -> bool:
     """Returns whether two tokenizers give a conversation the same token ids, so that a model with the tokenizer `other`
-    can read the tokens of a policy. If `other` has no chat template, the policy's template is assumed.
+    can read the tokens of a policy. Compares vocabularies and template texts, so templates with different texts and the
+    same rendering count as different. If `other` has no chat template, the policy's template is assumed.
 
     Args:
         policy: folder of the policy's tokenizer.
         other: folder of the other tokenizer.
-        template: conversation template file of the policy. If None, the template file in
-            the folder `policy` applies, or else the chat template of the tokenizer.
+        template: conversation template file of the policy. If None, the template file in the folder `policy` is used,
+            or else the tokenizer's chat template.
     Raises:
         DataError: a folder has no tokenizer, or a template is invalid.
     """
@@ -553,7 +554,7 @@ def has_same_rendering(policy: Path, other: Path, template: Path | None = None) 
 
 
 def _default_template(tokenizer: Any) -> str | None:  # Any: see `_load_tokenizer`
-    """Returns the chat template of a tokenizer, or that named `default` if there are several."""
+    """Returns the chat template of a tokenizer. If there are several, returns the template named `default`."""
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
 

@@ -1,4 +1,4 @@
-"""Files that are synced to disk and have a CRC-32 checksum. The checksum detects accidental corruption."""
+"""Writes files that are synced to disk and have a CRC-32 checksum, which detects accidental corruption."""
 
 import json
 import os
@@ -28,9 +28,7 @@ class Saved:
     """Checkpoint files that a rank has written."""
 
     files: Mapping[str, FileChecksum] = field(default_factory=dict)
-    """Maps a path below the worker's folder to its checksum. The driver computes the checksums of all files not
-    listed.
-    """
+    """Path below the worker's folder -> checksum. The driver computes the checksums of all other files."""
 
     architecture: str = ""
     """Description of the model architecture. A checkpoint can be loaded only into the same architecture."""

@@ -29,8 +29,8 @@ _LINE_START = re.compile(r"\n(?=\S)")
 def make_console(*, stderr: bool = False) -> "Console":
     """Returns a console of standard output or standard error, which prints all text as `printable` returns it.
 
-    The console wraps lines on a terminal, but not in a file, where they are searched. The environment variable COLUMNS
-    sets the width of both.
+    The console wraps lines on a terminal, but not in a file, because users search files. The environment variable
+    COLUMNS sets the width of both.
     """
     from rich.console import Console  # noqa: PLC0415 (commands without tables start without it)
     from rich.segment import Segment  # noqa: PLC0415
@@ -70,7 +70,7 @@ def indent_lines(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Returns printable text without colors, and without the middle of a text of more than `limit` characters."""
+    """Returns printable text without colors. If the text has more than `limit` characters, its middle is omitted."""
     text = printable(_COLOR.sub("", text))
     if len(text) <= limit:
         return text
@@ -91,7 +91,8 @@ _MAX_DIGITS = 17
 
 
 def round_pair(first: Any, second: Any, *, min_digits: int = 4) -> tuple[Any, Any]:  # Any: values of JSON
-    """Rounds the floats of two values to the fewest significant digits, at least `min_digits`, that distinguish them.
+    """Rounds the floats of two values to the fewest significant digits that distinguish them, but at least
+    `min_digits`.
 
     Floats in lists and objects are rounded in pairs. Digits before the decimal point are kept.
     """
@@ -109,9 +110,9 @@ def round_pair(first: Any, second: Any, *, min_digits: int = 4) -> tuple[Any, An
 
 
 def _round(value: Any, digits: int) -> Any:  # Any: a value of JSON
-    """Rounds a float to this number of significant digits, and also the floats in lists and objects.
+    """Rounds a float to this number of significant digits. Floats in lists and objects are rounded, too.
 
-    Digits before the decimal point are kept, even if they are more. Other values are unchanged.
+    All digits before the decimal point are kept, even if there are more. Other values are unchanged.
     """
     if isinstance(value, list):
         return [_round(item, digits) for item in value]

@@ -34,13 +34,13 @@ class CallEvent:
     finished_ns: int
     """Time at which the result was packed."""
     usage: Mapping[str, float] = field(default_factory=dict, compare=False, kw_only=True)
-    """What the rank has used and done in the call, by name. A name is missing if it does not apply.
+    """Device usage and work of the rank in the call, by name. A name that does not apply is missing.
 
     - `tokens`: tokens of the rows of forward and backward passes, or sampled tokens, as the share of one device
     - `flops`: model FLOPs, as the share of one device; `peak_flops`: peak FLOP/s of the device, if it is known
     - `allocated`, `reserved`, `free`: bytes of device memory (`MemoryUsage`): the peak, and both others after the call
     - `memory_fraction`: fraction of a GPU's memory that was in use at the peak
-    - `seconds/ROLE/PHASE`: seconds in which memory of a role moved, in a switch between roles that share a device
+    - `seconds/ROLE/PHASE`: seconds in which memory of a role was offloaded or onloaded for a shared device
     - `weight_bytes`: bytes of weights that were exported or loaded
     - `responses`, `preemptions`: finished responses, and interruptions of responses because the KV cache was full
     """

@@ -39,7 +39,7 @@ class Conversation:
     file: Path = Path("-")
     line: int = 0
     chosen: tuple[Message, ...] = ()
-    """Messages that follow `messages`: a completion, or the preferred of two continuations."""
+    """Messages that follow `messages`: a completion, or the preferred continuation of a pair."""
     rejected: tuple[Message, ...] = ()
     """The rejected continuation of `messages`."""
     label: bool | None = None

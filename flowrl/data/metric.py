@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 
 
 class Metric(Protocol):
-    """A metric of some rows. `merge` combines it with the metric of other rows."""
+    """A metric of some rows. `merge` combines it with the same metric of other rows."""
 
     def merge(self, other: Self) -> "Metric":
         """Returns the combined metric."""
@@ -92,17 +92,18 @@ def merge_metrics(reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 # Evaluations in which rewards failed.
 
 NUM_FAILED, FAILED_FRACTION = "evaluation/failed", "evaluation/failed_fraction"
-"""Number and share of the responses of an evaluation whose reward failed. Only logged if there are any."""
+"""Number and share of the responses of an evaluation whose reward failed. Logged only if a reward failed."""
 
 FAILED_AS_WORST, FAILED_AS_BEST = "evaluation/failed_as_worst", "evaluation/failed_as_best"
-"""`accuracy` if these responses had the worst score, or the best score. Only logged together with the share."""
+"""`accuracy` if the responses without a score had the worst score, or the best score. Logged only with these metrics.
+"""
 
 
 def held_out_bounds(values: Mapping[str, float], name: str) -> tuple[float, float]:
     """Returns the smallest and the largest possible value of a held-out metric of a step over all its responses.
 
-    They differ if rewards failed in the evaluation. `name` is `accuracy`, `validation_loss` or a similar metric,
-    possibly with the ending `/SET`.
+    The two values differ if rewards failed in the evaluation. `name` is `accuracy`, `validation_loss` or a similar
+    metric, possibly with the ending `/SET`.
     """
     metric, slash, ending = name.partition("/")
     value = values.get(name, math.nan)

@@ -1,4 +1,4 @@
-"""Facts about a mixture of experts in the configuration of its model. Reads no weights and imports no torch."""
+"""Reads the sizes of a mixture of experts from the configuration of its model. Reads no weights, imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 """Keys of the number of experts per layer in the configuration of a language model."""
 
 RouterScore = Literal["softmax", "sigmoid"]
-"""Function with which a router turns its logits into scores. Scores of a sigmoid are normalized to probabilities."""
+"""Function that a router applies to its logits. Scores of a sigmoid are normalized to probabilities."""
 
 ROUTER_SCORES: Mapping[str, RouterScore] = {
     "mixtral": "softmax",
     "qwen3_moe": "softmax",
     "deepseek_v3": "sigmoid",
 }
-"""Family (`model_type`) -> scores of its routers. Other families are trained without an auxiliary loss, without expert
-parallelism, and without an estimate of memory."""
+"""Family (`model_type`) -> scores of its routers. Other families have no auxiliary loss, no expert parallelism, and no
+memory estimate."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Mixture:
     num_experts: int
     """Number of routed experts per layer."""
     per_token: int
-    """Number of routed experts of a token in a layer."""
+    """Number of routed experts that process a token in a layer."""
     expert_width: int
     """Width of the MLP of an expert."""
     shared_width: int
-    """Width of the MLP that processes every token besides the routed experts. 0: none."""
+    """Width of the MLP that processes every token in addition to the routed experts, or 0 if there is none."""
     has_experts: tuple[bool, ...]
     """For each layer, whether its MLP is a mixture of experts."""
     router_loss_coef: float | None
-    """Coefficient of the auxiliary loss in the configuration. None: it has none."""
+    """Coefficient of the auxiliary loss in the configuration, or None if the configuration has no coefficient."""
 
 
 def has_experts(settings: Mapping[str, Any]) -> bool:  # Any: JSON values
@@ -46,7 +46,7 @@ def has_experts(settings: Mapping[str, Any]) -> bool:  # Any: JSON values
 
 
 def read_mixture(settings: Mapping[str, Any]) -> Mixture | None:  # Any: as above
-    """Returns the facts about a mixture of experts; None for other models, and for families that `ROUTER_SCORES` lacks.
+    """Returns the sizes of a mixture of experts, or None for other models and for families not in `ROUTER_SCORES`.
 
     `settings`: configuration of the language model, as in `config.json`.
     """

@@ -1,4 +1,4 @@
-"""Streams prompts in random order, or by their measured success. The stream can continue at any position."""
+"""Streams prompts in random order, or by their measured success. A stream can be resumed at any position."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from flowrl.data.template import TemplateTimeError, naming_row
 _logger = logging.getLogger(__name__)
 
 _ENCODED_TOGETHER = 1024
-"""Number of prompts that are tokenized in one call. One call per prompt would need several times as long."""
+"""Number of prompts that are tokenized in one call, because one call per prompt takes several times as long."""
 
 RESERVED_COLUMNS = frozenset({*FIELDS, "length"} - {"answer", "data_source"})
 """Names of columns that flowrl writes. A dataset must not contain these names."""
@@ -44,7 +44,7 @@ class PromptSet:
     columns: tuple[str, ...]
     """Names of the columns of all rows."""
     parts: tuple[tuple[int, float], ...] = ()
-    """Number of rows and weight of each file. Empty stands for one file with weight 1."""
+    """(number of rows, weight) of each file. If empty, there is one file with weight 1."""
 
     @property
     def weighted_parts(self) -> tuple[tuple[int, float], ...]:
@@ -119,8 +119,8 @@ def tokenize_prompt(
     too_long: Literal["refuse", "drop", "truncate"],
     setting: str,
 ) -> TokenizedPrompt:
-    """Returns the tokens of a prompt. With `truncate`, drops the first turns of a long prompt, not its system message.
-    Error messages name the key of `max_tokens`, `setting`.
+    """Returns the tokens of a prompt. With `truncate`, drops the first turns of a long prompt, but not its system
+    message. `setting` is the key of `max_tokens` in error messages.
 
     Raises RowProblem if the prompt is too long or does not end with the user, or if the chat template rejects it.
     """
@@ -132,7 +132,7 @@ def _encode_in_batches(
 ) -> Iterator[tuple[Conversation, list[int] | RowProblem | TemplateTimeError]]:
     """Yields each conversation with the token ids of its prompt, or with the error that it caused.
 
-    An error ends a batch, because the caller may raise it. Later conversations are then not rendered.
+    An error ends its batch, so that later conversations are not rendered if the caller raises the error.
     """
     batch: list[Conversation] = []
     texts: list[str] = []
@@ -157,7 +157,7 @@ def _encode(prompt: Conversation, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def _render(prompt: Conversation, tokenizer: ChatTokenizer) -> str:
-    """Returns the text of a prompt. Raises RowProblem and TemplateTimeError."""
+    """Returns the text of a prompt. Raises RowProblem or TemplateTimeError."""
     if prompt.messages[-1:] and prompt.messages[-1].role == "assistant":
         select_turns(prompt, "prompts")
     try:
@@ -175,7 +175,7 @@ def _limit_length(
     too_long: Literal["refuse", "drop", "truncate"],
     setting: str,
 ) -> TokenizedPrompt:
-    """Returns a prompt with its token ids `ids`, without the turns that `tokenize_prompt` drops."""
+    """Returns a prompt with its token ids `ids`, without the first turns that exceed `max_tokens`."""
     _check_embeddings(ids, tokenizer)
     length = len(ids)
     while max_tokens is not None and len(ids) > max_tokens:
@@ -205,7 +205,7 @@ def too_long_error(row: Conversation, problem: RowProblem) -> DataError:
 
 
 def _initial_success(prompts: PromptSet, column: str) -> np.ndarray:
-    """Returns the initial success of each prompt, NaN if it is null. Raises DataError for other values."""
+    """Returns the initial success of each prompt, or NaN if it is null. Raises DataError for other values."""
     values = np.full(len(prompts.rows), np.nan)
     for index, prompt in enumerate(prompts.rows):
         value = prompt.conversation.columns.get(column)
@@ -252,7 +252,7 @@ class PromptStream:
             max_prompt_tokens: maximum number of tokens of a prompt.
             order: see `data.order`.
             difficulty: see `data.difficulty`.
-            samples: number of responses per prompt, which is the weight of a measured success.
+            samples: number of responses per prompt, used as the weight of a measured success.
         Raises:
             DataError: the dataset is empty, a conversation ends with the assistant, or a prompt is too long.
         """
@@ -295,7 +295,7 @@ class PromptStream:
             )
 
     def __len__(self) -> int:
-        """Returns the number of prompts per epoch, which is the size of the dataset unless files have weights."""
+        """Returns the number of prompts per epoch. Without weights of files, this is the size of the dataset."""
         return len(self._order)
 
     @property
@@ -324,7 +324,7 @@ class PromptStream:
     def rows(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
         """Returns the rows with these prompt ids. Does not advance the stream.
 
-        A stream that needs the success of prompts knows only the rows of prompts that were drawn.
+        If the stream needs the success of prompts, only prompts that were drawn have a row.
         """
         return [self._row(self._index(prompt_id), prompt_id) for prompt_id in prompt_ids]
 
@@ -343,16 +343,14 @@ class PromptStream:
     def record_success(self, prompt_ids: Sequence[int], success: Sequence[float]) -> None:
         """Adds the measured success of drawn prompts: the mean score of each prompt's responses.
 
-        NaN is ignored. Call it at the same position of every step, because later prompts depend on it. Has no effect
-        unless `needs_success`.
+        NaN is ignored. Call the method at the same position of every step, because later prompts depend on the success.
+        Has no effect unless `needs_success`.
         """
         if self._by_success is not None:
             self._by_success.record(prompt_ids, success)
 
     def evaluation_rows(self, num_rows: int | None = None) -> list[dict[str, Any]]:
-        """Returns the first `num_rows` prompts in the order of the file, by default all prompts. Prompt ids start at
-        0.
-        """
+        """Returns the first `num_rows` prompts in the order of the file (None: all prompts). Prompt ids start at 0."""
         total = len(self._prompts.rows)
         count = total if num_rows is None else min(num_rows, total)
         return [self._row(index, index) for index in range(count)]

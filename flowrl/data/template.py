@@ -19,13 +19,13 @@ from flowrl.data.messages import DataError
 from flowrl.data.time_limit import TimeLimitError, time_limit
 
 _MAX_RENDER_S = 5.0
-"""Seconds in which a chat template must render a conversation. It takes less than a millisecond."""
+"""Seconds in which a chat template must render a conversation. Normal templates need less than a millisecond."""
 
 _MAX_TEMPLATE = 200_000
-"""Maximum number of characters of a chat template. Published ones have up to 20,000."""
+"""Maximum number of characters of a chat template. Published templates have up to 20,000."""
 
 _MAX_REASON = 1_000
-"""Maximum number of characters of the error of a chat template."""
+"""Maximum number of characters of a chat template's error message."""
 
 _ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError,
@@ -37,7 +37,7 @@ _IGNORED = ("response_format_tags",)
 
 
 class TemplateTimeError(UserError):
-    """Raised if a chat template takes too long. It is no DataError, because the template, not the row, is invalid."""
+    """Raised if a chat template takes too long. Not a DataError, because the template is invalid, not the row."""
 
 
 @dataclass(frozen=True)
@@ -46,33 +46,34 @@ class ConversationTemplate:
 
     chat_template: str | None = None
     """Jinja text, the path of a `.jinja` file, a model's folder or Hub name, or the name of an included template. None
-    uses the chat template of the tokenizer. See `read_own_template` for the file of a model."""
+    selects the chat template of the tokenizer. See `read_own_template` for the file of a model."""
     system_message: str | None = None
     """System message for conversations that have none."""
     end_of_assistant: str | None = None
-    """Text that ends a turn of the assistant. None infers it from the chat template."""
+    """Text that ends a turn of the assistant. If None, it is inferred from the chat template."""
     stop_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that end a response, in addition to the tokens of `end_of_assistant`."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a response. Each is converted to the token sequence that encodes it."""
     is_flat: bool = False
     """Whether the file has a flat list of several ids, which may be one sequence or alternatives. `stop_ids` contains
-    this list as one sequence until `resolve_flat_stop_ids` resolves it."""
+    the list as one sequence until `resolve_flat_stop_ids` selects the meaning."""
 
 
 def read_template(path: Path) -> ConversationTemplate:
-    """Reads a conversation template file that the user names. Raises DataError if it is invalid."""
+    """Reads a conversation template file that the user has set. Raises DataError if it is invalid."""
     template = _read_file(path)
     return replace(template, chat_template=_resolve_path(template.chat_template, path.parent))
 
 
 def read_own_template(folder: Path) -> ConversationTemplate | None:
-    """Reads the conversation template file in the folder of a model, a checkpoint or a dataset. None: it has no file.
+    """Reads the conversation template file in the folder of a model, a checkpoint or a dataset.
 
-    The folder may come from others, and its chat template becomes part of prompts and checkpoints. The file can
-    therefore name no files outside of the folder.
+    The folder may be from an untrusted source, and its chat template becomes part of prompts and checkpoints. The file
+    can therefore name no files outside of the folder.
 
-    Returns: the template. Its `chat_template` is Jinja text, the name of an included template, or None.
+    Returns: the template, whose `chat_template` is Jinja text, the name of an included template, or None. Returns None
+        if the folder has no such file.
     Raises: DataError if the file is invalid, or names a file outside of the folder or a model.
     """
     path = folder / TEMPLATE_FILE
@@ -134,7 +135,7 @@ def _read_file(path: Path) -> ConversationTemplate:
 
 
 def _read_problem(error: OSError) -> str:
-    """Returns why a template file cannot be read, and the fix."""
+    """Returns the reason for which a template file cannot be read, and the fix."""
     if isinstance(error, FileNotFoundError):
         return (
             "does not exist: correct the path in the setting `template` (such as data.template), or omit the setting "
@@ -146,7 +147,7 @@ def _read_problem(error: OSError) -> str:
 
 
 def _resolve_path(chat_template: str | None, folder: Path) -> str | None:
-    """Returns a path relative to the file's folder as a path relative to the working folder, if it exists there."""
+    """Returns the path `folder / chat_template` if it exists. Returns all other values unchanged."""
     if chat_template is None or is_jinja(chat_template) or Path(chat_template).exists():
         return chat_template
     return str(folder / chat_template) if (folder / chat_template).exists() else chat_template
@@ -155,7 +156,7 @@ def _resolve_path(chat_template: str | None, folder: Path) -> str | None:
 def find_named_template(path: Path, *, is_own: bool = False) -> Path | None:
     """Returns the path of the file or the folder that a conversation template file names as its chat template.
 
-    Returns None if the file is invalid or names no existing path. `is_own`: the file is in the folder of a model.
+    Returns None if the file is invalid or names no existing path. `is_own` is True for a file in a model's folder.
     """
     try:
         name = _read_file(path).chat_template if is_own else read_template(path).chat_template
@@ -168,7 +169,7 @@ def find_named_template(path: Path, *, is_own: bool = False) -> Path | None:
 
 
 def is_jinja(text: str) -> bool:
-    """Returns whether a chat template is Jinja text, and not a path or name."""
+    """Returns whether a chat template is Jinja text instead of a path or a name."""
     return "{{" in text or "{%" in text
 
 
@@ -191,9 +192,10 @@ def _read_stop_ids(value: Any, path: Path) -> tuple[tuple[tuple[int, ...], ...],
 
 
 def resolve_flat_stop_ids(ids: Sequence[int], end_ids: Sequence[int], path: Path) -> tuple[tuple[int, ...], ...]:
-    """Returns the stop sequences that a flat list stands for, given the tokens of `end_of_assistant`.
+    """Returns the stop sequences of a flat list. `end_ids` are the tokens of `end_of_assistant`.
 
-    ColossalChat's files have flat lists of both meanings. Raises DataError if neither can be excluded.
+    A flat list in ColossalChat's files is one sequence, or several alternative ids. Raises DataError if both are
+    possible.
     """
     if list(ids) == list(end_ids):
         return (tuple(ids),)

@@ -1,4 +1,4 @@
-"""Time limit of a block of code that may catch exceptions."""
+"""Limits the time of a block of code, even if the code catches exceptions."""
 
 import contextlib
 import gc
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from types import FrameType
 
 _REPEAT_S = 0.1
-"""Seconds until a time limit interrupts again, because the first interruption may be lost."""
+"""Seconds after which a time limit interrupts again, because the first interruption may be lost."""
 
 _RELEASES = {"__del__", "remove", "_remove"}
-"""Functions that run when an object is freed. The interpreter prints and ignores exceptions in them."""
+"""Functions that run when an object is freed. The interpreter prints and ignores exceptions in these functions."""
 
 
 class TimeLimitError(BaseException):
-    """Raised after a time limit. It is no Exception, because sympy catches every Exception in many functions."""
+    """Raised after a time limit. Not an Exception, because sympy catches every Exception in many functions."""
 
 
 @contextlib.contextmanager
 def time_limit(timeout_s: float) -> Iterator[None]:
-    """Raises TimeLimitError after `timeout_s` seconds, and again until the block ends. Works in the main thread only.
+    """Raises TimeLimitError after `timeout_s` seconds, and again until the block ends. Works only in the main thread.
 
-    A limit that raises an Exception once, as that of math-verify, has no effect if sympy catches it.
+    A limit that raises an Exception once, such as math-verify's limit, has no effect if sympy catches the exception.
     """
     if threading.current_thread() is not threading.main_thread():  # Python allows signal handlers only there
         yield
@@ -51,7 +51,7 @@ def time_limit(timeout_s: float) -> Iterator[None]:
 
 
 def _is_releasing(frame: FrameType | None) -> bool:
-    """Returns whether the interpreter frees objects, and would therefore ignore an exception."""
+    """Returns whether the interpreter is freeing an object, and would therefore ignore an exception."""
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         if frame.f_code.co_name in _RELEASES or frame.f_code in callbacks:

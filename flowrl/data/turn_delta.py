@@ -1,11 +1,13 @@
 """Tokens between two responses of an episode: the end of the turn, the observation, and the next generation prompt.
 
 The tokens of responses are never changed. The chat template is rendered with a marker as the content of the newest
-response. The text after the marker is tokenized and appended. Two checks reject templates whose text of earlier turns
-depends on later messages, because the policy would be trained on tokens that it does not read in deployment:
+response. The text after the marker is tokenized and appended. A template is rejected if its text of earlier turns
+depends on later messages, because the policy would be trained on tokens that it does not read in deployment. There are
+two checks:
 
 - The rendering with the new messages starts with the rendering before the response.
-- The rendering with the response itself differs from that with the marker only in the response and in white space.
+- The rendering with the response itself differs from the rendering with the marker only in the response and in white
+  space.
 """
 
 import itertools
@@ -33,7 +35,7 @@ class TurnRewriteError(DataError):
 
 @dataclass(frozen=True)
 class TurnDelta:
-    """The continuation of an episode."""
+    """The continuation of an episode after a response."""
 
     token_ids: tuple[int, ...]
     """Tokens to append after the sampled tokens. The next response follows them."""
@@ -139,7 +141,7 @@ def _check_response(
     tools: Sequence[Mapping[str, Any]],
     parts: tuple[str, str, str],
 ) -> None:
-    """Raises TurnRewriteError if the template changes more than white space of the newest response."""
+    """Raises TurnRewriteError if the template changes more than white space in the newest response."""
     before, lead, after = parts
     rendered = _render(chat, [*messages, response, *observation], tools)
     expected = f"{lead}{response['content']}{after}"
@@ -201,7 +203,7 @@ def _start_of(
 
 
 def _without_stop(text: str, stop: str) -> str:
-    """Returns the text after a response without the end of turn that the policy has generated itself."""
+    """Returns the text after a response without the end of turn, if the policy has generated this end itself."""
     position = text.find(stop) if stop else -1
     is_end = position >= 0 and not text[:position].strip()
     return text[position + len(stop) :] if is_end else text

@@ -2,7 +2,7 @@
 
 For each sequence of roles, the chat template is rendered once with a marker as the content of each message. The text
 between the markers is the same for all conversations with these roles, unless the chat template depends on the content.
-A rendered conversation must consist of this text and its own contents, so a wrong span is never returned.
+A rendered conversation must consist of this text and the contents of its messages. Otherwise, no span is returned.
 """
 
 import re
@@ -33,7 +33,7 @@ class TurnLayout:
     """The rendered text of all conversations with certain roles."""
 
     literals: tuple[str, ...]
-    """Text before, between and after the contents; one more than `order`."""
+    """Text before, between and after the contents. There is one literal more than contents (`order`)."""
     order: tuple[int, ...]
     """Indices of the messages whose contents are between the literals."""
     responses: dict[int, _Response]
@@ -42,8 +42,8 @@ class TurnLayout:
     def locate(self, text: str, contents: Sequence[str], first: int) -> tuple[str, list[Span]] | None:
         """Returns the text, with a missing end of the last turn appended, and the spans of responses from `first` on.
 
-        Returns None if the text does not consist of the literals and the contents, whose surrounding white space the
-        template may have removed.
+        Returns None if the text does not consist of the literals and the contents. The template may remove the white
+        space around contents.
         """
         positions = self._match(text, contents)
         if positions is None:
@@ -62,7 +62,7 @@ class TurnLayout:
         return text, spans
 
     def _match(self, text: str, contents: Sequence[str]) -> dict[int, Span] | None:
-        """Returns the span of each content, or None."""
+        """Returns the span of each content, or None if a content is not found."""
         open_matches: list[tuple[int, int, dict[int, Span]]] = [(0, 0, {})]
         while open_matches:
             piece, position, spans = open_matches.pop()
@@ -94,7 +94,7 @@ def make_layout(roles: Sequence[Speaker], render: Render, end: str, *, can_appen
         roles: role of each message.
         render: the chat template.
         end: the end of the assistant's turn.
-        can_append: append `end` if the template omits it after the last message.
+        can_append: whether to append `end` if the template omits it after the last message.
     Raises:
         DataError: the template rejects the roles, or a turn of the assistant does not end with `end`.
     """
@@ -116,7 +116,7 @@ def make_layout(roles: Sequence[Speaker], render: Render, end: str, *, can_appen
 
 
 def _lead(literal: str, text: str, prompt: str) -> int:
-    """Returns the number of characters between the generation prompt and the content after `literal`."""
+    """Returns the number of characters between the generation prompt and the content that follows `literal`."""
     generated = _MARKER.split(prompt)[-1]
     return len(literal) - len(generated) if literal.startswith(generated) else 0
 
@@ -134,7 +134,7 @@ def _end(literal: str, end: str, lead: int, can_append: bool) -> _Response:
 
 
 def infer_end(render: Render, eos: str, special: Sequence[str]) -> str | None:
-    """Returns the end of the assistant's turn: the end token, or the special token that follows a response."""
+    """Returns the end of the assistant's turn: the end token, or else the special token that follows a response."""
     probe = [Message("user", "\ue0000\ue001"), Message("assistant", "\ue0001\ue001")]
     try:
         text = render(probe, False)
@@ -149,8 +149,8 @@ def infer_end(render: Render, eos: str, special: Sequence[str]) -> str | None:
 def locate_responses(end: str, text: str, messages: Sequence[Message], render: Render, first: int) -> list[Span]:
     """Returns the spans of the responses from `first` on in a rendered conversation. Used if no layout matches.
 
-    Renders the turns up to each response, and the same turns with a marker as the response, which gives the text after
-    the response. Thus an end of turn in the response itself is never mistaken for the end of the response.
+    Renders the turns up to each response, and these turns with a marker as the response, to find the text after the
+    response. Therefore, an end of turn within the response is never mistaken for the end of the response.
 
     Raises DataError if the template renders earlier messages differently when more messages follow, or if a response is
     not followed by `end`, or by white space and `end`.
@@ -175,7 +175,7 @@ def locate_responses(end: str, text: str, messages: Sequence[Message], render: R
 
 
 def text_after(messages: Sequence[Message], render: Render) -> str:
-    """Returns the text that the template renders after a last response that follows `messages`."""
+    """Returns the text that the template renders after a response that follows `messages` as the last message."""
     marker = "\ue002"
     while any(marker in message.content for message in messages):
         marker += "\ue002"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from flowrl.devices.device_rates import find_peak_flops
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Timeout of process groups. It exceeds the timeouts of calls, whose errors name the rank that is late.
+"""Timeout of process groups. It exceeds the timeouts of calls, because errors of calls name the late rank.
 
 A shorter timeout could end the ranks that wait for the late rank first, with an error that does not name the cause.
 """
@@ -51,15 +51,15 @@ class MemoryUsage:
     peak: int
     """Largest value of `allocated` since `begin_peak`. On the CPU, the current value."""
     reserved: int
-    """Memory that this process keeps from other processes: `allocated`, and the blocks in torch's cache."""
+    """Memory that this process keeps from other processes: `allocated` plus the free blocks in torch's cache."""
     free: int
     """Memory that every process can allocate."""
     total: int
 
     @property
     def peak_fraction(self) -> float:
-        """Fraction of the memory that was in use at the peak of this process. Blocks in torch's cache that were free
-        at that time do not count, because torch could use them for other tensors.
+        """Fraction of the memory that was in use at the peak of this process. Blocks in torch's cache that were free at
+        the peak do not count, because torch could use them for other tensors.
         """
         return 1 - (self.free + self.reserved - self.peak) / self.total
 
@@ -88,7 +88,7 @@ class Device(Protocol):
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak FLOP/s of dense bfloat16 matrix products. None if it is unknown."""
+        """Peak FLOP/s of dense bfloat16 matrix products, or None if it is unknown."""
         ...
 
     @property
@@ -98,12 +98,12 @@ class Device(Protocol):
 
     @property
     def index(self) -> int | None:
-        """Index of a GPU among those that this process can see. None for the CPU."""
+        """Index of a GPU among the GPUs that this process can use, or None for the CPU."""
         ...
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """CUDA compute capability. None for the CPU."""
+        """CUDA compute capability, or None for the CPU."""
         ...
 
     def wait_for_stream(self) -> None:
@@ -129,8 +129,8 @@ class Device(Protocol):
         ...
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Returns a new buffer `[num_bytes]` of host memory. For a GPU, it is pinned until the tensor is freed, so that
-        copies can be asynchronous.
+        """Returns a new buffer `[num_bytes]` of host memory. For a GPU, the buffer is pinned until the tensor is freed,
+        so that copies can be asynchronous.
         """
         ...
 
@@ -138,25 +138,25 @@ class Device(Protocol):
         """Starts to copy tensors of the device to `host_buffer` memory. `copies` are pairs (destination, source).
 
         The copies wait for earlier operations of the current stream. Later operations do not wait for the copies.
-        Returns a function that waits for them.
+        Returns a function that waits for the copies.
         """
         ...
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns copies of host tensors on the device, sent in one copy. Later operations of the current stream see
-        them. For the CPU, returns the tensors. Does not wait.
+        """Returns copies of host tensors on the device. They are sent in one copy, which later operations of the
+        current stream wait for. For the CPU, returns the tensors. Does not wait.
         """
         ...
 
     def fetch(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts to copy tensors of the device to the host. Returns a function that waits for the copies and returns
-        them. For the CPU, it returns the tensors.
+        them. For the CPU, this function returns the tensors.
         """
         ...
 
     def offload(self, tensor: Tensor) -> OffloadedTensor:
         """Starts to copy a tensor to host memory, while later operations run. The caller may drop the tensor at once,
-        but not change it. For the CPU, keeps the tensor.
+        but must not change it. For the CPU, keeps the tensor.
         """
         ...
 
@@ -175,7 +175,7 @@ class Device(Protocol):
 
 
 class _KeptTensor:
-    """An offloaded tensor of the CPU, whose memory is host memory already. Keeps the tensor until it is restored."""
+    """An offloaded tensor of the CPU. Keeps the tensor until `restore`, because it is in host memory already."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
@@ -352,7 +352,7 @@ class _PinnedBuffers:
         self._free: list[Tensor] = []
 
     def take_buffer(self, num_bytes: int) -> Tensor:
-        """Returns a free buffer of at least `num_bytes`, or allocates one. Frees the smaller buffers that it finds."""
+        """Returns a free buffer of at least `num_bytes`, or allocates one. Frees the smaller buffers before it."""
         while self._free:
             buffer = self._free.pop()
             if len(buffer) >= num_bytes:
@@ -363,7 +363,7 @@ class _PinnedBuffers:
         return self._allocate(-(-num_bytes // step) * step)
 
     def return_buffer(self, buffer: Tensor) -> None:
-        """Makes a buffer free. Its copies may still run, because all copies of buffers are on one stream."""
+        """Makes a buffer free. Its copies may still run, because all copies of buffers run on one stream."""
         self._free.append(buffer)
 
 
@@ -410,7 +410,7 @@ _ALIGNMENT = 16
 
 
 def packed_size(tensors: Iterable[Tensor]) -> int:
-    """Returns the size in bytes of a buffer for several tensors."""
+    """Returns the size in bytes of a buffer that contains several tensors."""
     return sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
 
 
@@ -425,7 +425,7 @@ def unpack_bytes(buffer: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns the shard of a sharded tensor on this rank, without a gradient. Returns other tensors themselves.
+    """Returns the shard of a sharded tensor on this rank, without a gradient. Returns any other tensor unchanged.
 
     An operation on a shard avoids torch's dispatch of sharded tensors, which takes about 0.1 ms of CPU time.
     """
@@ -452,15 +452,15 @@ def count_gpus() -> int:
 
 
 def used_device(name: str) -> Device | None:
-    """Returns the operations on a device. Returns None for a GPU if this process has not used CUDA.
+    """Returns the operations on a device, or None for a GPU if this process has not used CUDA.
 
-    An operation would then create a CUDA context, which needs 0.5 GB of GPU memory.
+    In this case, an operation would create a CUDA context, which needs 0.5 GB of GPU memory.
     """
     return get_device(name) if name == "cpu" or torch.cuda.is_initialized() else None
 
 
 def find_compiler_problem(device: Device) -> str | None:
-    """Returns what prevents torch.compile from building kernels for a GPU on this host. Returns None if nothing does.
+    """Returns the reason for which torch.compile cannot build kernels for a GPU on this host, or None if it can.
 
     torch.compile uses Triton, which needs a C compiler and the headers of Python (triton/runtime/build.py).
     """
@@ -477,7 +477,7 @@ def find_compiler_problem(device: Device) -> str | None:
 
 
 def can_fork() -> bool:
-    """Returns whether forked processes could use CUDA. They cannot if an import has already used its driver."""
+    """Returns whether forked processes could use CUDA. They cannot if an import has already used the CUDA driver."""
     process_id = os.fork()
     if process_id == 0:
         os._exit(torch.cuda._is_in_bad_fork())
@@ -486,9 +486,9 @@ def can_fork() -> bool:
 
 
 def use_exact_float32() -> None:
-    """Makes float32 products and convolutions on GPUs use float32 numbers, not TF32, which has 10 bits of mantissa.
+    """Makes float32 products and convolutions on GPUs exact: without TF32, which has 10 bits of mantissa.
 
-    torch's defaults differ between products and convolutions. A model for which float32 is too slow computes in
+    torch's defaults differ between products and convolutions. If float32 is too slow for a model, it computes in
     bfloat16 (`engine.compute_dtype`).
     """
     torch.backends.cuda.matmul.allow_tf32 = False

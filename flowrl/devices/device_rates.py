@@ -1,6 +1,7 @@
 """Rates of GPUs, and the part of each rate that programs reach, with the source of each number.
 
-`flowrl plan --time` divides FLOPs and bytes by these numbers. None has been measured by flowrl.
+`flowrl plan --time` divides FLOPs and bytes by these numbers. flowrl has measured only the parts that passes and copies
+to pinned host memory reach, on one H200.
 """
 
 from dataclasses import dataclass
@@ -18,17 +19,17 @@ _DENSE_BFLOAT16: tuple[tuple[str, float], ...] = (
     ("L4", 121e12),
     ("A10", 125e12),
 )
-"""Part of the device name -> peak FLOP/s of dense bfloat16 matrix products, without sparsity. The first match counts.
+"""Part of the device name -> peak FLOP/s of dense bfloat16 matrix products, without sparsity. The first match is used.
 
-From NVIDIA's data sheets of these products. They list twice these values for the GPUs whose figures are "with
-sparsity".
+From NVIDIA's data sheets of these products. For GPUs whose figures are "with sparsity", the data sheets list twice
+these values.
 """
 
 
 def find_peak_flops(device_name: str) -> float | None:
     """Returns the peak FLOP/s of dense bfloat16 matrix products of a device, or None for an unknown device.
 
-    A MIG instance has only a part of its GPU, whose peak is unknown.
+    A MIG instance has only a part of its GPU, and the peak of this part is unknown.
     """
     words = f" {device_name.replace('-', ' ')} "
     if " MIG " in words:
@@ -70,7 +71,7 @@ GPUS = {
     "h200": _rates("H200", memory_gb=141, memory=4.8e12, **_H100),
     "a100": _rates("A100", float32_flops=19.5e12, memory_gb=80, memory=2.039e12, nvlink=300e9, host=32e9, network=25e9),
 }
-"""Name of a GPU in commands -> its rates. H100, H200 and A100 of 80 GB as SXM modules."""
+"""Name of a GPU in commands -> its rates: H100, H200 and the A100 with 80 GB, as SXM modules."""
 
 
 def find_rates(device_name: str) -> DeviceRates | None:

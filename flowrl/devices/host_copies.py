@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, from which a device gets them back after other roles have used its memory."""
+"""Keeps copies of tensors in host memory, and restores the tensors after other roles have used their device memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from flowrl.devices.device import Device, local_tensor, packed_size, unpack_byte
 
 _WORD = 4
 _NUM_SUMS = 1021
-"""Number of sums in a digest. It is prime, so that an exchange of two rows of a matrix usually changes the digest."""
+"""Number of sums in a digest. The number is prime, so that an exchange of two rows of a matrix usually changes the
+digest.
+"""
 
 _MIN_DIGEST_BYTES = 16 * _WORD * _NUM_SUMS
-"""Minimum size of memory with a digest, in bytes. Smaller memory is always copied."""
+"""Minimum size in bytes of memory with a digest. Smaller memory is always copied."""
 
 
 @dataclass
@@ -25,27 +27,28 @@ class _Copy:
     buffer: Tensor
     """Host memory of several copies, which stays pinned as long as this object exists."""
     digest: Tensor | None = None
-    """Digest of the bytes; None if they must be copied again."""
+    """Digest of the bytes, or None if the bytes must be copied again."""
 
 
 class HostCopies:
     """Keeps copies of tensors in host memory while other roles use their device memory.
 
-    `offload` releases the device memory of tensors. They remain valid objects, but must not be used until `onload`.
-    Host memory is pinned, and allocated again only if a tensor changes its size. On the CPU, all methods do nothing.
+    `offload` releases the device memory of tensors. The tensors remain valid objects, but must not be used until
+    `onload`. Host memory is pinned, and allocated again only if a tensor changes its size. On the CPU, all methods do
+    nothing.
     """
 
     def __init__(self, device: Device, *, compares: bool = True) -> None:
-        """`compares`: whether to copy only tensors that have changed since their last copy, which excludes frozen
-        weights. A digest detects changed tensors, but can miss the small changes of a training step, after which
-        `mark_changed` must be called. Without `compares`, all tensors are copied, and no digests are computed.
+        """With `compares`, copies only tensors that have changed since their last copy. Frozen weights are then copied
+        only once. A digest detects changed tensors, but may miss the small changes of a training step, so call
+        `mark_changed` after a step. Without `compares`, copies all tensors and computes no digests.
         """
         self._device, self._compares = device, compares
         self._copies: dict[int, _Copy] = {}
         """Maps the address of a storage object to the copy of its memory."""
         self._offloaded: dict[int, UntypedStorage] = {}
         self._wait: Callable[[], None] | None = None
-        """Waits for the copies of the last `start_copy`."""
+        """Function that waits for the copies of the last `start_copy`."""
 
     def start_copy(self, tensors: Iterable[Tensor]) -> None:
         """Starts to copy tensors to host memory. Later operations on the device may run at the same time.
@@ -67,8 +70,8 @@ class HostCopies:
             storage.resize_(0)
 
     def onload(self) -> None:
-        """Allocates the memory of all offloaded tensors and starts to copy their contents back. Does not wait: later
-        operations of the current stream see the contents.
+        """Allocates the memory of all offloaded tensors and starts to copy their contents back. Does not wait, because
+        later operations of the current stream wait for the copies.
         """
         for key, storage in self._offloaded.items():
             host = self._copies[key].host
@@ -77,7 +80,7 @@ class HostCopies:
         self._offloaded = {}
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of an offloaded tensor in host memory. Returns other tensors themselves."""
+        """Returns a copy of an offloaded tensor in host memory. Returns any other tensor unchanged."""
         storage = local_tensor(tensor).untyped_storage()
         if storage._cdata not in self._offloaded:
             return tensor
@@ -88,7 +91,7 @@ class HostCopies:
         return copied
 
     def mark_changed(self, tensors: Iterable[Tensor]) -> None:
-        """Makes the next copy of tensors unconditional. A digest may miss the few small changes of a training step."""
+        """Forces the next copy of tensors, because a digest may miss the few small changes of a training step."""
         if not self._copies:
             return
         for storage in _storages(tensors):
@@ -96,7 +99,7 @@ class HostCopies:
                 copied.digest = None
 
     def forget(self) -> None:
-        """Drops all copies, after other tensors have replaced the copied ones."""
+        """Drops all copies, after other tensors have replaced the copied tensors."""
         if self._copies:
             self._finish()
             self._device.wait_for_stream()  # for the copies of `onload`
@@ -134,7 +137,7 @@ class HostCopies:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Returns the memory of tensors, once if they share it, and without memory that is already free."""
+    """Returns the memory of tensors: shared memory only once, and no memory that is already free."""
     storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
     return list({storage._cdata: storage for storage in storages if storage.nbytes()}.values())
 
@@ -144,9 +147,10 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _digests(memories: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns the digest `[_NUM_SUMS]` of each memory, in host memory: sums of every `_NUM_SUMS`-th word.
+    """Returns the digest `[_NUM_SUMS]` of each memory, in host memory. A digest contains sums of every `_NUM_SUMS`-th
+    word.
 
-    On a GPU, they take about one hundredth of the time of copies to the host. Returns None for little memory.
+    On a GPU, digests take about one hundredth of the time of copies to the host. Returns None for small memory.
     """
     large = [memory for memory in memories if memory.nbytes >= _MIN_DIGEST_BYTES]
     if not large:

@@ -12,7 +12,7 @@ import torch
 def record_profile(path: Path, name: str) -> Iterator[None]:
     """Records the operations of a block on the CPU and on GPUs, and writes them to `path` in the Chrome trace format.
 
-    A block that raises writes no file.
+    If the block raises an exception, no file is written.
 
     Args:
         path: file that ends with `.json.gz`. Missing folders are created, and an existing file is replaced.

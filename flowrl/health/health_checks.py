@@ -11,31 +11,33 @@ from flowrl.health.measurement import Check, EvaluationPoint, Measurement, RunFa
 # Held-out evaluations.
 
 HELD_OUT = {"accuracy": "reward", "validation_loss": "actor/loss"}
-"""Prefix of a held-out metric -> training metric that it corresponds to."""
+"""Prefix of a held-out metric -> the training metric that it is compared with."""
 
 _IMPROVES_BY_FALLING = {"validation_loss"}
 
 _COLLAPSE = 0.5
-"""Fall of a held-out metric and of its training metric, as a fraction of their earlier values, that counts although the
-training metric has not improved.
+"""Smallest fall that is a collapse, as a fraction of the earlier value. If a held-out metric and its training metric
+both fall by more, the fall is a finding, although the training metric has not improved.
 """
 
 _SMALLEST_COLLAPSE = 0.1
-"""Smallest fall of a held-out reward that counts as a collapse, as a fraction of the largest reward of any response so
-far. A smaller fall may be noise, because the mean reward is noisy if few responses have a reward.
+"""Smallest fall of a held-out reward in a collapse, as a fraction of the largest reward of any response so far. A
+smaller fall may be noise, because the mean reward is noisy if few responses have a reward.
 """
 
 
 def measure_held_out_fall(window: StepWindow, facts: RunFacts) -> Measurement | None:
     """Returns the largest fall of a held-out metric below its best value, as a fraction of the best value.
 
-    The fall is 0 unless the training metric has improved since the best value, or both metrics have collapsed, that is,
-    have lost more than half. The held-out metric is compared with its best value, and the training metric with the
-    better one of its values in the first step and at that evaluation. A held-out reward must also have lost at least a
-    tenth of the largest reward of any response so far. A single noisy evaluation has little effect: the fall is the
-    smaller one of the last two evaluations, and two adjacent evaluations must reach the best value. With only two
-    evaluations, half of the fall counts. If rewards failed in an evaluation, its best value assumes the worst
-    score for them, and its last value the best score, so that failures alone cause no fall.
+    The fall is 0 unless the training metric has improved since the best evaluation, or both metrics have collapsed,
+    that is, lost more than half. The loss of the held-out metric is measured from its best value. The loss of the
+    training metric is measured from its value in the first step or at the best evaluation, whichever is better. In a
+    collapse, a held-out reward must also fall by at least a tenth of the largest reward of any response so far.
+
+    A single noisy evaluation has little effect: the fall is the smaller fall of the last two evaluations, and two
+    adjacent evaluations must reach the best value. With only two evaluations, half of the fall counts. Failed rewards
+    count as the worst score in the best evaluation and as the best score in the last, so that failures alone cause no
+    fall.
     """
     if not window.is_evaluated:
         return None
@@ -86,7 +88,7 @@ def _falls(window: StepWindow, name: str) -> Iterator[Measurement]:
 
 
 def _best(points: list[EvaluationPoint], sign: int) -> EvaluationPoint:
-    """Returns the best point whose value an adjacent point reaches as well. Returns a single point as it is."""
+    """Returns the best point whose value an adjacent point also reaches. A single point is returned as it is."""
     if len(points) == 1:
         return points[0]
     confirmed = (min(pair, key=lambda point: sign * point.low) for pair in pairwise(points))
@@ -103,8 +105,8 @@ def _has_improved(window: StepWindow, name: str, best: EvaluationPoint, last: Ev
 
 
 def _has_collapsed(window: StepWindow, name: str, best: EvaluationPoint, last: EvaluationPoint, sign: int) -> bool:
-    """Returns whether the training metric has lost more than half of the better one of its values in the first step and
-    at the best evaluation. Returns False if a held-out reward has fallen by too little (`_SMALLEST_COLLAPSE`).
+    """Returns whether the training metric has lost more than half of its value in the first step or at the best
+    evaluation, whichever is better. Returns False if a held-out reward has fallen by too little (`_SMALLEST_COLLAPSE`).
     """
     if sign > 0 and best.low - last.high < _SMALLEST_COLLAPSE * max(0.0, window.largest_reward):
         return False
@@ -130,7 +132,9 @@ def measure_length_limit(window: StepWindow, facts: RunFacts) -> Measurement | N
 
 
 _NEVER_ENDS = 0.95
-"""Smallest share of truncated responses, in the first steps and now, of a model that probably cannot end a response."""
+"""If at least this share of responses was truncated in the first steps and is now, the model probably cannot end a
+response.
+"""
 
 
 def measure_truncation(window: StepWindow, facts: RunFacts) -> Measurement | None:
@@ -165,17 +169,17 @@ def measure_repetition(window: StepWindow, facts: RunFacts) -> Measurement | Non
 # Policy.
 
 _SOLVED = 0.9
-"""Smallest progress (`_progress`) of a solved task. A policy that has solved its task may have a low entropy, and equal
+"""Progress (`_progress`) from which a task is solved. The policy of a solved task may have a low entropy, and equal
 scores in most groups, without a finding.
 """
 
 
 def _progress(window: StepWindow, now: float | None) -> float:
-    """Returns how far a mean reward is on the way from its initial value (0) to the largest reward of any response so
-    far (1). Returns 0 without rewards.
+    """Returns the position of a mean reward between its initial value (0) and the largest reward of any response so far
+    (1). Returns 0 without rewards.
 
-    The initial value is that of the first step, because the reward may rise within a few steps, or the median of the
-    first steps if that is smaller, because the first step may be better by chance.
+    The initial value is the reward of the first step, because the reward may rise within a few steps. If the median of
+    the first steps is smaller, it is the initial value, because the first step may be better by chance.
     """
     initial = [value for value in (window.first_value("reward"), window.first_median("reward")) if value is not None]
     before = min(initial, default=None)
@@ -185,11 +189,11 @@ def _progress(window: StepWindow, now: float | None) -> float:
 
 
 def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median entropy as a fraction of the expected entropy, and 1 if the task is solved.
+    """Returns the median entropy as a fraction of the expected entropy, or 1 if the task is solved.
 
-    The expected entropy is that in the first step, times the unsolved share of the task (1 - progress), because a
-    policy may be deterministic on the prompts that it has learned. The entropy may collapse within a few steps, so
-    those after the first do not count.
+    The expected entropy is the entropy of the first step times the unsolved share of the task (1 - progress), because a
+    policy may be deterministic on the prompts that it has learned. Steps after the first do not count, because the
+    entropy may collapse within a few steps.
     """
     return _entropy_fraction(
         window, window.recent_median("actor/entropy"), _progress(window, window.recent_median("reward"))
@@ -197,7 +201,7 @@ def measure_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement
 
 
 def measure_extreme_entropy_collapse(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the entropy of the last step as a fraction of the expected entropy, and 1 if the task is solved."""
+    """Returns the entropy of the last step as a fraction of the expected entropy, or 1 if the task is solved."""
     return _entropy_fraction(window, window.last.get("actor/entropy"), _progress(window, window.last.get("reward")))
 
 
@@ -212,15 +216,16 @@ def _entropy_fraction(window: StepWindow, now: float | None, progress: float) ->
 
 
 def measure_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median KL to the reference. It is 0 if the KL is not larger than in the first step.
+    """Returns the median KL to the reference, or 0 if this KL is not larger than the KL of the first step.
 
-    The KL of a policy that breaks in a few steps is constant afterwards, so the steps just before do not count.
+    The KL is compared with the first step and not with recent steps, because the KL of a policy that breaks in a few
+    steps is constant afterwards.
     """
     return _kl_above_first(window, window.recent_median)
 
 
 def measure_extreme_kl_growth(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the smaller KL of the last two steps. It is 0 if the KL is not larger than in the first step.
+    """Returns the smaller KL of the last two steps, or 0 if this KL is not larger than the KL of the first step.
 
     A single step does not count, because a few tokens that the policy almost never samples can dominate its estimate.
     """
@@ -245,7 +250,8 @@ _RATIOS = ("actor/ratio", "correction/weight")
 
 
 def measure_ratio_range(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest median distance from 1 of a mean probability ratio, or the median KL of a step's updates.
+    """Returns the larger of two values: the largest median distance of a mean probability ratio from 1, and the median
+    KL of a step's updates.
 
     The KL counts because the mean ratio is close to 1 for any change of the policy: its expectation under the old
     policy is 1.
@@ -277,9 +283,9 @@ def _mean_ratios(measure_now: Callable[[str], float | None]) -> dict[str, float]
 
 
 def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the gap of the last step as a multiple of the limit.
+    """Returns the gap of the last step as a multiple of `RunFacts.gap_limit`.
 
-    Returns None for stale responses, because other weights sampled them.
+    Returns None for stale responses, because other weights than the trainer's sampled them.
     """
     gap = window.last.get("rollout_gap", window.last.get("actor/rollout_gap"))
     if facts.gap_limit is None or gap is None or window.last.get("staleness_max", 0.0) > 0:
@@ -292,9 +298,10 @@ def measure_logprob_gap(window: StepWindow, facts: RunFacts) -> Measurement | No
 
 
 def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest gradient norm of a role in the last step as a multiple of its norm in the steps before.
+    """Returns the gradient norm of the last step as a multiple of the usual norm, for the role with the largest
+    multiple.
 
-    The norm in the steps before is their 90 % quantile, and at least the median of the first steps. The quantile
+    The usual norm is the 90 % quantile of the steps before, and at least the median of the first steps. The quantile
     ignores earlier spikes. The median prevents findings after convergence, when gradients are rare.
     """
     measurements = []
@@ -313,7 +320,7 @@ def measure_gradient_spike(window: StepWindow, facts: RunFacts) -> Measurement |
 
 
 def measure_skipped_updates(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the largest share of the last steps in which a role skipped an update."""
+    """Returns the share of the last steps in which a role skipped an update, for the role with the largest share."""
     measurements = []
     for name in window.last:
         role, _, metric = name.rpartition("/")
@@ -324,8 +331,8 @@ def measure_skipped_updates(window: StepWindow, facts: RunFacts) -> Measurement 
 
 
 def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median explained variance of the critic, or None in the first 3 x `health.steps` - 1 steps, in which
-    a new critic is still inaccurate.
+    """Returns the median explained variance of the critic. Returns None in the first 3 x `health.steps` - 1 steps, in
+    which a new critic is still inaccurate.
     """
     variance = window.recent_median("explained_variance")
     if variance is None or window.num_steps < 3 * window.steps:
@@ -334,8 +341,8 @@ def measure_value_function(window: StepWindow, facts: RunFacts) -> Measurement |
 
 
 def measure_dead_experts(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the share of experts that receive no token: the median over recent steps, of the role where it is
-    largest. Returns None if no role has experts.
+    """Returns the median share of experts that receive no token, for the role with the largest share. Returns None if
+    no role has this metric.
     """
     measurements = []
     for name in window.last:
@@ -355,11 +362,11 @@ def measure_dead_experts(window: StepWindow, facts: RunFacts) -> Measurement | N
 
 
 def measure_no_signal(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median share of groups with equal scores among the trained and the dropped groups.
+    """Returns the median share of groups with equal scores among the trained groups and the groups dropped for this
+    reason.
 
-    Without groups of several responses, returns the share of steps in which all scores are equal. Returns 0 if the task
-    is solved, because most groups then have only correct responses. Returns None if the policy is not trained on the
-    scores.
+    If groups have a single response, returns 1 if all scores are equal in most steps. Returns 0 if the task is solved,
+    because most groups then have only correct responses. Returns None if the policy is not trained on the scores.
     """
     if not facts.trains_on_scores:
         return None
@@ -426,7 +433,7 @@ def _extreme_usage(window: StepWindow, name: str, choose: Callable[..., tuple[fl
 
 
 def measure_device_memory(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median share of a GPU's memory in use at the peak of the role with the largest share."""
+    """Returns the median share of a GPU's memory that is in use at its peak, for the role with the largest share."""
     if (largest := _extreme_usage(window, "memory_fraction", max)) is None:
         return None
     share, role = largest
@@ -434,7 +441,7 @@ def measure_device_memory(window: StepWindow, facts: RunFacts) -> Measurement | 
 
 
 def measure_preemptions(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median number of interruptions per response."""
+    """Returns the median number of interruptions per response, for the role with the largest number."""
     if (largest := _extreme_usage(window, "preemptions", max)) is None:
         return None
     number, role = largest
@@ -442,7 +449,7 @@ def measure_preemptions(window: StepWindow, facts: RunFacts) -> Measurement | No
 
 
 def measure_low_mfu(window: StepWindow, facts: RunFacts) -> Measurement | None:
-    """Returns the median model FLOPs utilization of the role with the smallest one."""
+    """Returns the median model FLOPs utilization, for the role with the smallest utilization."""
     if (smallest := _extreme_usage(window, "mfu", min)) is None:
         return None
     fraction, role = smallest
@@ -585,7 +592,7 @@ CHECKS: tuple[Check, ...] = (
         is_lower_bound=True,
     ),
 )
-"""All checks, causes before their effects: the problem of an earlier check tends to cause those of later checks. For
-example, too large an update causes a large KL, a low entropy and a low reward. The last four checks concern speed only.
-The findings that begin in one step have this order.
+"""All checks, causes before their effects: the problem of an earlier check tends to cause the problems of later checks.
+For example, too large an update causes a large KL, a low entropy and a low reward. The last four checks concern speed
+only. Findings that begin in the same step have this order.
 """

@@ -22,14 +22,14 @@ WINDOW_MULTIPLE = 4
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """A held-out metric in one evaluation, and the corresponding training metric at that time."""
+    """A held-out metric in one evaluation, and the corresponding training metric at the time of the evaluation."""
 
     low: float
-    """Value of the metric if failed rewards had the worst score. Without failed rewards, both bounds are equal."""
+    """Value of the metric if failed rewards had the worst score. Equals `high` if no reward failed."""
     high: float
     """Value of the metric if failed rewards had the best score."""
     training: Record
-    """Median of the training metric over the last steps, by name; empty for the initial model."""
+    """Median of the training metric over the last steps, by its name; empty for the initial model."""
 
 
 class StepWindow:
@@ -96,7 +96,7 @@ class StepWindow:
         return None if values is None else median(values)
 
     def first_value(self, name: str) -> float | None:
-        """Returns the first value of a metric in the first `steps` steps, of which some may lack it, or None."""
+        """Returns the first value of a metric in the first `steps` steps, or None. Skips steps without the metric."""
         return next((record[name] for record in self.first if name in record), None)
 
     def first_median(self, name: str) -> float | None:
@@ -126,7 +126,7 @@ class RunFacts:
     """Number of groups of a step; None without a rollout."""
 
     trains_on_scores: bool = True
-    """Whether scores decide how the policy is trained. Otherwise they only measure it."""
+    """Whether the policy is trained on the scores. Otherwise, scores only measure the policy."""
 
     can_mask_truncated: bool = False
     """Whether `algorithm.mask_truncated` exists and is false."""
@@ -135,13 +135,13 @@ class RunFacts:
     """Whether the actor trains a LoRA adapter, and neither its head nor its embeddings."""
 
     gap_limit: float | None = None
-    """Largest gap between rollout and trainer without a finding, in nats per token. None: the gap is not checked."""
+    """Largest gap between rollout and trainer without a finding, in nats per token. If None, the gap is not checked."""
 
     gap_causes: str = ""
     """Likely causes of a gap above the limit."""
 
     devices: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    """Roles that share a device -> name of the pool. Several pools are joined by `+`."""
+    """Roles that share a device -> name of their pool. The names of several pools are joined by `+`."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class Measurement:
     observation: str
     """Start of the message: the measured quantity with its value."""
     role: str = "actor"
-    """Trained role that the value belongs to."""
+    """The trained role that has the value."""
     meaning: str = ""
-    """Likely cause, as a clause. Empty: that of the check. The same applies to `remedy` and `settings`."""
+    """Likely cause, as a clause. If empty, `Check.meaning` is used, and the same for `remedy` and `settings`."""
     remedy: str = ""
     settings: tuple[str, ...] = ()
 
@@ -162,8 +162,8 @@ class Measurement:
 Measure = Callable[[StepWindow, RunFacts], Measurement | None]
 
 EXTREME = 5
-"""Multiple of a threshold beyond which the value of a single step is a finding (`Check.measure_extreme`). It is large,
-so that noise of single steps is not a finding.
+"""Multiple of a threshold beyond which the value of a single step is a finding (`Check.measure_extreme`). The multiple
+is large, so that noise of single steps causes no finding.
 """
 
 
@@ -173,27 +173,27 @@ class Check:
 
     name: HealthCheck
     measure: Measure
-    """Returns the value that is compared with the threshold after each step. For most checks, it is the median of the
-    last `health.steps` steps. Returns None if the run has not logged enough values yet.
+    """Returns the value that is compared with the threshold after each step. For most checks, the value is the median
+    of the last `health.steps` steps. Returns None if the run has not logged enough values yet.
     """
     meaning: str
     """Likely cause, as a clause."""
     remedy: str
-    """Remedy. Empty for `logprob_gap` and `truncation`, whose remedies depend on the run."""
+    """Remedy. Empty for `logprob_gap` and `truncation`, because their remedies depend on the run."""
     settings: tuple[str, ...]
     """Settings to change. A finding names the first setting that the run has. `ROLE` stands for the trained role."""
     is_lower_bound: bool = False
-    """True: values below the threshold are findings. False: values above it are findings."""
+    """If True, values below the threshold are findings. If False, values above the threshold are findings."""
     measure_extreme: Measure | None = None
-    """Returns the value of the last step alone, for a check that compares a median. A value far beyond the threshold
-    (`EXTREME`) is a finding although the window is not full or its median is healthy, because the metric of a policy
-    that breaks may be extreme in its first step only.
+    """Returns the value of the last step alone, for a check whose `measure` returns a median. If this value is far
+    beyond the threshold (`EXTREME`), it is a finding even if the window is not full or the median is healthy. The
+    reason is that the metric of a policy that breaks may be extreme only in the first step.
     """
 
     def measure_or_extreme(
         self, threshold: float, window: StepWindow, facts: RunFacts
     ) -> tuple[Measurement | None, float]:
-        """Returns the value of the last step, and the multiple of the threshold that limits it (usually 1)."""
+        """Returns the value of the last step, and the multiple of the threshold to compare it with (usually 1)."""
         if self.measure_extreme is not None:
             multiple = 1 / EXTREME if self.is_lower_bound else EXTREME
             measurement = self.measure_extreme(window, facts)
@@ -202,7 +202,7 @@ class Check:
         return self.measure(window, facts), 1.0
 
     def distance(self, measurement: Measurement, limit: float) -> float:
-        """Returns how far a value is beyond a limit. It is negative or 0 if the value is healthy."""
+        """Returns how far a value is beyond a limit. The distance is negative or 0 if the value is healthy."""
         return limit - measurement.value if self.is_lower_bound else measurement.value - limit
 
     def setting(self, measurement: Measurement, facts: RunFacts) -> str:

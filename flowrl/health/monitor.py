@@ -17,16 +17,17 @@ FILE = "health.jsonl"
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that a check has found: its steps, and how far the value is beyond the threshold."""
+    """A problem that a check has found, with its steps, its worst value and the threshold."""
 
     check: str
     """Name of the check, which is the setting `health.<check>`."""
 
     step: int
-    """First step."""
+    """First step of the finding."""
 
     last_step: int
-    """Last step so far. Some steps in between may be healthy, because a short recovery does not end a finding."""
+    """Last step of the finding so far. Steps between may be healthy, because a short recovery does not end a finding.
+    """
 
     value: float
     """Worst value so far."""
@@ -69,7 +70,7 @@ class _CheckState:
     num_findings: int = 0
     """Number of findings so far."""
     num_healthy: int = 0
-    """Number of healthy measurements since the last one beyond the threshold."""
+    """Number of healthy measurements since the last measurement beyond the threshold."""
     reported: float = 0.0
     """Distance between value and threshold in the last message."""
 
@@ -86,7 +87,9 @@ class HealthMonitor:
         self._checks = [(check, settings[check.name]) for check in CHECKS if settings[check.name] is not None]
         self._states = {check.name: _CheckState() for check, _ in self._checks}
         self.findings: list[Finding] = []
-        """All findings by their first step. Those of one step are in the order of `CHECKS`: causes before effects."""
+        """All findings by their first step. Findings of the same step have the order of `CHECKS`, causes before
+        effects.
+        """
 
     def add(self, step: int, record: Mapping[str, float]) -> list[Finding]:
         """Checks the record of a step. Returns the findings that begin or have become clearly worse in this step."""
@@ -137,6 +140,6 @@ class HealthMonitor:
 
 
 _MIN_DISTANCE = 0.1
-"""Lower limit of the earlier distance that must double until a finding is clearly worse. Half of the threshold is
-another lower limit, which a threshold near 0 does not provide.
+"""Smallest distance that `2 *` is applied to: a finding becomes clearly worse at max(2 d, threshold, 2 x this value),
+where d is the last reported distance. Limits messages of checks with a threshold near 0.
 """

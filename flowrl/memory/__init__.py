@@ -1,6 +1,6 @@
 """Estimates the device memory of a plan before loading models, and rejects plans that exceed the available memory.
 
-Null settings whose values depend on the devices, such as the size of a KV cache, follow from the plan and its memory.
+The plan and its memory also determine the values of null settings that depend on the devices, such as a KV cache size.
 
 Entry points: `memory_estimate.estimate_memory` (bytes per device, role and call), `memory_table.check_memory` and
 `render_memory`, `device_settings.resolve_settings`, `fit_memory` and `fit_engine` (an engine outside of a run), and

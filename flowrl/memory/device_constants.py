@@ -1,7 +1,7 @@
 """The memory of a device that does not follow from the sizes of a model, with the source of each number.
 
-A process holds its CUDA context and libraries until it ends. A sleeping vLLM also holds its CUDA graphs: `sleep` frees
-only weights and KV cache. `flowrl plan` prints the constants that a plan contains.
+A process keeps its CUDA context and libraries until it ends. A sleeping vLLM also keeps its CUDA graphs, because
+`sleep` frees only weights and KV cache. `flowrl plan` prints the constants that a plan contains.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ class Constant:
     value: float
     """Number of bytes, a count, or a factor."""
     meaning: str
-    """What the value counts, as the end of a line of `flowrl plan`."""
+    """What the value measures, as the end of a line of `flowrl plan`."""
     source: str
     is_measured: bool = False
     """Whether flowrl's own tests have measured the value. Otherwise, `flowrl plan` marks it as estimated."""

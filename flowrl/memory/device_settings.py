@@ -1,4 +1,4 @@
-"""Settings that are null by default and depend on the devices: their values, a table of them, and warnings.
+"""Settings that are null by default and depend on the devices: determines their values, a table of them, and warnings.
 
 Entry points: `resolve_settings` (values that follow from the plan), `fit_memory` (values that depend on the memory of
 the devices, and the memory check), `fit_engine` (values of an engine outside of a run) and `render_settings`.
@@ -96,11 +96,11 @@ UNTESTED_FEATURES: Mapping[str, Callable[[RunConfig], bool]] = {
         and any(value.engine.offload == "idle" for value in models_of(config).values())
     ),
 }
-"""Features that have not run on GPUs -> whether a run uses them."""
+"""Features that have not run on GPUs -> function that returns whether a run uses the feature."""
 
 
 def _has_size(config: RunConfig, roles: Iterable[str], *names: str) -> bool:
-    """Returns whether one of these roles has one of these parallel sizes (tp, sp, pp)."""
+    """Returns whether one of these roles has one of the parallel sizes `names` (tp, sp, pp) above 1."""
     placed = [config.placement.role(role) for role in roles if role in config.placement.roles]
     return any(getattr(role, name) > 1 for role in placed for name in names)
 
@@ -117,15 +117,15 @@ _LARGE_GPU = 70 * 2**30
 """Memory in bytes from which vLLM decodes 1,024 sequences by default (vLLM 0.32: engine/arg_utils.py:2923-2941)."""
 
 _HUGE_GPU = 160 * 2**30
-"""Memory in bytes from which the name of the GPU does not matter for this default."""
+"""Memory in bytes from which vLLM's default does not depend on the name of the GPU."""
 
 _COSTLY = 2
-"""Factor of time above which a setting gets a warning."""
+"""Factor by which a setting must lengthen a step to cause a warning."""
 
 
 def resolve_settings(config: RunConfig, planned: Plan) -> RunConfig:
-    """Returns the config with the values of null settings that depend on the kind of devices. On CPUs, all null
-    settings keep their meaning.
+    """Returns the config in which null settings that depend on the kind of devices have values. On CPUs, no setting
+    changes.
     """
     if planned.kind == "cpu":
         return config
@@ -152,8 +152,8 @@ def _with_roles(config: RunConfig, roles: Mapping[str, RoleConfig]) -> RunConfig
 def _resolve_role(value: RoleConfig, matches_rollout: bool) -> RoleConfig:
     """Returns the settings of a role on GPUs, where a null `compute_dtype` becomes bfloat16.
 
-    `matches_rollout`: whether the rollout's log-probabilities are those of a float32 actor. An actor that trains with
-    them (`old_logprobs: rollout`) then keeps computing in float32.
+    `matches_rollout` is True if the rollout's log-probabilities are those of a float32 actor. An actor that uses them
+    in training (`old_logprobs: rollout`) then also computes in float32.
     """
     if isinstance(value, JudgeConfig):
         return _with_dtype(value, default_dtype(value.engine, value.model, "cuda"))
@@ -167,12 +167,12 @@ def _resolve_role(value: RoleConfig, matches_rollout: bool) -> RoleConfig:
 
 
 def default_dtype(engine: str, model: ModelConfig, device: DeviceKind) -> Literal["float32", "bfloat16", "float64"]:
-    """Returns the dtype in which a rollout engine computes with a model of its own, if no setting names one."""
+    """Returns the dtype in which a rollout engine computes with a model of its own, if no setting has a dtype."""
     return (default_compute_dtype(model, device) if engine == "vllm" else None) or model.dtype
 
 
 def _with_dtype(value: Generator, dtype: str) -> Generator:
-    """Returns the settings with the dtype of vLLM. Other engines compute in the dtype of the weights."""
+    """Returns the settings with this dtype for vLLM. Other engines compute in the dtype of the weights."""
     settings = value.vllm or VllmConfig()
     if value.engine != "vllm" or settings.dtype is not None:
         return value
@@ -195,8 +195,8 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool, gpu: str | N
     Args:
         config: settings, from `resolve_settings`.
         planned: devices of the run.
-        is_local: whether these are devices of this machine.
-        gpu: name of the GPUs, if they are not those of this machine.
+        is_local: whether the devices are those of this machine.
+        gpu: name of the GPUs. If None, the name of this machine's GPUs is used.
     Raises ConfigError if the memory is too small.
     """
     budget = memory_budget(config, planned, is_local=is_local)
@@ -226,7 +226,7 @@ def fit_memory(config: RunConfig, planned: Plan, *, is_local: bool, gpu: str | N
 
 
 def _fit_caches(config: RunConfig, planned: Plan, sizes: Mapping[Path, ModelSize], budget: MemoryBudget) -> FittedRun:
-    """Returns the run with the KV caches of vLLM, which need not fit."""
+    """Returns the run with the KV caches of vLLM. Does not check that the caches fit."""
     devices = estimate_memory(config, planned, sizes)
     fitted = _with_caches(config, devices, budget) if planned.kind == "cuda" else config
     return FittedRun(fitted, devices if fitted is config else estimate_memory(fitted, planned, sizes), budget)
@@ -236,11 +236,11 @@ OFFLOADS = ("none", "optimizer", "parameters")
 """Choices of `offload: auto`, in the order in which they are tried."""
 
 OffloadChoices = Mapping[str, tuple[str, ...]]
-"""Role with `offload: auto` -> its settings that remain to be tried, in this order."""
+"""Role with `offload: auto` -> its remaining choices, in the order in which they are tried."""
 
 
 def _offload_choices(config: RunConfig, planned: Plan) -> OffloadChoices:
-    """Returns the choices of each role with `offload: auto`. Empty on CPUs, whose memory is the host's."""
+    """Returns the choices of each role with `offload: auto`. Returns no role on CPUs, whose memory is host memory."""
     choices: dict[str, tuple[str, ...]] = {}
     for role, value in models_of(config).items():
         if planned.kind == "cpu" or role not in planned.roles or value.engine.offload != "auto":
@@ -267,8 +267,8 @@ def _with_offload(config: RunConfig, choices: OffloadChoices) -> RunConfig:
 
 
 def _offload_more(choices: OffloadChoices, fitted: FittedRun) -> OffloadChoices:
-    """Returns the next choices if a device does not fit. The roles that offload least on such devices offload more, so
-    that all roles offload their optimizer before one of them offloads its weights.
+    """Returns the next choices if a device does not fit. On such a device, the roles that offload least offload more.
+    Therefore, all roles offload their optimizer before one of them offloads its weights.
     """
     limit = fitted.budget.per_device
     full = [device for device in fitted.devices if limit is not None and device.is_known and device.peak[0] > limit]
@@ -282,7 +282,8 @@ def _offload_more(choices: OffloadChoices, fitted: FittedRun) -> OffloadChoices:
 def fit_engine(
     config: RolloutConfig, model: ModelConfig, device: DeviceKind, setting: str, replica: ReplicaSizes = ONE_DEVICE
 ) -> RolloutConfig:
-    """Returns the settings of an engine that runs outside of a run and alone on its devices, with a run's defaults.
+    """Returns the settings of an engine that runs outside of a run and alone on its devices, with the defaults of a
+    run.
 
     Args:
         config: settings of the engine.
@@ -341,7 +342,7 @@ def _with_sequences(config: RunConfig, num_seqs: int) -> RunConfig:
 
 
 def _with_caches(config: RunConfig, devices: Sequence[DeviceMemory], budget: MemoryBudget) -> RunConfig:
-    """Returns the config with KV caches of vLLM that use the memory that the plan leaves free."""
+    """Returns the config in which the KV caches of vLLM use the memory that the plan leaves free."""
     engines: dict[str, RolloutConfig | JudgeConfig] = {}
     own: dict[str, list[DeviceMemory]] = {}
     for role, value in config.role_settings.items():
@@ -400,9 +401,9 @@ def _plan_cache(
 
 
 def render_settings(stated: RunConfig, fitted: FittedRun, planned: Plan) -> str:
-    """Returns a table of the settings of all models, and one line for each costly choice.
+    """Returns a table of the settings of all models, and one line for each costly setting.
 
-    `stated` has the settings of the file, in which the values of the devices are null.
+    `stated` has the settings of the file, in which settings that depend on the devices are null.
     """
     heads = ["role", "engine", "strategy", "weights", "compute", "attention", "offload"]
     heads += ["KV cache", "sequences", "CUDA graphs", "prefix cache"]

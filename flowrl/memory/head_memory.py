@@ -10,8 +10,8 @@ from typing import Literal
 from flowrl.memory.model_size import ModelSize
 
 Precision = Literal["float32", "half", "autocast"]
-"""`float32`: all tensors are float32. `half`: weights have 16 bits in forward and backward passes. `autocast`:
-weights are float32, and matrix products have 16 bits."""
+"""With `float32`, all tensors are float32. With `half`, weights have 16 bits in forward and backward passes. With
+`autocast`, weights are float32, and matrix products have 16 bits."""
 
 
 Entropy = Literal["none", "value", "gradient"]
@@ -28,7 +28,7 @@ TILE_SIDES = {"cpu": (4096, 2048), "cuda": (4096, 8192)}
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """Peak bytes of the head, in addition to the tensors that the layers and the last norm keep."""
+    """Peak bytes of the head, without the tensors that the layers and the last norm keep."""
 
     forward: int
     """Bytes at the peak of the head's forward pass."""

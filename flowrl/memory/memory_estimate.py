@@ -1,7 +1,7 @@
 """Estimates the memory of each device of a plan: the resident state of its roles plus the largest call.
 
 The calls of a process run sequentially, so a device needs the state of all its roles and the memory of one call.
-`estimate_memory` depends only on the settings, the plan and the sizes of the models. `read_sizes` reads the sizes.
+`estimate_memory` depends only on the settings, the plan, and the sizes of the models, which `read_sizes` reads.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ from flowrl.memory.role_memory import CallMemory, RoleMemory, RoleModel, inferen
 from flowrl.memory.rollout_memory import RolloutBatch, RolloutLoad, bucket_bytes
 
 _CHARACTERS_PER_TOKEN = 4
-"""Characters of a judge's prompt per token."""
+"""Number of characters per token of a judge's prompt."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class DeviceMemory:
     fragmentation: float = 0.0
     """Bytes that torch reserves in addition to the tensors of a call, relative to these tensors."""
     processes: tuple[frozenset[str], ...] = ()
-    """Roles of each process that caches freed memory. Empty on a CPU, which gets freed memory back."""
+    """Roles of each process whose torch caches freed memory. Empty on a CPU, because freed memory returns to the host.
+    """
     object_store: int = 0
     """Bytes of weights in the object store of the node, which all devices of the node share."""
 
@@ -118,7 +119,7 @@ class DeviceMemory:
         return memory.weights if is_shared else 0
 
     def needed_beside_cache(self, role: str) -> int:
-        """Returns the peak bytes of everything but the KV cache of `role`, while the cache is allocated."""
+        """Returns the peak bytes of everything except the KV cache of `role`, while this cache is allocated."""
         memory = self.roles[role]
         assert memory is not None, "the memory of the role is known"
         others = [
@@ -129,15 +130,16 @@ class DeviceMemory:
         return max(others, default=self.process) - memory.kv_cache
 
     def num_caches(self, roles: Collection[str]) -> int:
-        """Returns the number of KV caches of `roles` that are allocated at the same time: those of all roles that never
-        offload, and one of the others.
+        """Returns the number of KV caches of `roles` that are allocated at the same time: the caches of all roles that
+        never offload, and one cache of the other roles.
         """
         offloads = [memory.offloads for role in roles if (memory := self.roles.get(role)) is not None]
         return offloads.count(False) + any(offloads)
 
     def present_at_start(self, role: str, caches: Mapping[str, int]) -> int:
-        """Returns the bytes that are in use when the engine of `role` measures the free memory. It then has only a CUDA
-        context. Trained roles have no optimizer state yet. `caches`: role -> bytes of planned KV caches.
+        """Returns the bytes in use when the engine of `role` measures the free memory. At this time, the engine has
+        only a CUDA context, and trained roles have no optimizer state. `caches` maps each role to the bytes of its
+        planned KV cache.
         """
         others = {other: memory for other, memory in self.roles.items() if other != role and memory is not None}
         processes = int(CUDA_PROCESS.value) + self.fixed.get("CUDA context", 0)
@@ -160,8 +162,8 @@ def estimate_memory(config: RunConfig, planned: Plan, sizes: Mapping[Path, Model
 
     Args:
         config: settings of the run.
-        planned: its devices.
-        sizes: size of each model, by its path or Hub name. The memory of a role without a size is unknown.
+        planned: devices of the run.
+        sizes: size of each model, by its path or Hub name. If the size is missing, the memory of the role is unknown.
     """
     estimator = _Estimator(config, planned, sizes)
     slots = {slot for role in planned.roles.values() for slot in role.slots}
@@ -184,7 +186,7 @@ def estimate_memory(config: RunConfig, planned: Plan, sizes: Mapping[Path, Model
 
 
 def read_role_models(config: RunConfig, planned: Plan) -> dict[str, RoleModel]:
-    """Returns the model of each role of a plan, for roles whose memory is estimated from the size of their model."""
+    """Returns the model of each role of a plan whose memory is estimated from the size of its model."""
     estimator = _Estimator(config, planned, read_sizes(config))
     models = {role: estimator.role_model(role) for role in planned.roles}
     return {role: model for role, model in models.items() if model is not None}
@@ -313,7 +315,7 @@ class _Estimator:
         return self._config.rollout.transfer if isinstance(self._config, RolloutRunConfig) else TransferConfig()
 
     def object_store(self, node: int) -> int:
-        """Returns the bytes of the last weights sent through the object store, which has a copy on the node of the
+        """Returns the bytes of the last weights that were sent through the object store. A copy is on the node of the
         actor's first rank and on each node of the rollout. Returns 0 on CPUs.
         """
         config, roles = self._config, self._planned.roles
@@ -376,7 +378,7 @@ class _Estimator:
         return import_attribute(rollout.capabilities.memory)(load)
 
     def _judge_memory(self, judge: JudgeConfig, role_plan: RolePlan, slot: Slot) -> RoleMemory | None:
-        """Returns the memory of a judge; None if the size of its model or the memory of its engine is unknown."""
+        """Returns the memory of a judge, or None if the size of its model or the memory of its engine is unknown."""
         size = self._sizes.get(judge.model.path)
         if size is None or judge.model.dtype == "float64" or judge.capabilities.memory is None:
             return None
@@ -428,7 +430,7 @@ class _Estimator:
         return slot in actor_plan.slots and (is_aligned or not is_collective)
 
     def _rows(self, role_plan: RolePlan, setting: str) -> int | None:
-        """Returns the rows per rank of a batch or minibatch; None if the config does not bound the number of rows."""
+        """Returns the rows per rank of a batch or minibatch, or None if the config does not limit them."""
         config = self._config
         if not isinstance(config, RolloutRunConfig):
             return None

@@ -29,7 +29,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Available memory in bytes; None if unknown."""
+    """Available memory in bytes. None stands for unknown."""
 
     per_device: float | None = None
     per_node: float | None = None
@@ -85,7 +85,7 @@ def _sleep_advice(config: RunConfig, device: DeviceMemory) -> str:
 
 
 def _largest_use(device: DeviceMemory, caller: str, call: CallMemory) -> tuple[str, str]:
-    """Returns the role and the kind of memory that use most while `call` of the role `caller` runs."""
+    """Returns the role and the kind of memory with the largest use while `call` of the role `caller` runs."""
     uses: list[tuple[float, str, str]] = []
     for role in device.roles:
         memory = device.roles[role]

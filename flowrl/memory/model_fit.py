@@ -34,8 +34,8 @@ _HIDDEN, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 
 
 def check_model_fit(role: str, model: ModelRoleConfig, role_plan: RolePlan) -> None:
-    """Raises ConfigError if tp or sp does not divide the model's sizes, if it has fewer layers than pp stages, or no
-    layer for a LoRA target.
+    """Raises ConfigError if tp or sp does not divide the model's sizes, if the model has fewer layers than pp stages,
+    or if no layer matches a LoRA target.
 
     Missing models and unsupported families are not checked, because loading them reports the error.
     """
@@ -92,7 +92,7 @@ def _check_adapter(role: str, size: ModelSize, lora: LoraConfig, stages: Sequenc
 
 def find_replica_problem(model: Path, replica: ReplicaSizes) -> str | None:
     """Returns why vLLM cannot divide a model among the devices of a replica, as the end of a sentence. Returns None if
-    it can, or if the size of the model is unknown.
+    vLLM can divide the model, or if the size of the model is unknown.
     """
     size = read_model_size(model)
     if size is None or replica == ONE_DEVICE:
@@ -111,13 +111,13 @@ def find_replica_problem(model: Path, replica: ReplicaSizes) -> str | None:
 
 
 def read_max_positions(model: Path) -> int | None:
-    """Returns the maximum sequence length in a model's `config.json`; None if there is none or it is unknown."""
+    """Returns the maximum sequence length in a model's `config.json`, or None if it is unlimited or unknown."""
     sizes = read_text_config(model)
     return next((sizes[name] for name in MAX_POSITIONS if name in sizes), None)
 
 
 def read_head_size(model: Path) -> int | None:
-    """Returns the size of an attention head in a model's `config.json`; None if it is missing or unknown."""
+    """Returns the size of an attention head in a model's `config.json`, or None if it is missing or unknown."""
     sizes = read_text_config(model)
     if sizes.get("head_dim") is not None:
         size = sizes["head_dim"]
@@ -127,9 +127,10 @@ def read_head_size(model: Path) -> int | None:
 
 
 def find_head_size_problem(engine: str, model: Path, device: str) -> str | None:
-    """Returns the problem if an engine does not support the attention heads of a model on a kind of device.
+    """Returns a description of the problem if an engine does not support the attention heads of a model on a kind of
+    device, or None.
 
-    The caller adds the fix, which depends on the engines that it can use.
+    The caller adds the fix, because the fix depends on the engines that the caller can use.
     """
     supported, size = get_capabilities(engine).head_sizes.get(device), read_head_size(model)
     if supported is None or size is None or size in supported:
@@ -142,7 +143,7 @@ def find_head_size_problem(engine: str, model: Path, device: str) -> str | None:
 
 
 def read_num_token_ids(folder: Path) -> tuple[int, int] | None:
-    """Returns the largest token id of the tokenizer in `folder` plus 1, without and with its added tokens.
+    """Returns the largest token id of the tokenizer in `folder` plus 1: without added tokens, and with added tokens.
 
     An added token occurs only if a text or a template contains it. Returns None if `tokenizer.json` cannot be read.
     """
@@ -158,7 +159,7 @@ def read_num_token_ids(folder: Path) -> tuple[int, int] | None:
 
 
 def read_weight_names(folder: Path) -> frozenset[str]:
-    """Returns the names of the weights in the safetensors files of `folder`; empty if they cannot be read."""
+    """Returns the names of the weights in the safetensors files of `folder`, or an empty set if they cannot be read."""
     try:
         if (index := folder / "model.safetensors.index.json").is_file():
             return frozenset(read_json(index)["weight_map"])
@@ -176,7 +177,7 @@ def excess_tokens_message(setting: str, num_tokens: int, model: Path, max_positi
 
 
 def _check_experts(role: str, settings: Mapping[str, Any], engine: EngineConfig, mesh: Mesh) -> None:
-    """Raises ConfigError if the experts of a model cannot be divided over the ranks that share a copy of it."""
+    """Raises ConfigError if the experts of a model cannot be divided over the ranks that share a copy of the model."""
     if not settings:
         return
     mixture, key = read_mixture(settings), f"{role}.engine.expert_parallel"
@@ -194,7 +195,7 @@ def _check_experts(role: str, settings: Mapping[str, Any], engine: EngineConfig,
 
 
 def _check_settings(role: str, settings: Mapping[str, Any], mesh: Mesh) -> None:
-    """Raises ConfigError if a model whose size is unknown does not support tp, sp or pp, by its `config.json`."""
+    """Checks a model of unknown size. Raises ConfigError if its `config.json` does not support tp, sp or pp."""
     heads, family = next((settings[name] for name in _HEADS if name in settings), None), settings.get("model_type")
     if mesh.pp > 1 and isinstance(family, str):
         _check_family(role, family, mesh.pp)
@@ -215,7 +216,7 @@ def _check_tp(role: str, size: ModelSize, tp: int) -> None:
 
 
 def _check_sp(role: str, size: ModelSize, sp: int) -> None:
-    """Raises ConfigError unless sp divides the query heads and divides, or is divisible by, the key heads."""
+    """Raises ConfigError unless sp divides the query heads, and divides the key heads or is a multiple of them."""
     keys = _key_heads(size)
     if size.heads % sp or (keys % sp and sp % keys):
         raise ConfigError(

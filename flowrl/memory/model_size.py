@@ -19,7 +19,7 @@ PUBLISHED = Path(__file__).parent / "published_sizes.json"
 """Hub name -> settings in its `config.json` that determine the memory."""
 
 Linears = tuple[tuple[str, int, int], ...]
-"""Name, input width and output width of each matrix of a layer."""
+"""(name, input width, output width) of each matrix of a layer."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelSize:
     experts_per_token: int = 0
     """Number of routed experts that process a token in a layer."""
     dense_surplus: int = 0
-    """Number of parameters that the layers without experts have less than the other layers, over all layers."""
+    """Number of parameters by which the layers without experts are smaller than the other layers, in total."""
     config: str = ""
     """Text of `config.json`, from which flowrl/engines/train/layer_trace.py builds layers."""
 
@@ -88,12 +88,14 @@ class ModelSize:
 
     @property
     def largest_weight(self) -> int:
-        """Number of parameters of the largest weight. The gate and up matrices of all experts of a layer are one."""
+        """Number of parameters of the largest weight. The gate and up matrices of all experts of a layer are one
+        weight.
+        """
         experts = 2 * self.experts // 3
         return max(self.embedding, experts, *(inputs * outputs for _, inputs, outputs in self.linears))
 
     def stages(self, num_stages: int, *, has_head: bool) -> list[StageLayers]:
-        """Returns the layers of each pipeline stage. `has_head`: whether the last stage has a language-model head."""
+        """Returns the layers of each pipeline stage. `has_head` is True if the last stage has a language-model head."""
         return split_layers([self.layer] * self.layers, num_stages, head=self.embedding if has_head else 0)
 
     def adapted(self, targets: Literal["all_linear"] | Sequence[str]) -> Linears:
@@ -108,8 +110,8 @@ class ModelSize:
 
 
 def read_model_size(model: Path) -> ModelSize | None:
-    """Returns the size of a model in a folder or on the Hub; None if it is not on this machine or its family is
-    unsupported.
+    """Returns the size of a model in a folder or on the Hub, or None if the model is not on this machine or its family
+    is unsupported.
     """
     try:
         return model_size_from_config(_read_config(model))
@@ -190,7 +192,7 @@ _MIXTURES = ("mixtral", "qwen3_moe")
 
 
 def _mixture(settings: dict[str, Any]) -> ModelSize:
-    """Returns the size of a mixture of experts: that of a dense model, with experts instead of the MLP."""
+    """Returns the size of a mixture of experts: the size of a dense model, with experts instead of the MLP."""
     mixture = read_mixture(settings)
     if mixture is None:
         raise ValueError("the configuration has no experts, or lacks their sizes")

@@ -1,4 +1,4 @@
-"""Computes the bytes that one rank of a role holds between calls, and the bytes that each call adds.
+"""Computes the bytes that one rank of a role uses between calls, and the bytes that each call adds.
 
 A backward pass can peak at three points: at the head, when the activations of all layers are saved; in a layer that
 gradient checkpointing has recomputed; and at the gradient of the embeddings.
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
-"""Bytes of a value in nf4: its 4-bit code, and its share of the 8-bit scale of 64 values, and of the 32-bit scale of
-256 scales.
+"""Bytes of a value in nf4: its 4-bit code, its part of the 8-bit scale of 64 values, and its part of the 32-bit scale
+of 256 scales.
 """
 
 NF4_VALUES = 128
-"""Divisor of the number of values of a matrix in nf4: two codes per byte, in blocks of 64 values (`_BLOCK` in
-flowrl/engines/models/adapters/quantized_base.py).
+"""Number that must divide the number of values of a matrix in nf4: two codes per byte, in blocks of 64 values (`_BLOCK`
+in flowrl/engines/models/adapters/quantized_base.py).
 """
 
 QUANTIZATION_BLOCK = 64
@@ -49,7 +49,8 @@ class CallMemory:
     buffers: int = 0
     """Bytes of buckets of transferred weights, and of the logits and probabilities of a sampler."""
     without_cache: bool = False
-    """Whether the role's KV cache is not allocated during the call, because a sleeping vLLM wakes only its weights."""
+    """Whether the role's KV cache is not allocated during the call, because a sleeping vLLM wakes up only its weights.
+    """
     has_actor_weights: bool = False
     """Whether the weights of an actor that offloads stay on the device during the call."""
 
@@ -68,7 +69,7 @@ class RoleMemory:
     offloads: bool = False
     """Whether weights and optimizer state are offloaded while other roles run."""
     shares_actor_weights: bool = False
-    """Whether the role reads the actor's weights, which then stay on the device during the role's calls."""
+    """Whether the role reads the actor's weights, so that these weights stay on the device during the role's calls."""
     checkpoint_copy: int = 0
     """Bytes of the checkpoint snapshot; 0 on GPUs, because the snapshot is in host memory."""
     kv_cache: int = 0
@@ -76,12 +77,12 @@ class RoleMemory:
     sequence_cache: int = 0
     """Bytes of `kv_cache` that one sequence of full length occupies."""
     num_sequences: int = 0
-    """Number of sequences that `kv_cache` should hold, for the longest call."""
+    """Number of sequences for which `kv_cache` should have space, in the longest call."""
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Term of `flowrl.memory.device_constants` -> bytes that stay allocated in any case, even if the role offloads."""
 
     host: Mapping[str, int] = field(default_factory=dict)
-    """Term -> bytes of a rank on a GPU in host memory: a sleeping vLLM, offloaded state and activations, checkpoint
+    """Term -> bytes in host memory of a rank on a GPU: a sleeping vLLM, offloaded state and activations, and checkpoint
     snapshots."""
 
     @property
@@ -206,7 +207,7 @@ class RoleModel:
 
     @property
     def _saved_by_codes(self) -> int:
-        """Bytes by which the codes of quantized weights under an adapter are smaller than the weights."""
+        """Bytes that quantization saves in the weights under an adapter."""
         quantization = None if self.lora is None else self.lora.base_quantization
         if quantization is None:
             return 0
@@ -247,7 +248,7 @@ class RoleModel:
 
     @property
     def _saved_modules(self) -> int:
-        """Number of parameters of embeddings and head that are trained beside an adapter. Norms are negligible."""
+        """Number of parameters of embeddings and head trained in addition to an adapter. Norms are negligible."""
         names = () if self.lora is None else self.lora.modules_to_save
         largest = 2 if self.is_policy and not self.size.tied else 1
         return min(largest, sum(name.rpartition(".")[2] in EMBEDDINGS for name in names)) * self.size.embedding
@@ -327,7 +328,7 @@ class RoleModel:
         return self.param_bytes * self.size.layers * sum(inputs * outputs for _, inputs, outputs in self._adapted)
 
     def num_senders(self, transfer: TransferConfig) -> int:
-        """Returns the number of ranks that broadcast the weights: the first ones of the role."""
+        """Returns the number of ranks that broadcast the weights. These are the first ranks of the role."""
         is_divided = self.mesh.tp > 1 or self.mesh.pp > 1
         if transfer.senders == "one" or is_divided or self.lora is not None or self.is_inline:
             return 1
@@ -336,8 +337,8 @@ class RoleModel:
     def exported(self, element_bytes: int) -> int:
         """Returns the bytes of the largest weight that a weight sync gathers, casts or merges with its adapter.
 
-        A merge holds the weight, the float32 product of the adapter's matrices, and their float32 sum. Before, it also
-        holds the float32 copy of a 16-bit weight; afterwards, the cast sum.
+        A merge needs the weight, the float32 product of the adapter's matrices, and the float32 sum of both. Before the
+        sum, it also needs a float32 copy of a 16-bit weight. After the sum, it also needs the cast sum.
         """
         is_copied = self.is_sharded or self.mesh.pp > 1 or element_bytes != self.param_bytes
         adapted = max((inputs * outputs for _, inputs, outputs in self._adapted), default=0)
@@ -383,8 +384,8 @@ class RoleModel:
         return num_in_flight(self.stage, self.mesh.pp, max(num_micros, 1))
 
     def sent(self, num_tokens: int) -> int:
-        """Returns the bytes of hidden states and gradients on their way to and from other stages: two unfinished sends
-        and the current one in each direction.
+        """Returns the bytes of hidden states and gradients in transfer to and from other stages: two unfinished sends
+        and the current send in each direction.
         """
         if self.mesh.pp == 1:
             return 0
@@ -531,7 +532,7 @@ def _head_copy(model: RoleModel) -> int:
 def _gathered(model: RoleModel) -> int:
     """Returns the bytes that FSDP all-gathers: parameters outside the layers, the running layer and the next layer.
 
-    One rank copies the running layer only: torch gathers nothing ahead (2.13: _fsdp_param_group.py:392,437).
+    One rank copies only the running layer, because torch prefetches no layer (2.13: _fsdp_param_group.py:392,437).
     """
     if not model.is_sharded:
         return 0
@@ -541,9 +542,9 @@ def _gathered(model: RoleModel) -> int:
 
 
 def _reduced_bytes(model: RoleModel) -> float:
-    """Returns the bytes per parameter that FSDP holds while it reduces gradients, beside the gradient shards.
+    """Returns the bytes per parameter that FSDP needs while it reduces gradients, in addition to the gradient shards.
 
-    First, these are the gradients and their float32 copy. Then, they are the copy and its reduced shard, which is cast
+    First, these are the gradients and their float32 copy. Then, they are this copy and its reduced shard, which is cast
     to the dtype of 16-bit weights. One rank sums nothing, but has the same copies.
     """
     shard = 6 if model.param_bytes == 2 else 4

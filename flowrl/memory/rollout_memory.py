@@ -43,7 +43,7 @@ _BITS = {"int8": 8, "fp8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Upper bounds for one `generate` call on one rank."""
+    """Upper limits for one `generate` call on one rank."""
 
     rows: int
     unique_prompts: int
@@ -70,11 +70,11 @@ class RolloutLoad:
     offloads: bool = False
     """Whether the engine sleeps while other roles use the device."""
     is_evicted_by_actor: bool = False
-    """Whether the engine sleeps while the actor trains, so that it wakes only its weights for a weight sync."""
+    """Whether the engine sleeps while the actor trains, so that it wakes up only its weights for a weight sync."""
     transport: Transport | None = None
-    """Transport of weights from the actor; None for an engine whose weights never change."""
+    """Transport of weights from the actor, or None for an engine whose weights never change."""
     sender: RoleModel | None = None
-    """The actor, if it sends the weights from another process on this GPU or from other GPUs, or sends its adapter."""
+    """The actor, if it sends its adapter, or sends weights from another process on this GPU or from other GPUs."""
 
 
 def hf_memory(load: RolloutLoad) -> RoleMemory:
@@ -130,7 +130,7 @@ def _quantization_bytes(size: ModelSize, param_bytes: int) -> int:
 
 
 def vllm_memory(load: RolloutLoad) -> RoleMemory:
-    """Returns the memory of a vLLM rollout on one device of a replica, which has the most layers.
+    """Returns the memory of a vLLM rollout on the device of a replica that has the most layers.
 
     vLLM allocates the KV cache at start. It offloads weights and KV cache together.
     """
@@ -180,7 +180,7 @@ def _num_broadcasts(load: RolloutLoad) -> int:
 def _load_weights(load: RolloutLoad) -> CallMemory:
     """Returns the memory of loading one bucket into vLLM, on each of its devices.
 
-    vLLM keeps received weights until their module is complete, and then builds the module a second time. For CUDA IPC,
+    vLLM keeps received weights until their module is complete, and then builds the module a second time. With CUDA IPC,
     the bucket and the exported weight of the sender are on the same device. Parts of several senders are concatenated.
     With an adapter, the rollout merges one weight at a time on its device.
     """
@@ -230,7 +230,7 @@ def _decode(size: ModelSize, param_bytes: int, rows: int, slots: int, previous_s
 
 
 def _needed_slots(prompt: int, response: int) -> int:
-    """Returns the KV slots of a full row. The last response token needs none, because no step reads it."""
+    """Returns the KV slots of a full row. The last response token needs no slot, because no step reads it."""
     return _round_up(prompt + response - 1)
 
 

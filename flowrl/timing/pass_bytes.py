@@ -1,13 +1,15 @@
-"""Bytes that one rank receives from others in the passes of a role. Pure functions; docs/step_time.md derives them.
+"""Bytes that one rank receives from other ranks in the passes of a role. Pure functions; docs/step_time.md derives
+them.
 
-tests/benchmarks/parallel.py compares them with the bytes that sockets receive.
+tests/benchmarks/parallel.py compares these numbers with the bytes that sockets receive.
 """
 
 from flowrl.memory.role_memory import RoleModel
 
 
 def gathered_bytes(model: RoleModel, *, is_training: bool) -> float:
-    """Returns the bytes of FSDP's gathers and sums within a copy of the model, in a micro-batch.
+    """Returns the bytes of FSDP's gathers of weights and sums of gradients within a copy of the model, in a
+    micro-batch.
 
     Gradients are summed in float32.
     """
@@ -36,8 +38,8 @@ def copied_sum_bytes(model: RoleModel) -> float:
 
 
 def copied_experts_bytes(model: RoleModel) -> float:
-    """Returns the bytes of the sum of the gradients of a rank's own experts over the copies of the model (HSDP with
-    expert parallelism), in an update.
+    """Returns the bytes of the sum of a rank's expert gradients over the copies of the model, in an update (HSDP with
+    expert parallelism).
     """
     if not model.engine.expert_parallel or model.lora is not None:
         return 0.0
@@ -46,7 +48,7 @@ def copied_experts_bytes(model: RoleModel) -> float:
 
 
 def stage_bytes(model: RoleModel, num_tokens: float) -> float:
-    """Returns the bytes of the hidden states that a pipeline stage sends to the next one, or of their gradients."""
+    """Returns the bytes of the hidden states that a pipeline stage sends to the next stage, or of their gradients."""
     return num_tokens / model.mesh.sp * model.hidden_bytes * model.size.hidden if model.mesh.pp > 1 else 0.0
 
 
@@ -60,9 +62,9 @@ def tied_bytes(model: RoleModel) -> int:
 def layer_bytes(model: RoleModel, num_tokens: float, *, is_training: bool) -> float:
     """Returns the bytes of the collectives within layers, for the tokens of a data-parallel rank.
 
-    They are sums of tensor parallelism over hidden states, of which a layer with experts has only that of its
-    attention, exchanges of sequence parallelism over queries, keys, values and the attention output, and exchanges of
-    expert parallelism over the tokens of experts and their outputs.
+    Tensor parallelism sums hidden states, in a layer with experts only those of the attention. Sequence parallelism
+    exchanges queries, keys, values and the attention output. Expert parallelism exchanges the tokens of experts and
+    the outputs of experts.
     """
     num_passes = 1 + is_training * (1 + model.engine.gradient_checkpointing)
     (tp, sp), size = (model.mesh.tp, model.mesh.sp), model.size
@@ -80,8 +82,8 @@ def all_reduce_bytes(model: RoleModel) -> float:
 
 
 def broadcast_bytes(model: RoleModel) -> float:
-    """Returns the bytes that a rank receives after the optimizer step of ZeRO-1: the weights of which other ranks have
-    the optimizer state.
+    """Returns the bytes that a rank receives after the optimizer step of ZeRO-1. These are the weights whose optimizer
+    state other ranks have.
     """
     ranks = model.num_optimizer_ranks
     return model.trained * (ranks - 1) / ranks

@@ -27,8 +27,8 @@ from flowrl.timing.pass_bytes import (
 )
 
 _WEIGHT_BYTES = 12
-"""Bytes per parameter of an optimizer step: reads weight and gradient, and writes the weight. In addition, it reads and
-writes the state of the optimizer."""
+"""Bytes per parameter of an optimizer step, which reads weight and gradient, and writes the weight. Reads and writes of
+the optimizer state are not included."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class PassLoad:
     length: int
     """Mean number of tokens of a row."""
     targets: int
-    """Mean number of tokens of a row with a log-probability."""
+    """Mean number of tokens per row for which a log-probability is computed."""
     num_updates: int = 0
-    """Number of optimizer updates. 0: one forward pass."""
+    """Number of optimizer updates. 0 stands for one forward pass."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class PassTime:
     """Time of a forward pass, or of all updates of a step, on one rank."""
 
     compute_s: float
-    """Time of the matrix products, including recomputed ones."""
+    """Time of the matrix products, including recomputed products."""
     overlapped_s: float
     """Time of FSDP's collectives, of an overlapped all-reduce and of copies of offloaded weights, which overlap with
     the matrix products.
     """
     exposed_s: float
-    """Time of the other collectives, of the optimizer, and of copies of its state."""
+    """Time of all other collectives, of the optimizer, and of copies of its state."""
     model_flops: float
-    """FLOPs of the rank without recomputed ones, on average over the stages of a pipeline."""
+    """FLOPs of the rank without recomputed FLOPs, as a mean over the stages of a pipeline."""
     idle_share: float = 0.0
-    """Part of `compute_s` in which a rank waits for other stages of its pipeline, on average."""
+    """Part of `compute_s` in which a rank waits for other stages of its pipeline, as a mean over the stages."""
 
     @property
     def seconds(self) -> float:
@@ -77,8 +77,8 @@ def pass_time(
 ) -> PassTime:
     """Returns the time of passes over rows.
 
-    `link` has the bytes per second between ranks that gather or all-reduce the model, and `stage_link` those between
-    pipeline stages (None: the same).
+    `link` is the bytes per second between ranks that gather or all-reduce the model. `stage_link` is the bytes per
+    second between pipeline stages; None stands for `link`.
     """
     is_training, repeats, sp = load.num_updates > 0, max(1, load.num_updates), model.mesh.sp
     lengths, targets = [load.length] * load.rows, load.targets * load.rows
@@ -128,7 +128,9 @@ def pass_time(
 
 
 def _stage_costs(stages: Sequence[RoleModel], layers: float, head: float, *, is_training: bool) -> list[StageCost]:
-    """Returns the FLOPs of the passes of each pipeline stage over all rows, from those of all layers and the head."""
+    """Returns the FLOPs of each pipeline stage over all rows. `layers` and `head` are the FLOPs of all layers and of
+    the head.
+    """
     # The backward pass has two thirds of the products, and also recomputed ones, which the forward pass lacks.
     forward = 1 / 3 if is_training else 1.0
     costs = [layers * stage.num_layers / stage.size.layers + head * stage.has_head for stage in stages]
@@ -158,8 +160,8 @@ def _update_seconds(model: RoleModel, rates: DeviceRates) -> float:
 
 
 def _orthogonalization_flops(model: RoleModel) -> float:
-    """Returns the FLOPs of a rank for Muon's orthogonalization, without the exchange of shards, which adds about the
-    bytes of a gather of the weights.
+    """Returns the FLOPs of a rank for Muon's orthogonalization. The exchange of shards is not included; it adds about
+    the bytes of a gather of the weights.
 
     An iteration on a matrix of R <= C has three products: R x C by C x R, R x R by R x R, and R x R by R x C.
     """
@@ -173,16 +175,16 @@ def _orthogonalization_flops(model: RoleModel) -> float:
 
 @dataclass(frozen=True)
 class GenerationLoad:
-    """Responses that one replica of a rollout generates in a step. Bytes are those of each of its devices."""
+    """Responses that one replica of a rollout generates in a step. Bytes are per device of the replica."""
 
     num_rows: int
     num_prefills: int
     """Number of prompts that are computed: each prompt once, or once per response without a prefix cache."""
     prompt_tokens: int
     response_tokens: int
-    """Mean length."""
+    """Mean number of tokens of a response."""
     longest_response: int
-    """Length of the last response of the step."""
+    """Number of tokens of the longest response, which ends last."""
     num_seqs: int
     """Largest number of sequences that the engine decodes concurrently."""
     weight_bytes: float
@@ -194,9 +196,9 @@ class GenerationLoad:
     num_devices: int
     """Number of tensor-parallel devices."""
     step_s: float
-    """Time of a decode step in which the GPU waits."""
+    """Time per decode step in which the GPU waits."""
     summed_bytes: float = 0.0
-    """Bytes per token of the sums of tensor parallelism."""
+    """Bytes per token of the all-reduces of tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,9 @@ class GenerationTime:
 def generation_time(flops: ModelFlops, load: GenerationLoad, rates: DeviceRates) -> GenerationTime:
     """Returns the time of prefill and decode steps.
 
-    A decode step reads all weights, or multiplies them with all sequences if that takes longer. It also reads the KV
-    cache of all sequences. Free slots are filled at once. All responses have the mean length, except the last one,
-    which has the longest.
+    A decode step takes the longer of reading all weights and multiplying them with all sequences. It also reads the KV
+    cache of all sequences. Free slots are filled at once. All responses have the mean length, except the last response,
+    which has the largest length.
     """
     prompt, response, rows = load.prompt_tokens, load.response_tokens, load.num_rows
     compute = load.num_devices * rates.flops * GENERATION.value

@@ -55,7 +55,7 @@ Stage = Literal["generation", "switch", "scoring", "update", "sync"]
 """Part of a step. Phases of one stage run at the same time if their devices differ."""
 
 DeviceIndex = tuple[int, int]
-"""Index of a node, and index of a device on it."""
+"""Index of a node, and index of a device on this node."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Phase:
     seconds: float
     details: str
     model_flops: float = 0.0
-    """FLOPs over all devices, without recomputed ones."""
+    """FLOPs over all devices, without recomputed FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def step_seconds(phases: Sequence[Phase], *, is_overlapped: bool) -> float:
 
 
 def assume_lengths(config: RunConfig, prompt: int | None = None, response: int | None = None) -> Lengths:
-    """Returns the mean lengths. None stands for the largest length that the settings allow.
+    """Returns the mean lengths. If an argument is None, its length is the largest length that the settings allow.
 
-    Raises ConfigError if a length exceeds it, or if the run has no data or no responses.
+    Raises ConfigError if an argument exceeds this largest length, or if the run has no data or no responses.
     """
     if not isinstance(config, DatasetConfig):
         raise ConfigError(f"--time needs the length of the rows, but {type(config).__name__} has no data: remove it")
@@ -157,7 +157,7 @@ def estimate_step(fitted: FittedRun, planned: Plan, rates: DeviceRates, lengths:
 
     Args:
         fitted: settings and memory of the run.
-        planned: its devices, which are GPUs.
+        planned: placement plan of the run, whose devices are GPUs.
         rates: rates of each device.
         lengths: assumed lengths, from `assume_lengths`.
     Raises ConfigError if the size of a model is unknown.
@@ -219,7 +219,7 @@ class _StepEstimator:
 
     @property
     def num_rows(self) -> int:
-        """Sequences of a step. A pair has two."""
+        """Sequences of a step. A preference pair has two sequences."""
         is_paired = any(
             isinstance(value, RewardModelConfig) or (isinstance(value, PreferenceActorConfig) and value.loss.IS_PAIRED)
             for value in self._settings.values()
@@ -266,7 +266,9 @@ class _StepEstimator:
         return frozenset(device for slot in self._planned.slots(role) for device in slot.node_devices)
 
     def _link(self, *roles: str, num_devices: int) -> float:
-        """Returns the bytes per second between `num_devices` devices of some roles: NVLink if a node has them all."""
+        """Returns the bytes per second between `num_devices` devices of some roles: NVLink if one node has all of them,
+        and otherwise the network.
+        """
         nodes = Counter(node for node, _ in frozenset[DeviceIndex]().union(*map(self._devices, roles)))
         return self._rates.nvlink if num_devices <= min(nodes.values()) else self._rates.network
 
@@ -338,7 +340,7 @@ class _StepEstimator:
         return Phase("generation", "generation", devices, time.seconds, details, time.model_flops * num_replicas)
 
     def _switch(self) -> Phase | None:
-        """Returns the copies between GPUs and host memory with which roles leave their devices and return."""
+        """Returns the phase in which roles are offloaded to host memory and onloaded, or None without such copies."""
         seconds: defaultdict[DeviceIndex, float] = defaultdict(float)
         moved = 0
         for device in self._fitted.devices:
@@ -354,7 +356,8 @@ class _StepEstimator:
         return Phase("switch", "switch", frozenset(seconds), max(seconds.values()), details)
 
     def _weight_copies(self, role: str) -> int:
-        """Returns how often the weights of a role are copied in a step: to host memory if they have changed, and back.
+        """Returns the number of copies of a role's weights in a step: to host memory if the weights have changed, and
+        back.
 
         A rollout may drop its weights instead, because the weight sync replaces them.
         """
@@ -388,7 +391,7 @@ class _StepEstimator:
 
 
 def render_time(step: StepTime) -> str:
-    """Returns a table with one line per phase, the sum, and the assumptions with their sources."""
+    """Returns a table with one line per phase, the sum, and the assumed rates with their sources."""
     lengths, rates = step.lengths, step.rates
     rows = [["phase", "devices", "parts in seconds", "seconds", "MFU"]]
     for phase in step.phases:
@@ -418,7 +421,7 @@ def render_time(step: StepTime) -> str:
 
 _TRAINING: tuple[AssumedRate, ...] = (TRAINING, MEMORY, LINK)
 _ROLLOUT = (*_TRAINING, GENERATION, DECODE_WAIT, EAGER_DECODE_WAIT, WEIGHT_SYNC, PAGEABLE_COPY)
-"""Assumptions of every run, and of runs with a rollout."""
+"""Assumed rates of every run (`_TRAINING`), and of runs with a rollout."""
 
 
 def _describe_devices(devices: Sequence[DeviceIndex]) -> str:

@@ -30,7 +30,7 @@ class WeightTransfer(Protocol):
 
 @runtime_checkable
 class SnapshotTransfer(WeightTransfer, Protocol):
-    """Exports weights in one call and loads them in another, so that the rollout generates in between."""
+    """Exports weights in one call and loads them in a later call. The rollout generates between these calls."""
 
     updates_all_replicas: bool
     """Whether all replicas must load a version together, in one call of the whole group."""
@@ -43,12 +43,12 @@ class SnapshotTransfer(WeightTransfer, Protocol):
         ...
 
     def load(self, buckets: Sequence[Future], rollout: WorkerGroup, version: int) -> Sequence[Future]:
-        """Submits and returns the calls that load exported weights into a rollout or one replica."""
+        """Submits the calls that load exported weights into a rollout or one replica. Returns these calls."""
         ...
 
 
 class _BucketTransfer:
-    """Base class of the transports of all weights. A transport sends buckets of at most `bucket_mb`, or one weight."""
+    """Base class of the transports that send all weights, in buckets of at most `bucket_mb`."""
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
@@ -105,11 +105,11 @@ class AdapterTransfer:
 class CudaIpcTransfer(_BucketTransfer):
     """Shares buckets through CUDA IPC on the GPUs that both roles use.
 
-    All buckets use the same buffer, so the rollout reads each bucket before the actor exports the next. A rollout on
-    the actor's GPUs does not generate while the actor trains, so there are no snapshots.
+    All buckets use the same buffer, so the rollout reads each bucket before the actor exports the next bucket. A
+    rollout on the actor's GPUs does not generate while the actor trains, so there are no snapshots.
 
     A transfer needs memory for the weights of both roles. The actor first releases all other memory of its processes.
-    The rollout then onloads its weights. The next call of the rollout evicts the actor, and then onloads the KV cache.
+    Then the rollout wakes up its weights. The next call of the rollout evicts the actor before the KV cache wakes up.
     """
 
     def send(self, version: int) -> None:
@@ -122,15 +122,15 @@ class CudaIpcTransfer(_BucketTransfer):
 
 
 class BroadcastTransfer(_BucketTransfer):
-    """Broadcasts buckets from the actor's first rank, or from all of its ranks, to all devices of the rollout."""
+    """Broadcasts buckets to all devices of the rollout, from the actor's first rank or from all ranks of the actor."""
 
     updates_all_replicas = True
 
     _metadata: Sequence[Future] = ()
-    """Descriptions of the buckets; empty before `connect`."""
+    """Descriptions of the buckets. Empty before `connect`."""
 
     def connect(self) -> None:
-        """Creates the groups of the senders and all rollout devices. Runs only once."""
+        """Creates the process groups of the senders and all rollout devices. A second call does nothing."""
         if self._metadata:
             return
         num_buckets = self._num_buckets.get()
@@ -215,7 +215,7 @@ class WeightSnapshot:
     _check: WeightsCheck
 
     def is_ready(self) -> bool:
-        """Returns whether the actor has exported the snapshot. A load before this would block the replica."""
+        """Returns whether the actor has exported the snapshot. If not, a load call would block the replica."""
         return all(bucket.done() for bucket in self._buckets)
 
     def futures(self) -> Sequence[Future]:
@@ -244,9 +244,9 @@ class WeightSync:
             self._transfer(actor, rollout)
 
     def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
-        """Sends the actor's current weights as `version`. Returns the comparison of the weights, if enabled.
+        """Sends the actor's current weights as `version`. Returns the comparison of the weights, or None if disabled.
 
-        If the rollout reads the actor's weights in its own process, sends only the version number.
+        A rollout that shares the actor's weights in the actor's processes receives only the version number.
         """
         if has_weights_in_process(actor, rollout):
             rollout.set_version.submit(version)
@@ -277,7 +277,7 @@ class WeightSync:
         return transfer
 
     def _rollout_config(self, rollout: WorkerGroup) -> RolloutConfig | None:
-        """Returns the settings of the rollout role; None for a user-defined role."""
+        """Returns the settings of the rollout role, or None for a user-defined role."""
         config = self._role_configs.get(rollout.role)
         return config if isinstance(config, RolloutConfig) else None
 

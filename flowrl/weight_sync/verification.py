@@ -1,4 +1,4 @@
-"""Verifies that rollout and trainer have equal weights after each update and equal log-probabilities in each step."""
+"""Verifies that rollout and trainer have equal weights after each update, and equal log-probabilities in each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # `flowrl plan` selects a transport without numpy
     from flowrl.controller.group import WorkerGroup
 
 COMPLETE_SUBSETS = 8
-"""Number of subsets of a complete check. Subset i compares the weights i, i + 8, i + 16, ..."""
+"""Number of subsets of a complete check. Subset i compares the weights i, i + 8, i + 16, and so on."""
 
 GAP_WARNING = {"float64": 0.001, "float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
 """Dtype of weights or compute -> default of `rollout.gap_warning`, in nats per token.
@@ -56,9 +56,9 @@ def has_weights_in_process(actor: WorkerGroup, rollout: WorkerGroup) -> bool:
 class WeightsCheck:
     """Compares the weights of a rollout with samples of the actor's weights of `version`.
 
-    The constructor exports the samples and must run before the weights are sent; `compare` runs afterwards. Neither
-    call waits. A difference raises CheckFailed when the result is read. Nothing is compared if the rollout reads the
-    actor's weights in its own process, if `rollout.check_weights` is `off`, or if a role does not support the check.
+    The constructor exports the samples, so create the check before the weights are sent, and call `compare` afterwards.
+    Neither blocks. If a weight differs, reading the result raises CheckFailed. Nothing is compared if the rollout
+    shares the actor's weights, if `rollout.check_weights` is `off`, or if a role does not support the check.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig | None) -> None:
@@ -73,14 +73,16 @@ class WeightsCheck:
         self._samples = [actor.weight_samples.submit(version, dtype=dtype, **selection) for selection in selections]
 
     def compare(self, rollout: WorkerGroup) -> ComparedWeights | None:
-        """Submits the comparison to a rollout or replica that has loaded the weights. Returns None if disabled."""
+        """Submits the comparison to a rollout or replica that has loaded the weights. Returns None if the check is
+        disabled.
+        """
         if not self._samples:
             return None
         return ComparedWeights(self._version, [rollout.check_weights.submit(samples) for samples in self._samples])
 
 
 def gap_limit(rollout: RolloutConfig, actor: TrainedConfig) -> float:
-    """Returns the mean gap, in nats per token, above which a run warns or ends."""
+    """Returns the mean gap, in nats per token, above which a run warns, or ends if the check is strict."""
     if rollout.gap_warning is not None:
         return rollout.gap_warning
     if rollout.quantization is not None:
@@ -92,7 +94,7 @@ def gap_limit(rollout: RolloutConfig, actor: TrainedConfig) -> float:
 class RolloutWatch:
     """Counts the steps with a large `rollout_gap`, ends a strict run, and reports weights that cannot be compared.
 
-    The health check `logprob_gap` reports the gap of a run that is not strict.
+    If a run is not strict, the health check `logprob_gap` reports the gap.
     """
 
     def __init__(self, config: RunConfig, report: Callable[[str], None]) -> None:

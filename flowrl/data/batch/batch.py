@@ -1,4 +1,4 @@
-"""Batch: a table of rows and named columns, held by reference. The driver edits row indices without fetching values."""
+"""Batch: a table of rows and named columns, stored as references. The driver edits only row indices."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,7 +37,7 @@ class TaskRunner(Protocol):
 
 
 class Batch:
-    """A table of rows and named columns, held by reference. Only `get`, `tensordict` and `payload` fetch values."""
+    """A table of rows and named columns, stored as references. Only `get`, `tensordict` and `payload` fetch values."""
 
     def __init__(
         self, columns: Mapping[str, Column], num_rows: int | None = None, tasks: TaskRunner | None = None
@@ -95,7 +95,7 @@ class Batch:
     def of_block(
         block: Block, columns: Iterable[str], index: np.ndarray | None = None, tasks: TaskRunner | None = None
     ) -> "Batch":
-        """Creates a batch from columns of a block. `index` selects rows of the block. None selects all rows."""
+        """Creates a batch from columns of a block. `index` selects rows of the block; None selects all rows."""
         known = all(shard.num_rows is not None for shard in block.shards)
         num_rows = len(index) if index is not None else block.num_rows if known else None
         return Batch({name: Column(block, index, name) for name in columns}, num_rows, tasks)
@@ -130,7 +130,7 @@ class Batch:
 
     @property
     def tasks(self) -> TaskRunner | None:
-        """Object that runs the functions of `apply` and `reduce`. None runs them in this process."""
+        """Object that runs the functions of `apply` and `reduce`. If None, they run in this process."""
         return self._tasks
 
     @property
@@ -189,8 +189,8 @@ class Batch:
         return Batch(columns, num_rows, self._tasks).with_sections(self._sections).with_seed(self._seed)
 
     def _check_rows(self, other: "Batch", what: str) -> int | None:
-        """Returns the number of rows of both batches, or None if unknown. Raises `ColumnError` if the numbers
-        differ.
+        """Returns the number of rows of both batches, or None if it is unknown. Raises `ColumnError` if the batches
+        have different numbers of rows.
         """
         if not self._columns:
             return other._num_rows
@@ -271,10 +271,10 @@ class Batch:
         Args:
             rows: number of rows of a mini-batch, >= 1.
             epochs: number of passes over the rows.
-            seed: seed of the order. None is the seed of the batch.
+            seed: seed of the order. If None, the seed of the batch is used.
             groups: row column of integers. Rows with the same value, such as a pair, stay in one mini-batch, in their
                 order. The driver waits for the column. A mini-batch has fewer rows if the next group does not fit, and
-                more rows if one group has more.
+                more rows if a single group has more.
         """
         if rows < 1:
             raise ValueError(f"a minibatch has {rows} rows; use at least 1")
@@ -330,7 +330,7 @@ class Batch:
         return result
 
     def with_seed(self, seed: Sequence[int]) -> "Batch":
-        """Returns the batch with another seed. All edits keep it."""
+        """Returns the batch with another seed. Batches derived from it keep the seed."""
         result = Batch(self._columns, self._num_rows, self._tasks)
         result._sections, result._seed = self._sections, tuple(seed)
         return result

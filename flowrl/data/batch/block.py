@@ -54,7 +54,7 @@ class LocalRef:
 
 
 def read_together(refs: Sequence[Ref]) -> list[Any]:  # Any: see Ref
-    """Returns the values of references. Fetches all references of the same type together."""
+    """Returns the values of references. References of the same type are fetched together."""
     values: dict[int, Any] = {}
     by_type: dict[type, list[Ref]] = {}
     for ref in refs:
@@ -86,10 +86,9 @@ class Shard:
     payload: Ref
     description: Ref
     num_rows: int | None
-    """Number of rows. None if it is known only from the metadata."""
+    """Number of rows, or None if only the metadata contains it."""
     names: Mapping[str, str] | None = None
-    """Maps the name of each column in the block to its name in the payload. None if all columns have the same name in
-    both.
+    """Name of each column in the block -> its name in the payload. If None, the names are the same.
     """
 
     def source(self, name: str) -> str:
@@ -135,19 +134,21 @@ class Block:
 
     @cached_property
     def remote_descriptions(self) -> tuple[list[Ref], list[Ref]]:
-        """Metadata of the shards in other processes, and the references to send for it."""
+        """Metadata of the shards in other processes, and the references to send to get it."""
         remote = [s.description for s in self.shards if not isinstance(s.description, LocalRef)]
         return remote, [description.carrier for description in remote]
 
     @cached_property
     def remote_payloads(self) -> tuple[list[Ref], list[Ref]] | None:
-        """Payloads of all shards, and the references to send. None if a payload is local or has renamed columns."""
+        """Payloads of all shards, and the references to send to get them. None if a payload is local or has renamed
+        columns.
+        """
         if any(isinstance(s.payload, LocalRef) or s.names is not None for s in self.shards):
             return None
         return [s.payload for s in self.shards], [s.payload.carrier for s in self.shards]
 
     def kind(self, name: str) -> str | None:
-        """Waits for the first shard and returns the kind of a column ("row", "object" or "token"). Returns None if the
+        """Waits for the first shard and returns the kind of a column ("row", "object" or "token"), or None if the
         column is missing.
         """
         return self.shards[0].description.get().columns.get(self.shards[0].source(name))
@@ -156,14 +157,14 @@ class Block:
         return all(shard.description.done() for shard in self.shards)
 
     def lengths(self) -> np.ndarray | None:
-        """Waits for all shards and returns the number of tokens per row. Returns None without token columns."""
+        """Waits for all shards and returns the number of tokens per row, or None without token columns."""
         lengths = [shard.description.get().lengths for shard in self.shards]
         present = [part for part in lengths if part is not None]
         return np.concatenate(present) if present else None
 
 
 class Column(NamedTuple):
-    """A column of a batch. `index` maps rows of the batch to rows of the block. None means that row i is row i."""
+    """A column of a batch. `index` maps rows of the batch to rows of the block. If it is None, row i maps to row i."""
 
     block: Block
     index: np.ndarray | None
@@ -214,7 +215,7 @@ def split_by_weight(weights_N: np.ndarray, num_parts: int) -> list[np.ndarray]:
 
 
 def index_groups(ids_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the index of each row's group, in the order in which the groups first appear, and the number of groups.
+    """Returns the index of each row's group, and the number of groups. Groups are numbered by their first row.
 
     Rows with the same id form a group.
     """
@@ -225,8 +226,8 @@ def index_groups(ids_N: np.ndarray) -> tuple[np.ndarray, int]:
 def split_groups(ids_N: np.ndarray, num_parts: int, weights_N: np.ndarray | None = None) -> list[Rows]:
     """Splits rows into parts that contain whole groups. Each part has its rows in ascending order.
 
-    Without weights, the parts have consecutive groups and similar numbers of rows. With weights, they have similar sums
-    of weights.
+    Without weights, the parts have consecutive groups and similar numbers of rows. With weights, the parts have similar
+    sums of weights.
     """
     index_N, num_groups = index_groups(ids_N)
     if weights_N is None:
@@ -255,7 +256,7 @@ def block_rows(index: np.ndarray | None, rows: Rows) -> Rows:
 
 
 def gather(sizes: Sequence[int] | np.ndarray, rows: Rows) -> GatherPlan:
-    """Returns the plan that reads `rows` of a block with these shard sizes."""
+    """Returns the plan for reading `rows` of a block with these shard sizes."""
     ends = np.cumsum(sizes)
     if isinstance(rows, tuple):
         return _gather_range(ends, *rows)
@@ -307,7 +308,8 @@ def _empty_plan() -> GatherPlan:
 
 
 def gathers(columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Block, dict[str, str], GatherPlan]]:
-    """Yields the plans to read `rows` of some columns, as `(block, {name: name in the block}, plan)` for each block.
+    """Yields the plans for reading `rows` of some columns, as `(block, {name: name in the block}, plan)` for each
+    block.
 
     Blocks with the same index and the same shard sizes share a plan.
     """
@@ -324,8 +326,8 @@ def gathers(columns: Mapping[str, Column], rows: Rows) -> Iterator[tuple[Block, 
 
 
 def concat_columns(names: Sequence[str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Concatenates the rows of columns of several batches. Columns that share blocks and indices still share them
-    afterwards.
+    """Concatenates the rows of columns of several batches. Columns that share blocks and indices also share them in the
+    result.
     """
     groups: dict[tuple, list[str]] = {}
     for name in names:

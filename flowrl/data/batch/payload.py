@@ -20,7 +20,9 @@ OBJECT_BYTES = 64
 """Assumed size of a Python object in bytes."""
 
 LONG_RUN_BYTES = 512
-"""Average size in bytes above which runs of rows are copied with slices. Shorter runs are copied with index arrays."""
+"""Average size in bytes of runs of rows above which each run is copied as a slice. Shorter runs are copied with index
+arrays.
+"""
 
 RowSelection = slice | np.ndarray | None
 """Rows of a payload; None means all rows."""
@@ -34,8 +36,8 @@ Value = TypeVar("Value")
 
 
 def copy_objects(value: Value) -> Value:
-    """Returns a deep copy. Pickle copies lists, dictionaries and text several times faster than `copy.deepcopy`, which
-    copies what cannot be pickled.
+    """Returns a deep copy. Uses pickle, which copies lists, dictionaries and text several times faster than
+    `copy.deepcopy`, and `copy.deepcopy` for values that cannot be pickled.
     """
     try:
         return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
@@ -76,7 +78,7 @@ class Payload:
         return replace(self, rows=rows)
 
     def take(self, rows: RowSelection, columns: Mapping[str, str]) -> "Payload":
-        """Returns rows of some columns: views for a slice, copies for an array. `columns` maps new names to current
+        """Returns rows of some columns: views for a slice, and copies for an array. `columns` maps new names to current
         names.
         """
         if isinstance(rows, np.ndarray):
@@ -204,7 +206,7 @@ class Source:
 
     payload: Payload
     columns: Mapping[str, str]
-    """Maps a column name in the new payload to its name in this payload."""
+    """Column name in the new payload -> column name in this payload."""
     rows: RowSelection = None
     targets: RowSelection = None
     """Row positions in the new payload; None means all rows."""
@@ -237,7 +239,7 @@ class Source:
 
 
 def collect(num_rows: int, sources: Sequence[Source]) -> Payload:
-    """Returns a new payload with rows of several payloads. If there is one source with consecutive rows, returns views.
+    """Returns a new payload with rows of several payloads. Returns views if there is one source with consecutive rows.
 
     Raises `ColumnError` if the sources have different kinds, types or shapes of a column.
     """

@@ -162,7 +162,7 @@ def _array(column: torch.Tensor) -> np.ndarray:
 def environment_lengths(mask_T: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Returns the number of tokens of an environment in each row, int64 [B].
 
-    These are the tokens between the first and the last policy token for which `response_mask` is false.
+    A token belongs to an environment if `response_mask` is false and it is between two tokens of the policy.
 
     Args:
         mask_T: column `response_mask`, bool [T].

@@ -12,9 +12,9 @@ from flowrl.config import UserError
 
 @contextmanager
 def rename_at_end(folder: Path) -> Iterator[Path]:
-    """Yields the path of a folder that the `with` block must create. Renames it to `folder` at the end of the block.
+    """Yields the path of a folder that the `with` block must create, and renames this folder to `folder` at the end.
 
-    Deletes the temporary folder if the block raises. Raises `UserError` if no folder can be created there.
+    Deletes the temporary folder if the block raises. Raises `UserError` if the folder cannot be created.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

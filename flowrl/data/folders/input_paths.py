@@ -1,6 +1,6 @@
 """Checks the paths of models and datasets, and reads the configs of models, without the libraries that load them.
 
-Such a library takes seconds to import, and retries if a path does not exist.
+These libraries take seconds to import, and retry if a path does not exist.
 """
 
 import os
@@ -24,9 +24,9 @@ MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _OTHER_FORMAT = re.compile(r"\.(csv|tsv|xlsx?)(\.gz|\.zst)?$", re.IGNORECASE)
-"""File extensions of tables that flowrl does not read."""
+"""Pattern of file names of tables that flowrl does not read."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""File extensions in the folder of a model whose files are read completely before they are parsed."""
+"""Extensions of files of a model that are read completely before they are parsed."""
 _TEXT_FILES = (*(f"*{suffix}" for suffix in _TEXT_SUFFIXES), "additional_chat_templates/*.jinja")
 """Patterns of the files of a model, except weights."""
 _SETTINGS_FILES = (
@@ -49,7 +49,7 @@ def is_hub_name(path: Path) -> bool:
 
 
 def find_model_file(model: Path, name: str) -> Path | None:
-    """Returns the path of a file of a model, in its folder or in the cache of the Hub. None: it does not exist."""
+    """Returns the path of a file of a model, in its folder or in the cache of the Hub, or None if it does not exist."""
     folder = model
     if is_hub_name(model):
         cache = Path(constants.HF_HUB_CACHE) / "--".join(["models", *model.parts])
@@ -62,7 +62,7 @@ def find_model_file(model: Path, name: str) -> Path | None:
 
 def read_text_config(model: Path) -> Mapping[str, Any]:  # Any: JSON values
     """Returns the settings of the language model in `config.json`, in the folder of the model or in the cache of the
-    Hub; an empty mapping if the file cannot be read.
+    Hub. Returns an empty mapping if the file cannot be read.
     """
     file = find_model_file(model, "config.json")
     try:
@@ -76,14 +76,14 @@ def read_text_config(model: Path) -> Mapping[str, Any]:  # Any: JSON values
 
 
 def read_vocabulary_size(model: Path) -> int | None:
-    """Returns the number of embeddings of a model, which token ids must not reach; None if its config is missing."""
+    """Returns the number of embeddings of a model, or None if its config is missing. Token ids must be smaller."""
     size = read_text_config(model).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 def download_model_file(model: Path, name: str) -> Path | None:
-    """Returns the path of a file of a model. A file of a Hub model is downloaded unless it is in the cache. None: the
-    model does not have this file.
+    """Returns the path of a file of a model, or None if the model does not have this file. Downloads a file of a Hub
+    model unless it is in the cache.
     """
     file = find_model_file(model, name)
     if file is not None or not is_hub_name(model):
@@ -98,7 +98,8 @@ def download_model_file(model: Path, name: str) -> Path | None:
 
 
 def find_model_problem(path: Path) -> str | None:
-    """Returns why no model can be loaded from `path`: a local directory, or a name on the Hugging Face Hub.
+    """Returns the reason for which no model can be loaded from `path`, a local directory or a name on the Hugging Face
+    Hub.
 
     Returns None if the directory is valid, the model is in the cache, or the Hub is reachable. Waits for the Hub for up
     to 3 seconds.
@@ -121,10 +122,11 @@ def find_model_problem(path: Path) -> str | None:
 
 
 def _find_foreign_link(folder: Path) -> str | None:
-    """Returns why a file of a model folder is not read, or None.
+    """Returns the reason for which a file of a model folder is not read, or None.
 
-    Templates, vocabularies and settings become part of prompts, checkpoints and exported models. A folder of others
-    must therefore not link them to private files. A file of the same name is the file of another model.
+    Templates, vocabularies and settings become part of prompts, checkpoints and exported models. A folder from an
+    untrusted source must therefore not link these files to private files. A link to a file with the same name is
+    allowed, because it is the file of another model.
     """
     root = folder.resolve()
     root = root.parents[1] if root.parent.name == "snapshots" else root  # files of the Hub's cache are links to `blobs`
@@ -136,7 +138,9 @@ def _find_foreign_link(folder: Path) -> str | None:
 
 
 def _find_folder_problem(folder: Path) -> str | None:
-    """Returns why a file in the folder of a model must not be read, or why a file of its settings is invalid."""
+    """Returns the reason for which a file in the folder of a model must not be read or a settings file is invalid, or
+    None.
+    """
     if problem := _find_foreign_link(folder):
         return problem
     try:
@@ -157,7 +161,7 @@ def _find_folder_problem(folder: Path) -> str | None:
 
 
 def find_dataset_problem(path: Path) -> str | None:
-    """Returns why no dataset can be read from `path`, or None.
+    """Returns the reason for which no dataset can be read from `path`, or None.
 
     A dataset is a file with content, a folder of files, or a name on the Hugging Face Hub. Waits for the Hub for up to
     3 seconds.
@@ -201,7 +205,7 @@ def _find_hub_dataset_problem(path: Path) -> str | None:
 
 
 def _connect(name: str, kind: str = "models") -> str | None:
-    """Returns the error of connecting to the Hub, or None if it is reachable, whatever its response is."""
+    """Returns the connection error, or None if the Hub is reachable. Every response of the Hub counts as reachable."""
     errors: list[str | None] = []
     # The timeout of a request holds for each address of a host, so a thread limits the time over all addresses.
     thread = threading.Thread(target=lambda: errors.append(_request(name, kind)), daemon=True)

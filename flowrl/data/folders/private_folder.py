@@ -5,9 +5,9 @@ deleted at exit. A killed process leaves its folder, which the next process of t
 creates further folders of this kind, such as those of exported models.
 
 The marker in a folder contains the id and the start time of its process, and is locked (flock) while this process runs.
-The lock also protects the folder from processes in other containers, where process ids mean nothing. The lock may not
-reach other hosts that share the folder, so the marker also contains the host name and the boot id, which all containers
-share.
+The lock also protects the folder from processes in other containers, which cannot use the process id. On a shared file
+system, the lock may not reach other hosts, so the marker also contains the host name and the boot id. All containers of
+a host have the same boot id.
 """
 
 import atexit
@@ -42,14 +42,14 @@ _REMOVAL_TIMEOUT_S = 5.0
 
 
 class PrivateFolder:
-    """A folder that is deleted by `remove`, at exit, or by another process after this process was killed."""
+    """A folder that is deleted by `remove`, at exit, or by another process after a kill of this process."""
 
     def __init__(self, path: Path) -> None:
         """Creates the folder and its marker."""
         self.path, self.process_id = path, os.getpid()
         self.marker = -1
-        """File descriptor that holds the lock. A child process that inherits it protects the folder after this process
-        was killed.
+        """File descriptor that holds the lock. A child process that inherits the descriptor keeps the folder locked
+        after a kill of this process.
         """
         # Registered before the folder exists, so that a signal in between leaves no folder.
         atexit.register(self.remove)
@@ -87,8 +87,9 @@ def private_folder() -> Path:
 def temporary_folder() -> Path:
     """Returns the folder for temporary files of worker processes, which is deleted at exit.
 
-    It is in the private folder, or in a second one if the private folder is not in the user's temporary folder. Only
-    sockets need a short path, and the folder that replaces the user's may be too small for large files.
+    If the private folder is in the user's temporary folder, returns a folder in it. Otherwise, returns a folder in a
+    second private folder, which is in the user's temporary folder. Only sockets need a short path, and /tmp may be too
+    small for large files.
     """
     global _large_folder
     folder, parent = private_folder(), Path(tempfile.gettempdir()).absolute()
@@ -102,10 +103,11 @@ def temporary_folder() -> Path:
 
 
 def create_folder(kind: str, parent: Path | None = None) -> PrivateFolder:
-    """Creates a folder for temporary files of this process in `parent`. It is deleted at exit.
+    """Creates a folder for temporary files of this process in `parent` (None: the user's temporary folder), and deletes
+    it at exit. Deletes abandoned folders first.
 
-    `kind` is a part of its name. None as `parent` is the user's temporary folder. Deletes abandoned folders first. As a
-    context manager, it yields the path, and deletes the folder at the end of the block.
+    `kind` is a part of the folder's name. As a context manager, the result yields the path, and deletes the folder at
+    the end of the block.
     """
     return _create_folder(parent or Path(tempfile.gettempdir()).absolute(), f"{kind}-")
 
@@ -118,7 +120,7 @@ def _create_folder(parent: Path, kind: str = "") -> PrivateFolder:
 def list_private_roots() -> list[Path]:
     """Returns the folders that contain private folders, and the files that contain a token of Ray.
 
-    The folders are the temporary folder of this process and that of its driver, `RAY_TMPDIR` and /tmp.
+    The folders are `RAY_TMPDIR`, /tmp, and the temporary folders of this process and of its driver.
     """
     temporary = Path(tempfile.gettempdir()).absolute()
     around = [path.parent for path in temporary.parents if (path / MARKER).is_file()]
@@ -178,7 +180,7 @@ def _write_marker(folder: Path) -> int:
 
 
 def read_boot() -> dict[str, str]:
-    """Returns the host name, and the id of the current boot (empty without /proc)."""
+    """Returns the host name, and the id of the current boot, which is empty without /proc."""
     boot_id = ""
     with suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -188,7 +190,8 @@ def read_boot() -> dict[str, str]:
 def remove_abandoned_folders(parent: Path) -> None:
     """Deletes the folders in `parent` that belong to this user and whose process has ended.
 
-    Keeps folders without a valid marker, and files of other users. Several processes may run this at the same time.
+    Keeps folders without a valid marker, and files of other users. Several processes may run this function at the same
+    time.
     """
     with suppress(OSError):
         for path in list(parent.glob(f"{PREFIX}*")):
@@ -216,7 +219,7 @@ def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _has_ended(marker: bytes) -> bool:
-    """Returns whether the process of a marker has ended. False if the marker is corrupt or of another host."""
+    """Returns whether the process of a marker has ended. Returns False if the marker is corrupt or of another host."""
     try:
         process = json.loads(marker)
         process_id, start_time_s = int(process["pid"]), float(process["start_time_s"])
@@ -232,7 +235,7 @@ def _has_ended(marker: bytes) -> bool:
 
 
 def remove_tree(path: Path | str) -> None:
-    """Deletes a folder of any depth, as far as the system allows. User code may have nested its folders."""
+    """Deletes a folder as far as the system allows. User code may have created folders of any depth."""
     try:
         shutil.rmtree(path, ignore_errors=True)
     except RecursionError:

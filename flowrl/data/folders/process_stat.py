@@ -27,6 +27,8 @@ def read_stat(process_id: int) -> ProcessStat:
 
 
 def read_start_time(process_id: int) -> float | None:
-    """Returns when a process of this machine started, in seconds since boot; None if it has ended or is a zombie."""
+    """Returns the start time of a process of this machine, in seconds since boot, or None if it has ended or is a
+    zombie.
+    """
     stat = read_stat(process_id)
     return None if stat.state in "ZX" else stat.started_s

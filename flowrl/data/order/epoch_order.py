@@ -15,7 +15,7 @@ class EpochOrder:
             parts: number of rows and weight of each file. An epoch has `round(rows * weight)` rows of a file. Each row
                 of a file is used once before any row is used again.
             seed: seed of the random order.
-            shuffle: False keeps the order of the files in every epoch.
+            shuffle: if False, every epoch has the order of the files.
         """
         self._parts, self._seed, self._shuffle = list(parts), seed, shuffle
         self._counts = [round(rows * weight) for rows, weight in self._parts]

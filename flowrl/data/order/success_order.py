@@ -14,10 +14,10 @@ from flowrl.data.messages import DataError
 from flowrl.data.order.epoch_order import EpochOrder
 
 HALF_LIFE_EPOCHS = 1.0
-"""Number of epochs of drawn prompts after which a measurement counts half, because the policy has changed."""
+"""Number of epochs of drawn prompts in which the weight of a measurement halves, because the policy has changed."""
 
 _RANDOM_STREAM = 0x5CC
-"""Part of the seed of a draw, so that its random numbers differ from those of the order of an epoch."""
+"""Part of the seed of a draw, so that its random numbers differ from those of an epoch's order."""
 
 
 class SuccessOrder:
@@ -25,15 +25,15 @@ class SuccessOrder:
 
     The filter skips a row whose success is outside of [min, max]. With probability `revisit`, it accepts the row
     anyway, because the policy may have changed since the measurement. Zheng et al. 2025 (GRESO),
-    https://arxiv.org/abs/2506.02177, skip prompts in the same way. Their probability depends on the number of
+    https://arxiv.org/abs/2506.02177, skip prompts in the same way, but with a probability that depends on the number of
     measurements.
 
     The curriculum draws the most informative of several candidates. The success of a candidate is unknown, with a
     posterior Beta(1 + successes, 1 + failures). The curriculum samples a success from each posterior (Thompson
-    sampling) and selects the candidate whose sample is closest to 1/2. There, the variance p (1 - p) of the scores of a
-    group is largest. Qu et al. 2025 (MoPPS), https://arxiv.org/abs/2507.04632, section 3. Deviations: the candidates of
-    a prompt do not depend on the number of prompts per step, measurements decay with time instead of with the number of
-    measurements, and prompts in flight are selected last.
+    sampling) and selects the candidate whose sample is closest to 1/2, where the variance p (1 - p) of the scores of a
+    group is largest. Source: Qu et al. 2025 (MoPPS), https://arxiv.org/abs/2507.04632, section 3. Deviations: the
+    candidates of a prompt do not depend on the number of prompts per step, measurements decay with time instead of with
+    the number of measurements, and prompts in flight are selected last.
 
     A draw depends only on the seed, the index of the prompt and the success recorded before. The order of past draws is
     part of the state, so that a prompt index always refers to the same row.
@@ -59,8 +59,8 @@ class SuccessOrder:
             difficulty: bounds of the filter, and the probability of a revisit.
             num_candidates: number of rows from which each prompt is selected. 1 disables the curriculum.
             samples: number of responses per prompt. A measurement has this weight.
-            initial: float [num_rows], the initial success of each row, or NaN if it is unknown. It counts as a
-                measurement.
+            initial: float [num_rows], the initial success of each row, or NaN if it is unknown. The initial
+                success counts as a measurement.
         """
         self._order, self._seed, self._difficulty = order, seed, difficulty
         self._num_candidates, self._samples = num_candidates, samples
@@ -148,7 +148,7 @@ class SuccessOrder:
         return (drawn_at > self._measured_at[rows]) & (drawn_at >= prompt_id - len(self._order))
 
     def record(self, prompt_ids: Sequence[int], success: Sequence[float]) -> None:
-        """Adds the measured success of drawn prompts. Ignores NaN, the success of a group without scores."""
+        """Adds the measured success of drawn prompts. Ignores NaN, which stands for a group without scores."""
         for prompt_id, score in zip(prompt_ids, success, strict=True):
             if math.isnan(score):
                 continue
@@ -171,7 +171,7 @@ class SuccessOrder:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state` of an order with the same arguments."""
+        """Restores a result of `state`. The order must have the same arguments."""
         self._num_examined = state["num_examined"]
         positions = np.cumsum(_unpack(state["positions"], np.int32), dtype=np.int64)
         self._positions = array("q", positions.tobytes())
@@ -186,7 +186,7 @@ class SuccessOrder:
 
 
 def _pack(values: np.ndarray) -> str:
-    """Returns an array as compressed text. JSON numbers would take several times the space."""
+    """Returns an array as compressed text, because JSON numbers take several times the space."""
     return base64.b64encode(zlib.compress(values.tobytes(), 1)).decode("ascii")
 
 

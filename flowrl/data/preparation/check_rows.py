@@ -52,7 +52,7 @@ def check_rows(config: RowsConfig) -> tuple[Kind, RowCounts]:
 
 
 def _check_prepared(config: RowsConfig, paths: Sequence[Path]) -> tuple[Kind, RowCounts]:
-    """Returns the kind and the counts of prepared folders. Raises DataError if a shard differs from its checksum."""
+    """Returns the kind and the counts of prepared folders. Raises DataError if a shard does not match its checksum."""
     if len(paths) < len(config.files):
         raise DataError(f"{paths[0]} is a prepared folder, but other files are not: check them separately")
     folders = [PreparedFolder(path) for path in paths]
@@ -68,7 +68,7 @@ def _check_prepared(config: RowsConfig, paths: Sequence[Path]) -> tuple[Kind, Ro
 def first_rows(config: RowsConfig, *, start: int, count: int) -> tuple[Kind, list[TokenizedRow], ChatTokenizer]:
     """Returns `count` usable rows from row `start` on, their kind, and the tokenizer.
 
-    Without the setting `tokenizer`, the tokenizer of a prepared folder is the one in its manifest.
+    If the setting `tokenizer` is null, a prepared folder is shown with the tokenizer in its manifest.
     """
     source: DataFile = config.files[0]
     if source.path is not None and is_prepared(source.path):

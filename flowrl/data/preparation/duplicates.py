@@ -33,7 +33,7 @@ class SeenKeys:
         """Sorted arrays, each more than twice as large as the next."""
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Adds keys (uint64). Returns a mask of the new keys. If new keys are equal, only the first counts as new."""
+        """Adds keys (uint64). Returns a mask of the new keys. Of equal new keys, only the first is in the mask."""
         unique, first = np.unique(keys, return_index=True)
         is_known = np.zeros(len(unique), dtype=bool)
         for level in self._levels:

@@ -13,11 +13,12 @@ from flowrl.data.reading.row_problems import RowCounts
 
 _PERCENTILES = (50, 95, 99)
 FORMAT_VERSION = 4
-"""Version of the folder's contents. Raise it if equal rows and tokenizers give other files, tokens, masks or hashes."""
+"""Version of the folder's contents. Raise it if the same rows and tokenizer give other files, tokens, masks or hashes.
+"""
 
 VERSION_WITHOUT_TEXT_PREFIX = 2
-"""Version whose plain text lacks the tokens before a text, such as BOS, and whose manifest lacks `largest_id`. The rows
-of other kinds than `text` are the same.
+"""Version in which plain text lacks the tokens before a text, such as BOS, and the manifest lacks `largest_id`. Rows of
+kinds other than `text` are the same as in the current version.
 """
 
 
@@ -136,7 +137,7 @@ class FolderWriter:
 
 
 def _add_histogram(histogram: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns `histogram`, the number of rows per length, after adding the lengths `values`."""
+    """Adds the lengths `values` to `histogram`, the number of rows per length, and returns the sum."""
     added = np.bincount(values, minlength=len(histogram))
     added[: len(histogram)] += histogram
     return added

@@ -31,7 +31,7 @@ from flowrl.data.template import write_template
 
 _ROWS_PER_CHUNK = 500
 _FILTERS = frozenset({"duplicate", "near_duplicate", "too_short", "short_response", "long_response"})
-"""Reasons of the filters, which drop rows on purpose. They do not stop a strict preparation."""
+"""Reasons of the filters. Filters drop rows on purpose, so these reasons do not stop a strict preparation."""
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class PreparedChunk:
     locations: list[tuple[Path, int]]
     counts: RowCounts
     lengths: np.ndarray
-    """int64 [rows], tokens of the longest side."""
+    """int64 [rows], number of tokens of the longest side."""
     num_trained: np.ndarray
-    """int64 [rows], trained tokens of all sides."""
+    """int64 [rows], number of trained tokens of all sides."""
     largest_ids: np.ndarray
     """int64 [rows], largest token id of each row."""
     columns: list[tuple[str, ...]]
@@ -74,7 +74,7 @@ class ChunkPreparation:
         self._allowed = allowed
 
     def new_counts(self) -> RowCounts:
-        """Returns counts that stop at the first invalid row if the settings are strict."""
+        """Returns counters. If the settings are strict, the counters raise DataError at the first invalid row."""
         return RowCounts(strict=self._config.strict, allowed=self._allowed)
 
     def __call__(self, chunk: RawChunk, columns: Mapping[str, str]) -> PreparedChunk:
@@ -177,7 +177,7 @@ def prepare(config: PreparationConfig, report: Callable[[int, int], None] | None
 
 
 def find_kind(config: RowsConfig) -> Kind:
-    """Returns the kind in the settings, or that of the first row with a known shape.
+    """Returns the kind in the settings, or else the kind of the first row with a known shape.
 
     Raises DataError if no row has a known shape, and in strict mode at the first invalid row.
     """
@@ -267,7 +267,9 @@ def _in_order(
 
 
 def total_bytes(config: RowsConfig) -> int | None:
-    """Returns the size of all files, or None if the bytes read are not known, as for parquet, arrow and the Hub."""
+    """Returns the size of all files, or None if the number of bytes read is unknown, as with parquet, arrow and the
+    Hub.
+    """
     files = [file for source in config.files for file in data_files(source)]
     if any(not file.is_file() or file.suffix in (".parquet", ".arrow") for file in files):
         return None

@@ -68,10 +68,11 @@ def encode_batch(rows: Sequence[TokenizedRow], kind: Kind) -> tuple[Any, list[st
 
 
 def tokenizer_hash(tokenizer: ChatTokenizer, *, has_text_prefix: bool = True) -> str:
-    """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, end token, and the tokens
-    before plain text if `has_text_prefix`.
+    """Returns a hash of everything that determines the tokens of a text: vocabulary, rules, end token, and, with
+    `has_text_prefix`, the tokens before plain text.
 
-    Excludes truncation and padding settings: they do not affect token ids, and tokenizer calls modify them.
+    Excludes the settings of truncation and padding, because they do not affect token ids, and calls of the tokenizer
+    change them.
     """
     known: Any = tokenizer.tokenizer  # Any: transformers types its attributes too loosely
     if known.is_fast:
@@ -85,7 +86,7 @@ def tokenizer_hash(tokenizer: ChatTokenizer, *, has_text_prefix: bool = True) ->
 
 
 def template_hash(tokenizer: ChatTokenizer) -> str:
-    """Returns a hash of the conversation template, without the stop tokens, which do not change a row."""
+    """Returns a hash of the conversation template. Excludes the stop tokens, which do not change a row."""
     values = {name: value for name, value in template_values(tokenizer.template).items() if "stop" not in name}
     return _hash(json.dumps(values, sort_keys=True))
 
@@ -103,7 +104,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
     """The rows of a prepared dataset. The files are memory-mapped, and a row is read on access."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the folder. Raises DataError if it is incomplete, or if another version of flowrl wrote it."""
+        """Opens the folder. Raises DataError if the folder is incomplete or corrupt, or has another format version."""
         self.path = path
         try:
             self.manifest: Mapping[str, Any] = read_json(path / MANIFEST)
@@ -152,7 +153,7 @@ class PreparedFolder(Sequence[TokenizedRow]):
 
     @cached_property
     def _largest_id(self) -> int:
-        """The largest token id of all rows."""
+        """Largest token id of all rows."""
         if self._version != VERSION_WITHOUT_TEXT_PREFIX:
             return self.manifest["largest_id"]
         columns = [batch.column(f"{name}_ids") for batch in self._batches for name in SIDES[self.kind]]

@@ -15,7 +15,7 @@ from flowrl.data.template import naming_row
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """Limits on the tokens of a row, or of each side of a preference pair."""
+    """Limits of the number of tokens of a row, or of each side of a preference pair."""
 
     max_tokens: int | None = None
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
@@ -33,7 +33,9 @@ class Tokens:
     ids: np.ndarray
     """int32 [T]."""
     mask: np.ndarray
-    """bool [T], true for trained tokens, which enter the loss. False for the first token. All false for a prompt."""
+    """bool [T], true for trained tokens, which enter the loss. Always false for the first token, and for all tokens of
+    a prompt.
+    """
 
     @property
     def num_trained(self) -> int:
@@ -42,7 +44,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
-    """A row and its tokens: one side, or chosen and rejected."""
+    """A row and its tokens, with one side, or two sides (chosen and rejected)."""
 
     conversation: Conversation
     sides: tuple[Tokens, ...]
@@ -110,7 +112,7 @@ def _tokens(ids: list[int], mask: list[bool]) -> Tokens:
 
 
 def _truncate(row: TokenizedRow, limits: LengthLimits) -> TokenizedRow:
-    """Drops the end of a long row. Raises RowProblem if `too_long` forbids it, or if no trained token remains."""
+    """Drops the end of a long row. Raises RowProblem if `too_long` forbids this, or if no trained token remains."""
     limit = limits.max_tokens
     if limit is None or row.length <= limit:
         return row

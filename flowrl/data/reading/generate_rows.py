@@ -1,6 +1,6 @@
 """Program that writes rows of reasoning-gym as JSON lines. `generated_rows.py` runs it in a separate process.
 
-It imports nothing of flowrl, so that it starts fast. The settings are a JSON object in the standard input.
+The program imports nothing of flowrl, so that it starts fast. Its settings are a JSON object in the standard input.
 """
 
 import json

@@ -23,7 +23,7 @@ def generate_lines(source: DataFile, num_rows: int | None = None) -> Iterator[by
 
     Args:
         source: a source with `reasoning_gym`.
-        num_rows: number of rows, from the start. None yields all.
+        num_rows: number of rows, from the start. If None, all rows.
     Raises:
         DataError: the package is missing, or a task or its options are invalid.
     """
@@ -66,7 +66,7 @@ def _generator_settings(source: DataFile) -> dict[str, Any]:
 
 
 def find_generator_problem() -> str | None:
-    """Returns why no rows can be generated, or None."""
+    """Returns the reason for which no rows can be generated, or None."""
     if importlib.util.find_spec("reasoning_gym") is None:
         return "the library reasoning-gym is not installed: pip install 'flowrl[rewards]'"
     return None

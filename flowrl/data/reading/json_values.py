@@ -14,8 +14,9 @@ from flowrl.data.reading.row_problems import RowProblem
 def parse_strictly(text: str, start: int = 0) -> tuple[Any, int]:  # Any: any JSON value
     """Parses the JSON value that begins at a position of a text. Returns the value and the position of its end.
 
-    Raises RowProblem with the key of a value that is not JSON although Python's parser accepts it: NaN, an infinity, a
-    number that is too large for a float, or a repeated key. Raises ValueError or RecursionError for other invalid text.
+    Raises RowProblem for values that Python's parser accepts, but that are not JSON: NaN, an infinity, a number that is
+    too large for a float, or a repeated key. The error has the key. Raises ValueError or RecursionError for other
+    invalid text.
     """
     try:
         return _STRICT.raw_decode(text, start)
@@ -40,11 +41,11 @@ class _UnusualJsonError(Exception):
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The pairs of key and value of a JSON object, which may contain a key twice."""
+    """The (key, value) pairs of a JSON object. A key may occur twice."""
 
 
 class _Number(str):
-    """The text of a number that JSON or floats do not have."""
+    """The text of a number that is not JSON, or that no float can represent."""
 
 
 def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from flowrl.data.reading.row_problems import RowProblem
 
 Kind = Literal["prompts", "sft", "preference", "kto", "text"]
 KINDS: tuple[Kind, ...] = ("prompts", "sft", "preference", "kto", "text")
-"""`prompts`: for reinforcement learning. `sft`: trained responses. `preference`: two responses to compare. `kto`: one
-labeled response. `text`: plain text, or the conversations of `sft`."""
+"""`prompts` is for reinforcement learning. `sft` has responses to train on. `preference` has two responses to compare.
+`kto` has one labeled response. `text` has plain text, or the conversations of `sft`."""
 
 _FOLLOWERS = {
     None: ("system", "user"),
@@ -34,7 +34,7 @@ def infer_kind(row: Conversation) -> Kind:
 
 
 def split_pair(row: Conversation, kind: Kind | None) -> tuple[Conversation, ...]:
-    """Returns the row, or for kto the two rows of a pair: a desirable and an undesirable response.
+    """Returns the row. For a pair with kind kto, returns two rows: the desirable and the undesirable response.
 
     Raises RowProblem if the responses of the pair have different prompts.
     """

@@ -32,9 +32,9 @@ class RawChunk:
 
     file: Path
     first_line: int
-    """Line of the first row, or its 1-based index in a table."""
+    """Line of the first row. In a table, its 1-based index."""
     rows: list[Any] = field(default_factory=list)
-    """Rows as bytes (a JSON line), as Python values, or as RowProblem."""
+    """Rows as bytes (a JSON line) or as Python values. A RowProblem replaces a row that cannot be read."""
     num_bytes: int = 0
     """Bytes of the file that were read for this chunk, for progress reports."""
 
@@ -65,7 +65,7 @@ def read_chunks(source: DataFile, *, rows_per_chunk: int = 1000, max_row_bytes: 
 
 
 def data_files(source: DataFile) -> list[Path]:
-    """Returns the files of a source. A name on the Hub, or of generated rows, is returned unchanged."""
+    """Returns the files of a source. Returns a Hub name, or the name of generated rows, unchanged."""
     path = source.source
     if not path.is_dir():
         return [path]
@@ -127,7 +127,7 @@ def _json_rows(file: Path, handle: BinaryIO, max_row_bytes: int) -> Iterator[Any
 
 
 def _is_object_of_lines(block: bytes) -> bool:
-    """Returns whether a file has one JSON object on several lines, as the files of MATH do."""
+    """Returns whether a file is one JSON object on several lines, like the files of MATH."""
     return block.lstrip()[:1] == b"{" and not block.lstrip().partition(b"\n")[0].rstrip().endswith(b"}")
 
 
@@ -284,7 +284,7 @@ def _arrow_rows(file: Path) -> Iterator[Any]:
 
 
 _OUT_OF_RANGE = "<value out of range"
-"""Start of the text to which arrow converts a date that it cannot write."""
+"""Start of the text to which arrow converts a date that it cannot represent as text."""
 
 
 def _read_batch_rows(batch: Any) -> list[Any]:  # Any: pyarrow.RecordBatch

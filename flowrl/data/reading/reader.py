@@ -22,7 +22,7 @@ Files = Path | str | DataFile | Sequence[DataFile]
 """A path, or files with their column mappings."""
 
 RowCheck = Callable[[Conversation], Conversation]
-"""Converts or checks a conversation. Raises RowProblem to drop it."""
+"""Converts or checks a conversation. Raises RowProblem for a conversation that must be dropped."""
 
 
 def parse_rows(
@@ -36,7 +36,7 @@ def parse_rows(
     """Yields the conversations of a chunk, and counts its rows.
 
     `check` may convert or drop each conversation. For kto, a pair yields two conversations. The keys
-    `ignored_message_keys` of turns are not read.
+    `ignored_message_keys` of turns are ignored.
     """
     for line, raw in enumerate(chunk.rows, start=chunk.first_line):
         counts.num_read += 1
@@ -57,7 +57,7 @@ _REASONS_OF_ABSENT_KEYS = ("unknown_shape", "no_prompt", "no_answer", "missing_c
 
 
 def _name_absent_keys(problem: RowProblem, row: Any, columns: Mapping[str, str]) -> RowProblem:  # Any: any JSON value
-    """Returns the problem of a row, preceded by the keys in `columns` that the row does not have, if there are any."""
+    """Returns the problem of a row. If the row lacks keys in `columns`, the message begins with these keys."""
     absent = find_absent(row, columns)
     if not absent or problem.reason not in _REASONS_OF_ABSENT_KEYS:
         return problem
@@ -93,7 +93,7 @@ _BINARY = "but binary data or UTF-16: save the file as JSON lines in UTF-8 (docs
 
 
 def _encoding_problem(line: bytes, error: UnicodeDecodeError) -> str:
-    """Returns what a row that is not UTF-8 seems to be, and the fix."""
+    """Returns a message with the probable format of a row that is not UTF-8, and the fix."""
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "but UTF-16: convert the file to UTF-8"
     if b"\0" in line:
@@ -117,13 +117,13 @@ def read_conversations(
 
     Args:
         files: a path, or files with their column mappings.
-        last: required role of the last message; `user` stands for kind `prompts`, `assistant` for `sft`.
+        last: required role of the last message: `user` for kind `prompts`, `assistant` for `sft`.
         needs: required columns, such as `answer`.
         reserved: names that no column may have.
-        kind: the turns to keep; None keeps all.
+        kind: the kind of training whose turns are kept. If None, all turns are kept.
         trailing_assistant: whether to refuse or to shorten a prompt that ends with the assistant.
         ignored_message_keys: keys of turns that are not read.
-        strict: True raises an error at the first row with a problem. False drops and counts these rows.
+        strict: if True, raises an error at the first row with a problem. If False, drops and counts these rows.
         max_row_bytes: largest size of a JSON line.
     Raises:
         DataError: a file is missing, no row can be used, or a row has a problem and `strict` is true.
@@ -153,9 +153,10 @@ def read_conversations(
 
 
 def count_rows(files: Files, kind: Kind | None = None, ignored_message_keys: Collection[str] = ()) -> int | None:
-    """Returns the rows of an epoch in local files, without tokenizing them. None if a source is not a local file.
+    """Returns the number of rows of an epoch in local files, without tokenizing them, or None if a source is not a
+    local file.
 
-    Rows that a run drops, such as long ones, count. For kto, a pair counts as two rows.
+    Rows that a run drops, such as long rows, are counted. For kto, a pair counts as two rows.
     """
     num_rows = 0
     for source in as_files(files):

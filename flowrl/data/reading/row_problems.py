@@ -55,7 +55,7 @@ class RowCounts:
 
     strict: bool = False
     allowed: frozenset[str] = frozenset()
-    """Reasons that do not raise in strict mode, because filters drop these rows on purpose."""
+    """Reasons that do not raise an error in strict mode, because filters drop these rows on purpose."""
     num_read: int = 0
     num_truncated: int = 0
     """Number of truncated rows, which are kept."""

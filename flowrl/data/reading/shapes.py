@@ -28,7 +28,7 @@ def parse_row(
     *,
     is_prepared: bool = False,
 ) -> Conversation:
-    """Returns the conversation of a row. Its columns have the values of the row, which may be dates or bytes.
+    """Returns the conversation of a row. Its columns have the original values of the row, such as dates or bytes.
 
     Args:
         row: a JSON object or a list of turns, or a row of a table, whose values may have other types.
@@ -36,7 +36,7 @@ def parse_row(
         file: the file of the row, for error messages.
         line: number of the row in the file, from 1.
         ignored_message_keys: keys of turns that are not read. Other unknown keys are a problem.
-        is_prepared: True for a row of a prepared folder, whose keys next to the turns are known to be columns.
+        is_prepared: True for a row of a prepared folder. Its keys next to the turns are then always columns.
     Raises:
         RowProblem: the row has no known shape, or a turn is malformed.
     """
@@ -97,9 +97,7 @@ _PROMPT_KEYS = ("system", "system_prompt", "history", "tools", "functions", "doc
 
 
 def _check_prompt_keys(values: Values, used: set[str]) -> None:
-    """Raises RowProblem if a key belongs to the prompt or excludes the row from training, but the shape does not read
-    it.
-    """
+    """Raises RowProblem if the shape ignores a key that belongs to the prompt or excludes the row from training."""
     name = next((name for name in _PROMPT_KEYS if name not in used and not _is_empty(values.get(name))), None)
     if name is not None:
         fix = "write it as the first turn" if name in ("system", "system_prompt") else "remove the key"
@@ -142,7 +140,7 @@ def _select(row: Values, path: str) -> Any:  # Any: a value of the row
 
 
 def find_absent(row: Any, columns: Mapping[str, str]) -> dict[str, str]:  # Any: see `parse_row`
-    """Returns the part of `columns` whose names in the file are not keys of the row. Null values count as keys."""
+    """Returns the items of `columns` whose name in the file is not a key of the row. Null values count as keys."""
     return {name: source for name, source in columns.items() if isinstance(row, dict) and not _has_key(row, source)}
 
 
@@ -201,7 +199,7 @@ def _read_turn(turn: Any, key: str) -> Message:
 _TURN = '{"role": "user", "content": "text"}'
 
 _DEFAULTS = (("weight", 1),)
-"""Allowed pairs of an unread key of a turn and its value. A response is trained with the weight 1 anyway."""
+"""(key, value) of turns that are allowed although the key is not read. A response is trained with weight 1 anyway."""
 
 
 def _message(role: str, content: str, key: str) -> Message:
@@ -261,7 +259,9 @@ class Shape:
     """Required keys."""
     convert: Callable[[Values], _Parts]
     optional: tuple[str, ...] = ()
-    """Keys that a row of this shape may have in addition, and that do not become columns. Other keys become columns."""
+    """Keys that a row of this shape may have in addition, and that do not become columns. All other keys become
+    columns.
+    """
 
 
 def _pair(row: Values) -> _Parts:
@@ -285,7 +285,7 @@ def _read_continuation(value: Any, key: str, *, has_prompt: bool) -> tuple[Messa
 
 
 def _common_prefix(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """Returns the number of equal turns at the start, at most all but the last turn."""
+    """Returns the number of equal turns at the start, without the last turn."""
     limit = max(min(len(chosen), len(rejected)) - 1, 0)
     return next((i for i in range(limit) if chosen[i] != rejected[i]), limit)
 
