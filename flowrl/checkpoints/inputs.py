@@ -6,6 +6,7 @@ the version of the package is the input.
 
 import ast
 import inspect
+import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,8 +239,12 @@ def _find_spec(module: str) -> ModuleSpec | None:
         if depth > 1 and folders is None:
             return None
         parent = ".".join(parts[:depth])
-        specs = (finder.find_spec(parent, folders) for finder in sys.meta_path)
-        spec = next((found for found in specs if found is not None), None)
+        try:
+            specs = (finder.find_spec(parent, folders) for finder in sys.meta_path)
+            spec = next((found for found in specs if found is not None), None)
+        except KeyError:  # a folder without __init__.py, in a package that has not been imported
+            spec = ModuleSpec(parent, None, is_package=True)
+            spec.submodule_search_locations = [os.path.join(folder, parts[depth - 1]) for folder in folders or ()]
         if spec is None:
             return None
     return spec

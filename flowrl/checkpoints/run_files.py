@@ -23,6 +23,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is a file: {fix}")
     path = RunFolder(folder).config
     if not path.is_file():
+        if RunFolder(run := folder.resolve().parents[1]).config.is_file():  # a checkpoint
+            fix = f"pass {run}, and select the checkpoint with --step"
         raise UserError(f"{folder} is not the folder of a run, because it has no config.yaml: {fix}")
     return read(path).values
 

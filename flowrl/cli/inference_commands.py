@@ -352,6 +352,8 @@ def read_engine_args(options: Sequence[str]) -> Mapping[str, Any]:  # Any: as vL
         name, separator, text = option.partition("=")
         if not (name and separator):
             raise UserError(f"--engine-arg {option} is not NAME=VALUE: write it like block_size=32")
+        if name in values:
+            raise UserError(f"--engine-arg sets {name} twice: remove one")
         values[name], _ = parse(text, f"--engine-arg {option}", numbered=False)
     if (problem := find_rejected_argument(values)) is not None:
         raise UserError(f"--engine-arg: {problem}")

@@ -15,6 +15,7 @@ from typing import TextIO, TypeVar, cast
 
 from flowrl.checkpoints.checkpoints import Checkpoints
 from flowrl.checkpoints.resume import RunComplete
+from flowrl.checkpoints.run_files import read_config
 from flowrl.checkpoints.run_folder import is_disk_full
 from flowrl.cli.command_parser import CommandParser, Commands, natural, positive, positive_count, seconds
 from flowrl.cli.data_commands import add_data
@@ -434,9 +435,8 @@ def _export(arguments: argparse.Namespace) -> None:
     stated = {"max_shard_gb": arguments.max_shard_gb, "dtype": arguments.dtype}
     stated = {name: value for name, value in stated.items() if value is not None}
     if stated and arguments.adapter:
-        raise UserError(
-            "--adapter writes one small file in the dtype of training: remove --max-shard-gb and --dtype, or --adapter"
-        )
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in stated)
+        raise UserError(f"--adapter writes one small file in the dtype of training: remove {options}, or --adapter")
     config = ExportConfig(**stated) if stated else None
     content, prefix = ("adapter", "adapter") if arguments.adapter else ("model", "export")
     checkpoints = Checkpoints(run_folder)
@@ -447,7 +447,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     # imported here, because only commands that load a model need torch
     from flowrl.inference.checkpoint_export import export_checkpoint, export_saved_model  # noqa: PLC0415
-    from flowrl.inference.model_card import saved_role, saved_step, write_model_card  # noqa: PLC0415
+    from flowrl.inference.model_card import adapter_warning, saved_role, saved_step, write_model_card  # noqa: PLC0415
 
     step = saved_step(run_folder) if checkpoint is None else checkpoint.manifest.step
     output = arguments.output or run_folder / f"{prefix}-step-{step:06d}"
@@ -468,6 +468,9 @@ def _export(arguments: argparse.Namespace) -> None:
             finish=finish,
         )
     write_printable(f"{output}: the {content} of {role} after step {step}, with a model card (README.md)\n")
+    lora = (read_config(run_folder).get(role) or {}).get("lora") or {}
+    if arguments.adapter and lora.get("base_quantization") is not None:
+        write_printable(f"warning: {adapter_warning(lora['base_quantization'])}\n", sys.stderr)
 
 
 def _add_doctor(commands: Commands) -> None:

@@ -212,7 +212,8 @@ def _problem(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -
 def _missing(error: ErrorDetails, key: Key, source: Source, cls: type[Config]) -> str:
     """Returns the error message for a missing setting, or for a list with too few entries."""
     if isinstance(error["loc"][-1], int):
-        return f"{dotted(key)} is {error['input']!r}, but has too few entries: add entries"
+        number = error["loc"][-1] + 1
+        return f"{dotted(key)} is {error['input']!r}, which has no entry {number}: add entries"
     info = fields_of(walk(error["loc"][:-1], cls, source.values)[1]).get(str(key[-1]))
     meaning = _first_sentence(meaning_of(info)) if info else ""
     return f"`{dotted(key)}` is required" + (f": {meaning}" if meaning else "")

@@ -60,9 +60,7 @@ class RoleConfig(Config):
         return self
 
     def roles(self, name: str) -> dict[str, "RoleConfig"]:
-        """Returns role -> settings, for the roles that a field with this name and value defines. The base class defines
-        one role.
-        """
+        """Returns role -> settings, for the roles that a field with this name defines. The base class defines one."""
         return {name: self}
 
     def role_keys(self, name: str) -> dict[str, str]:

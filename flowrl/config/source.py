@@ -150,7 +150,11 @@ class Source:
             child = inner[entry] if isinstance(inner, list) else inner.get(entry)
             child = {} if child is None else child
             if not isinstance(child, dict | list):
-                raise ConfigError(f"{origins[()]}: {name} is {child!r}, but must be a group of settings")
+                own = f"{{pool: {child}, {key[-1]}: {value}}}" if key[:2] == ("placement", "roles") else "the group"
+                raise ConfigError(
+                    f"{origins[()]}: {dotted(resolved)} is {child!r}, which has no {dotted(key[len(resolved) :])}: set "
+                    f"{dotted(resolved)} to {own}"
+                )
             inner[entry] = inner = child.copy()
         resolved = (*resolved, entry := _entry(inner, key[-1], resolved, origins[()]))
         inner[entry] = value

@@ -68,6 +68,14 @@ def write_model_card(folder: Path, run_folder: Path, *, step: int, role: str, is
     )
 
 
+def adapter_warning(quantization: str) -> str:
+    """Returns what is different if an adapter of a quantized base model is used with the base model in its files."""
+    return (
+        f"the adapter was trained on its base model in {quantization}: with the base model in its own dtype, it is not "
+        f"exactly the trained policy, which an export without --adapter is"
+    )
+
+
 def render_card(
     settings: Mapping[str, Any],  # Any: values of settings
     records: Sequence[Record],
@@ -99,6 +107,9 @@ def render_card(
         + (f" Its license is {_quoted(license_of_base['license'])}." if license_of_base else ""),
         "",
     ]
+    quantization = ((settings.get(role) or {}).get("lora") or {}).get("base_quantization")
+    if is_adapter and quantization is not None:
+        lines += [adapter_warning(quantization).capitalize() + ".", ""]
     lines += _evaluation_lines(records, run_folder, step)
     if has_curves:
         lines += ["## Training", "", f"![Metrics of the run]({TRAINING}/curves.png)", ""]

@@ -545,11 +545,17 @@ def _costly_generation(
                 f"or download the model first"
             )
         return
+    is_alone = all(len(device.roles) == 1 for device in devices if role in device.roles)
     capacity = min(memory.kv_cache // max(1, memory.sequence_cache) for memory in memories)
     wanted = max(memory.num_sequences for memory in memories)
     if settings.kv_cache_gb is not None and wanted > _COSTLY * capacity:
         increase = "" if isinstance(settings, PlannedVllmConfig) else "increase it, or "
         yield (
             f"{key}.vllm.kv_cache_gb is {settings.kv_cache_gb:g}, enough for {capacity:,} of {wanted:,} sequences of "
-            f"full length at a time: {increase}give {role} more devices, or devices of its own"
+            f"full length at a time: {increase}give {role} more devices"
+            + (
+                ""
+                if is_alone
+                else ", or devices of its own, or let the other roles on its devices offload (offload: idle)"
+            )
         )

@@ -249,6 +249,7 @@ def code_settings(cls: type[Config], prefix: str = "") -> set[str]:
         ("import own_package.inner", "own_package/__init__.py"),
         ("import own_package.inner", "own_package/sibling.py"),
         ("import own_package.inner", "own_helpers.py"),
+        ("from own_package.folder import inner", "own_package/folder/inner.py"),
     ],
 )
 @pytest.mark.parametrize("key", ["reward.function", "reward.options.grader"])
@@ -258,7 +259,8 @@ def test_changed_modules_that_a_function_imports_are_rejected(
     for name in [name for name in sys.modules if name.startswith("own_")]:
         monkeypatch.delitem(sys.modules, name)
     folder = own_code.parent
-    (folder / "own_package").mkdir()
+    (folder / "own_package/folder").mkdir(parents=True)  # a package without __init__.py
+    (folder / "own_package/folder/inner.py").touch()
     (folder / "own_helpers.py").write_text("import own_code  # a cycle\n")
     (folder / "own_package/__init__.py").touch()
     (folder / "own_package/inner.py").write_text("from . import sibling\n")

@@ -399,7 +399,7 @@ def _first_node_with_free_devices(
     if len(per_node) > len(used):
         raise PlacementError(
             f"placement.pools.{name} is {_text(per_node)}, with counts for {len(per_node)} nodes, but there are "
-            f"{len(used)}: remove counts"
+            f"{len(used)}: use more nodes, or write {_text(per_node[: len(used)])}"
         )
     in_use = f", of which other pools use {_text(used)}" if any(used) else ""
     raise PlacementError(

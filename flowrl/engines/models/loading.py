@@ -371,6 +371,8 @@ def _check_differences(
 ) -> None:
     """Raises ModelError if a model cannot be loaded from files with these differences."""
     problem = f"{config.path} is not {_KINDS[kind].description}, because it {differences.describe()}"
+    if kind == "policy" and _HEAD_WEIGHT in differences.unexpected:
+        raise ModelError(f"{problem}, the head of a critic or a reward model: use it for such a role")
     if _HEAD_WEIGHT in differences.missing:
         raise ModelError(f"{problem}: train its head first, or set head: fresh to try out a program")
     if differences.missing and kind == "reward_model" and not has_fresh_head:

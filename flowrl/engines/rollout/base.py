@@ -365,8 +365,7 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
-        """Returns the response to each request, in order. For a request with earlier segments, the response is the next
-        segment.
+        """Returns the response to each request, in order: for a request with earlier segments, the next segment.
 
         A response ends at a stop token, or when all of its segments together have `max_response_tokens` tokens. Random
         numbers depend on the position of a token in the response, so that segments do not repeat them.
@@ -441,9 +440,7 @@ class RequestBatch(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops the requests with these ids, and all state that is kept for later requests with these ids. Ignores
-        unknown ids.
-        """
+        """Drops the requests with these ids, and the state kept for later requests with them. Ignores unknown ids."""
         ...
 
 

@@ -107,7 +107,7 @@ def _check_unsharded(role: str, role_plan: RolePlan, config: object) -> None:
     mesh, replica = role_plan.mesh, role_plan.replica
     for name, size in (("tp", max(mesh.tp, replica.tp)), ("sp", mesh.sp), ("pp", max(mesh.pp, replica.pp))):
         if size > 1 and name not in supported:
-            reason, fix = "the role cannot be sharded", "remove it"
+            reason, fix = f"the role does not support {name}", "remove it"
             if name != "sp" and generates:
                 others = name_alternatives(lambda known, name=name: name in known.dimensions)
                 reason, fix = f"engine {config.engine} cannot shard it", f"set {role}.engine: {others}, or remove it"

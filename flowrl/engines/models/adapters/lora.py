@@ -257,7 +257,8 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
         return
     config = model.peft_config[_ADAPTER]
     assert isinstance(config, peft.LoraConfig)
-    settings = config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
+    known = {"base_model_name_or_path": str(base), "inference_mode": True, "task_type": "CAUSAL_LM"}
+    settings = config.to_dict() | known
     settings["target_modules"] = sorted(settings["target_modules"])
     # Complete paths, because peft selects all modules whose name ends with one of these names.
     modules = {name.removeprefix(SAVED_PREFIX).rpartition(".")[0] for name in state if ".lora_" not in name}
@@ -266,7 +267,9 @@ def save_adapter(model: PreTrainedModel, base: Path, folder: Path, *, is_writer:
     settings |= {"modules_to_save": sorted(modules) or None, "ensure_weight_tying": is_tied}
     with write_atomically(folder) as partial:
         (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2, default=str))
-        save_file(state, partial / "adapter_model.safetensors", {"format": "pt"})
+        file = partial / "adapter_model.safetensors"
+        save_file(state, file, {"format": "pt"})
+        file.chmod((partial / "adapter_config.json").stat().st_mode)  # safetensors lets only the owner read the file
 
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -189,9 +189,7 @@ class FsdpEngine(ModuleEngine):
             )
 
     def _prepare(self, language_model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Enables gradient checkpointing and activation offload if they are set. Selects the attention for activations
-        of `dtype`.
-        """
+        """Applies the settings of gradient checkpointing, and selects the attention for activations of `dtype`."""
         engine, sequence = self._engine, self.mesh.sequence
         if engine.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -284,9 +282,7 @@ class FsdpEngine(ModuleEngine):
         return self._replay.active() if has_routes and self._replay is not None else nullcontext()
 
     def _to_device(self, micro: MicroBatch, outputs: Outputs) -> MicroBatch:
-        """Returns a copy of a micro-batch on the device. Sets `num_targets`, which only the host can count without
-        waiting.
-        """
+        """Returns a copy of a micro-batch on the device, with `num_targets`, which is counted on the host."""
         return replace(micro, num_targets=int(outputs.mask_of(micro)[:, 1:].sum())).to(self.device)
 
     def _outputs(self, micro: MicroBatch, outputs: Outputs) -> dict[str, Tensor]:
