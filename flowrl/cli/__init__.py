@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 def _report_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints one line for Ctrl-C during the imports of a program, which take seconds, instead of a traceback."""
+    """Prints one line instead of a traceback if Ctrl-C interrupts the imports of a program, which take seconds."""
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
     else:

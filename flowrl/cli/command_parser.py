@@ -1,6 +1,6 @@
 """The parser of all command lines, and the types of options whose values are numbers.
 
-An invalid command line is one sentence, like every other error. It says what is allowed.
+The error message for an invalid command line is one sentence, which names the allowed values.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"argument {invalid[0]!r} is not UTF-8 text: use other characters")
         for index, word in enumerate(words):
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                break  # the words after it are arguments, or those of a sub-command
+                break  # the following words are arguments, or belong to a sub-command, whose parser checks them
             if self._is_unknown_option(word):
                 previous = self._option_string_actions.get(words[index - 1]) if index else None
                 if previous is not None and previous.nargs != 0:
@@ -102,7 +102,7 @@ class CommandParser(argparse.ArgumentParser):
                 self._reject(word, words[index + 1 :])
 
     def _is_unknown_option(self, word: str) -> bool:
-        # argparse regards the same words as options: not a lone dash, negative numbers, and texts with a space
+        # As in argparse, a lone dash, negative numbers and texts with a space are not options.
         name = word.partition("=")[0]
         if not word.startswith("-") or word == "-" or " " in name or self._negative_number_matcher.match(word):
             return False
@@ -111,7 +111,7 @@ class CommandParser(argparse.ArgumentParser):
     def _reject(self, word: str, following: Sequence[str]) -> NoReturn:
         option, equals, value = word.partition("=")
         names = {name.lstrip("-"): name for name in self._option_string_actions if name.startswith("--")}
-        # An abbreviation is closer to the option that it begins than to a shorter one with similar letters.
+        # An abbreviation means the option that begins with it, even if a shorter option has more similar letters.
         near = [name for name in names if name.startswith(option.lstrip("-")) and option.startswith("--")]
         near = near if len(near) == 1 else difflib.get_close_matches(option.lstrip("-"), names, n=1, cutoff=0.7)
         message = f"unknown option {option}"

@@ -55,7 +55,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     for model in models:
         check_model(model)
 
-    # imported here, because they import torch, which takes seconds: a wrong path is reported first
+    # imported here, after the models are checked, because these imports load torch and take seconds
     from flowrl.data.console import make_console  # noqa: PLC0415
     from flowrl.inference.evaluation.evaluate_models import evaluate_models  # noqa: PLC0415
     from flowrl.inference.evaluation.planned_tasks import EvaluationArguments  # noqa: PLC0415

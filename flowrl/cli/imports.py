@@ -1,4 +1,4 @@
-"""Imports of commands: a recipe's config class and training function, the working folder, and the garbage collector."""
+"""Imports a recipe's config class and training function, and prepares imports (working folder, garbage collector)."""
 
 import gc
 import importlib

@@ -197,7 +197,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     sampling, settings = sampling_settings(arguments, _CHAT_MAX_TOKENS), engine_settings(arguments)
     template, model = read_template_option(arguments.template), find_source(arguments)
 
-    # imported here, because they import torch, which takes seconds: errors of the arguments come first
+    # imported here, after the arguments are checked, because these imports load torch and take seconds
     with collection_paused():
         from flowrl.inference.chat_session import ChatSession  # noqa: PLC0415
         from flowrl.inference.chat_terminal import ChatTerminal  # noqa: PLC0415
@@ -291,7 +291,10 @@ def find_source(arguments: argparse.Namespace) -> "ModelSource":
 
 
 def read_template_option(value: str | None) -> "ConversationTemplate | None":
-    """Returns the template of `--template`: an included one, or that of a file."""
+    """Returns the included template or the template file that `--template` names; None without the option.
+
+    Raises UserError if there is neither.
+    """
     from flowrl.data.template import INCLUDED, ConversationTemplate, read_template  # noqa: PLC0415 (jinja2)
 
     if value is None:
@@ -306,7 +309,7 @@ def read_template_option(value: str | None) -> "ConversationTemplate | None":
 
 
 def sampling_settings(arguments: argparse.Namespace, default_max_tokens: int) -> "SamplingSettings":
-    """Returns the settings of the options. `default_max_tokens` applies without `--max-tokens`."""
+    """Returns the sampling settings that the options select. `default_max_tokens` applies without `--max-tokens`."""
     from flowrl.inference.generation_settings import SamplingSettings  # noqa: PLC0415 (jinja2)
 
     if "" in arguments.stop:
@@ -336,7 +339,7 @@ def engine_settings(arguments: argparse.Namespace) -> "EngineSettings":
 
 
 def read_engine_args(options: Sequence[str]) -> Mapping[str, Any]:  # Any: as vLLM types them
-    """Returns the arguments of `--engine-arg`. Raises UserError for one that vLLM rejects or that flowrl sets."""
+    """Returns the arguments of `--engine-arg` by name. Raises UserError if vLLM or flowrl rejects an argument."""
     from flowrl.engines.rollout.vllm.engine_args import find_argument_problem  # noqa: PLC0415 (torch)
 
     values: dict[str, Any] = {}

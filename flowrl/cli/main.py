@@ -176,7 +176,7 @@ class _StderrHandler(logging.Handler):
 
 
 def _discard_output(*streams: TextIO) -> None:
-    """Discards the buffers of streams, which Python writes at exit. A failure would change the exit code to 120."""
+    """Discards the buffers of streams, because Python would write them at exit, and exit with code 120 on failure."""
     for stream in streams:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -353,7 +353,7 @@ def _find_rates(run: CheckedRun, gpu: str | None) -> DeviceRates:
 def _describe_threads(planned: Plan, *, is_local: bool, setting: int | None = None, is_inline: bool = False) -> str:
     if is_local:
         requested, usable_cpus = setting or read_requested_threads(), count_usable_cpus()
-    else:  # a machine with an environment of its own
+    else:  # OMP_NUM_THREADS and the CPUs of the other machine are unknown
         requested, usable_cpus = setting, None
     return render_threads(planned, requested, usable_cpus, is_inline=is_inline)
 

@@ -17,7 +17,7 @@ _NUM_SHOWN_ROWS = 10
 
 
 def add_show(commands: Commands) -> None:
-    """Adds the command to the parser of `flowrl`."""
+    """Adds `show` to the parser of the `flowrl` command."""
     parser = commands.add_parser(
         "show",
         help="show saved responses of a run, with their prompts and scores",
@@ -141,7 +141,7 @@ def _replay(arguments: argparse.Namespace) -> None:
 
     recording = read_recording(arguments.run_folder.absolute(), arguments.step)
     has_debugger = bool(arguments.pdb or arguments.functions)
-    # Without sharding, 16-bit models compute in other dtypes, which differ by more than the rounding of sums.
+    # Without sharding, 16-bit models compute in other dtypes, so results differ by more than the rounding of sums.
     default_backend = "ray" if recording.sharded_roles and not has_debugger else "inline"
     add_working_folder()
     path = recording.path / CONFIG

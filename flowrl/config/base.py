@@ -63,7 +63,7 @@ def import_attribute(name: str) -> Any:  # Any: the named object has any type
 
     The module can also be a file, `path/to/file.py:attribute`, which is executed once per process.
 
-    Raises: ImportNameError if the import fails for any reason. Its `__cause__` is the original exception.
+    Raises: ImportNameError if the import fails for any reason. The `__cause__` of the error is the original exception.
     """
     module, _, attribute = check_import_name(name).partition(":")
 
@@ -93,7 +93,7 @@ def _import_file(file: str) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, Path(file).resolve())
     assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle use `sys.modules`
     try:
         spec.loader.exec_module(module)
     except BaseException:  # otherwise, the next import would find an incomplete module
@@ -123,7 +123,7 @@ def find_capabilities(
         known: capabilities of the included engines by name.
         what: kind of engine, for messages.
         kind: type of the capabilities.
-    Raises ImportNameError if the name is unknown, if the import fails, or if the class has no such attribute.
+    Raises ImportNameError if the name is unknown, if the import fails, or if the class lacks the attribute.
     """
     if name in known:
         return known[name]
@@ -140,8 +140,8 @@ def find_capabilities(
 
 
 def missing_members(cls: type, protocols: Iterable[type], *, with_properties: bool = True) -> list[str]:
-    """Returns the methods of protocols that a class lacks, and also the properties unless `with_properties` is
-    false. A method that lacks a keyword-only parameter is returned as `method(parameter)`.
+    """Returns the members of `protocols` that `cls` lacks: methods and, with `with_properties`, properties. A method
+    without a keyword-only parameter of the protocol is returned as `method(parameter)`.
     """
 
     def missing(name: str, member: Any) -> Iterator[str]:
@@ -174,8 +174,8 @@ def check_members(what: str, missing: Sequence[str]) -> None:
 # Settings and field types.
 
 RECORDED = "recorded"
-"""Context of the validation of a run's `config.yaml`. Settings that are rejected because they have no effect become
-their default, because an earlier version of flowrl may have accepted them.
+"""Validation context for the `config.yaml` of a run. Settings without effect get their default instead of an error,
+because an earlier version of flowrl may have accepted them.
 """
 
 
@@ -187,14 +187,14 @@ class Dependency:
     """Names within the group. Dots select settings of inner groups."""
 
     is_met: Callable[[Any], bool]  # Any: the group
-    """Returns whether the settings of a group have an effect."""
+    """Function of the group that returns whether the settings have an effect."""
 
     reason: str
     """Completes the message `NAME is VALUE, but ...`: the reason why a setting has no effect, and the fix."""
 
     is_error: bool = True
     """Whether a setting without effect is rejected. If False, the run logs a warning when it starts. False is for
-    settings that a coefficient or an interval of 0 disables, because users also set it to 0 temporarily.
+    settings that a coefficient or an interval of 0 disables, because users may set 0 only temporarily.
     """
 
 
@@ -229,13 +229,14 @@ class Config(BaseModel):
     def find_unused(self, *, is_error: bool) -> Iterator[str]:
         """Yields a message per changed setting without effect.
 
-        Checks the dependencies with this `is_error`. Unsupported settings are errors.
+        With `is_error`, reports settings that are errors, including unsupported settings. Otherwise, reports settings
+        that only cause a warning.
         """
         for name, reason in self._names_of_unused(is_error=is_error).items():
             yield from (f"{change}, but {reason}" for change in self._describe_changes(name))
 
     def _names_of_unused(self, *, is_error: bool) -> dict[str, str]:
-        """Returns name and reason of each setting without effect, also of settings that have their default.
+        """Returns name -> reason for each setting without effect, including settings with their default value.
 
         The names are relative to the group. `is_error` selects dependencies, as in `find_unused`.
         """
@@ -304,7 +305,7 @@ ImportName = Annotated[str, AfterValidator(check_import_name)]
 Device = Literal["auto", "cpu", "cuda"]
 
 DeviceKind = Literal["cpu", "cuda"]
-"""Kind of the devices of a plan, in which `auto` is replaced."""
+"""Kind of the devices of a plan. The plan has replaced `auto`."""
 
 
 # Discriminated unions: one class per loss, estimator, correction or schedule, selected by a name.
@@ -350,7 +351,7 @@ class OneOf:
     """Annotation that makes a union of `Member` classes a tagged union, in which `module:function` is a valid tag."""
 
     default: str | None = None
-    """Name that is used if the settings have none. None requires a name."""
+    """Name of the selected member if the settings have no name. None requires a name."""
 
     allows_bare_name: bool = False
     """True: accepts the bare name instead of a mapping of settings."""
@@ -399,10 +400,10 @@ def check_name(
     """Returns `name` if it is in `names` or names an attribute of a module. Otherwise raises ValueError.
 
     Args:
-        what: what `name` names, for messages.
+        what: kind of the named thing, for messages.
         names: included functions or classes.
         custom: form of the name of a user's function or class, for messages and docs.
-        load: checks the name of a user's function or class. Raises ValueError. By default it checks only the form.
+        load: checks the name of a user's function or class, and raises ValueError. The default checks only the form.
     """
     if ":" in name:
         load(name)

@@ -95,9 +95,9 @@ FOREIGN_KEYS: dict[str, str | tuple[str, ...]] = {
     "use_vllm": "rollout.engine: vllm",
 }
 """Maps the last parts of a key of TRL, transformers, verl or ColossalChat to the last parts of flowrl's key, with a
-value or formula. A tuple lists alternatives: the error suggests the first alternative whose keys, including those
-in braces, the config class has. A setting with the other library's name has priority. verl counts batch sizes in
-prompts, flowrl in sequences.
+value or formula. From a tuple, the error suggests the first alternative whose keys, including keys in braces, the
+config class has. If the config class has a setting with the other library's name, the error suggests this setting. verl
+counts batch sizes in prompts, flowrl in sequences.
 """
 
 _IN_BRACES = re.compile(r"{(\w+)}")
@@ -158,7 +158,7 @@ def _join(problems: Iterable[str]) -> str:
 
 
 def _alternatives_of_misspelled(errors: Sequence[ErrorDetails], source: Source, cls: type[Config]) -> set[str]:
-    """Returns the keys that the messages for unknown keys suggest. Their absence is not a separate error."""
+    """Returns the keys that the messages for unknown keys suggest. No other message reports that these are missing."""
     unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
     return {text.partition(":")[0] for loc in unknown for text in _alternatives(loc, source, cls)}
 
@@ -229,7 +229,7 @@ _TYPES = {
 
 
 def _first_sentence(description: str) -> str:
-    """Returns the first sentence without its period, and in lower case unless it starts with an acronym."""
+    """Returns the first sentence without its period. Its first letter is lower case, except in an acronym."""
     sentence = re.split(r"(?<=\.)\s", description)[0].rstrip(".")
     is_acronym = sentence[1:2].isupper()
     return sentence if is_acronym else sentence[:1].lower() + sentence[1:]
@@ -278,7 +278,7 @@ def _unknown_key(loc: Key, key: Key, source: Source, cls: type[Config]) -> str:
 
 
 def _alternatives(loc: Key, source: Source, cls: type[Config]) -> list[str]:
-    """Returns the keys that the unknown key at a pydantic error location may stand for, with a value or a formula."""
+    """Returns likely intended keys for the unknown key at a pydantic error location, with a value or a formula."""
     key = walk(loc, cls, source.values)[0]
     name, word = dotted(key), str(key[-1])
     if name in RENAMED_KEYS and RENAMED_KEYS[name] in setting_paths(cls):
@@ -310,7 +310,7 @@ def _has_setting(path: str, cls: type[Config], values: object) -> bool:
 
 
 def _translate(key: Key, paths: Sequence[str]) -> list[str]:
-    """Returns those `paths` that a key of another library stands for. Appends the value, if there is one.
+    """Returns the keys among `paths` to which a key of another library translates, with a value if there is one.
 
     Prefers paths in a group that the key names: `actor_rollout_ref.actor.optim.lr` gives `actor.optimizer.lr`, not
     `critic.optimizer.lr`.

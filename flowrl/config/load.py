@@ -48,8 +48,8 @@ def load(path: str | Path | None, overrides: Sequence[str], cls: type[C]) -> C:
 def load_recorded(path: Path, cls: type[C]) -> C:
     """Returns the config in the `config.yaml` of a run. Raises ConfigError.
 
-    Settings that `load` rejects because they have no effect have their default, because the version of flowrl that
-    started the run may have accepted them.
+    Settings without effect, which `load` rejects, get their default, because the version of flowrl that started the run
+    may have accepted them.
     """
     return _validate(read(path), cls, RECORDED)
 
@@ -182,7 +182,7 @@ def _expand_bare_names(source: Source, key: Key, cls: type[Config]) -> Source:
 
 
 def _include(source: Source, cls: type[Config], folder: Path) -> Source:
-    """Replaces each path of a YAML file, given in place of a group of settings, by the contents of the file."""
+    """Replaces groups of settings that are given as the path of a YAML file by the contents of the file."""
     for name, field in cls.model_fields.items():
         value, classes = source.values.get(name), config_classes(field.annotation)
         if not isinstance(value, str) or not classes:

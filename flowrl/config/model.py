@@ -28,16 +28,16 @@ class ModelConfig(Config):
     """The initial model of a role."""
 
     path: FilePath
-    """Local directory written by `save_pretrained`, or a Hub name. A directory with a LoRA adapter in the format of
-    peft sets `adapter`; `path` is then its base model."""
+    """Local directory written by `save_pretrained`, or a Hub name. For a directory with a LoRA adapter in the format of
+    peft, `adapter` is set to the directory, and `path` to the adapter's base model."""
 
     adapter: FilePath | None = None
-    """Directory of a saved LoRA adapter for the model at `path`. Its changes are merged into the weights when they are
+    """Directory of a saved LoRA adapter for the model at `path`. The adapter is merged into the weights when they are
     loaded. A role with `lora` trains this adapter further."""
 
     tokenizer: FilePath | None = None
-    """Folder of the tokenizer and its chat template. Null uses that of the adapter, if it has one, or the model's
-    folder. It is saved with the model."""
+    """Folder of the tokenizer and its chat template. Null uses the adapter's folder if it contains a tokenizer, or else
+    the model's folder. The tokenizer is saved with the model."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the weights in memory. bfloat16 halves the memory, but rounds small updates to zero. float64 is for
@@ -45,7 +45,7 @@ class ModelConfig(Config):
     """
 
     dropout: Literal[0] | None = None
-    """0 disables the dropout in the model's config, which GPT-2 and OPT have. Null rejects a model with dropout."""
+    """0 disables dropout that the model's config enables, as in GPT-2 and OPT. Null rejects a model with dropout."""
 
     strict: bool = True
     """Reject a model whose files lack weights or have unexpected ones. False ignores unexpected weights, and
@@ -55,7 +55,7 @@ class ModelConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _resolve_adapter(cls, settings: Any) -> Any:  # Any: values of the YAML file
-        """Replaces the path of an adapter by that of its base model."""
+        """Replaces the path of an adapter by the path of its base model, and sets `adapter`."""
         if not isinstance(settings, Mapping) or not isinstance(settings.get("path"), str | Path):
             return settings
         folder = Path(settings["path"])
@@ -78,12 +78,12 @@ class ModelConfig(Config):
 
     @property
     def base(self) -> "ModelConfig":
-        """The same model without the adapter."""
+        """This model without the adapter."""
         return self if self.adapter is None else self.model_copy(update={"adapter": None})
 
 
 def read_base_model(adapter: Path) -> str:
-    """Returns the base model that an adapter folder names. Raises ValueError if it names none."""
+    """Returns the base model that an adapter folder names. Raises ValueError if it names none or cannot be read."""
     file = adapter / ADAPTER_SETTINGS
     try:
         settings = read_json(file)
@@ -111,7 +111,7 @@ BaseQuantization = Literal["nf4", "int8"]
 """Quantization of the frozen weights under an adapter."""
 
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out"})
-"""Names of the modules with the embeddings and of the head in transformers' language models."""
+"""Module names of the embeddings and the head in transformers' language models."""
 
 
 class LoraConfig(Config):
@@ -159,14 +159,14 @@ class WeightGroupConfig(Config):
     """A group of weights with its own learning rate or weight decay."""
 
     weights: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """Patterns of weight names, such as [value_head.*]; `*` matches any text. Names are those of the model in
-    transformers. In a critic, the prefix `backbone.` precedes them, and in a reward model, `model.`."""
+    """Patterns of weight names, such as [value_head.*]; `*` matches any text. The names are as in transformers' models.
+    In a critic, they have the prefix `backbone.`, and in a reward model, `model.`."""
 
     lr: PositiveFloat | None = None
-    """Peak learning rate. It follows the schedule of the optimizer. Null uses that of the optimizer."""
+    """Peak learning rate. It follows the schedule of the optimizer. Null uses the optimizer's peak learning rate."""
 
     weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay, also of weights in `no_decay`. Null uses that of the optimizer."""
+    """Weight decay, also of weights in `no_decay`. Null uses the optimizer's weight decay."""
 
     @model_validator(mode="after")
     def _check(self) -> "WeightGroupConfig":
@@ -196,12 +196,12 @@ class OptimizerConfig(Config):
     )
 
     kind: Annotated[str, AfterValidator(partial(check_name, what="optimizer", names=OPTIMIZERS))] = "adamw"
-    """`adamw`; `adamw_8bit`, with 8-bit moments (torchao); `muon`, which orthogonalizes the updates of the matrices
-    in the layers, with AdamW for all other weights; or a user function `(parameter groups, settings) ->
+    """`adamw`. `adamw_8bit`: AdamW with 8-bit moments (torchao). `muon`: orthogonalizes the updates of the matrices in
+    the layers, and uses AdamW for all other weights. Or a user function `(parameter groups, settings) ->
     torch.optim.Optimizer`."""
 
     options: OptionValues = Field(default_factory=dict)
-    """Settings of a user's optimizer, which its function reads from `settings.options`."""
+    """Settings of a user's optimizer. The user function reads them from `settings.options`."""
 
     lr: PositiveFloat
     """Peak learning rate."""
@@ -223,7 +223,7 @@ class OptimizerConfig(Config):
     """Decoupled weight decay. It is multiplied by the learning rate."""
 
     no_decay: Annotated[tuple[Literal["norms", "biases", "embeddings"], ...], Field(strict=False)] = ("norms", "biases")
-    """Weights without decay. `embeddings` includes a head that shares their weights."""
+    """Weights without decay. `embeddings` includes a tied head."""
 
     groups: Mapping[str, WeightGroupConfig] = Field(default_factory=dict)
     """Groups of weights with their own learning rate or weight decay. The key is GROUP in the metric `ROLE/lr/GROUP`.
@@ -238,7 +238,8 @@ class OptimizerConfig(Config):
 
     total_steps: PositiveInt | None = None
     """Optimizer step at which a linear or cosine schedule ends. Null uses the number of updates of the run (steps
-    times minibatches times epochs, or steps in SFT), but at least `warmup_steps` + 1. A constant schedule ignores it.
+    times minibatches times epochs, or steps in SFT), but at least `warmup_steps` + 1. A constant schedule ignores this
+    setting.
     """
 
     max_grad_norm: PositiveFloat | None = 1.0
@@ -294,7 +295,7 @@ class EngineConfig(Config):
     """Training engine: `fsdp`, or a user's class (docs/extend.md). `fsdp` also runs unsharded models."""
 
     options: OptionValues = Field(default_factory=dict)
-    """Settings of a user's engine, which it reads from `context.config.engine.options`."""
+    """Settings of a user's engine. The engine reads them from `context.config.engine.options`."""
 
     strategy: Literal["auto", "single", "ddp", "zero1", "fsdp"] = "auto"
     """Data parallelism. `single`: one process. `ddp`: one replica per rank. `zero1`: as ddp, but each rank has the
@@ -311,14 +312,14 @@ class EngineConfig(Config):
     """Reshard weights after the forward pass. False needs more memory and less communication. Only for fsdp."""
 
     expert_parallel: bool = False
-    """Divide the experts of a mixture of experts over the ranks of a sharded copy, which then exchange tokens instead
-    of the weights of experts. The number of these ranks must divide the number of experts. Only for fsdp.
+    """Divide the experts of a mixture of experts over the ranks of a sharded copy. The ranks then exchange tokens
+    instead of the weights of experts. The number of ranks must divide the number of experts. Only for fsdp.
     """
 
     offload: Literal["none", "optimizer", "parameters", "idle", "auto"] = "none"
     """CPU offload on GPUs. `optimizer`: optimizer state between steps. `parameters`: weights and optimizer state except
-    for the running layer (fsdp); one GPU waits for each copy. `idle`: all state while another role uses the
-    device. `auto`: the first of none, optimizer and, for fsdp, parameters with which the plan fits the memory."""
+    for the running layer (fsdp). On a single GPU, each layer then waits for its copy. `idle`: all state while another
+    role uses the device. `auto`: the first of none, optimizer and (fsdp) parameters for which the memory suffices."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of matrix products. Null: bfloat16 for float32 weights on GPUs, and otherwise the dtype of the weights.
@@ -341,9 +342,9 @@ class EngineConfig(Config):
 
     compile: bool | Literal["auto"] = "auto"
     """Compile the layers, and the head of a language model, with torch.compile. Steps are faster, except for the first,
-    which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs, except with fsdp,
-    tp, sp, pp or `lora.base_quantization`, for mixtures of experts, with `deterministic: true`, and on hosts without a
-    C compiler or Python's headers."""
+    which takes 20 seconds longer for 1.5B on an H200, and more with LoRA. `auto` compiles on GPUs. Exceptions are fsdp,
+    tp, sp, pp, `lora.base_quantization`, mixtures of experts, `deterministic: true`, and hosts without a C compiler or
+    Python's headers."""
 
     overlap_all_reduce: bool | Literal["auto"] = False
     """With ddp and zero1: all-reduce the gradients in buckets during the last backward pass of `update`, instead of
@@ -359,7 +360,7 @@ class EngineConfig(Config):
     """Maximum tokens per rank and forward pass, including padding. A longer sequence forms its own micro-batch."""
 
     def sharding_settings(self) -> dict[str, Any]:
-        """Returns the settings that have an effect only on sharded models, by name."""
+        """Returns name -> value of the changed settings that have an effect only on sharded models."""
         settings = {
             "shard_ranks": (self.shard_ranks, self.shard_ranks is not None),
             "reshard_after_forward": (self.reshard_after_forward, not self.reshard_after_forward),
@@ -376,9 +377,9 @@ class EngineConfig(Config):
     def check_role(
         self, outputs: Sequence[str], *, has_adapter: bool = False, model: ModelConfig | None = None, name: str = ""
     ) -> None:
-        """Raises ValueError if the engine lacks an output that a role needs, or does not support its adapter.
+        """Raises ValueError if the engine lacks an output that a role needs, or does not support the role's adapter.
 
-        `name` is the name of the role, if the error has no location.
+        `name` is the name of the role, for errors without a location in a file. Empty adds no name.
         """
         key = f"{name}.engine.kind" if name else "engine.kind"
         known, fix = self.capabilities, f"set {key}: {DEFAULT_TRAIN_ENGINE}"
@@ -434,8 +435,8 @@ def default_compute_dtype(model: ModelConfig, device: DeviceKind) -> Literal["bf
 def compiles(engine: EngineConfig, *, on_gpu: bool, is_parallel: bool, is_deterministic: bool) -> bool:
     """Returns whether the layers of a model are compiled, if the host has a compiler.
 
-    `auto` does so on GPUs, except for layers with collectives (FSDP2, `tp`, `sp`) and of pipeline stages, which have
-    not run compiled on a GPU, and in deterministic mode, because torch selects kernels by measured time.
+    `auto` compiles on GPUs, with two exceptions. Layers with collectives (FSDP2, `tp`, `sp`) and pipeline stages are
+    not tested compiled on GPUs. In deterministic mode, torch would select compiled kernels by measured time.
     """
     if engine.compile == "auto":
         return on_gpu and not is_parallel and not is_deterministic

@@ -85,13 +85,15 @@ ONE_DEVICE = ReplicaSizes()
 
 
 class Follower(Protocol):
-    """A process that a replica on several nodes has on another of its nodes. It ends with the process of the role."""
+    """A process of a replica on several nodes, on a node other than the node of the role's process. It ends with the
+    role's process.
+    """
 
     def run(self, function: Callable[..., object], *arguments: object) -> Callable[[], object]:
-        """Starts `function(address, *arguments)` there, with the IP address of its node.
+        """Starts `function(address, *arguments)` in this process. `address` is the IP address of the process's node.
 
-        Returns a function that waits for the end of the call and returns its result. It raises the error of the call,
-        or RuntimeError if the process was lost.
+        Returns a function that waits for the end of the call and returns the result. The returned function raises the
+        error of the call, or RuntimeError if the process was lost.
         """
         ...
 
@@ -138,8 +140,8 @@ class Placement(Config):
     replica, the data-parallel actor ranks that it generates for. Null: every replica generates for all ranks."""
 
     memory_gb: PositiveFloat | None = None
-    """Memory per device in GB (10^9 bytes), for the memory check. Null measures the memory of a GPU of this machine.
-    With device cpu, null measures the host memory, which all processes of a node share.
+    """Memory per device in GB (10^9 bytes), for the memory check. Null uses the memory of the smallest GPU of this
+    machine. With device cpu, null uses the host memory, which all processes of a node share.
     """
 
     def role(self, name: str) -> RolePlacement:

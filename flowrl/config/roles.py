@@ -60,19 +60,21 @@ class RoleConfig(Config):
         return self
 
     def roles(self, name: str) -> dict[str, "RoleConfig"]:
-        """Returns the roles of a field with this name and value, by name: one, unless a subclass defines several."""
+        """Returns role -> settings, for the roles that a field with this name and value defines. The base class defines
+        one role.
+        """
         return {name: self}
 
     def role_keys(self, name: str) -> dict[str, str]:
-        """Returns the key of the settings of each role in `self.roles(name)`, for messages."""
+        """Returns role -> key of the role's settings, for each role in `self.roles(name)`. Messages name the key."""
         return {name: name}
 
     def with_roles(self, name: str, roles: Mapping[str, "RoleConfig"]) -> "RoleConfig":
-        """Returns a copy with other settings of its roles.
+        """Returns a copy in which `roles` replaces the settings of the roles.
 
         Args:
             name: name of the field.
-            roles: new settings of each role in `self.roles(name)`.
+            roles: role -> new settings, for each role in `self.roles(name)`.
         """
         return roles[name]
 
@@ -99,13 +101,13 @@ class TrainedConfig(RoleConfig):
 
     router_loss_coef: NonNegativeFloat | None = None
     """Coefficient of the auxiliary loss that balances the experts of a mixture of experts (docs/models.md); 0 omits the
-    loss. Null uses `router_aux_loss_coef` of the model's configuration, and is rejected if it has none."""
+    loss. Null uses `router_aux_loss_coef` of the model's configuration, and is rejected if this value is missing."""
 
     engine: EngineConfig = EngineConfig()
     """Engine settings."""
 
     def has_base(self, model: ModelConfig) -> bool:
-        """Returns whether `model` is the model of the role with its adapter disabled. They can then share weights."""
+        """Returns whether `model` equals the role's model with a disabled adapter, so that both can share weights."""
         lora = self.lora
         is_kept = lora is not None and not lora.modules_to_save and lora.base_quantization is None
         return is_kept and self.model.adapter is None and self.model == model
@@ -183,10 +185,11 @@ class ActorConfig(TrainedConfig):
     """Policy loss: a name, or a mapping with its kind and its settings."""
 
     old_logprobs: Literal["auto", "current", "rollout", "recompute"] = "auto"
-    """Log-probabilities before the update, which the loss compares with the current ones. `current`: the current ones
-    without gradient, which are the same if a step has one update. `rollout`: the column `rollout_logprobs`.
-    `recompute`: an additional forward pass. `auto` selects `current` if a step has one update and only the loss reads
-    old log-probabilities, `rollout` if an `hf` rollout uses the actor's float32 weights, and otherwise `recompute`.
+    """Source of the old log-probabilities (before the update), with which the loss compares the current ones.
+    `current`: the current log-probabilities without gradient. These equal the old ones if a step has one update.
+    `rollout`: the column `rollout_logprobs`. `recompute`: an additional forward pass. `auto` selects `current` if a
+    step has one update and only the loss reads old log-probabilities. Otherwise, `auto` selects `rollout` if an `hf`
+    rollout uses the actor's float32 weights, or else `recompute`.
     """
 
     entropy_coef: NonNegativeFloat = 0.0
@@ -302,8 +305,8 @@ class RewardModelConfig(TrainedConfig):
 
 
 class ReferenceConfig(RoleConfig):
-    """A frozen policy, such as the reference for the KL, or a teacher. A colocated LoRA actor with the same model, its
-    adapter disabled, replaces it.
+    """A frozen policy, such as the reference for the KL, or a teacher. If a colocated actor trains a LoRA adapter of
+    this model, the actor's model with the adapter disabled is used, and no other model is loaded.
     """
 
     OUTPUTS = ("logprobs",)
@@ -315,7 +318,7 @@ class ReferenceConfig(RoleConfig):
     """Engine settings."""
 
     temperature: PositiveFloat | None = None
-    """Temperature of its log-probabilities. Null uses rollout.temperature."""
+    """Temperature of the log-probabilities. Null uses rollout.temperature."""
 
 
 class ScoringModelConfig(RoleConfig):
@@ -327,8 +330,8 @@ class ScoringModelConfig(RoleConfig):
     """Sequence-classification model with one label, which scores the responses."""
 
     policy_tokenizer: FilePath | None = None
-    """Folder of the policy's tokenizer. Null uses the actor's. If the reward model has a different tokenizer or chat
-    template, each conversation is rendered and tokenized again for it.
+    """Folder of the policy's tokenizer. Null uses the actor's tokenizer. If the reward model has a different tokenizer
+    or chat template, each conversation is rendered and tokenized again for the reward model.
     """
 
     policy_template: FilePath | None = None
@@ -380,8 +383,9 @@ class RolloutConfig(RoleConfig):
     """Weight sync settings."""
 
     environment: ImportName | None = None
-    """User function `module:function` that returns the next segment of a response after each stop token, such as the
-    output of a tool, or None to end the response (docs/rollout.md). Null: every response ends at its first stop token.
+    """User function `module:function`, which is called after each stop token. It returns the next segment of the
+    response, such as the output of a tool, or None to end the response (docs/rollout.md). Null: every response ends at
+    its first stop token.
     """
 
     max_response_tokens: PositiveInt
@@ -403,18 +407,18 @@ class RolloutConfig(RoleConfig):
     template. They remain part of the response."""
 
     template: FilePath | None = None
-    """Conversation template file (docs/data.md) whose stop tokens end a response. Null uses `data.template`, and
-    otherwise the template in the model's folder or of its tokenizer.
+    """Conversation template file (docs/data.md) whose stop tokens end a response. Null uses `data.template`. If that is
+    null, too, the rollout uses `conversation_template.json` in the tokenizer's folder, or else the chat template.
     """
 
     keep_turn_cache: bool = True
     """Keep the KV cache of an episode while its environment replies, so that the next turn processes new tokens only.
     The memory grows with the number of episodes that wait. False: each turn prefills all earlier turns again. Only
-    engine hf can disable it. For vllm, see vllm.prefix_caching."""
+    engine hf supports false. For vllm, see vllm.prefix_caching."""
 
     max_num_seqs: PositiveInt | None = None
-    """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16. Null: 256;
-    for vLLM on GPUs its own default, which is 1,024 from 70 GiB of memory, except on an A100.
+    """Maximum number of sequences that one rank decodes concurrently. Values below 16 need the memory of 16. Null: 256,
+    or vLLM's default on GPUs, which is 1,024 with at least 70 GiB of memory, except on an A100.
     """
 
     router_replay: bool = False
@@ -509,7 +513,7 @@ class RolloutConfig(RoleConfig):
 
     @property
     def can_share_weights(self) -> bool:
-        """Whether the rollout has no weights of its own in a process of the actor."""
+        """Whether the rollout can use the actor's weights instead of a copy if both run in one process."""
         return self.capabilities.shares_weights and self.quantization is None
 
     def can_sleep(self, *, on_gpus: bool) -> bool:
@@ -539,7 +543,7 @@ class RolloutConfig(RoleConfig):
 
     @property
     def sent_dtype(self) -> str | None:
-        """Dtype to which weights are cast before they are sent. None keeps their dtype."""
+        """Dtype to which weights are cast before they are sent. None keeps the dtype of the weights."""
         return None if self.vllm is None else self.vllm.dtype
 
 
@@ -576,19 +580,19 @@ ModelRoleConfig = TrainedConfig | ReferenceConfig | ScoringModelConfig
 
 
 def roles_of(config: Config) -> dict[str, RoleConfig]:
-    """Returns the settings of all roles of a run's config, by role."""
+    """Returns role -> settings, for all roles of a run's config."""
     fields = ((name, value) for name, value in config if isinstance(value, RoleConfig))
     return {role: settings for name, value in fields for role, settings in value.roles(name).items()}
 
 
 def keys_of(config: Config) -> dict[str, str]:
-    """Returns the key of the settings of each role of a run's config, by role."""
+    """Returns role -> key of the role's settings in a run's config."""
     fields = ((name, value) for name, value in config if isinstance(value, RoleConfig))
     return {role: key for name, value in fields for role, key in value.role_keys(name).items()}
 
 
 def models_of(config: Config) -> dict[str, ModelRoleConfig]:
-    """Returns the settings of all roles that can have a model, by role."""
+    """Returns role -> settings, for all roles that can have a model."""
     return {role: value for role, value in roles_of(config).items() if isinstance(value, ModelRoleConfig)}
 
 

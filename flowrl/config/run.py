@@ -84,8 +84,8 @@ class RolloutLogConfig(Config):
     """
 
     token_rows: NonNegativeInt = 4
-    """Number of the saved training rows of a step that have values per token, such as log-probabilities and advantages.
-    They are at equal distances among the saved rows.
+    """Number of saved training rows per step for which values per token are also saved, such as log-probabilities and
+    advantages. These rows are at equal distances among the saved rows.
     """
 
     max_mb: PositiveFloat | None = 1000.0
@@ -115,10 +115,10 @@ class ProfileConfig(Config):
     """Profiles of calls in the folder `profiles/` of the output folder; `docs/observability.md` has an example."""
 
     steps: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
-    """Steps of which profiles are recorded, such as [10]. A step after the first ones is typical of the run."""
+    """Steps of which profiles are recorded, such as [10]. Select later steps, because the first steps are atypical."""
 
     ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] = (0,)
-    """Ranks of each role whose calls are recorded."""
+    """Ranks whose calls are recorded, in each role."""
 
 
 class ReportConfig(Config):
@@ -141,8 +141,8 @@ class ReportConfig(Config):
     """
 
     peak_tflops: PositiveFloat | None = None
-    """Peak TFLOP/s (10^12 per second) of a device, to which `usage/ROLE/mfu` is relative. Null uses the data sheet of
-    the GPU for dense bfloat16 matrix products. For other devices, null disables this metric.
+    """Peak TFLOP/s (10^12 per second) of a device, to which `usage/ROLE/mfu` is relative. Null uses the GPU's data
+    sheet value for dense bfloat16 matrix products. For devices without a known value, null disables this metric.
     """
 
     @model_validator(mode="after")
@@ -223,8 +223,8 @@ class RunConfig(Config):
     """Seed of the data order and of all sampled tokens."""
 
     deterministic: bool = False
-    """Make a run on GPUs repeatable bit by bit, with slower kernels: torch's deterministic algorithms and vLLM's
-    batch-invariant mode. Runs on CPUs are repeatable without it.
+    """Make a run on GPUs repeatable bit by bit, with torch's deterministic algorithms and vLLM's batch-invariant mode.
+    Both are slower. Runs on CPUs are repeatable without this setting.
     """
 
     backend: Literal["ray", "inline"] = "ray"
@@ -237,7 +237,7 @@ class RunConfig(Config):
     """Placement of the roles: a mapping, the name of an included placement such as `split`, or the path of a file."""
 
     devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] | None = None
-    """Number of devices to use on each node, such as [8, 8]; null uses all devices of the machine."""
+    """Number of devices to use on each node, such as [8, 8]; null uses all devices of the machine or cluster."""
 
     threads: PositiveInt | None = None
     """Number of torch CPU threads per process. Null uses the environment variable OMP_NUM_THREADS. Without this
@@ -251,8 +251,8 @@ class RunConfig(Config):
     """
 
     call_timeout_s: PositiveFloat | None = 1800.0
-    """Timeout of one worker call in seconds. After the timeout, its process counts as stuck. Null disables the
-    timeout.
+    """Timeout of one worker call in seconds. After the timeout, the worker's process counts as stuck and is ended. Null
+    disables the timeout.
     """
 
     start_timeout_s: PositiveFloat | None = 1800.0
@@ -265,7 +265,7 @@ class RunConfig(Config):
 
     evaluate_every: NonNegativeInt | None = None
     """Number of steps between evaluations. Null evaluates only before the first step and after the last step; 0
-    disables evaluation. `data.tests.NAME.every` replaces it for a set.
+    disables evaluation. `data.tests.NAME.every` replaces this setting for one set.
     """
 
     def evaluation_interval(self, name: str) -> int | None:
@@ -276,13 +276,14 @@ class RunConfig(Config):
     def count_updates(cls, settings: SettingValues) -> int | None:
         """Returns the number of optimizer updates of each trained role in a run. None if the recipe does not define it.
 
-        A recipe config overrides it, so that `optimizer.total_steps` can be null. `settings` maps names to values.
+        A recipe config overrides this method, so that `optimizer.total_steps` can be null. `settings` maps names to
+        values.
         """
         return None
 
     @classmethod
     def is_length_known(cls, settings: SettingValues) -> bool:
-        """Returns whether `settings` determine the number of steps. Otherwise the recipe derives it from its data."""
+        """Returns whether `settings` determine the number of steps. If not, the recipe derives the number from data."""
         return True
 
     @property
@@ -333,7 +334,7 @@ class RunConfig(Config):
     @field_validator("*", mode="after")
     @classmethod
     def _derive_temperature(cls, value: Any, info: ValidationInfo) -> Any:  # Any: the value of any setting
-        """Replaces a null temperature of a policy by that of the rollout, so that config.yaml records it.
+        """Replaces a null temperature of a policy by the rollout's temperature, so that config.yaml records it.
 
         Also replaces a null `policy_tokenizer` of reward models by the actor's tokenizer, and a null `policy_template`
         by `data.template`. The config class must declare `actor` and `data` before `reward`.
@@ -382,7 +383,7 @@ class DatasetConfig(RunConfig):
 
     @property
     def measures_success(self) -> bool:
-        """Whether the run measures the success of its prompts, so that `data` can select prompts by it."""
+        """Whether the run measures the success of prompts, so that `data` can select prompts by their success."""
         return False
 
     @model_validator(mode="after")

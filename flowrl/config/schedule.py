@@ -63,7 +63,9 @@ class AsyncSchedule(ScheduleConfig):
     Responses that exceed max_staleness are dropped and counted. Long responses are dropped more often."""
 
     interrupt: bool = True
-    """True: a replica loads new weights between two tokens of a response. False: it finishes its responses first."""
+    """True: a replica loads new weights between two tokens of a response. False: the replica first finishes its
+    responses.
+    """
 
     concurrent_evaluation: bool = True
     """True: one replica keeps the weights of a step and generates the responses of its evaluation, while training

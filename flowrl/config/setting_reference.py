@@ -130,7 +130,7 @@ class UnionSetting:
 
 
 def union_settings(classes: Classes) -> list[UnionSetting]:
-    """Returns the settings of a union's members, except the one that selects a member. Merges equal settings."""
+    """Returns the settings of a union's members, except the setting that selects a member. Merges equal settings."""
     members = select_members(classes)
     merged: dict[tuple[str, ...], tuple[str, FieldInfo, list[str]]] = {}
     for member in members:
@@ -148,11 +148,11 @@ class _Section:
 
     classes: Classes
     keys: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Key -> names of the recipes."""
+    """Key -> names of the recipes that have this key."""
     omitted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Key -> settings of the section that the group with this key does not accept."""
     recipes: str = ""
-    """Names of the recipes, if the section of other recipes has the same title."""
+    """Names of the recipes for the heading, if a section of other recipes has the same title."""
 
     @property
     def title(self) -> str:

@@ -108,7 +108,7 @@ class _Template:
         elif default is None and not required:
             yield f"{indent}{name}: null"
             if classes not in self._keys:
-                # A comment within them keeps its indentation.
+                # Comments within these lines keep their indentation.
                 yield from (f"{indent}# {line}".rstrip() for line in self._nested(name, classes, "", key))
         else:
             yield from self._nested(name, classes, indent, key)
@@ -132,7 +132,7 @@ class _Template:
             yield from self._setting(setting, info, indent + _INDENT, f"{key}.", "required")
 
     def _union(self, name: str, classes: Classes, indent: str, key: str, default: Any) -> Iterator[str]:
-        """Yields the lines of a union: the settings of the selected member, and those of the others as comments."""
+        """Yields the settings of the selected member of a union, and the other members' settings as comments."""
         members = select_members(classes)
         selector, names = members[0].KEY, names_of(members)
         if default is not None and not isinstance(default, dict):

@@ -30,7 +30,7 @@ def fields_of(classes: Sequence[type[Config]]) -> dict[str, FieldInfo]:
 
 
 def meaning_of(info: FieldInfo) -> str:
-    """Returns the docstring of a setting on one line. Empty if it has none."""
+    """Returns the docstring of a setting on one line, or an empty text without a docstring."""
     if info.description is None:
         _add_docstrings(Config)
     return " ".join((info.description or "").split())
@@ -93,7 +93,7 @@ _NAME_CHECKS = (check_import_name, check_name)
 
 
 def select_members(classes: Sequence[type[Config]]) -> list[type[Member]]:
-    """Returns the classes that are choices of a discriminated union, which `kind` or a similar key selects."""
+    """Returns the classes that are members of a discriminated union."""
     return [cls for cls in classes if issubclass(cls, Member)]
 
 
@@ -155,8 +155,8 @@ _UNKNOWN = object()
 def walk(loc: Key, cls: type[Config], values: object = _UNKNOWN) -> tuple[Key, tuple[type[Config], ...]]:
     """Returns the key of a pydantic error location, and the config classes at its end. A union has several classes.
 
-    A location contains tags of unions. If `values` are the settings of the file, the labels that pydantic adds for the
-    types of a union without tags are also removed.
+    The key is the location without the tags of unions. If `values` has the settings of the file, the labels that
+    pydantic adds for the types of a union without tags are also removed.
     """
     key: list[str | int] = []
     classes: tuple[type[Config], ...] = (cls,)

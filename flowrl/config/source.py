@@ -19,13 +19,13 @@ from flowrl.config.user_errors import UserError
 Key = tuple[str | int, ...]
 
 _MAX_YAML_MB = 1
-"""Maximum size of a YAML file in MB. PyYAML takes about 10 s for it."""
+"""Maximum size of a YAML file in MB. PyYAML takes about 10 s for a file of this size."""
 
 _INVALID = re.compile("[\0\ud800-\udfff]")
 """Characters that neither a path nor a UTF-8 file can contain."""
 
 _MAX_SETTINGS = 20_000
-"""Maximum number of settings and list entries of a file. Those of an alias count each time that it is used."""
+"""Maximum number of settings and list entries of a file. The entries of an alias count at each use of the alias."""
 
 MAX_MB = 256
 """Maximum size of a text file in MB (10^6 bytes). The largest tokenizers have 40 MB."""
@@ -45,7 +45,7 @@ class InputFileError(UserError):
 def find_file_problem(path: Path, max_mb: float | None = MAX_MB) -> str | None:
     """Returns why a file must not be read: it is a pipe, a device or a socket, or has more than `max_mb` MB.
 
-    Returns None for folders and for files that do not exist, whose reader reports the error.
+    Returns None for folders and for files that do not exist, because the attempt to read them reports the error.
     """
     try:
         status = path.stat()
@@ -59,7 +59,9 @@ def find_file_problem(path: Path, max_mb: float | None = MAX_MB) -> str | None:
 
 
 def read_text(path: Path, max_mb: float | None = MAX_MB) -> str:
-    """Returns the content of a UTF-8 file. Raises OSError if it cannot be opened, and otherwise InputFileError."""
+    """Returns the content of a UTF-8 file. Raises OSError if the file cannot be opened, and InputFileError if it must
+    not be read or is not UTF-8.
+    """
     if problem := find_file_problem(path, max_mb):
         raise InputFileError(f"{path} {problem}")
     try:
@@ -71,7 +73,9 @@ def read_text(path: Path, max_mb: float | None = MAX_MB) -> str:
 
 
 def read_json(path: Path, max_mb: float | None = MAX_MB) -> Any:  # Any: a value of JSON
-    """Returns the value of a JSON file. Raises OSError if it cannot be opened, and otherwise InputFileError."""
+    """Returns the value of a JSON file. Raises OSError if the file cannot be opened, and InputFileError if it must not
+    be read or is not valid JSON.
+    """
     text = read_text(path, max_mb)
     try:
         return parse_json(text)
@@ -113,7 +117,7 @@ class Source:
     origins: dict[Key, str]
 
     def origin(self, key: Key) -> str:
-        """Returns the location of `key`. If it has none, returns the location of the nearest enclosing mapping."""
+        """Returns the location of `key`, or of the nearest enclosing mapping if `key` has no location."""
         while key and key not in self.origins:
             key = key[:-1]
         return self.origins[key]
@@ -122,8 +126,8 @@ class Source:
         """Returns the locations of all settings that a message names, such as `a.yaml:3 and steps=5`.
 
         Starts with the location of `key`, the setting or the group that the message is about. Names are relative to
-        this group or to a group that contains it. Settings with default values have no location; if there is no other
-        setting, returns the location of the nearest enclosing mapping.
+        this group or to a group that contains it. Settings with default values have no location. If no named setting
+        has a location, returns the location of the nearest enclosing mapping.
         """
         groups = [key[:depth] for depth in range(len(key), -1, -1)]
         names = [tuple(match[0].split(".")) for match in _NAME.finditer(message)]
@@ -136,7 +140,7 @@ class Source:
     def set(self, key: Key, value: Any, origins: dict[Key, str]) -> "Source":
         """Returns a copy in which `key` has `value`. Creates parent mappings that are missing or null.
 
-        An entry of a list has its index as name. The keys of `origins` are relative to `key`.
+        The name of a list entry is its index. The keys of `origins` are relative to `key`.
         """
         values = dict(self.values)
         inner: Any = values  # Any: a mapping or a list
@@ -168,7 +172,9 @@ def _entry(group: dict[str, Any] | list[Any], name: str | int, key: Key, where: 
 
 
 def parse(text: str, where: str, *, numbered: bool) -> tuple[Any, dict[Key, str]]:
-    """Parses YAML. Returns the value and the location of each key. Raises ConfigError."""
+    """Parses YAML. Returns the value, and the location of each key: `where`, and with `numbered` also the line. Raises
+    ConfigError.
+    """
     loader = _Loader(text)
     origins: dict[Key, str] = {(): where}
     try:
@@ -220,7 +226,7 @@ def read(path: Path) -> Source:
 
 
 def folder_hint(path: Path) -> str:
-    """Returns a hint that lists the YAML files in the folder of `path`, for a file that is missing."""
+    """Returns a hint that lists the YAML files in the folder of a missing file. Empty if the folder has none."""
     names = [] if path.exists() else sorted(file.name for file in path.parent.glob("*.yaml"))
     return f"; the folder {path.parent.absolute()} has {', '.join(names)}" if names else ""
 

@@ -34,7 +34,7 @@ def convert_errors(
         convert: returns the error to raise, whose `__cause__` is the original exception.
         kinds: class of the converted exceptions. By default, SystemExit, KeyboardInterrupt and CancelledError pass.
             BaseException converts these too, for a process that only runs code of users.
-        keep: classes that pass.
+        keep: classes of exceptions that also pass.
     """
     try:
         yield
@@ -52,7 +52,9 @@ def describe_exception(error: BaseException, owner: str) -> str:
 
 
 def _frames_of_block(frames: TracebackType | None) -> TracebackType | None:
-    """Returns the frames that the block of `convert_errors` has called. Its arguments may be wrong, without a frame."""
+    """Returns the traceback below the block of `convert_errors`. None if the block raised the exception itself, for
+    example by a call with wrong arguments.
+    """
     if frames is None or frames.tb_frame.f_code.co_filename != __file__ or frames.tb_next is None:
         return frames
     return frames.tb_next.tb_next

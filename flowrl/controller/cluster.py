@@ -62,28 +62,28 @@ class _GroupEntry:
 
 
 class Cluster:
-    """Starts the processes of a placement, creates worker groups on them, and ends them in `close`.
+    """Starts the processes of a placement, creates worker groups on them, and ends the processes in `close`.
 
     Args:
         placement: pools and roles.
         backend: `ray` (one process per device), `inline` (all workers in this process), or a backend of your own.
         address: address of a Ray cluster to join; None starts Ray on this machine.
         devices: number of usable devices per node; None detects the number.
-        planned: plan of the placement on the devices of this machine, if it is known; None plans it.
+        planned: existing plan of the placement; None plans the placement on the available devices.
         roles: roles that the program uses; None means all roles of the placement.
         dedicated: roles whose engines cannot share a process. They get separate processes on the same devices.
         num_threads: torch CPU threads per process. None uses OMP_NUM_THREADS; without it, the usable CPUs of a node
             are divided among its processes.
-        prepare: modules that worker processes import early: in the fork server, or else in the task worker.
+        prepare: modules that the fork server imports before it starts processes. The task worker also imports them.
         fork_workers: whether a fork server starts the processes of a local run. `auto`: if the placement is on CPUs.
         call_timeout_s: timeout in seconds of calls, unless the method sets `timeout_s`.
         start_timeout_s: timeout in seconds of constructors, and of the start of a replacement process.
-        deterministic: whether all processes use only operations whose results are the same bit by bit in each run.
+        deterministic: whether all processes use only operations with bitwise reproducible results.
         restarts: maximum number of replacements of each lost process with stateless workers.
         notify: shows a message about a non-fatal event, such as a replaced process; None logs a warning.
     Raises:
         PlacementError: the placement does not fit the available devices.
-        UserError: OMP_NUM_THREADS is needed and invalid.
+        UserError: `num_threads` is None and OMP_NUM_THREADS is invalid, or Ray cannot be started or joined.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Cluster:
         self._joined: set[str] = set()
         self._groups: dict[str, _GroupEntry] = {}
         self._reusable: dict[str, _GroupEntry] = {}
-        """Role -> group of the previous attempt at the program whose processes still run."""
+        """Role -> group of the previous program attempt, for groups whose processes still run."""
         self._attempt = 0
         self._has_lost_nodes = False
         self._prepare = prepare
@@ -161,14 +161,14 @@ class Cluster:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> GroupType:
-        """Constructs a worker `cls(*args, **kwargs)` on every rank of a role, and returns their group without waiting.
+        """Constructs a worker `cls(*args, **kwargs)` on every rank of a role. Returns the group without waiting.
 
         A type checker knows the methods of the group if the class names a group type, as the classes of
         `flowrl.workers` do.
 
-        After `restart`, returns the existing group if its processes still run and class and arguments are equal. If a
-        constructor fails, the next method call on the group raises the constructor's error. Arguments must not be
-        futures.
+        After `restart`, returns the existing group if its processes still run, and if class and arguments are equal.
+        If a constructor fails, the next method call on the group raises the constructor's error. Arguments must not be
+        futures. Raises ContractError if the role already has a group, or is not in the placement.
         """
         if role in self._groups:
             raise ContractError(f"role {role!r} already has a group; make each role once")
@@ -201,7 +201,7 @@ class Cluster:
         is_recoverable = cls.stateless and not needs_process_group
         if failure_group.name not in self._started:
             self._started.add(failure_group.name)
-            # Ray reports why a process ended only if restarts are disabled.
+            # Without recovery, restarts are disabled, because Ray only then reports why a process ended.
             self._backend.start_hosts(failure_group, self.plan.kind, restarts=self._restarts if is_recoverable else 0)
         if needs_process_group:
             self._open_process_group(role, slots)
@@ -284,7 +284,9 @@ class Cluster:
         return f"cuda:{slot.device}" if self._inline else "cuda:0"
 
     def _divide_threads(self) -> Mapping[int, int]:
-        """Returns node index -> number of threads of each process. Node 0 also has the driver and the task worker."""
+        """Returns node index -> number of threads of each process. Node 0 always has an entry, for the driver and the
+        task worker, but these two do not count when the CPUs are divided.
+        """
         num_processes = {0: 0} | self.plan.count_processes()
         if self._num_threads is not None:
             return dict.fromkeys(num_processes, self._num_threads)
@@ -300,7 +302,7 @@ class Cluster:
         return {role: entry.group for role, entry in self._groups.items() if role != TASKS}
 
     def count_threads(self) -> dict[str, int]:
-        """Returns role -> largest number of torch CPU threads of its processes."""
+        """Returns role -> torch CPU threads per process. If nodes differ, the number is the largest."""
         return {role: max(self._threads_by_node[s.node] for s in group.slots) for role, group in self.groups.items()}
 
     def pool(self, name: str) -> ResourcePool:
@@ -352,7 +354,7 @@ class Cluster:
             self._tasks = self._make_tasks()
 
     def has_lost_nodes(self) -> bool:
-        """Returns whether a node of this run is lost. The result of an open cluster stays the same after `close`."""
+        """Returns whether a node of this run is lost. After `close`, returns the last result before `close`."""
         self._has_lost_nodes = self._has_lost_nodes or bool(self._backend.lost_nodes())
         return self._has_lost_nodes
 

@@ -15,14 +15,14 @@ from flowrl.data.batch.fields import FIELDS
 from flowrl.data.metric import merge_metrics
 
 Fetch = Callable[[Sequence[Ref], float | None], list[Any]]
-"""Waits for the calls that compute references, with a timeout in seconds, and returns their values."""
+"""(references, timeout in seconds or None) -> values of the references, after the calls that compute them."""
 
 
 Value = TypeVar("Value", covariant=True)
 
 
 class Future(Generic[Value]):
-    """Result of a call, possibly not computed yet. Other calls accept it as an argument."""
+    """Result of a call, possibly not computed yet. Other calls accept a future as an argument."""
 
     def __init__(self, refs: Sequence[Ref], gather: Gather, mesh: Mesh, fetch: Fetch) -> None:
         self.refs = tuple(refs)
@@ -45,7 +45,7 @@ class Future(Generic[Value]):
 
 Passed = TypeVar("Passed")
 OrFuture: TypeAlias = Passed | Future[Passed]
-"""Type of an argument of a call: a value, or a future of it, which the worker receives as the value."""
+"""Type of a call's argument: a value, or a future of the value. The worker receives the value in both cases."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ _modes: dict[str, DispatchMode] = {}
 
 
 def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> DispatchMode:
-    """Creates a dispatch mode and returns it, for `@register(mode)`.
+    """Creates a dispatch mode and returns it, for `@register(mode)`. Replaces an earlier mode with the same name.
 
     Args:
         name: any name except that of a built-in mode.
@@ -74,7 +74,7 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> Dispa
         gather: `(mesh, results) -> value`, with one result per called rank, in rank order. Must be importable, because
             workers gather futures that they receive as arguments.
     Raises:
-        ValueError: the name is that of a built-in mode, or an argument is not a function.
+        ValueError: a built-in mode has this name, or `scatter` or `gather` is not a function.
     """
     if name in BUILT_IN:
         raise ValueError(f"dispatch mode {name!r} is built in and cannot be replaced; choose another name")
@@ -86,7 +86,7 @@ def register_dispatch_mode(name: str, scatter: Scatter, gather: Gather) -> Dispa
 
 
 def get_dispatch_mode(name: str) -> DispatchMode:
-    """Returns the mode with the name in a contract, which `register` has checked."""
+    """Returns a dispatch mode by its name in a contract. `register` has checked that the mode exists."""
     return (BUILT_IN | _modes)[name]
 
 
@@ -109,7 +109,10 @@ def get_leader_ranks(mesh: Mesh) -> list[int]:
 
 
 def scatter_rows(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[Arguments]:
-    """Splits the rows of batch arguments over data-parallel replicas. All ranks of a replica get the same rows."""
+    """Splits the rows of batch arguments over data-parallel replicas. All ranks of a replica get the same rows.
+
+    Raises `ContractError` if no argument is a batch, or if the batches have different numbers of rows.
+    """
     batches = {name: value for name, value in arguments.items() if isinstance(value, Batch)}
     if not batches:
         raise ContractError("the dispatch mode splits rows, but no argument is a Batch; pass one")
@@ -125,9 +128,10 @@ def scatter_rows(mesh: Mesh, contract: Contract, arguments: Arguments) -> list[A
 
 
 def split_batch(batch: Batch, num_parts: int, contract: Contract) -> list[Rows]:
-    """Splits the rows of a batch into `num_parts` even contiguous parts, or into parts balanced by tokens.
+    """Splits the rows of a batch into `num_parts` contiguous parts of equal size, or into parts balanced by tokens.
 
-    Does not split the groups of `contract.groups`. Rows of a batch with sections keep their rank.
+    Rows with the same value in the column `contract.groups` stay in one part. A batch with sections is not balanced by
+    tokens, so that its rows stay on the same rank (`Batch.with_sections`).
     """
     if contract.groups is not None and num_parts > 1:
         weights_N = batch.lengths() if contract.balance == "tokens" else None

@@ -35,8 +35,8 @@ class WorkerError(FlowError, RuntimeError):
 
     Args:
         cause: error message without the name of the call.
-        remote_traceback: traceback in the worker's process.
-        symptom: whether the error is a lost connection, which the failure of another rank has caused.
+        remote_traceback: traceback in the worker's process; empty if there is none.
+        symptom: whether the error is a lost connection between ranks. The failure of another rank is then the cause.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class ProcessLost(WorkerError):
     """Whether the backend starts a replacement process."""
 
     is_sender_known = False
-    """Whether the cause names who ended the process, which its exit code or signal cannot tell."""
+    """Whether `cause` names the program that ended the process. An exit code or a signal would not add information."""
 
 
 class DeadlineError(WorkerError):
     """A call passed its deadline. `remote_traceback` is the stack of the process at the deadline."""
 
     advice = ""
-    """How to fix the error: the setting to raise, or where to look."""
+    """Fix that the message suggests, such as a setting to raise. Empty adds no text."""
 
     @property
     def summary(self) -> str:

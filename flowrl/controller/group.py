@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class DeviceOwnership:
     """Tracks which processes own the memory of shared devices, and selects the processes to evict before a call.
 
-    Deadlock is impossible: a call waits only for its evictions, and an eviction only for calls submitted earlier.
+    A deadlock is impossible, because a call waits only for its evictions, and an eviction only for earlier calls.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
@@ -62,7 +62,7 @@ class DeviceOwnership:
         return self._sharers.get(slot, ())
 
     def claim_for_worker(self, slot: Slot, can_offload: bool) -> list[Slot]:
-        """Calls `claim` for a new worker. `can_offload` allows later calls to evict the process."""
+        """Claims the devices for a new worker, like `claim`. With `can_offload`, later calls can evict the process."""
         if can_offload and slot in self._sharers:
             self._can_offload.add(slot)
         return self.claim(slot)
@@ -70,7 +70,8 @@ class DeviceOwnership:
     def claim(self, slot: Slot) -> list[Slot]:
         """Makes a process the owner of its devices, and returns the previous owners that must be evicted.
 
-        If this process can offload, the result includes owners that cannot. Their eviction waits for their calls.
+        An owner is evicted if the owner or `slot` can offload. The eviction of an owner that cannot offload only waits
+        for its calls.
         """
         if slot not in self._sharers:
             return []
@@ -84,7 +85,7 @@ class DeviceOwnership:
         return evicted
 
     def join(self, slot: Slot) -> None:
-        """Makes a process an owner of its devices beside their present owners."""
+        """Adds a process to the owners of its devices. Present owners remain."""
         if slot in self._sharers:
             self._owners.add(slot)
 
@@ -105,8 +106,8 @@ class DeviceEviction:
         self.ledger = ledger
         self._backend, self._calls, self._kind = backend, calls, kind
         self._pending: dict[Slot, tuple[CallRef, set[Slot]]] = {}
-        """Evicted process -> its eviction, and the processes on its devices that have not waited for it. A process with
-        several devices is evicted once, for a call on any of them.
+        """Evicted process -> (eviction, processes on the same devices that have not waited for the eviction yet). A
+        process with several devices is evicted once, for a call on any of these devices.
         """
 
     def before(self, slot: Slot) -> list[CallRef]:
@@ -118,8 +119,8 @@ class DeviceEviction:
         return self._evict_all(slot, self.ledger.claim_for_worker(slot, can_offload))
 
     def before_joining(self, slot: Slot) -> list[CallRef]:
-        """Evicts nobody before a call to a process that joins the owners of its devices. Returns the evictions that the
-        call must wait for.
+        """Adds a process to the owners of its devices before a call, without evictions. Returns earlier evictions that
+        the call must wait for.
         """
         self.ledger.join(slot)
         return self._evict_all(slot, ())
@@ -197,7 +198,7 @@ class RemoteMethod(Generic[Parameters, Result, Submitted]):
 class WorkerGroup:
     """The workers of a role. Its attributes are the registered methods of the worker class.
 
-    `Cluster.group` creates it.
+    `Cluster.group` creates groups.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class WorkerGroup:
         """Ranks within the role. The ranks of a replica need not start at 0."""
         self._replicas: dict[int, WorkerGroup] = {}
         self._before_call: dict[str, Callable[[], None]] = {}
-        """Method -> function that runs before its calls. Replicas share it."""
+        """Method -> function that runs before each call of the method. Groups of replicas share this dictionary."""
         self._backend, self._calls, self._eviction, self._kind = backend, calls, eviction, kind
         for name, (function, contract) in get_registered_methods(cls).items():
             if name in dir(type(self)) or name in self.__dict__:
@@ -252,7 +253,7 @@ class WorkerGroup:
     def replica(self, rank: int) -> "WorkerGroup":
         """Returns a group with the ranks of one data-parallel replica. `rank` is the data-parallel rank.
 
-        Errors and traces contain ranks within the role. The inline backend has one replica.
+        Errors and traces contain ranks within the role, not within the replica. The inline backend has one replica.
 
         Raises:
             ContractError: the worker class is not `replicated`, or the replica does not exist.
@@ -283,9 +284,9 @@ class WorkerGroup:
         return self._replicas[rank]
 
     def set_before_call(self, method: str, function: Callable[[], None]) -> Callable[[], None]:
-        """Sets a function that the driver runs before each call of a method, also of a replica. It may wait.
+        """Sets a function that the driver runs before each call of a method, also of a replica. `function` may block.
 
-        Returns: a function that removes it.
+        Returns: a function that removes `function`.
         """
         self._before_call[method] = function
 
@@ -312,8 +313,8 @@ class WorkerGroup:
 
     @property
     def shares_model(self) -> bool:
-        """Whether other roles in the processes of this group can use its model. No rank of a pipeline has all
-        layers.
+        """Whether other roles in the processes of this group can use the group's model. False with pipeline stages,
+        because no rank has all layers.
         """
         args, kwargs = self._constructor
         return self.mesh.pp == 1 and self.cls.shares_model(*args, **kwargs)
@@ -355,11 +356,11 @@ class WorkerGroup:
         return result.get()
 
     def keep_alive(self) -> None:
-        """Sends a ping to each process about once per second while the driver waits.
+        """Starts to ping each process about once per second while the driver waits.
 
-        Processes that serve other processes may have no call in flight, so that the driver would not notice their end
-        until its next call. A ping makes it replace a lost process, and a process that a signal has stopped. Does
-        nothing with the inline backend.
+        Processes that serve other processes may have no call in flight. Without pings, the driver would notice the end
+        of such a process only in its next call. With pings, the driver replaces lost processes and processes that a
+        signal has stopped. Does nothing with the inline backend.
         """
         if not self._backend.is_remote:
             return
@@ -370,7 +371,7 @@ class WorkerGroup:
             self._calls.add_ping(slot, lambda index=index: self._send(index, PING, contract, mode, {}, ()).record)
 
     def resolve(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> Contract:
-        """Returns the contract of a call. It can differ from the method's contract if that has `resolve`."""
+        """Returns the contract of a call: the method's contract, or the result of the contract's `resolve` function."""
         if contract.resolve is None:
             return contract
         with _naming(self.role, method):
@@ -384,7 +385,8 @@ class WorkerGroup:
     def submit(self, method: str, contract: Contract, arguments: Mapping[str, Any]) -> "Batch | Future":
         """Scatters the arguments of a call, sends the call to its ranks, and returns the result without waiting.
 
-        Raises `FlowError` if a process of the pool has failed, also in another call.
+        Raises `FlowError` if the pool has failed (in any call), if the cluster is closed, or if the arguments violate
+        the contract.
         """
         self._calls.raise_if_failed(self.pool)
         mode = get_dispatch_mode(contract.mode)
@@ -422,8 +424,8 @@ class WorkerGroup:
         return Future(tuple(results.values()), gather, self.mesh, fetch)
 
     def _claim_devices(self, contract: Contract, indices: Sequence[int]) -> dict[int, list[CallRef]]:
-        """Makes the ranks `indices` the owners of their devices for a call, and sends evictions to other processes
-        there. An eviction offloads a process.
+        """Makes the ranks `indices` the owners of their devices for a call, and evicts other processes from these
+        devices. An eviction offloads a process.
 
         Returns: index of a rank -> evictions that must be done before the rank runs the call.
         """
@@ -433,7 +435,7 @@ class WorkerGroup:
         evictions = {i: awaited for i in indices if (awaited := prepare(self.slots[i]))}
         if not evictions or not self.cls.collective:
             return evictions
-        # All ranks wait for all evictions: no rank may enter a collective while a peer waits for its device.
+        # All ranks wait for all evictions, because no rank may enter a collective while a peer waits for its device.
         everything = [eviction for evicted in evictions.values() for eviction in evicted]
         return dict.fromkeys(indices, everything)
 
@@ -501,7 +503,7 @@ class WorkerGroup:
         self._calls.wait(find_records(batch), None)
 
 
-# The rest is for group types, which `flowrl stubs` writes. They exist only in stub files.
+# For the group types in stub files, which `flowrl stubs` writes. Group types do not exist at run time.
 
 if TYPE_CHECKING:
 

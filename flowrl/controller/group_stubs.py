@@ -1,7 +1,7 @@
 """Writes the types of worker groups: a stub file with the signatures of the methods that the driver can call.
 
-A type checker cannot derive these types, because a call from the driver changes them: a worker receives a TensorDict
-where the driver passes a Batch, and the driver gets a future, or a list with one result per rank.
+A type checker cannot derive these types from the methods. A worker receives a TensorDict where the driver passes a
+Batch, and the driver gets a future, or a list with one result per rank.
 """
 
 import ast
@@ -22,7 +22,7 @@ from flowrl.controller.worker import Contract, Dispatch, Worker, get_registered_
 
 _LINE = 120
 _TABLES = ("TensorDict", "TensorDictBase")
-"""Names of the type that a worker receives for a batch."""
+"""Type names of batch arguments in the signatures of workers."""
 _PER_RANK_ARGUMENTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 _PER_RANK_RESULTS = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 _UNTYPED = ("Any", "object")
@@ -64,7 +64,9 @@ def stub_path(module: ModuleType) -> Path:
 
 
 def group_name(cls: type[Worker]) -> str:
-    """Returns the name of a class's group type: the name that the class declares, otherwise its own name + Group."""
+    """Returns the name of a class's group type: the name that the class declares, as in `Worker["JudgeGroup"]`, or
+    else CLASS + `Group`.
+    """
     for base in getattr(cls, "__orig_bases__", ()):
         for argument in get_args(base):
             if name := getattr(argument, "__forward_arg__", None):
@@ -77,7 +79,7 @@ def render_stubs(classes: Sequence[type[Worker]], command: str) -> str:
 
     Args:
         classes: worker classes. Each type has all methods that its class registers or inherits.
-        command: command line that writes the file, for the first comment of the file.
+        command: command line that writes the file, for the docstring of the file.
     """
     imports = _Imports()
     bodies = ["\n".join(_class_lines(cls, imports)) for cls in classes]
@@ -169,7 +171,7 @@ def _with_separators(parameters: Iterable[_Parameter]) -> Iterator[str]:
 
 
 def _argument_type(annotation: ast.expr | None, contract: Contract) -> ast.expr | None:
-    """Returns the type that the driver passes: a batch for a table, and a value or a future of it for other types."""
+    """Returns the type that the driver passes: a batch for a table, and otherwise a value or a future of the value."""
     if annotation is None:
         return None
     annotation = _unquoted(annotation)
@@ -220,11 +222,11 @@ def _is_name(node: ast.expr, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class _Scope:
-    """Where the names of a module come from."""
+    """Origins of the names in a module."""
 
     module: str
     sources: dict[str, tuple[str, str]]
-    """Name in the module -> (module, name there)."""
+    """Name -> (module of origin, name in that module). The second name is empty for an imported module."""
 
     @classmethod
     def of(cls, module: ModuleType | None) -> "_Scope":
@@ -247,7 +249,7 @@ class _Imports:
     """Import statements of a stub."""
 
     _found: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(module, name there) -> name in the stub."""
+    """(module of origin, name in that module; empty for an imported module) -> name in the stub."""
 
     def add(self, module: str, name: str) -> None:
         self._found[module, name] = name
@@ -264,7 +266,7 @@ class _Imports:
                 self._found[source] = node.id
 
     def lines(self) -> list[str]:
-        """Returns the statements in sections, as isort orders them: standard library, other libraries, own modules."""
+        """Returns the lines of all import statements, in the sections and order of isort."""
         sections: dict[int, list[str]] = {0: [], 1: [], 2: []}
         names: dict[str, list[str]] = {}
         for (module, name), local in sorted(self._found.items()):

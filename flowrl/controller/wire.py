@@ -22,7 +22,7 @@ from flowrl.data.batch.block import Block, Description, GatherPlan, LocalRef, Re
 from flowrl.data.batch.payload import Payload, RowSelection, Source, collect, merge
 
 _NEEDS_RAY_PICKLER = re.compile(rb"__main__|\x8c.ray[.\x94]", re.DOTALL)
-"""Matches pickles of objects from `__main__` or Ray, which only Ray's pickler supports."""
+"""Matches pickles of objects from `__main__` or Ray. Only Ray's pickler supports these objects."""
 
 BY_VALUE_BYTES = 64 * 1024
 """Maximum size of rows that are sent inside the request. Larger rows are stored as a separate object."""
@@ -34,7 +34,7 @@ class BlockArgument:
 
     plan: GatherPlan
     pieces: tuple[tuple[int | Payload, dict[str, str]], ...]
-    """(rows or position of their reference, {column: column in the shard}) of each piece of the plan."""
+    """Per piece of the plan: (the rows or the position of their reference, {column: column in the shard})."""
 
     def read(self, objects: Sequence) -> Payload:
         sources = []
@@ -87,11 +87,11 @@ class Request:
     arguments: dict[str, Any]
     contract: Contract
     returns_batch: bool
-    """Whether the result is a table. The contract declares its columns and rows."""
+    """Whether the result is a table. The contract declares the columns and rows of the table."""
     returns_result: bool = True
     """False for ranks that return nothing, because the leader of their replica returns the same rows."""
     profile: Path | None = None
-    """File to which the process writes a profile of the call, if it has imported torch."""
+    """File for a profile of the call; None records none. A process that has not imported torch writes no profile."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Construction:
     attempt: int = 0
     """Number of program restarts before the construction."""
     deterministic: bool = False
-    """Whether the process uses only operations whose results are the same bit by bit in each run."""
+    """Whether the process uses only operations with bitwise reproducible results."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Report:
     is_replacement: bool = False
     """Whether this is the first call of a process that replaces a lost process."""
     usage: Mapping[str, float] = field(default_factory=dict)
-    """What the call has used and done (`CallEvent.usage`)."""
+    """Resources used and amounts of work done in the call, by the names of `CallEvent.usage`."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,9 @@ class References:
     """Whether the rank also waits for the inputs of its peers, because the call contains collectives."""
     refs: list[Ref] = field(default_factory=list)
     sources: list[Ref] = field(default_factory=list)
-    """The same references in the driver. A `CallRef` contains the call that computes the value."""
+    """The driver's reference for each entry of `refs`, which contains backend references. A driver reference that is a
+    `CallRef` also has the record of the call that computes the value.
+    """
     _positions: dict[int, int] = field(default_factory=dict)
     """id(reference) -> position, for the first `_num_indexed` references."""
     _num_indexed: int = 0
@@ -229,7 +231,7 @@ class References:
 
 
 def lower_arguments(arguments: Arguments, references: References) -> dict[str, Any]:
-    """Returns the wire form of all arguments, and adds their inputs to `references`."""
+    """Returns the wire form of all arguments, and adds the inputs of batches and futures to `references`."""
     return {name: references.lower(value) for name, value in arguments.items()}
 
 

@@ -34,15 +34,15 @@ class Dispatch:
     ALL_TO_ALL = "all_to_all"
     """Every argument is a list with one entry per rank. The result is a list with one entry per rank."""
     ALL_TO_ONE = "all_to_one"
-    """Every rank gets the same arguments. The result is that of rank 0."""
+    """Every rank gets the same arguments. Only the result of rank 0 is returned."""
     RANK_ZERO = "rank_zero"
-    """Only rank 0 is called. The result is that of rank 0."""
+    """Only rank 0 is called, and its result is returned."""
     DP_COMPUTE = "dp_compute"
-    """Every argument is a list with one entry per data-parallel rank. The result is a list of the same length."""
+    """Every argument is a list with one entry per data-parallel rank, and so is the result."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    """Batches are split by rows over the data-parallel ranks. The result is a `Batch`, without waiting."""
+    """Batches are split by rows over the data-parallel ranks. The result is a `Batch` of the returned rows."""
     COLLECT = "collect"
-    """Every rank gets the same arguments and returns rows. The result is a `Batch` of all rows, without waiting."""
+    """Every rank gets the same arguments. The result is a `Batch` of the rows of all data-parallel ranks."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Batches are split by rows. The result is one dictionary of metrics, merged over ranks."""
 
@@ -125,8 +125,8 @@ def register(
         groups: row column of integers. Rows with the same value are sent to the same data-parallel rank. The driver
             waits for the column if there are several ranks.
         resolve: `(contract, worker class, arguments of the call, settings) -> contract`, for columns or groups that
-            depend on the arguments. `settings` is the result of `Worker.call_settings`. The driver calls it before it
-            sends a call. It may raise `ContractError`.
+            depend on the arguments. `settings` is the result of `Worker.call_settings`. The driver calls `resolve`
+            before it sends a call. `resolve` may raise `ContractError`.
         evicts: whether the call first evicts other processes from the devices of the worker. Set False if the call
             reads the device memory of these processes. The next call with `evicts` evicts them.
     Raises:
@@ -213,7 +213,7 @@ class WorkerContext:
     device: str
     mesh: Mesh
     process_group: "ProcessGroup | None" = None
-    """Process group of the ranks of the role; None if the role has one rank."""
+    """Process group of the ranks of the role. None if the role has one rank, or if its ranks do not communicate."""
     colocated: Mapping[str, "Worker"] = field(default_factory=dict)
     """Role -> worker, for the workers of this process."""
     aligned_roles: frozenset[str] = frozenset()
@@ -223,13 +223,13 @@ class WorkerContext:
     replaced: bool = False
     """Whether this process replaces a lost process."""
     replica: ReplicaSizes = ONE_DEVICE
-    """Parallel sizes of the devices of a dedicated process. Only one of them has a process of the role."""
+    """Parallel sizes of the worker's replica, if one dedicated process uses all devices of the replica."""
     followers: Sequence[Follower] = ()
-    """Processes on the other nodes of the replica, in the order of their nodes in it."""
+    """Processes of the replica on its other nodes, in node order. Empty for a replica on one node."""
     can_offload: bool = False
     """Whether the worker can offload its device memory for other processes on the same device."""
     usage: dict[str, float] = field(default_factory=dict)
-    """What the worker has used and done since the last `pop_usage`, by the names of `CallEvent.usage`."""
+    """Resources used and work done by the worker since the last `pop_usage`, by the names of `CallEvent.usage`."""
 
     def add_usage(self, **amounts: float) -> None:
         """Adds amounts to `usage`."""
@@ -240,7 +240,8 @@ class WorkerContext:
 class Worker(Generic[GroupType]):
     """Base class of workers. Subclasses decorate the methods that the driver calls with `@register`.
 
-    `Worker["JudgeGroup"]` names the type of the group for type checkers and editors. `flowrl stubs` writes that type.
+    A subclass of `Worker["JudgeGroup"]` declares `JudgeGroup` as the type of its worker group, for type checkers and
+    editors. `flowrl stubs` writes this type.
     """
 
     collective: ClassVar[bool] = False
@@ -250,8 +251,8 @@ class Worker(Generic[GroupType]):
     """Whether every rank holds a full copy of the model and works alone. The inline backend then uses one rank."""
 
     stateless: ClassVar[bool] = False
-    """Whether a lost process can be replaced: the constructor arguments and the last calls of methods registered with
-    `replay` determine all state of the worker."""
+    """Whether a lost process can be replaced, because the constructor arguments and the last calls of methods
+    registered with `replay` determine all state of the worker."""
 
     context: WorkerContext
 
@@ -267,19 +268,19 @@ class Worker(Generic[GroupType]):
 
     @classmethod
     def can_offload_device(cls, device: str, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
-        """Returns whether a worker with these arguments can offload from a device that other processes share."""
+        """Returns whether a worker with these arguments can free its memory on a shared device. Default: no."""
         return False
 
     @classmethod
     def shares_model(cls, *args: Any, **kwargs: Any) -> bool:  # Any: the constructor's
-        """Returns whether other workers in the process can use the model of a worker with these arguments."""
+        """Returns whether other workers in the process can use this worker's model. Default: yes."""
         return True
 
     @classmethod
     def call_settings(cls, *args: Any, **kwargs: Any) -> Any:  # Any: the constructor's; the result is for `resolve`
-        """Returns the settings on which contracts of calls depend, for `register(resolve=...)`. The driver calls it
-        once per group. Default: the first argument of the constructor, also if the constructor of a subclass passes
-        `*args` and `**kwargs` to that of its base class.
+        """Returns the settings on which contracts of calls depend, for `register(resolve=...)`. The driver calls this
+        method once per group. Default: the first argument of the constructor. For a constructor that only has `*args`
+        and `**kwargs`, the parameters of the base class's constructor apply.
         """
         if args:
             return args[0]
@@ -291,8 +292,8 @@ class Worker(Generic[GroupType]):
 
     @classmethod
     def user_functions(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:  # Any: the constructor's
-        """Returns the names of the user's functions that a worker with these arguments calls. The error message for an
-        ended process names them if the cause is known.
+        """Returns the names of the user's functions that a worker with these arguments calls. If a process ends for a
+        known cause, the error message names these functions.
         """
         return ()
 
@@ -318,9 +319,9 @@ class Worker(Generic[GroupType]):
         return self.context.colocated.get(role)
 
     def find_peer(self, cls: type[Peer]) -> Peer | None:
-        """Returns the worker of another role in this process with a class; None if there is none.
+        """Returns a worker of the class `cls` in this process; None if there is none.
 
-        Of several, returns that of the role `actor`, or else the one that was created first.
+        If there are several, returns the worker of the role `actor`, or else the worker that was created first.
         """
         peers = [worker for worker in self.context.colocated.values() if isinstance(worker, cls)]
         return min(peers, key=lambda worker: worker.context.role != "actor", default=None)
@@ -331,17 +332,19 @@ class Worker(Generic[GroupType]):
         return ()
 
     def offload(self, *, keep_weights: bool) -> None:
-        """Frees device memory for another worker. With `keep_weights`, the other worker uses these weights."""
+        """Frees device memory for another worker. With `keep_weights`, keeps the weights, which that worker uses."""
 
     def onload(self) -> None:
         """Restores offloaded memory before a call to this worker or to a worker that uses this worker's weights."""
 
     def onload_parts(self, parts: tuple[str, ...]) -> None:
-        """Restores some parts of the offloaded memory, for a method registered with `memory`. Default: all parts."""
+        """Restores `parts` of the offloaded memory, before a method registered with `memory`. This base class restores
+        all memory.
+        """
         self.onload()
 
     def pop_usage(self) -> dict[str, float]:
-        """Returns what the worker has used and done since the last call of `pop_usage`. The report of a call has it."""
+        """Returns and clears the usage since the last call of `pop_usage`, for the report of a call."""
         usage = dict(self.context.usage)
         self.context.usage.clear()
         return usage

@@ -35,7 +35,7 @@ class Progress:
 
 
 def output_keys(num_prompts: int, samples: int) -> list[Key]:
-    """Returns the keys of all rows of the output, in their order."""
+    """Returns the keys of all rows, in the order of the output."""
     return [(index, sample) for index in range(num_prompts) for sample in range(samples)]
 
 
@@ -47,7 +47,7 @@ def generate_rows(
     samples: int,
     report: Callable[[Progress], None],
 ) -> None:
-    """Writes `samples` responses to each prompt, except those that the output already has."""
+    """Writes `samples` responses to each prompt, except responses that the output already has."""
     requests = (
         TextRequest(index, sample, prompts[index].token_ids, prompts[index].max_tokens)
         for index, sample in output_keys(len(prompts), samples)
@@ -67,8 +67,8 @@ def generate_best(
     candidates: int,
     report: Callable[[Progress], None],
 ) -> None:
-    """Generates `candidates` responses to each prompt, and writes the one with the best score. If several scores are
-    equal, it writes the one with the smallest sample index.
+    """Generates `candidates` responses to each prompt, and writes the response with the best score. Of several
+    best responses, writes the one with the smallest sample index.
 
     Raises RewardError if a score cannot be computed.
     """
@@ -130,7 +130,7 @@ def make_row(prompt: PromptRow, text: GeneratedText) -> dict[str, Any]:
 
 
 def reward_columns(conversation: Conversation) -> Mapping[str, Any]:
-    """Returns the columns that a reward function receives, as in a run, without those of the response."""
+    """Returns the columns that a reward function receives in a run, except the columns of the response."""
     return {
         **conversation.columns,
         "prompt": conversation.messages[-1].content,

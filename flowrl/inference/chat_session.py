@@ -35,9 +35,9 @@ class ChatSession:
         self._system = system
         self._turns: list[Turn] = []
         self._num_outdated = 0
-        """Number of turns whose tokens are of another system message or another model."""
+        """Number of turns with outdated tokens, because the system message or the model changed after these turns."""
         self.rewrites_turns = False
-        """Whether the chat template changes earlier turns, so that each prompt is tokenized again."""
+        """Whether the chat template changes earlier turns, so that all turns are tokenized again for each response."""
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -57,7 +57,7 @@ class ChatSession:
 
     @system.setter
     def system(self, text: str | None) -> None:
-        """Sets the system message, also for the turns so far, which are then tokenized again."""
+        """Sets the system message, also for existing turns, which are then tokenized again."""
         self._system, self._num_outdated = text, len(self._turns)
 
     def reset(self) -> None:
@@ -74,7 +74,7 @@ class ChatSession:
         return dropped.prompt
 
     def copy_turns(self, other: "ChatSession") -> None:
-        """Copies the turns of another conversation, without their tokens, which are those of another model."""
+        """Copies the turns of another conversation. They are tokenized again, because `other` has another model."""
         self._turns = list(other.turns)
         self._num_outdated = len(self._turns)
 

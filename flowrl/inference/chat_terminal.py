@@ -253,8 +253,8 @@ class ChatTerminal:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGINT has arrived in the block. It would otherwise raise an exception in
-    the middle of a decode step, and leave the engine in an inconsistent state.
+    """Yields a function that returns whether SIGINT has arrived in the block. The signal would otherwise raise an
+    exception in the middle of a decode step, and leave the engine in an inconsistent state.
     """
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))

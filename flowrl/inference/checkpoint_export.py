@@ -35,7 +35,7 @@ def export_checkpoint(
         output: a new folder, which is created atomically.
         role: role of the model. None: the actor, or the only role with a model.
         only_adapter: exports the adapter of a LoRA run for peft, instead of the model with the merged adapter.
-        config: size of the files, and dtype of the weights. An adapter keeps its own.
+        config: size of the files, and dtype of the weights. Not used with `only_adapter`.
         finish: adds files to the folder.
     Raises:
         CheckpointError: the checkpoint is corrupt, or the role has no model.
@@ -58,7 +58,7 @@ def export_checkpoint(
     except OSError as error:
         if str(error.filename).startswith(str(output)):
             raise UserError(f"cannot write {output} ({error.strerror}): choose another folder with --output") from error
-        # Write errors have their own exceptions, so this is a read error.
+        # All other write errors have exceptions of their own, so this is a read error.
         reason = str(error).split("\n")[0]
         raise UserError(
             f"checkpoint {checkpoint.path} cannot be read ({reason}): choose another with --step"
@@ -67,7 +67,7 @@ def export_checkpoint(
 
 
 def find_exported_role(checkpoint: Checkpoint) -> str:
-    """Returns the actor, or the only role with a model. Raises CheckpointError if the role is not determined."""
+    """Returns the actor, or else the only role with a model. Raises CheckpointError if there is none or several."""
     roles = roles_with_model(checkpoint.path)
     if "actor" in roles or len(roles) == 1:
         return "actor" if "actor" in roles else roles[0]

@@ -30,7 +30,7 @@ _UNLIMITED = 2**31
 
 
 def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: ModelSource) -> None:
-    """Generates the responses of a valid job to its prompts (`read_job`).
+    """Generates the responses of a job. `conversations` are the prompts that `read_job` has returned.
 
     Raises:
         UserError: a prompt, the model or the output does not suit the settings.
@@ -78,7 +78,7 @@ def run_job(job: GenerationJob, conversations: Sequence[Conversation], source: M
 def _open_output(
     job: GenerationJob, source: ModelSource, prompts: Sequence[PromptRow], stop_ids: Sequence[Sequence[int]]
 ) -> ResponseOutput:
-    """`stop_ids` are the stop sequences of the conversation template."""
+    """Opens the output of a job. `stop_ids` are the stop sequences of the conversation template."""
     if job.output is None:
         return StreamOutput(sys.stdout, output_keys(len(prompts), job.samples))
     settings = {**_describe_settings(job), "the list of stop sequences": stop_ids}
@@ -86,7 +86,7 @@ def _open_output(
 
 
 def _describe_settings(job: GenerationJob) -> Mapping[str, Any]:  # Any: values of JSON
-    """Returns the settings that change results, by the name of their option."""
+    """Returns option of the command -> value, for the settings that change results."""
     values = asdict(job.sampling) | {
         "engine": job.engine.engine,
         "quantization": job.engine.quantization,
@@ -114,7 +114,9 @@ def _report_limits(job: GenerationJob, prompts: Sequence[PromptRow], max_length:
 
 @contextmanager
 def _reporting(job: GenerationJob, num_rows: int, num_done: int) -> Iterator[Callable[[Progress], None]]:
-    """Shows the progress on stderr, in a terminal with a bar. Yields the function that receives the progress."""
+    """Shows a progress bar if stderr is a terminal, and writes a summary to stderr at the end. Yields the function that
+    receives the progress.
+    """
     console = Console(stderr=True)
     begun_s, totals = time.monotonic(), {"rows": num_done, "tokens": 0}
 

@@ -30,7 +30,7 @@ OUTPUT_COLUMNS = frozenset(
         "score",
     }
 )
-"""Columns of the output, which the input may not have."""
+"""Columns of the output. The input may not have columns with these names."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class EngineSettings:
     files.
     """
     max_num_seqs: int | None = None
-    """Maximum number of responses that are generated at the same time. None: as `rollout.max_num_seqs`."""
+    """Maximum number of responses that are generated at the same time. None: the default of `rollout.max_num_seqs`."""
     kv_cache_gb: float | None = None
-    """Memory of vLLM's KV cache on each device. None: as `rollout.vllm.kv_cache_gb`."""
+    """Memory of vLLM's KV cache on each device in GB. None: the default of `rollout.vllm.kv_cache_gb`."""
     replica: ReplicaSizes = ONE_DEVICE
-    """Parallel sizes of the devices that the engine uses, with vLLM."""
+    """Parallel sizes of an engine with several devices. Only for vLLM."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine, as `rollout.vllm.engine_args`."""
+    """Further arguments of vLLM's engine, as in `rollout.vllm.engine_args`."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class GenerationJob:
     sampling: SamplingSettings
     engine: EngineSettings
     is_max_tokens_default: bool = False
-    """True: the user has set no `max_tokens`. `rollout.max_response_tokens` of the model's run, if there is one, then
-    replaces `sampling.max_tokens`, and a prompt near the context limit gets a shorter response.
+    """True: the user has set no `max_tokens`. If the model has a run, `rollout.max_response_tokens` of the run then
+    replaces `sampling.max_tokens`. A prompt near the context limit gets a shorter response.
     """
     template: ConversationTemplate | None = None
-    """Replaces the conversation template of the model."""
+    """Replaces the conversation template of the model. None keeps the model's template."""
     samples: int = 1
     """Number of responses per prompt."""
     best_of: int | None = None
@@ -95,7 +95,7 @@ class GenerationJob:
     system: str | None = None
     """System message of conversations that have none."""
     is_raw: bool = False
-    """True: prompts are plain text, which the model continues. False: the chat template is applied to them."""
+    """True: prompts are plain text, which the model continues. False: the chat template is applied to prompts."""
 
 
 def check_num_gpus(replica: ReplicaSizes, num_gpus: int) -> None:

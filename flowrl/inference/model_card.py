@@ -1,7 +1,7 @@
 """Writes the model card of an exported model: recipe, settings, checksums of the data, curves and evaluation.
 
-The layout is that of a model repository of the Hugging Face Hub: `README.md` with metadata at its start, and the files
-of the run in `training/`.
+The folder has the layout of a model repository on the Hugging Face Hub. `README.md` begins with metadata. `training/`
+has the files of the run.
 """
 
 import json
@@ -30,7 +30,7 @@ TRAINING = "training"
 _SETTINGS = ("steps", "batch_size", "samples_per_prompt", "epochs", "seed", "algorithm.estimator", "actor.loss.kind",
              "actor.optimizer.lr", "actor.optimizer.schedule", "actor.kl_loss_coef", "algorithm.kl_coef",
              "rollout.max_response_tokens", "rollout.temperature", "schedule.kind", "actor.lora.rank")  # fmt: skip
-"""Settings that the card shows. `training/config.yaml` has all."""
+"""Settings that the card shows. `training/config.yaml` has all settings."""
 
 _SET_METRICS = ("accuracy", "validation_loss", "agreement")
 """Metrics that each evaluation set has. For the set NAME, they end with `/NAME`."""
@@ -41,7 +41,7 @@ def write_model_card(folder: Path, run_folder: Path, *, step: int, role: str, is
 
     Args:
         folder: exported model or adapter.
-        run_folder: run that trained it.
+        run_folder: run that trained the model.
         step: step of the weights.
         role: role of the model in the run.
         is_adapter: whether the folder has only an adapter.
@@ -149,7 +149,7 @@ def _read_license(base: Path) -> dict[str, str | list[str]]:
 
 
 def _read_metadata(path: Path) -> Any:  # Any: a value of YAML or JSON
-    """Returns the content of a JSON file, or the YAML at the start of a Markdown file. None if it has no YAML.
+    """Returns the content of a JSON file, or the YAML at the start of a Markdown file. None for Markdown without YAML.
 
     Raises OSError or ValueError.
     """
@@ -188,7 +188,7 @@ def _evaluation_lines(records: Sequence[Record], run_folder: Path, step: int) ->
 
 
 def _size_lines(run_folder: Path, step: int, metrics: Sequence[str]) -> list[str]:
-    """Returns the sizes of the evaluation sets: those of the saved rows, or else the total in `summary.json`.
+    """Returns lines with the sizes of the evaluation sets in the saved rows, or else with the total in `summary.json`.
 
     `metrics` are the names of the metrics of all evaluations. They contain the names of the sets.
     """

@@ -34,7 +34,7 @@ class ModelSource:
     adapter: Path | None
     """Folder of the adapter that was merged into the model, or None."""
     name: str
-    """Name in tables: the name of the folder, for a checkpoint with its step."""
+    """Name in tables: the name of the folder, and for a checkpoint RUN/step-N."""
     kind: Literal["model", "run", "checkpoint"]
     folders: tuple[PrivateFolder, ...] = ()
     """Temporary folders of the model and its tokenizer."""
@@ -54,8 +54,8 @@ class ModelSource:
 def resolve_model(source: str, *, step: int | None = None, adapter: str | None = None) -> ModelSource:
     """Returns the model of a model folder, a Hub name, a run folder, a checkpoint folder or an adapter folder.
 
-    A checkpoint is exported to a temporary folder, which is deleted when the process exits. The same holds for a model
-    whose adapter is merged. Also deletes the temporary folders of killed processes.
+    Exports a checkpoint, and saves a model with a merged adapter, to a temporary folder. The folder is deleted when the
+    process exits. Also deletes the temporary folders of killed processes.
 
     Args:
         source: a run folder stands for its `model/`, or for its newest checkpoint if the run has not saved a model.

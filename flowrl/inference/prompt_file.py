@@ -38,7 +38,7 @@ class PromptRow:
 def read_prompt_rows(
     source: str, stdin: BinaryIO, *, system: str | None = None, reserved: frozenset[str] = frozenset()
 ) -> list[Conversation]:
-    """Returns the prompts of a file, in its order.
+    """Returns the prompts of a file, in the order of the file.
 
     A file whose first line is a JSON object has JSON lines, in one of the shapes of docs/data.md. In other text files,
     each line that is not blank is a prompt.
@@ -119,7 +119,7 @@ def tokenize_rows(
         chat: tokenizer and chat template of the model.
         max_length: maximum number of tokens of prompt and response together.
         max_tokens: maximum number of tokens of a response.
-        can_shorten: allows fewer than `max_tokens` tokens, at least one, for a prompt that leaves no more.
+        can_shorten: lowers the limit of a response (to at least 1) if a long prompt leaves fewer than `max_tokens`.
         is_raw: uses the text of a prompt without the chat template. The model continues the text.
     Raises DataError if a prompt is too long, or if the chat template is missing or rejects a prompt.
     """

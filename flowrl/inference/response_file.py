@@ -15,7 +15,7 @@ from flowrl.data.metric import finite
 
 Row = Mapping[str, Any]  # Any: values of JSON
 Key = tuple[int, int]
-"""Index of a prompt, and index of the response among those of the prompt."""
+"""Index of a prompt, and index of a response among the responses to the prompt."""
 
 _HEADER = "flowrl_generate"
 _START = b'{"flowrl_generate": '
@@ -23,17 +23,17 @@ _PROMPT, _SAMPLE = "prompt_index", "sample"
 
 
 class ResponseOutput(Protocol):
-    """Destination of the rows, each of which has `prompt_index` and `sample`."""
+    """Destination of generated responses. Each row has `prompt_index` and `sample`."""
 
     done: frozenset[Key]
-    """Rows that an earlier program has written."""
+    """Keys of the rows that an earlier program has written."""
 
     def write(self, row: Row) -> None:
         """Adds a row."""
         ...
 
     def close(self, *, is_complete: bool) -> None:
-        """Closes the output. If it is complete, writes the final file."""
+        """Closes the output. With `is_complete`, writes the final file."""
         ...
 
 
@@ -45,9 +45,9 @@ def encode_row(row: Row, *, ascii_only: bool = False) -> str:
 
 
 class StreamOutput:
-    """Writes rows to a stream in the order of `keys`, each as soon as those before it are written.
+    """Writes rows to a stream in the order of `keys`. Writes a row as soon as all earlier rows are written.
 
-    A stream with another encoding than UTF-8 gets only ASCII characters.
+    If the encoding of the stream is not UTF-8, writes only ASCII characters.
     """
 
     def __init__(self, stream: TextIO, keys: list[Key]) -> None:
@@ -68,7 +68,7 @@ class StreamOutput:
 
 
 def check_is_new(path: Path) -> None:
-    """Raises UserError if the file of complete rows exists."""
+    """Raises UserError if the output file already exists."""
     if path.exists():
         raise UserError(f"--output: {path} already exists: remove it, or choose another file")
 
@@ -77,13 +77,13 @@ class ResumableFile:
     """Collects rows in `FILE.partial`, and sorts them into `FILE` when all are complete.
 
     The first line of the partial file has the settings. A program that is started again with the same settings
-    continues it.
+    continues the partial file.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Opens the partial file, or creates it.
 
-        Raises UserError if the file exists, if it is in use by another program, or if its settings differ.
+        Raises UserError if `path` exists, or if the partial file is in use by another program or has other settings.
         """
         self._path, self._partial = path, path.with_name(path.name + ".partial")
         check_is_new(path)

@@ -26,7 +26,7 @@ class ResponseScorer(Protocol):
     """Scores responses. The scores of a reward model arrive after `flush`, or when enough responses wait."""
 
     def submit(self, columns: Columns, response: GeneratedText) -> Future[float]:
-        """Returns the future score of a response. `columns` are those of a reward function, without `response`."""
+        """Returns the future score of a response. `columns` is the result of `reward_columns` for the prompt."""
         ...
 
     def flush(self) -> None:
@@ -69,7 +69,7 @@ class FunctionScorer:
         return score
 
     def flush(self) -> None:
-        """Does nothing, because all calls are in flight."""
+        """Does nothing, because `submit` has already started all calls."""
 
     def close(self) -> None:
         self._scorer.close()

@@ -9,10 +9,10 @@ _INCOMPLETE = "\ufffd"
 """Character that stands for the bytes of an incomplete character."""
 
 _MAX_BYTES = 4
-"""Bytes of the longest character in UTF-8. A token may be one byte."""
+"""Bytes of the longest character in UTF-8. A token may be one byte, so a character may have this number of tokens."""
 
 _SPARE_TOKENS = 8
-"""Further tokens that are searched, since special tokens have no text."""
+"""Number of tokens that are searched in addition, because special tokens have no text."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class StopMatch:
 
 
 class StopStrings:
-    """Texts that end a response. They are searched in the text without special tokens."""
+    """Texts that end a response. They are searched without special tokens, unless a text contains a special token."""
 
     def __init__(self, chat: ChatTokenizer, texts: Sequence[str]) -> None:
         self._chat, self._texts = chat, tuple(texts)
         self._num_recent = _MAX_BYTES * max(map(len, self._texts), default=0) + _SPARE_TOKENS
         ends = (chat.decode(ids) for ids in chat.stop_ids if len(ids) > 1)
         self._held = (*self._texts, *(text for text in ends if text))
-        """Texts that end a response. A prefix of one of them at the end of the text is not settled."""
+        """Texts that end a response. A prefix of such a text at the end of a response is not settled."""
         special = [token for token in map(str, chat.tokenizer.all_special_tokens) if token]
         self._has_special = any(token in text for text in self._texts for token in special)
 
@@ -77,5 +77,5 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,7 @@
 """Generates text with a rollout engine in this process, for many prompts or for one streamed response.
 
-The random numbers of a token depend only on (seed, prompt index, sample, position). A response therefore does not
-depend on the other requests, on their order, or on the batch size.
+The random numbers of a token depend only on (seed, prompt index, sample, position). With engine hf on the CPU in
+float32, a response therefore does not depend on the other requests, on their order, or on the batch size.
 """
 
 import itertools
@@ -41,10 +41,10 @@ from flowrl.memory.device_settings import default_dtype, fit_engine
 from flowrl.memory.model_fit import find_head_size_problem, find_replica_problem
 
 _STOP_CHECK_S = 0.2
-"""Interval in which unfinished responses are searched for stop strings. It changes only the time of the search."""
+"""Seconds between two searches of unfinished responses for stop strings. Responses do not depend on this interval."""
 
 _STREAM_S = 0.02
-"""Interval between two states of a streamed response."""
+"""Seconds between two states of a streamed response."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TextRequest:
     token_ids: Sequence[int]
     """Tokens of the prompt."""
     max_tokens: int | None = None
-    """Maximum number of tokens of the response. None is that of the settings, which it may not exceed."""
+    """Maximum number of tokens of the response, at most the limit of the settings. None uses that limit."""
 
     @property
     def request_id(self) -> str:
@@ -152,9 +152,9 @@ class TextGenerator:
         _check_temperature(self.settings, self._kind, temperature)
 
     def generate(self, requests: Iterable[TextRequest]) -> Iterator[GeneratedText]:
-        """Yields the response to each request, in the order in which they finish.
+        """Yields the response to each request, in the order in which responses finish.
 
-        Reads the requests as the engine needs them. Each prompt and `max_tokens` together fit into `max_length`.
+        Reads the requests as the engine needs them. Each prompt and `max_tokens` together must fit into `max_length`.
         """
         waiting, running = iter(requests), dict[str, TextRequest]()
         searched = Counter[str]()
@@ -244,7 +244,7 @@ class TextGenerator:
     def _stopped(self, running: Iterable[str], searched: Counter[str]) -> list[Response]:
         """Returns the unfinished responses that have a stop string, and ends their requests.
 
-        `searched` has the number of tokens of each response that earlier calls have searched.
+        `searched` maps a request id to the number of response tokens that earlier calls have searched.
         """
         stopped = []
         for response in self._engine.read_partial(list(running)):
@@ -277,7 +277,9 @@ def engine_config(
     device: DeviceKind,
     stop_ids: tuple[tuple[int, ...], ...] = (),
 ) -> RolloutConfig:
-    """Returns the settings of the engine on a device. A null KV cache holds at least one response."""
+    """Returns the settings of the engine on a device. If `kv_cache_gb` is None, the KV cache holds at least one
+    response.
+    """
     vllm = VllmConfig(
         dtype=None if model.dtype == "float64" else model.dtype,
         kv_cache_gb=settings.kv_cache_gb,

@@ -48,7 +48,7 @@ class SnapshotTransfer(WeightTransfer, Protocol):
 
 
 class _BucketTransfer:
-    """Base class of the transports of all weights. A transport sends them in buckets of at most `bucket_mb`."""
+    """Base class of the transports of all weights. A transport sends buckets of at most `bucket_mb`, or one weight."""
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, config: TransferConfig, dtype: str | None = None
@@ -79,7 +79,9 @@ class ObjectStoreTransfer(_BucketTransfer):
 
 
 class AdapterTransfer:
-    """Sends only the actor's LoRA adapter, through Ray's object store. The rollout merges it into its base model."""
+    """Sends only the actor's LoRA adapter, through Ray's object store. The rollout merges the adapter into its base
+    model.
+    """
 
     updates_all_replicas = False
 
@@ -107,7 +109,7 @@ class CudaIpcTransfer(_BucketTransfer):
     the actor's GPUs does not generate while the actor trains, so there are no snapshots.
 
     A transfer needs memory for the weights of both roles. The actor first releases all other memory of its processes.
-    The rollout then wakes its weights. Its next call evicts the actor, before the KV cache wakes up.
+    The rollout then onloads its weights. The next call of the rollout evicts the actor, and then onloads the KV cache.
     """
 
     def send(self, version: int) -> None:
@@ -125,7 +127,7 @@ class BroadcastTransfer(_BucketTransfer):
     updates_all_replicas = True
 
     _metadata: Sequence[Future] = ()
-    """Descriptions of the buckets, after `connect`."""
+    """Descriptions of the buckets; empty before `connect`."""
 
     def connect(self) -> None:
         """Creates the groups of the senders and all rollout devices. Runs only once."""
@@ -168,7 +170,7 @@ TRANSFERS: Mapping[Transport, Callable[[WorkerGroup, WorkerGroup, TransferConfig
 
 
 def check_cuda_ipc(config: RunConfig, planned: Plan, problem: tuple[str, str] | None) -> None:
-    """Raises ConfigError if a weight sync needs CUDA IPC, which the machine lacks.
+    """Raises ConfigError if a weight sync needs CUDA IPC, but the machine does not support it.
 
     `problem`: result of `flowrl.controller.placement.inventory.find_ipc_problem`.
     """
@@ -213,7 +215,7 @@ class WeightSnapshot:
     _check: WeightsCheck
 
     def is_ready(self) -> bool:
-        """Returns whether the actor has exported the snapshot. Earlier load calls would block the replica."""
+        """Returns whether the actor has exported the snapshot. A load before this would block the replica."""
         return all(bucket.done() for bucket in self._buckets)
 
     def futures(self) -> Sequence[Future]:
@@ -237,14 +239,14 @@ class WeightSync:
         self._transfers: dict[tuple[str, str], WeightTransfer] = {}
 
     def prepare(self, actor: WorkerGroup, rollout: WorkerGroup) -> None:
-        """Requests the number of buckets in advance, so that `send` does not wait for it."""
+        """Requests the number of buckets in advance, so that `send` does not wait for this number."""
         if not has_weights_in_process(actor, rollout):
             self._transfer(actor, rollout)
 
     def send(self, actor: WorkerGroup, rollout: WorkerGroup, version: int) -> ComparedWeights | None:
         """Sends the actor's current weights as `version`. Returns the comparison of the weights, if enabled.
 
-        A rollout in the actor's processes shares the weights and gets only the version number.
+        If the rollout reads the actor's weights in its own process, sends only the version number.
         """
         if has_weights_in_process(actor, rollout):
             rollout.set_version.submit(version)

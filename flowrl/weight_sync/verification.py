@@ -57,8 +57,8 @@ class WeightsCheck:
     """Compares the weights of a rollout with samples of the actor's weights of `version`.
 
     The constructor exports the samples and must run before the weights are sent; `compare` runs afterwards. Neither
-    call waits. A difference raises CheckFailed when the result is read. Nothing is compared if the rollout shares the
-    actor's weights, if `rollout.check_weights` is `off`, or if a role does not support the check.
+    call waits. A difference raises CheckFailed when the result is read. Nothing is compared if the rollout reads the
+    actor's weights in its own process, if `rollout.check_weights` is `off`, or if a role does not support the check.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, version: int, config: RolloutConfig | None) -> None:

@@ -64,11 +64,11 @@ class DataFile(Config):
     """Number of rows of `reasoning_gym`, over all tasks."""
 
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
-    """Seed of the rows of `reasoning_gym`. Rows of different seeds or splits are generated from different numbers."""
+    """Seed of the rows of `reasoning_gym`. Other seeds and splits generate rows from other random numbers."""
 
     system: str | None = None
-    """System message of the rows of `reasoning_gym`: text, or the name of a prompt of the package, such as `default`,
-    which requests the answer between <answer> and </answer>. Null adds no message.
+    """System message of rows from `reasoning_gym`: text, or the name of one of reasoning-gym's system prompts. The
+    prompt `default` requests the answer between <answer> and </answer>. Null adds no message.
     """
 
     weight: PositiveFloat = 1.0
@@ -117,7 +117,7 @@ class DataFile(Config):
 
     @property
     def first_seed(self) -> int:
-        """Seed of the first row of each task. The seeds of other values of `seed` and `split` do not overlap."""
+        """Seed of the first row of each task. Row seeds for different values of `seed` or `split` do not overlap."""
         return self.seed * MAX_GENERATED_ROWS + (_TEST_OFFSET if self.split == "test" else 0)
 
 
@@ -131,12 +131,12 @@ Files = FilePath | Annotated[tuple[_AnyFile, ...], Field(strict=False, min_lengt
 
 
 def as_data_files(files: Path | tuple[DataFile, ...]) -> tuple[DataFile, ...]:
-    """Returns the files with their settings."""
+    """Returns the files with their settings. A single path becomes a file with default settings."""
     return (DataFile(path=files),) if isinstance(files, Path) else files
 
 
 def paths_of(key: str, files: Path | tuple[DataFile, ...]) -> dict[str, Path]:
-    """Returns the path of each file by the key of its setting. `key` is the key of the setting with all files."""
+    """Returns key of a setting -> path of the file. `key` is the key of the setting with all files."""
     if isinstance(files, Path):
         return {key: files}
     return {f"{key}.{i}.path": file.path for i, file in enumerate(files) if file.path is not None}
@@ -156,7 +156,7 @@ class EvaluationSet(Config):
 
     every: NonNegativeInt | None = None
     """Number of steps between evaluations of this set; null is `evaluate_every`. With a number above 0, the set is also
-    evaluated before the first step and after the last step. 0 never evaluates it.
+    evaluated before the first step and after the last step. 0 never evaluates the set.
     """
 
     rows: PositiveInt | None = None
@@ -177,8 +177,8 @@ class DifficultyConfig(Config):
     """Selection of training prompts by their success: the mean score of a prompt's responses (docs/data.md)."""
 
     column: str | None = None
-    """Column of the dataset with the initial success of each prompt, such as a pass rate from 0 to 1. It counts as a
-    measurement. If this setting or the value of a row is null, the success is unknown before the first measurement.
+    """Column of the dataset with the initial success of each prompt, such as a pass rate from 0 to 1. A value counts as
+    a measurement. If this setting or the value of a row is null, the success is unknown before the first measurement.
     """
 
     min: float | None = None
@@ -188,8 +188,8 @@ class DifficultyConfig(Config):
     """Largest success of a prompt that is used; null sets no limit."""
 
     revisit: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Probability that a prompt outside of [min, max] is used instead of skipped. The new measurement may return it to
-    the range. 0 never uses it again.
+    """Probability that a prompt outside of [min, max] is used instead of skipped. The new measurement may return the
+    prompt to the range. With 0, such a prompt is never used again.
     """
 
     candidates: Annotated[int, Field(ge=2)] = 8
@@ -226,11 +226,11 @@ class DataConfig(Config):
     """
 
     test: Files | None = None
-    """Evaluation data. Without it and `tests`, there is no evaluation."""
+    """Evaluation data. Without `test` and `tests`, there is no evaluation."""
 
     tests: Mapping[str, _AnySet] = Field(default_factory=dict)
     """Additional evaluation sets by name. A set is a path, a list of files, or a mapping with its own settings, such as
-    `{easy: easy.jsonl, hard: {files: hard.jsonl, every: 50}}`. The names of their metrics end with `/NAME`.
+    `{easy: easy.jsonl, hard: {files: hard.jsonl, every: 50}}`. The names of the metrics of a set end with `/NAME`.
     """
 
     max_prompt_tokens: PositiveInt
@@ -239,12 +239,12 @@ class DataConfig(Config):
     """
 
     too_long: TooLong = "refuse"
-    """Rows with more than max_prompt_tokens. `refuse`: raise an error with file and line before the run starts.
-    `drop`: drop the row. `truncate`: drop the first turns of a prompt, or the end of a response.
+    """Treatment of rows with more than max_prompt_tokens. `refuse`: raise an error with file and line before the run
+    starts. `drop`: drop the row. `truncate`: drop the first turns of a prompt, or the end of a response.
     """
 
     trailing_assistant: RefuseOrDrop = "refuse"
-    """Prompts that end with the assistant. `refuse`: raise an error. `drop`: remove the last message."""
+    """Treatment of prompts that end with the assistant. `refuse`: raise an error. `drop`: remove the last message."""
 
     ignored_message_keys: MessageKeys = ()
     """Keys of turns that are not read, such as `[language, timestamp]`. A row with another unknown key is invalid. Do
@@ -257,12 +257,12 @@ class DataConfig(Config):
     """
 
     template: FilePath | None = None
-    """Conversation template file (docs/data.md). Null uses `conversation_template.json` in the model's folder if it
-    exists, and otherwise the tokenizer's chat template.
+    """Conversation template file (docs/data.md). Null uses `conversation_template.json` in the tokenizer's folder, or
+    else the tokenizer's chat template.
     """
 
     evaluation_rows: PositiveInt | None = None
-    """Number of rows per evaluation set, from its start; null uses all rows."""
+    """Number of rows per evaluation set, from the start of the set; null uses all rows."""
 
     order: Literal["file", "shuffle", "curriculum"] = "shuffle"
     """Order of the training rows. `shuffle`: a new random order in every epoch, from the run's seed. `file`: the order
@@ -323,7 +323,7 @@ class DataConfig(Config):
         return as_data_files(self.train)
 
     def files(self, group: str) -> dict[str, Path]:
-        """Returns the path of each file by the key of its setting. `group` is the key of this settings group."""
+        """Returns key of a setting -> path of the file. `group` is the key of this settings group."""
         return {key: path for name, files in self._settings(group) for key, path in paths_of(name, files).items()}
 
     def generated(self, group: str) -> tuple[str, ...]:
@@ -342,18 +342,18 @@ class RowsConfig(Config):
     """Settings of `flowrl data check` and `flowrl data show`, which select and tokenize rows."""
 
     files: Annotated[tuple[_AnyFile, ...], Field(strict=False, min_length=1)]
-    """Files to read. Weights are ignored: set them in the run that reads the prepared folder."""
+    """Files to read. Weights are ignored, because the run that reads the prepared folder sets them."""
 
     tokenizer: FilePath | None = None
     """Folder of the model or tokenizer, or a Hub name. `flowrl data check` also works without it."""
 
     kind: Literal["prompts", "sft", "preference", "kto", "text"] | None = None
     """Kind of training: prompts for reinforcement learning, responses for SFT, preference pairs, single labeled
-    responses (KTO), or plain text. Null infers it from the first row.
+    responses (KTO), or plain text. Null infers the kind from the first row.
     """
 
     template: FilePath | None = None
-    """Conversation template file. It is created from the tokenizer if it does not exist. Null uses the template in
+    """Conversation template file. A file that does not exist is created from the tokenizer. Null uses the template in
     the tokenizer's folder.
     """
 
@@ -376,13 +376,13 @@ class RowsConfig(Config):
     """Maximum number of trained tokens of a row, or of each side of a preference pair. Null sets no limit."""
 
     too_long: TooLong = "drop"
-    """Rows above max_tokens. `refuse`: stop with file and line. `drop`: drop the row. `truncate`: drop the first
-    turns of a prompt, or the end of a response.
+    """Treatment of rows above max_tokens. `refuse`: stop with file and line. `drop`: drop the row. `truncate`: drop the
+    first turns of a prompt, or the end of a response.
     """
 
     trailing_assistant: RefuseOrDrop = "drop"
-    """Prompts that end with the assistant. `refuse`: drop the row, or stop in strict mode. `drop`: remove the last
-    message.
+    """Treatment of prompts that end with the assistant. `refuse`: drop the row, or stop in strict mode. `drop`: remove
+    the last message.
     """
 
     ignored_message_keys: MessageKeys = ()
@@ -391,7 +391,7 @@ class RowsConfig(Config):
     """
 
     duplicates: Literal["keep", "drop"] = "drop"
-    """Rows whose messages equal those of an earlier row."""
+    """Treatment of rows whose messages equal the messages of an earlier row."""
 
     near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Minimum similarity (Jaccard index of word 5-grams) of near duplicates, such as 0.8. A near duplicate of an
@@ -415,4 +415,4 @@ class PreparationConfig(RowsConfig):
     """Rows per file of the prepared folder."""
 
     processes: PositiveInt = 1
-    """Number of processes that parse and tokenize. The result does not depend on it."""
+    """Number of processes that parse and tokenize. The result does not depend on this number."""

@@ -1,4 +1,4 @@
-"""Rollout engines and their capabilities, also those of a user, and the settings of the weight sync."""
+"""Capabilities of rollout engines, also of a user's engine, and the settings of the weight sync."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Quantization:
     dtypes: tuple[str, ...] | None = None
     """Supported dtypes of the weights before the quantization; None is all dtypes of the engine."""
     packages: tuple[Package, ...] = ()
-    """Packages in addition to those of the engine."""
+    """Packages that the quantization needs in addition to the engine's packages."""
     deterministic: bool = True
     """On GPUs, the logits of a row do not depend on the other rows of the batch, as `deterministic` of a run
     requires."""
@@ -46,8 +46,8 @@ class EngineCapabilities:
     """The engine needs a process without other roles. Otherwise, it also runs in the processes of the actor and in the
     inline backend."""
     shares_weights: bool = False
-    """In a process of the actor, the engine generates with the actor's weights and has no copy of them, unless it is
-    quantized."""
+    """In a process of the actor, the engine generates with the actor's weights instead of a copy, except with
+    quantization."""
     gpu_transports: tuple[GpuTransport, ...] = ()
     """Transports of weights between GPUs. Every engine also loads weights from the object store."""
     streaming: bool = False
@@ -55,14 +55,14 @@ class EngineCapabilities:
     sleep: bool = False
     """The engine can offload its device memory while other processes use the devices."""
     keeps_turn_cache: bool = False
-    """The engine has the setting `rollout.keep_turn_cache`: it keeps the KV cache of an episode between two turns, or
-    prefills each turn again."""
+    """The engine supports both values of `rollout.keep_turn_cache`: it can keep the KV cache of an episode between two
+    turns, or prefill each turn again."""
     returns_routes: bool = False
     """The engine returns the experts that a mixture of experts has chosen (`rollout.router_replay`)."""
     dimensions: tuple[Literal["tp", "pp"], ...] = ()
-    """Parallel sizes that its role in the placement may have. One engine then uses several devices of a node."""
+    """Parallel sizes that a role with this engine may have in the placement. One engine then uses several devices."""
     partial_models: bool = False
-    """The engine loads a model whose files lack weights or have unexpected ones (`model.strict: false`) as the trainer
+    """With `model.strict: false`, the engine treats missing and unexpected weights in a model's files as the trainer
     does."""
     matches_trainer: bool = False
     """The engine computes with the model code of the trainer, so log-probabilities differ only by rounding. Otherwise,
@@ -74,7 +74,7 @@ class EngineCapabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """Supported dtypes of the weights, the preferred one first."""
     head_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Kind of device -> supported sizes of attention heads. A device that is missing supports all sizes."""
+    """Kind of device -> supported sizes of attention heads. A kind that is missing supports all sizes."""
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)
     packages: tuple[Package, ...] = ()
     """Packages that the engine needs. `flowrl doctor` prints their versions."""
@@ -135,7 +135,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
 
 @cache
 def get_capabilities(name: str) -> EngineCapabilities:
-    """Returns the capabilities of an engine. Imports only a user's engine. Raises ImportNameError, a ValueError."""
+    """Returns the capabilities of an engine. Imports only a user's engine. Raises ImportNameError (a ValueError)."""
     return find_capabilities(name, ENGINES, "rollout engine", EngineCapabilities)
 
 
@@ -157,13 +157,13 @@ class TransferConfig(Config):
     via: Literal["auto", "object_store", "cuda_ipc", "nccl", "gloo"] = "auto"
     """Transport of the weights. If the engine supports it, `auto` selects cuda_ipc on the actor's GPUs and nccl on
     other GPUs. Otherwise, and on GPUs of an actor with `engine.offload: idle`, `auto` selects object_store. `gloo` is a
-    broadcast as `nccl`, for CPUs. If the actor has `lora`, object_store sends only the adapter, and the rollout merges
-    it into the base model, which it reads from `model.path`.
+    broadcast like `nccl`, for CPUs. If the actor has `lora`, object_store sends only the adapter. The rollout reads the
+    base model from `model.path`, and merges the adapter into it.
     """
 
     senders: Literal["one", "all"] = "one"
     """Senders of nccl and gloo. `one`: the actor's first rank gathers and sends all weights. `all`: each rank of one
-    copy of the model sends its part without a gather. It is rejected with LoRA, tp or pp, and with other transports.
+    copy of the model sends its part without a gather. `all` is rejected with LoRA, tp or pp, and for other transports.
     """
 
     bucket_mb: PositiveFloat = 500.0

@@ -25,15 +25,15 @@ class TrainCapabilities:
     dimensions: tuple[Dimension, ...] = ("dp",)
     """Parallel dimensions of the placement that may be larger than 1."""
     settings: tuple[str, ...] = ("max_tokens_per_microbatch",)
-    """Settings of `EngineConfig` that the engine reads. All others must have their defaults."""
+    """Settings of `EngineConfig` that the engine reads. All other settings must have their defaults."""
     options: tuple[str, ...] = ()
     """Names that the engine accepts in `engine.options`."""
     adapters: bool = False
-    """The engine has the method of `AdapterExport`. It trains LoRA adapters, and starts from saved ones."""
+    """The engine has the method of `AdapterExport`. It trains LoRA adapters, and can start from saved adapters."""
     shares_weights: bool = False
-    """The engine has the methods of `SharedModel`: a rollout or a reference in its process can use its model."""
+    """The engine has the methods of `SharedModel`. A rollout or a reference in its process can then use its model."""
     estimates_memory: bool = False
-    """`flowrl plan` estimates the engine's memory. It can do so only for the included engine."""
+    """`flowrl plan` estimates the engine's memory. This is possible only for the included engine."""
 
 
 TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
@@ -66,8 +66,8 @@ TRAIN_ENGINES: Mapping[str, TrainCapabilities] = {
 
 @cache
 def get_train_capabilities(name: str) -> TrainCapabilities:
-    """Returns the capabilities of a training engine. Imports only a user's engine. Raises ImportNameError, a
-    ValueError.
+    """Returns the capabilities of a training engine. Imports only a user's engine. Raises ImportNameError (a
+    ValueError).
     """
     return find_capabilities(name, TRAIN_ENGINES, "training engine", TrainCapabilities)
 

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 from flowrl.config.base import Config, ConfigError, DeviceKind
 
 DEFAULT_CACHE_GB = 1.0
-"""KV cache of vLLM on a CPU, or if the plan cannot determine it."""
+"""Size of vLLM's KV cache in GB on a CPU, or if the plan cannot determine the size."""
 
 CACHE_SHARE = 0.9
 """Share of the free memory of a GPU that becomes the KV cache. The rest covers errors of the estimate."""
@@ -62,7 +62,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "spec_model": "set speculative_config",
     "spec_tokens": "set speculative_config",
 }
-"""Argument of vLLM's engine that flowrl does not pass on -> what to do instead, or why not."""
+"""Argument of vLLM's engine that flowrl rejects -> alternative, or reason."""
 
 _OWN_PREFIXES: Mapping[str, str] = {
     "data_parallel_": "give the role more devices",
@@ -73,11 +73,11 @@ _OWN_PREFIXES: Mapping[str, str] = {
 }
 
 SPECULATIVE_METHODS = ("ngram", "suffix")
-"""Methods of speculative decoding that have no weights. A weight sync would not update those of the others."""
+"""Methods of speculative decoding that have no weights. Weight syncs would not update the weights of other methods."""
 
 
 def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
-    """Returns why flowrl does not pass one of these arguments to vLLM's engine. Returns None if it passes them all."""
+    """Returns why flowrl rejects one of these arguments of vLLM's engine. Returns None if it accepts all of them."""
     for name in arguments:
         prefixes = (text for prefix, text in _OWN_PREFIXES.items() if name.startswith(prefix))
         if (instead := OWN_ARGUMENTS.get(name) or next(prefixes, None)) is not None:
@@ -99,8 +99,8 @@ def find_rejected_argument(arguments: Mapping[str, Any]) -> str | None:
 
 
 def find_speculation_problem(arguments: Mapping[str, Any], device: DeviceKind) -> str | None:
-    """Returns which argument of vLLM's engine gives wrong responses on a kind of devices, for an error message. Returns
-    None if none does.
+    """Returns the part of an error message about an argument with which vLLM gives wrong responses on a kind of device.
+    Returns None if no argument does.
 
     On CPUs, vLLM 0.32 accepts proposed tokens that it should reject. Only greedy responses are right.
     """
@@ -110,7 +110,7 @@ def find_speculation_problem(arguments: Mapping[str, Any], device: DeviceKind) -
 
 
 class VllmConfig(Config):
-    """Settings of the vLLM engine. All except `engine_args` change only time and memory."""
+    """Settings of the vLLM engine. All except `dtype` and `engine_args` change only time and memory."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of weights and activations. Null: on GPUs the actor's `compute_dtype`, and for a judge bfloat16; on CPUs
@@ -138,11 +138,11 @@ class VllmConfig(Config):
 
     sleep: bool | None = None
     """Free the devices while other roles use them: offload weights to host memory and drop the KV cache. Null is true
-    on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. False lets other roles use the devices
-    anyway."""
+    on GPUs and false on CPUs. With schedule async, a rollout cannot sleep. With false, the rollout keeps its memory
+    while other roles use the devices."""
 
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, by name. They may change results. Those that flowrl sets itself are
+    """Further arguments of vLLM's `EngineArgs`, by name. They may change results. Arguments that flowrl sets itself are
     rejected."""
 
     @field_validator("engine_args")
@@ -177,13 +177,13 @@ class VllmConfig(Config):
 
 
 class PlannedVllmConfig(VllmConfig):
-    """Settings of vLLM on a GPU whose KV cache uses the memory that a plan leaves free. Not read from files."""
+    """Settings of a vLLM engine on a GPU. The KV cache uses the memory that a plan leaves free. Not read from files."""
 
     setting: str
     """Name of the setting of the KV cache, for messages."""
 
     needed: NonNegativeInt
-    """Peak bytes on the device without this KV cache, while the engine holds it."""
+    """Peak bytes that everything except this KV cache needs on the device, while the engine holds the cache."""
 
     present: NonNegativeInt
     """Bytes that are in use on the device when the engine starts, according to the plan. Includes the CUDA context

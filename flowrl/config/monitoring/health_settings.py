@@ -38,14 +38,14 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 
 class HealthConfig(Config):
-    """Limits of the health checks (docs/observability.md). A value beyond its limit is a finding. Findings change no
-    result. Null disables a check.
+    """Limits of the health checks (docs/observability.md). A value beyond its limit is a finding. Findings of checks in
+    `stop_on` end the run. Other findings do not change training. Null disables a check.
     """
 
     steps: PositiveInt = 10
-    """Number of steps whose median most checks compare with their limit. These checks need the values of this many
-    steps, so that a single noisy step has no effect. Three checks report a value far beyond the limit sooner
-    (docs/observability.md).
+    """Number of recent steps. Most checks compare the median over these steps with their limit, so that a single noisy
+    step has no effect. These checks need the values of this many steps. Three checks report a value far beyond the
+    limit sooner (docs/observability.md).
     """
 
     skipped_updates: Share | None = 0.5
@@ -73,12 +73,12 @@ class HealthConfig(Config):
     """Largest share of the experts of a mixture of experts that receive no token in a step (`ROLE/dead_experts`)."""
 
     kl_growth: PositiveFloat | None = 1.0
-    """Largest KL of the policy to the reference in nats per token. A KL below that of the first step is no finding."""
+    """Largest KL of the policy to the reference in nats per token. A KL below its value in step 1 is no finding."""
 
     entropy_collapse: Share | None = 0.05
-    """Smallest entropy of the policy, as a fraction of its entropy in the first step. It is multiplied by the share of
-    the task that is not solved yet, and does not apply to a policy whose mean reward has almost reached the largest
-    reward of any response so far.
+    """Smallest entropy of the policy, as a fraction of its entropy in the first step. The limit is multiplied by the
+    share of the task that is not solved yet. The check does not apply to a policy whose mean reward has almost reached
+    the largest reward of any response so far.
     """
 
     repetition: Share | None = 0.5
@@ -91,16 +91,17 @@ class HealthConfig(Config):
     """Largest share of responses that are truncated at the length limit."""
 
     no_signal: Share | None = 0.9
-    """Largest share of groups, trained or dropped, whose scores are all equal. It does not apply to a policy whose
-    mean reward has almost reached the largest reward of any response so far.
+    """Largest share of groups, trained or dropped, whose scores are all equal. The check does not apply to a policy
+    whose mean reward has almost reached the largest reward of any response so far.
     """
 
     held_out_fall: PositiveFloat | None = 0.2
     """Largest fall of the held-out `accuracy` below its best value, as a fraction of this value, while the training
     `reward` rises. Also the largest rise of `validation_loss` above its best value, while the training loss falls. If
-    the training metric does not improve, only a collapse is a finding: the held-out metric has lost more than half of
-    its best value, and the training metric more than half of the better one of its values in the first step and at
-    the best evaluation. A held-out reward must also have lost at least a tenth of the largest reward of any response.
+    the training metric does not improve, only a collapse of both metrics is a finding. Then the held-out metric has
+    lost more than half of its best value. The training metric has lost more than half of its value in the first step or
+    at the best evaluation, whichever is better. A held-out reward must also have lost at least a tenth of the largest
+    reward of any response.
     """
 
     device_memory: Share | None = 0.95
@@ -116,12 +117,13 @@ class HealthConfig(Config):
     """Largest share of the time during which a device runs no call."""
 
     low_mfu: Share | None = 0.1
-    """Smallest model FLOPs utilization of a role in its forward and backward passes (`usage/ROLE/mfu`). It is only
-    measured on GPUs with a known peak, and with `report.peak_tflops`.
+    """Smallest model FLOPs utilization of a role in its forward and backward passes (`usage/ROLE/mfu`). The utilization
+    is measured only on GPUs with a known peak, or with `report.peak_tflops`.
     """
 
     record_on: HealthChecks = ()
-    """Names of checks. After the first finding of each of them, the next step is recorded for `flowrl replay`."""
+    """Names of checks. After the first finding of each of these checks, the next step is recorded for `flowrl replay`.
+    """
 
     stop_on: HealthChecks = ()
     """Names of checks whose findings end the run. The run then completes the current step, saves a checkpoint if

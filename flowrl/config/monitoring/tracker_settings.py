@@ -8,7 +8,7 @@ from flowrl.config.base import ImportName, Member, OneOf, Options
 
 
 class TrackerConfig(Member):
-    """Base class of the settings of a tracker. Its class receives them as keyword arguments."""
+    """Base class of the settings of a tracker. The class of the tracker receives them as keyword arguments."""
 
     NOUN = "a tracker"
 

@@ -14,11 +14,11 @@ FAILURE_RATE = Dependency(
     "on_failure is stop, which ends the run at the first failure: set on_failure, or remove it",
     is_error=False,
 )
-"""The limit of failures has no effect if the first failure ends the run."""
+"""Dependency of the limit of failures, which has no effect if the first failure ends the run."""
 
 
 class EnvironmentConfig(RoleConfig):
-    """An environment: after each response of the policy, it returns the next messages, a reward, or the end of the
+    """An environment. After each response of the policy, it returns the next messages, a reward, or the end of the
     episode.
     """
 
@@ -42,10 +42,10 @@ class EnvironmentConfig(RoleConfig):
     """
 
     max_timeouts: NonNegativeInt = 3
-    """Number of observed timeouts of an episode. The next one is a failure."""
+    """Maximum number of observed timeouts of an episode. The next timeout is a failure."""
 
     restarts: NonNegativeInt = 3
-    """Number of times that an episode starts again after its process was lost. Its responses are generated again."""
+    """Maximum number of restarts of an episode after its process was lost. A restarted episode has new responses."""
 
     memory_mb: PositiveFloat | None = None
     """Largest memory of a process, in MB (10^6 bytes). Null sets no limit."""

@@ -105,7 +105,7 @@ class ChoiceVerdict(VerdictConfig):
     choices: Annotated[Mapping[str, float], Field(min_length=2)] = Field(
         default_factory=lambda: {"A": 1.0, "B": 0.0, "C": 0.5}
     )
-    """Score of each word. A word without a score is a failure. For a pairwise judge, the score is that of the first
+    """Score of each word. A word without a score is a failure. For a pairwise judge, this is the score of the first
     response: 1 if it is better, 0 if it is worse, and 0.5 for a tie.
     """
 
@@ -150,8 +150,8 @@ class JudgeConfig(RoleConfig):
     """System message; null uses none."""
 
     template: FilePath | None = None
-    """Conversation template file of the judge (docs/data.md). Null uses the template in the model's folder or of its
-    tokenizer.
+    """Conversation template file of the judge (docs/data.md). Null uses `conversation_template.json` in the tokenizer's
+    folder, or else the tokenizer's chat template.
     """
 
     verdict: AnyVerdict | None = None
@@ -163,8 +163,8 @@ class JudgeConfig(RoleConfig):
     """Largest number of other responses with which a pairwise judge compares a response."""
 
     compare_with: str | None = None
-    """Column with a response to the prompt, such as `answer`. A pairwise judge compares each response with it only.
-    Null compares the responses to a prompt with each other.
+    """Column with a response to the prompt, such as `answer`. A pairwise judge compares each response only with this
+    column. Null compares the responses to a prompt with each other.
     """
 
     max_response_tokens: PositiveInt = 512
@@ -253,19 +253,21 @@ class JudgeConfig(RoleConfig):
 
     @property
     def functions(self) -> dict[str, str]:
-        """User's functions by setting."""
+        """Name of a setting -> user function."""
         verdict = self.applied_verdict
         return {"verdict": verdict.kind} if isinstance(verdict, CustomVerdict) else {}
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files that change verdicts by setting, except those of the model."""
+        """Name of a setting -> file that influences verdicts. Files of the model are not included."""
         paths = {"prompt_file": self.prompt_file, "template": self.template}
         return {name: path for name, path in paths.items() if path is not None}
 
     @property
     def generation(self) -> RolloutConfig:
-        """Settings of the engine, as those of a rollout. Requests with temperature 0 override its temperature."""
+        """Settings of the engine, in the form of rollout settings. These do not allow temperature 0. A greedy judge
+        therefore has temperature 1 in them, and sets temperature 0 in each request.
+        """
         settings: dict[str, Any] = {
             "engine": self.engine,
             "vllm": self.vllm,

@@ -28,7 +28,8 @@ class ServiceConfig(Config):
     """Seconds for one request, from the connection to the last byte of the response."""
 
     deadline_s: PositiveFloat = 300.0
-    """Seconds for all attempts of a batch, including the pauses between them. Then its rows have failed."""
+    """Seconds for all attempts of a batch, including the pauses between attempts. After this time, the rows of the
+    batch have failed."""
 
     retries: NonNegativeInt = 5
     """Number of retries after a failed connection, a timeout, a malformed response, or status 408, 425, 429, 500, 502,
@@ -78,8 +79,8 @@ class RewardSource(ScoringModelConfig):
     """Additional keyword arguments of the function."""
 
     rows_per_call: PositiveInt | None = None
-    """Largest number of rows of one call of the function, which receives a list per column and returns a list of
-    numbers. Null calls the function once per row.
+    """Largest number of rows per call of the function. The function then receives a list per column and returns a list
+    of numbers. Null calls the function once per row.
     """
 
     judge: JudgeConfig | None = None
@@ -98,7 +99,9 @@ class RewardSource(ScoringModelConfig):
     )
 
     def of_policy(self, tokenizer: Path, template: Path | None) -> Self:
-        """Returns the settings with the tokenizer and template of the policy, unless a model's settings name others."""
+        """Returns the settings with the policy's tokenizer and template in place of nulls. Settings without a reward
+        model stay unchanged.
+        """
         if self.model is None:
             return self
         template = self.policy_template or template
@@ -119,10 +122,10 @@ class RewardComponent(RewardSource):
     """Name of the reward, of its column and of its metrics: lower-case letters, digits and '_'."""
 
     weight: float = 1.0
-    """Factor of its score in the sum `scores`. 0 only records the score."""
+    """Factor of this reward's score in the sum `scores`. 0 only records the score."""
 
     data_sources: Names | None = None
-    """Values of the column `data_source` of the rows that this reward scores. Null scores all rows."""
+    """This reward scores only rows with one of these values in the column `data_source`. Null scores all rows."""
 
     def applies_to(self, data_source: str | None) -> bool:
         """Returns whether this reward scores rows with a data source."""
@@ -152,7 +155,7 @@ class RewardConfig(RewardSource):
     """Number of processes that call reward functions, over all ranks of the role."""
 
     timeout_s: PositiveFloat = 60.0
-    """Timeout of one call of a reward function in seconds. After the timeout, its process is killed and replaced."""
+    """Timeout of one call of a reward function in seconds. After the timeout, the process is killed and replaced."""
 
     retries: NonNegativeInt = 0
     """Number of times that a failed call is repeated, in a different process."""
@@ -174,8 +177,8 @@ class RewardConfig(RewardSource):
     """
 
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest share of the responses of a step or evaluation set whose reward failed. A run with a larger share saves
-    its state and stops. `on_failure: stop` ends a run at the first failure.
+    """Largest share of responses with a failed reward, in a step or evaluation set. A run with a larger share saves its
+    state and stops. `on_failure: stop` ends a run at the first failure.
     """
 
     DEPENDENCIES = (*RewardSource.DEPENDENCIES, FAILURE_RATE)
@@ -228,7 +231,7 @@ class RewardConfig(RewardSource):
         return self.model_copy(update={"components": tuple(parts)})
 
     def of_policy(self, tokenizer: Path, template: Path | None) -> Self:
-        """Returns the settings with the tokenizer and template of the policy for all models."""
+        """Returns the settings with the policy's tokenizer and template in place of nulls, for all reward models."""
         if self.components is None:
             return super().of_policy(tokenizer, template)
         return self.model_copy(
@@ -266,7 +269,9 @@ class RewardConfig(RewardSource):
         return ("scores", *(part.name for part in self.components or ()))
 
     def function_columns(self, *, evaluation: bool = False) -> tuple[str, ...]:
-        """Returns the columns that the functions compute. `scores` is one of them if no reward is a model."""
+        """Returns the columns that functions compute, in training or in an evaluation. `scores` is included if no
+        reward is a model.
+        """
         if evaluation and self.evaluation is not None:
             parts = () if isinstance(self.evaluation, str) else self.evaluation
             return ("scores", *(part.name for part in parts))

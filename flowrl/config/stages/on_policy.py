@@ -41,7 +41,8 @@ class OnPolicyConfig(RolloutRunConfig):
 
     @classmethod
     def uses_reference(cls, actor: ActorConfig, algorithm: AnyAdvantage) -> bool | None:
-        """Returns whether a KL term uses the reference. None: user functions may use it, so it is loaded if it is set.
+        """Returns whether a KL term uses the reference. None if only user functions may use it. A reference that is set
+        is then loaded.
 
         A recipe that uses the reference in another way overrides this method.
         """

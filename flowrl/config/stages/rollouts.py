@@ -34,7 +34,7 @@ class DynamicSampling(Config):
 
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Prompts of a round, as a multiple of the missing groups. Above 1, a step has fewer rounds, and surplus groups are
-    dropped. With schedule async, there are no rounds, and it has no effect.
+    dropped. With schedule async, there are no rounds, and this setting has no effect.
     """
 
     column: str = "scores"
@@ -50,7 +50,7 @@ class RolloutRunConfig(DatasetConfig):
     """
 
     if TYPE_CHECKING:
-        # Subclasses declare the field, because its default values derive from fields of the subclass before it.
+        # Subclasses declare the field, because its default values derive from earlier fields of the subclass.
         @property
         def actor(self) -> TrainedConfig: ...
 
@@ -74,7 +74,7 @@ class RolloutRunConfig(DatasetConfig):
     """
 
     dynamic_sampling: DynamicSampling | None = None
-    """Drops groups without signal and generates others. Null trains on all groups."""
+    """Drops groups whose scores are all equal, and generates other groups. Null trains on all groups."""
 
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on the held-out prompts in `data`."""
@@ -116,7 +116,7 @@ class RolloutRunConfig(DatasetConfig):
 
     @property
     def evaluation_by_set(self) -> dict[str, EvaluationConfig]:
-        """Settings of the evaluation of each held-out set, by its name: its own, or `evaluation`."""
+        """Name of a held-out set -> evaluation settings: those of the set, or else `evaluation`."""
         sets = self.data.evaluation_sets.items()
         return {name: held_out.evaluation or self.evaluation for name, held_out in sets}
 
@@ -187,7 +187,7 @@ class RolloutRunConfig(DatasetConfig):
 
     @property
     def trains_on_scores(self) -> bool:
-        """Whether scores, if there are any, decide how the policy is trained. Otherwise they only measure it."""
+        """Whether scores, if there are any, decide how the policy is trained. If not, they only measure the policy."""
         return True
 
     @property

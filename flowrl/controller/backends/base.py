@@ -42,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def count_usable_cpus(self, nodes: Collection[int]) -> Mapping[int, int]:
-        """Returns node index -> number of CPUs that a worker process may use. `reserve` must have returned."""
+        """Returns node index -> number of CPUs that a worker process may use. Call `reserve` first."""
         ...
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
@@ -73,7 +73,8 @@ class Backend(Protocol):
     def evict(self, slot: Slot, role: str, rank: int, *, replaceable: bool) -> Ref:
         """Offloads all workers of a host. Returns a reference to the `Report`.
 
-        `role` and `rank` identify the process in error messages. `replaceable` retries the call if the process is lost.
+        `role` and `rank` identify the process in error messages. With `replaceable`, the call is retried if the process
+        is lost.
         """
         ...
 
@@ -90,7 +91,7 @@ class Backend(Protocol):
         ...
 
     def wait(self, refs: Sequence[Ref], count: int, timeout_s: float) -> list[Ref]:
-        """Waits until `count` references are resolved or failed, or until the timeout. Returns these references."""
+        """Waits for `count` resolved or failed references, or until the timeout. Returns these and no pending ones."""
         ...
 
     def get(self, refs: Sequence[Ref]) -> list[Any]:
@@ -98,7 +99,7 @@ class Backend(Protocol):
         ...
 
     def probe(self, slot: Slot) -> Ref:
-        """Returns a reference that resolves when the process is idle. Raises `ProcessLost` on `get` if it has ended."""
+        """Returns a reference that resolves when the process is idle. If it has ended, `get` raises `ProcessLost`."""
         ...
 
     def stacks(self, slots: Sequence[Slot]) -> Mapping[Slot, StackDump]:
@@ -106,18 +107,18 @@ class Backend(Protocol):
         ...
 
     def restart(self, slot: Slot, process_id: int | None) -> None:
-        """Kills a process and starts a replacement.
+        """Kills the process of a slot and starts a replacement.
 
-        If the process with this id on the slot's node has already been replaced, the replacement continues. None means
-        the current process.
+        With a `process_id`, does nothing if the process with this id has already been replaced. None kills the current
+        process.
         """
         ...
 
     def restore(self, slot: Slot, plan: RecoveryPlan) -> Ref:
-        """Restores the workers of a replacement process that serve other processes. Does not block. Returns a
-        reference that resolves after the restoration.
+        """Restores the workers of a replacement process before earlier calls are retried in this process. Does not
+        block. Returns a reference that resolves after the restoration.
 
-        Earlier calls to the process may wait for results of these other processes, so the restoration precedes them.
+        Required for a process that serves other processes, because retried calls may wait for these other processes.
         """
         ...
 

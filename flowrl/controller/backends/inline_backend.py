@@ -36,7 +36,7 @@ class InlineBackend:
         return dict.fromkeys(nodes, count_usable_cpus())
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
-        """Does nothing: the driver's process needs no reservation."""
+        """Does nothing, because the driver's process needs no reservation."""
 
     def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
         self._hosts |= {(slot.pool, slot.rank): Host() for slot in group.slots}

@@ -1,4 +1,4 @@
-"""Starts a Ray of this process on this machine, with private files and its own token, and stops it."""
+"""Starts and stops a local Ray for this process, with private files and its own authentication token."""
 
 import atexit
 import logging
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 RAY_SETTINGS = {
     # The driver raises failures of calls. Ray would print the same failures again.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    # Lineage keeps the inputs of every live result in memory, to recompute results of a lost node. flowrl does not.
+    # Lineage keeps the inputs of every live result in memory. flowrl does not recompute the results of a lost node.
     "RAY_lineage_pinning_enabled": "0",
     # With Ray's default niceness of 15, other processes, including the driver, starve the workers.
     "RAY_worker_niceness": "0",
@@ -42,10 +42,10 @@ RAY_SETTINGS = {
 """Default environment variables of a local Ray."""
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable that is 0 in the processes of a local Ray, and in a process that joins it."""
+"""Environment variable that limits Ray to the loopback interface. A local Ray and processes that join it set 0."""
 
 _NEEDED = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
-"""Processes of Ray whose end is the end of a local Ray."""
+"""Processes without which a local Ray cannot run."""
 
 _RAY_FOLDER = str(Path(ray.__file__).parent)
 _END_TIMEOUT_S = 5.0
@@ -59,10 +59,11 @@ class LocalRay:
 
     Args:
         num_cpus: number of CPUs that Ray offers to pools.
-        ends: describes the ends of Ray's processes.
+        ends: describes the ends of Ray's processes. None creates a new object.
         options: further arguments of `ray.init`.
     Raises:
         BackendError: Ray has not started in two attempts.
+        ValueError: an option is invalid.
     """
 
     def __init__(self, num_cpus: int, ends: ProcessEnds | None = None, **options: Any) -> None:
@@ -72,7 +73,7 @@ class LocalRay:
         folder = private_folder()
         self._session, self._token = folder / "r", folder / "token"
         self._variables = {name: os.environ[name] for name in _AUTH_VARIABLES if name in os.environ}
-        # Ray waits 30 s for each of its processes. On a machine that is busy for a moment, they may need longer.
+        # A second attempt, because Ray waits only 30 s for each of its processes. A busy machine may need longer.
         for is_last in (False, True):
             try:
                 self._start(num_cpus, options)
@@ -94,7 +95,7 @@ class LocalRay:
         _running = self
 
     def _start(self, num_cpus: int, options: dict[str, Any]) -> None:
-        """Starts Ray with a new token, or leaves nothing behind."""
+        """Starts Ray with a new token. If the start fails, ends Ray's processes and deletes its files."""
         # At exit, before the private folder is deleted, because Ray writes to it.
         atexit.register(self.stop)
         self._token.touch(mode=0o600)
@@ -114,7 +115,7 @@ class LocalRay:
             on_error.pop_all()
 
     def find_end(self) -> str | None:
-        """Returns how the first process that Ray needs has ended; None while all of them run. Takes microseconds."""
+        """Returns how a process that Ray needs has ended; None while all of them run. Takes microseconds."""
         if self._end is None:
             for name, process in self._watched.items():
                 if (exit_code := process.poll()) is not None:
@@ -164,16 +165,16 @@ _running: LocalRay | None = None
 
 
 def find_local_end() -> str | None:
-    """Returns the cause of the end of this process's local Ray. Returns None if it runs, or if there is none.
+    """Returns why this process's local Ray has ended. Returns None if it runs, or if there is no local Ray.
 
-    Without its raylet, most functions of Ray would end this process immediately, with exit code 1 and without an
-    exception. Call this function before them.
+    Call this function before functions of Ray. Without its raylet, most of them would end this process immediately,
+    with exit code 1 and without an exception.
     """
     return None if _running is None else _running.find_end()
 
 
 def set_authentication(variables: Mapping[str, str]) -> None:
-    """Sets the environment variables of Ray's authentication, which Ray has cached in this process."""
+    """Replaces the environment variables of Ray's authentication, and clears Ray's cached values in this process."""
     for name in _AUTH_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
@@ -189,7 +190,7 @@ def _use_loopback() -> Iterator[None]:
     addresses by the address of the machine.
     """
     previous = os.environ.get(LOOPBACK_VARIABLE), ray_constants.ENABLE_RAY_CLUSTER
-    # Ray has read the variable at its import. Ray's processes inherit it.
+    # Ray read the variable into the constant when it was imported. Ray's processes inherit the variable.
     os.environ[LOOPBACK_VARIABLE], ray_constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield
@@ -228,7 +229,7 @@ def _keep_signal_handlers() -> Iterator[None]:
 
 @contextmanager
 def _delay_signals() -> Iterator[None]:
-    """Delays SIGINT, SIGTERM and SIGHUP: their handlers run at the end of the block."""
+    """Delays SIGINT, SIGTERM and SIGHUP. Their handlers run at the end of the block."""
     received: list[int] = []
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handlers = {number: handler for number, handler in previous.items() if callable(handler)}

@@ -65,7 +65,7 @@ class _RayHost(ReplaceableHost):
         name: unique name of the process.
         folder: folder for temporary files on a local Ray. None on a cluster.
         followers: Ray's options for the processes on the other nodes of a replica.
-        gpus: ids of the GPUs that the process uses in addition to the one that Ray has assigned.
+        gpus: ids of the GPUs that the process uses in addition to the GPU that Ray has assigned.
         """
         super().__init__(_read_objects)
         if gpus:
@@ -100,15 +100,15 @@ class _RayHost(ReplaceableHost):
 def _use_interface_of(address: str) -> None:
     """Makes gloo and NCCL use the network interface with this address.
 
-    By default, gloo uses the interface of the host name and NCCL the first one, which others may not reach.
+    By default, gloo uses the interface of the host name, and NCCL the first interface. Other nodes may not reach these.
     """
     if device := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")  # without "=", it is a prefix of names
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")  # "=" requires the exact name instead of a prefix
 
 
 class _RayFollower:
-    """A process on another node of a replica, as a Ray task. Ray ends it with the host that started it."""
+    """A process on another node of a replica, as a Ray task. Ray ends the task with the host that started it."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -199,7 +199,7 @@ def _why_ended(error: RayError) -> str:
 
 
 def _is_memory_kill(process_id: int) -> bool:
-    """Returns whether Ray's memory monitor has killed a worker process. Waits until Ray has recorded its end."""
+    """Returns whether Ray's memory monitor has killed a worker process. Waits briefly for Ray's record of the end."""
     deadline = time.monotonic() + _EXIT_TYPE_TIMEOUT_S
     while time.monotonic() < deadline and find_local_end() is None:
         table = map(WorkerTableData.FromString, ray_state.state._connect_and_get_accessor().get_worker_table())
@@ -252,7 +252,7 @@ class RayBackend:
         prepare: tuple[str, ...] = (),
         fork_workers: bool | Literal["auto"] = "auto",
     ) -> None:
-        """`prepare` lists modules that the fork server imports. `fork_workers` is that of `Cluster`."""
+        """`prepare` lists modules that the fork server imports. For `fork_workers`, see `Cluster`."""
         self._prepare, self._fork_workers = prepare, fork_workers
         self._hosts: dict[tuple[str, int], Any] = {}  # Any: ray.actor.ActorHandle, whose methods Ray does not type
         self._methods: dict[
@@ -269,7 +269,7 @@ class RayBackend:
         self._killed: set[int] = set()
         """Ids of the processes that this backend has killed."""
         self._memory_kills: dict[int, bool] = {}
-        """Ids of ended processes, and whether Ray's memory monitor has killed them."""
+        """Id of an ended process -> whether Ray's memory monitor has killed the process."""
 
     def inventory(self, device: Device, devices: Sequence[int] | None) -> Inventory:
         return self._nodes.inventory(device, devices)
@@ -279,19 +279,21 @@ class RayBackend:
 
     def reserve(self, pools: Sequence[PoolPlan], kind: str) -> None:
         if self._forks(kind):
-            fork_server(self._prepare)  # starts it early: its imports run while Ray starts
+            fork_server(self._prepare)  # started early, so that its imports run while Ray starts
         self._nodes.connect(sum(len(pool.slots) for pool in pools))
         for pool in pools:
             self._nodes.reserve(pool, kind)
 
     def _forks(self, kind: str) -> bool:
-        """Returns whether the fork server starts the processes, which is possible only on this machine."""
+        """Returns whether the fork server starts the processes. It can do so only on this machine."""
         is_forking = kind == "cpu" if self._fork_workers == "auto" else self._fork_workers
         return bool(is_forking) and self._nodes.address is None
 
     @property
     def _has_exit_codes(self) -> bool:
-        """Whether the fork server has started the processes. If it has exited, Python starts them instead."""
+        """Whether exit codes of the processes are known, because the fork server starts them. If the server has exited,
+        Python starts the processes.
+        """
         return self._uses_fork_server and fork_server().is_running
 
     def start_hosts(self, group: FailureGroup, kind: str, *, restarts: int) -> None:
@@ -308,7 +310,7 @@ class RayBackend:
             self._add_host(slot, kind, restarts, options | forked)
 
     def _device_options(self, slot: Slot, kind: str) -> dict[str, Any]:
-        """Returns Ray's options for a process that uses the devices of a slot on its node."""
+        """Returns Ray's resource and scheduling options for the process of a slot, without the devices of followers."""
         count = slot.num_devices
         devices = {"num_gpus": count, "num_cpus": 0} if kind == "cuda" else {"num_cpus": count}
         return {"scheduling_strategy": self._nodes.bundle(slot), **devices}
@@ -331,7 +333,7 @@ class RayBackend:
             self._methods[(*key, is_resent)] = host.call_encoded.options(**retries)
 
     def _find_shared_gpus(self, slot: Slot) -> list[ray.ObjectRef]:
-        """Returns a reference to the id of each GPU of a slot except for the first, if other processes share them.
+        """Returns a reference to the id of each GPU of a slot except the first. Empty if the GPUs are not shared.
 
         Ray assigns a process a fraction of only one GPU. For each other GPU, a short task therefore takes the same
         fraction of that GPU and returns its id.
@@ -426,7 +428,8 @@ class RayBackend:
         return {by_node[node][name]: dump for node, own in dumps.items() for name, dump in own.items()}
 
     def restart(self, slot: Slot, process_id: int | None) -> None:
-        # Ray waits for the process to end itself, which a stopped or busy process cannot do. It restarts killed ones.
+        # `ray.kill` waits for the process to end itself, which a stopped or busy process cannot do. Ray restarts killed
+        # processes. On other machines, `process_id` is ignored.
         is_local = self._is_local(slot)
         killed = kill_processes([self._names[slot.pool, slot.rank]], process_id) if is_local else set()
         self._killed |= killed
@@ -437,7 +440,8 @@ class RayBackend:
         return self._nodes.id_of(slot) == ray.get_runtime_context().get_node_id()
 
     def restore(self, slot: Slot, plan: RecoveryPlan) -> Ref:
-        # Ray sends the calls of one caller in the order of submission, so a task is the caller.
+        # Ray runs the calls of one caller in the order of submission. As a separate caller, a task need not wait for
+        # the driver's earlier calls.
         on_driver_node = self._nodes.on_driver_node()
         restoring = ray.remote(num_cpus=0)(_restore).options(scheduling_strategy=on_driver_node)
         restored = restoring.remote(self._hosts[slot.pool, slot.rank], plan)
@@ -484,7 +488,9 @@ class RayBackend:
 
 
 def _restore(host: Any, plan: RecoveryPlan) -> None:  # Any: an actor handle, as in `RayBackend`
-    """Runs on a worker of Ray. A failure is raised by the next call of the driver, which restores the workers too."""
+    """Restores the workers of a process, in a Ray task. Ignores failures, because the driver's next call to the process
+    also restores the workers and then raises the failure.
+    """
     with contextlib.suppress(RayError):
         ray.get(host.restore.options(max_task_retries=-1).remote(plan))
 

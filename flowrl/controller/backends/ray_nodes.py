@@ -34,7 +34,7 @@ _FIRST_NOTICE_S, _NOTICE_INTERVAL_S = 5.0, 30.0
 _PROBE_TIMEOUT_S = 0.2
 _RESPONSE_TIMEOUT_S = 5.0
 _CLUSTER_ID_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""First call of each process that joins a cluster. Ray has no public function with a deadline."""
+"""Method that each process calls first to join a cluster. Ray has no public function that calls it with a deadline."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RayNodes:
         wait_limit_s: timeout in seconds for a pool whose devices are in use.
         ends: describes the ends of Ray's own processes on a local Ray.
     Raises:
-        BackendError: no Ray cluster responds at `address`.
+        BackendError: no Ray cluster at `address` responds and accepts this process.
     """
 
     def __init__(
@@ -187,10 +187,12 @@ class RayNodes:
         return PlacementGroupSchedulingStrategy(self._groups[slot.owner], placement_group_bundle_index=index)
 
     def count_usable_cpus(self, nodes: Collection[int]) -> dict[int, int]:
-        """Returns the number of CPUs that processes on each node may use. Raises `PlacementError` if a node is lost."""
+        """Returns node index -> number of CPUs that processes may use. Raises `PlacementError` if a node does not
+        respond.
+        """
         if self.address is None:
             return dict.fromkeys(nodes, count_usable_cpus())
-        # The affinity and the quota of a node are those of its raylet, which starts the processes.
+        # Counted by a task on each node, because processes inherit the affinity and the quota of the node's raylet.
         counting = ray.remote(num_cpus=0)(count_usable_cpus)
         counts = {
             node: counting.options(
@@ -254,7 +256,7 @@ def _bundles(pool: PoolPlan, kind: str) -> Counter[_Bundle]:
     """Returns bundle -> number of devices for the placement group of a pool.
 
     One bundle per node is fastest. Ray assigns fractions of a GPU to any GPU of a bundle, so each shared GPU gets its
-    own bundle. CPU slots are interchangeable.
+    own bundle. CPU slots share a bundle, because they are interchangeable.
     """
     shared = [slot for slot in pool.slots if kind == "cuda" and slot.num_devices < 1]
     return Counter(_Bundle(slot.node, slot.device if slot in shared else None) for slot in pool.slots)
@@ -321,7 +323,9 @@ def _join_ray(address: str) -> None:
 
 
 def _resolve_auto(address: str) -> str:
-    """Returns host:port of the cluster that Ray finds on this machine for `auto`, and other addresses unchanged."""
+    """Returns HOST:PORT of the cluster on this machine for `auto`, and other addresses unchanged. Raises `BackendError`
+    if no cluster runs on this machine.
+    """
     if address != "auto":
         return address
     try:

@@ -61,7 +61,7 @@ class CallRef:
         return self.carrier.get()
 
     def get_with(self, others: Sequence[Ref]) -> list[Any]:
-        """Waits for several calls and returns their values, fetched in one request."""
+        """Waits for this call and the calls of `others`. Returns all values, fetched in one request."""
         refs = [self, *(other for other in others if isinstance(other, CallRef))]
         self.calls.wait([ref.record for ref in refs], None)
         if self.is_description:
@@ -133,7 +133,7 @@ class Calls:
     _stored_rows: WeakKeyDictionary[LocalRef, Ref] = field(default_factory=WeakKeyDictionary)
     _num_replacements: Counter[Slot] = field(default_factory=Counter)
     _failed_state_calls: dict[tuple[Slot, str], CallRecord] = field(default_factory=dict)
-    """(slot, role) -> the last call that sets state of the worker, if it failed."""
+    """(slot, role) -> the failed call, for workers whose last call that sets state has failed."""
 
     def __post_init__(self) -> None:
         self.failures = Failures(self.backend, self.recovery, self.notify)
@@ -155,9 +155,9 @@ class Calls:
         is_isolated: bool = False,
         is_start: bool = False,
     ) -> CallRecord:
-        """Starts to track a submitted call, which reads the references `inputs`.
+        """Starts to track a submitted call. `inputs` are the references that the call reads.
 
-        `is_start` marks constructors and the setup of process groups, which have a timeout of their own.
+        `is_start` marks constructors and the setup of process groups. Their timeout is `start_timeout_s`.
         """
         sources = {id(ref.record): ref.record for ref in inputs if isinstance(ref, CallRef)}
         if is_start:
@@ -224,16 +224,16 @@ class Calls:
 
         The function returns futures or batches. The driver runs the function again when the call of one of these
         results is done, or after `POLL_INTERVAL_S`. The function runs under the driver lock, never nested or
-        concurrently. A call that waits raises the function's exceptions. After an exception, or a failure of a process,
-        the thread ends, and the driver's next call raises the exception.
+        concurrently. A waiting call raises the function's exceptions. If the function raises on the thread, or a
+        process fails, the thread ends, and the driver's next call raises the error.
 
         Returns: a function that removes the callback. The thread ends with the last callback.
         """
         return self._pump.add(lambda: [record for result in callback() for record in find_records(result)])
 
     def add_ping(self, slot: Slot, send: Callable[[], CallRecord]) -> None:
-        """Registers a function that sends a ping to a process. The driver calls it about once per second while it
-        waits, after the previous ping is done.
+        """Registers a function that sends a ping to a process. While the driver waits, it calls the function about once
+        per second, after the previous ping is done.
         """
         with self.lock:
             self.failures.serving.add(slot)
@@ -246,7 +246,7 @@ class Calls:
         for ping in self._pings:
             is_done = ping.record is None or ping.record.is_resolved
             if is_done and self.recovery.is_recoverable(ping.slot.pool):
-                with suppress(FlowError):  # of a failed pool, which the next call of the driver raises
+                with suppress(FlowError):  # the pool has failed; the driver's next call raises the failure
                     ping.record = ping.send()
 
     def close(self) -> None:
@@ -286,7 +286,9 @@ class Calls:
             raise self._closed
 
     def raise_if_failed(self, pool: str) -> None:
-        """Resolves finished calls. Raises `FlowError` if the cluster is closed or the pool has failed."""
+        """Resolves finished calls. Raises `FlowError` if the cluster is closed or the pool has failed, or the exception
+        of an idle callback on the thread.
+        """
         self.raise_if_closed()
         self._pump.raise_error()
         if self._in_flight:
@@ -295,7 +297,7 @@ class Calls:
             raise error
 
     def wait(self, records: Sequence[CallRecord], timeout_s: float | None) -> None:
-        """Waits until these calls are resolved.
+        """Waits until all calls in `records` are resolved.
 
         Raises:
             FlowError: a call failed. The error is the root cause, possibly the failure of another call.
@@ -445,8 +447,8 @@ class Calls:
         return self.failures.get_error(record.slot.pool) or next(errors, None)
 
     def _find_cause(self, record: CallRecord, error: FlowError, state: CallRecord | None) -> FlowError | None:
-        """Returns the root cause of a failed call; None while the cause is unknown. `state` is an earlier call of the
-        worker that failed to set state.
+        """Returns the root cause of a failed call; None while the cause is unknown. `state` is the earlier call that
+        failed to set the worker's state; None if no such call failed.
         """
         if state is not None:
             record.inputs = (*record.inputs, state)
@@ -462,7 +464,9 @@ class Calls:
 
 
 def _failed_in_own_process(record: CallRecord, error: WorkerError) -> bool:
-    """Returns False if the error comes from an input of the call, which does not affect the call's process."""
+    """Returns whether a call failed in its own process. If False, the error comes from an input, and the process of the
+    call is not affected.
+    """
     failed = error.role, error.method
     return failed == (record.role, record.method) or failed not in {(s.role, s.method) for s in record.inputs}
 

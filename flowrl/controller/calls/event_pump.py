@@ -1,4 +1,4 @@
-"""EventPump: runs idle callbacks in the calls that wait, and on a thread while no call waits."""
+"""EventPump: runs idle callbacks in waiting calls of the driver, and on a thread while no call waits."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,14 +10,12 @@ THREAD_INTERVAL_S = 0.1
 """Largest time in seconds between two runs of the callbacks on the thread."""
 
 TAKEOVER_S = 0.02
-"""Seconds after which the thread checks whether a call has waited since the last check. A thread that ran between all
-short calls of the driver would slow them down.
+"""Seconds without a waiting call before the thread runs callbacks. Without this delay, the thread would also run
+between short calls of the driver, and slow them down.
 """
 
 _JOIN_TIMEOUT_S = 15.0
-"""Timeout in seconds for the end of the thread. The thread may be collecting the stacks of late processes when it is
-stopped.
-"""
+"""Timeout in seconds for the end of the thread, which may be collecting the stacks of late processes."""
 
 Callback = Callable[[], Iterable[CallRecord]]
 """A non-blocking function. It returns calls whose completion triggers the next run."""
@@ -31,14 +29,14 @@ the first failure.
 class EventPump:
     """Runs callbacks repeatedly, so that schedules make progress while the driver waits and while it computes.
 
-    A call that waits runs the callbacks itself. While no call waits, the driver computes, and a thread runs them. The
-    thread begins when no call has waited for a short time, and blocks until a call is done. Callbacks run under the
-    driver lock: never nested, and never concurrently with each other or with another user of the lock.
+    A waiting call runs the callbacks itself. When no call has waited for `TAKEOVER_S` seconds, the driver computes, and
+    a thread runs the callbacks. Between two runs, the thread blocks until a triggering call is done. Callbacks run
+    under the driver lock: never nested, and never concurrently with each other or with another user of the lock.
 
     Args:
         lock: the driver lock.
         collect: resolves calls on the thread.
-        has_thread: False if calls run in the driver's process. The callbacks then run only in calls that wait.
+        has_thread: False if calls run in the driver's process. The callbacks then run only in waiting calls.
     """
 
     def __init__(self, lock: threading.RLock, collect: Collect, *, has_thread: bool) -> None:
@@ -47,12 +45,12 @@ class EventPump:
         self._reported: set[CallRecord] = set()
         """Resolved calls that have already triggered a run of the callbacks."""
         self._triggers: list[CallRecord] = []
-        """Result of the last run."""
+        """Calls that the last run returned. Their completion triggers the next run."""
         self._is_running = False
         self._num_waiting = 0
-        """Number of calls that wait."""
+        """Number of calls that wait now."""
         self._num_waits = 0
-        """Number of calls that have waited or wait."""
+        """Number of calls that have waited so far, including calls that wait now."""
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         """Stops the current thread."""
@@ -119,7 +117,7 @@ class EventPump:
                 self._num_waiting -= 1
 
     def run(self) -> list[CallRecord]:
-        """Runs every callback once, unless this is called by a callback. Raises the exception of a callback.
+        """Runs every callback once. Does nothing if a callback calls it. Raises the exception of a callback.
 
         Returns: the calls whose completion triggers the next run. A resolved call is returned only once.
         """
@@ -157,9 +155,9 @@ class EventPump:
                 self._error = error
 
     def _run_on_thread(self) -> None:
-        """Runs the callbacks. Stores an exception of a callback for the driver's next call, which raises it there,
-        because an exception on this thread would not end the program. The driver lock is held until the exception is
-        stored, so that a driver that stops the thread cannot miss it.
+        """Runs the callbacks. Stores an exception of a callback, so that the driver's next call raises it. On this
+        thread, the exception would not end the program. The caller holds the driver lock, so that a driver that stops
+        the thread cannot miss the exception.
         """
         try:
             self.run()

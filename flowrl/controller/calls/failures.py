@@ -37,7 +37,7 @@ class CallRecord:
     submitted_ns: int
     timeout_s: float | None
     inputs: tuple["CallRecord", ...] = ()
-    """Unfinished calls whose results this call reads."""
+    """Calls whose results this call reads. Empty once this call is resolved."""
     running_since_s: float | None = None
     """Monotonic time when the process and all inputs became available; None before this time."""
     timeout_setting: str = "call_timeout_s"
@@ -52,11 +52,11 @@ class CallRecord:
     gives_state: bool = False
     """Whether later calls depend on state that this call sets (`replay` in its contract)."""
     is_isolated: bool = False
-    """Whether an exception of the method affects no other call: the worker is stateless, and its ranks do not
+    """Whether an exception of the method affects no other call, because the worker is stateless and its ranks do not
     communicate.
     """
     symptom: WorkerError | None = None
-    """Lost connection to a peer whose cause is still unknown."""
+    """Lost connection to a peer, if the cause is still unknown."""
     report: Report | None = None
     error: FlowError | None = None
 
@@ -107,7 +107,7 @@ class Deadlines:
         """Restarts the deadlines of calls to processes outside of `slots`, because these calls may wait for `slots`.
 
         Args:
-            slots: processes that are being replaced, with the times when they were lost. `start_timeout_s` seconds
+            slots: processes that are being replaced, with the monotonic times of their loss. `start_timeout_s` seconds
                 after a loss, the deadlines are no longer restarted.
         """
         for pool, rank in list(self._queues):
@@ -124,7 +124,7 @@ _Key = tuple[str, str, int]
 
 
 class Recovery:
-    """Recovery plans of all processes with stateless workers."""
+    """Stores the recovery plans of all processes with stateless workers."""
 
     def __init__(self) -> None:
         self._constructions: defaultdict[Slot, list[Construction]] = defaultdict(list)
@@ -146,7 +146,9 @@ class Recovery:
         self._plans.pop(slot, None)
 
     def record_call(self, slot: Slot, request: Request, refs: Sequence[Ref]) -> None:
-        """Adds a call that sets state to the replay log. The log keeps the inputs alive until the next state is set."""
+        """Adds a call to the replay log if it sets state. The log keeps the call's inputs alive until a later call sets
+        the state.
+        """
         index_parameter = request.contract.replay
         if not index_parameter:
             return
@@ -213,7 +215,7 @@ class _Suspicion:
 
 
 class Failures:
-    """The first failure of each failure group. A failure ends all processes of its group.
+    """Finds the first failure of each failure group, and ends all processes of the group.
 
     A failure group is a set of processes that fail together, because they may wait for each other in collectives.
     """
@@ -227,14 +229,14 @@ class Failures:
         """Pool -> the failure that ended its processes."""
         self._suspicions: dict[str, _Suspicion] = {}
         self.user_error: WorkerUserError | None = None
-        """The first invalid user input in an isolated call. No process ends, but new calls raise it."""
+        """The first error of invalid user input in an isolated call. No process ends, but new calls raise the error."""
         self._overdue: dict[Slot, DeadlineError] = {}
         """Slot -> error, for processes that are being replaced because of a missed deadline."""
         self._liveness_checked_s = 0.0
         self.serving: set[Slot] = set()
         """Processes whose workers serve other processes."""
         self._restorations: dict[Slot, tuple[Ref, float]] = {}
-        """Lost process that serves others -> its restoration, and the time when the loss was found."""
+        """Lost process that serves others -> (result of `Backend.restore`, monotonic time when the loss was found)."""
 
     def add_failure_group(self, group: FailureGroup) -> None:
         self._groups |= {pool.name: group for pool in group.pools}
@@ -261,8 +263,8 @@ class Failures:
     def classify(self, record: CallRecord, error: WorkerError) -> FlowError | None:
         """Returns the error to raise for a call that failed in its own process.
 
-        Ends the failure group, unless only this call is lost. Returns None for a lost connection to a peer: the call
-        stays unresolved until `check` has found the cause.
+        Ends the failure group, unless the failure affects only this call. For a lost connection to a peer, returns
+        None, and the call stays unresolved until `check` has found the cause.
         """
         group = self._groups[record.slot.pool]
         if isinstance(error, ProcessLost):
@@ -309,7 +311,7 @@ class Failures:
             self._resolve(suspicion, now_s)
         self._restorations = {slot: each for slot, each in self._restorations.items() if not each[0].done()}
         if self._restorations:
-            # The replacement has its own limit, and the clients of the process wait for it.
+            # Clients of a lost process wait for its replacement, which has a timeout of its own.
             self.deadlines.restart_clocks({slot: lost_s for slot, (_, lost_s) in self._restorations.items()}, now_s)
         for record in self.deadlines.find_overdue(now_s):
             if record.slot.pool not in self._errors:
@@ -337,8 +339,8 @@ class Failures:
             self._fail(group, suspicion.symptom)
 
     def _describe_end(self, slot: Slot) -> str | None:
-        """Returns how a process ended, and the user's functions that it may have run; None if it is unknown how the
-        process ended.
+        """Returns how a process ended, with the user's functions that the process may have run. None if the end of the
+        process has no known cause.
         """
         end, current = self._backend.describe_end(slot), self.deadlines.get_current(slot.pool, slot.rank)
         roles = self._recovery.get_roles(slot) if current is None else (current.role,)
@@ -346,7 +348,7 @@ class Failures:
         return end and "; ".join([end, *(f"{role} calls {' and '.join(functions)}" for role, functions in calls)])
 
     def _make_process_lost(self, slot: Slot, cause: str) -> ProcessLost:
-        """Creates the error of a lost process. Names its current call, or its first role between calls."""
+        """Creates the error of a lost process. Names the process's current call, or its first role between calls."""
         current = self.deadlines.get_current(slot.pool, slot.rank)
         if current is not None and current.method != PING:
             return ProcessLost(current.role, current.rank, slot.node, current.method, cause)
@@ -362,7 +364,7 @@ class Failures:
                     self._fail(group, self._make_process_lost(lost[0], cause))
 
     def _report_lost_processes(self, now_s: float) -> None:
-        """Notifies the user of lost processes that are replaced. Their calls do not fail."""
+        """Notifies the user of lost processes that are replaced, and restores those that serve other processes."""
         groups = {group.name: group for group in self._groups.values()}.values()
         slots = [slot for group in groups for slot in group.slots if slot.pool not in self._errors]
         for slot in self._backend.lost_processes([s for s in slots if self._recovery.is_recoverable(s.pool)]):

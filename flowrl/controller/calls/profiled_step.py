@@ -1,4 +1,4 @@
-"""The calls of a step of which profiles are recorded."""
+"""ProfiledStep: selects the calls of a step that are profiled, and names the files of the profiles."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -8,18 +8,18 @@ from pathlib import Path
 
 @dataclass
 class ProfiledStep:
-    """Names the files of the profiles of a step."""
+    """Selects the calls of a step that are profiled, and names the files of the profiles."""
 
     folder: Path
     """Absolute path of the folder. It must be the same folder for all processes."""
     ranks: Collection[int]
-    """Ranks of each role whose calls are profiled."""
+    """Ranks that are profiled, in each role."""
     excluded_role: str | None = None
-    """Role whose calls are not those of a step, because it generates continuously."""
+    """Role without profiles, because it generates continuously and its calls belong to no step."""
     _num_calls: Counter[str] = field(default_factory=Counter)
 
     def path(self, role: str, rank: int, method: str) -> Path | None:
-        """Returns the file of the next profile, or None for a call that is not profiled."""
+        """Returns the file for the profile of the next call, or None if the call is not profiled."""
         if rank not in self.ranks or role == self.excluded_role:
             return None
         worker = f"{role}-{rank}"

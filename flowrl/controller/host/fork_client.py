@@ -2,7 +2,7 @@
 
     python -IS fork_client.py SOCKET WORKER.py ARGUMENT...
 
-If no server listens at the socket, the client executes WORKER.py itself. It imports only the standard library.
+If no server listens at the socket, the client executes WORKER.py itself. The client uses only the standard library.
 """
 
 import array

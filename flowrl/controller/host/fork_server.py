@@ -1,7 +1,8 @@
 """Fork server: imports all modules of a worker once, and forks worker processes for Ray.
 
-Imports of torch and transformers take seconds per process. A fork takes milliseconds and shares their memory. The
-server starts no threads, which do not survive a fork, and does not import ray, which reads the environment on import.
+Imports of torch and transformers take seconds per process. A forked process starts in milliseconds and shares the
+memory of the imported modules. The server starts no threads, because these do not survive a fork. The server does not
+import ray, because ray reads the environment on import.
 """
 
 import array
@@ -93,7 +94,7 @@ class ForkServer:
         """Returns (process id, wait status) of the newest ended process with this name; None if it is unknown.
 
         Waits up to `timeout_s` seconds for the status of the newest process, because its peers may notice its end
-        earlier than the server. Waits half a second if the process still runs.
+        earlier than the server. Waits at most half a second if the process still runs.
         """
         started_s = time.monotonic()
         while True:
@@ -278,8 +279,8 @@ def _serve(listener: socket.socket) -> _ForkRequest | None:
 def _is_of_raylet(client: socket.socket, driver_id: int) -> bool:
     """Returns whether the parent process of a client is a raylet that the driver has started.
 
-    Reward functions and environments run as the same user. A secret would not exclude them: without namespaces, they
-    can read what the client can read. They cannot choose their parent.
+    This excludes processes of reward functions and environments, which run as the same user. Without namespaces, these
+    could read a secret of the client, but they cannot choose their parent.
     """
     process_id, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     parent_id = read_stat(process_id).parent_id
@@ -299,7 +300,7 @@ def _reap() -> None:
 
 
 def survive_fork_server(name: str) -> None:
-    """Lets this process outlive a parent that is killed. A worker process calls it when Ray manages the process.
+    """Lets this process outlive a killed parent. A worker process calls this function as soon as Ray manages it.
 
     If the fork server has started this process, `ForkServer.find_exit(name)` returns its wait status after its end.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _SHORTEST_PHASE_S = 1e-3
-"""Shorter phases of a switch moved no memory, and are not reported."""
+"""Seconds below which a phase of a switch (an offload or onload) is not reported, because it moved no memory."""
 
 
 class ResidentWorker:
@@ -85,13 +85,15 @@ class ResidentWorker:
                 worker.offload(keep_weights=False)
 
     def pop_seconds(self) -> dict[str, float]:
-        """Returns the usage `seconds/ROLE/PHASE` of the switches since the last call."""
+        """Returns the seconds spent on offloading and onloading since the last call, by usage name
+        `seconds/ROLE/PHASE`, and resets them.
+        """
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     @contextmanager
     def timed(self, role: str, phase: str) -> Iterator[None]:
-        """Measures a phase of a switch, in which memory of `role` moves."""
+        """Measures the seconds of a block that moves memory of `role`, for `pop_seconds`."""
         started_s = time.perf_counter()
         yield
         seconds = time.perf_counter() - started_s
@@ -114,11 +116,11 @@ class Host:
         self._release_memory = release_memory
         self._workers: dict[str, Worker] = {}
         self._attempts: dict[str, int] = {}
-        """Role -> number of program restarts before its worker was constructed."""
+        """Role -> number of program restarts before the role's worker was constructed."""
         self._groups: dict[str, ProcessGroup | None] = {}
         self._state_ids: dict[str, int] = {}
         self._state_methods: dict[str, set[str]] = {}
-        """Role -> methods that have set state of its worker."""
+        """Role -> methods that have set state of the role's worker."""
         self._resident = ResidentWorker(self._workers)
         self.address = "127.0.0.1"
         self.followers: Sequence[Follower] = ()
@@ -144,7 +146,10 @@ class Host:
             return None, _simple_report(started_ns)
 
     def construct(self, construction: Construction, *after: Any) -> tuple[None, Report]:  # Any: reports
-        """Constructs a worker, after the evictions `after`. Raises `WorkerError`."""
+        """Constructs a worker. Raises `WorkerError` if the constructor fails.
+
+        `after` has the reports of the evictions that must finish first. They are only passed to order the calls.
+        """
         with _as_worker_error(construction.role, construction.rank, construction.node, "__init__"):
             started_ns = time.time_ns()
             self._construct(construction)
@@ -210,7 +215,7 @@ class Host:
             ended_ns = time.time_ns()
             value, description = _pack_result(result, list(payloads.values()), request)
             usage = self._resident.pop_seconds() | worker.pop_usage()
-            # On the CPU, a measurement takes about as long as a short call, which therefore has none.
+            # On the CPU, a measurement takes about as long as a short call, so calls without usage are not measured.
             if device is not None and (usage or device.index is not None):
                 usage |= _device_usage(device, usage)
         if request.contract.replay:
@@ -219,8 +224,8 @@ class Host:
         return value, Report(arrived_ns, started_ns, ended_ns, time.time_ns(), description, usage=usage)
 
     def evict(self, role: str, rank: int, node: int) -> tuple[None, Report]:
-        """Offloads all workers of the process and releases its cached memory. Raises `WorkerError` with `role` and
-        `rank`.
+        """Offloads all workers of the process and releases the process's cached memory. Raises `WorkerError` with
+        `role` and `rank`.
         """
         with _as_worker_error(role, rank, node, "evict"):
             started_ns = time.time_ns()
@@ -244,7 +249,9 @@ class Host:
         return self._state_ids.get(role, 0) < _last_of(role, states)
 
     def is_ahead(self, role: str, states: Sequence[Request]) -> bool:
-        """Returns whether a call submitted after `states` has already set worker state. Retries arrive in any order."""
+        """Returns whether a call submitted after `states` has already set worker state. This is possible, because
+        retries arrive in any order.
+        """
         return self._state_ids.get(role, 0) > _last_of(role, states)
 
     def overwrites_state(self, role: str, states: Sequence[Request]) -> bool:
@@ -281,7 +288,9 @@ class ReplaceableHost(Host):
         return None, _simple_report(time.time_ns())
 
     def restore(self, plan: RecoveryPlan) -> None:
-        """Constructs missing workers, and replays the calls that need no device memory. The next call reports it."""
+        """Constructs missing workers, and replays their calls that need no device memory. The report of the next call
+        then has `is_replacement`.
+        """
         if self.lacks(plan.constructions):
             self.recover(plan, role="")
             self._is_restored = True
@@ -289,8 +298,8 @@ class ReplaceableHost(Host):
     def recover(self, plan: RecoveryPlan, role: str) -> None:
         """Constructs missing workers, and replays the calls that set the state of `role`.
 
-        After a construction, also replays such calls of the other roles of the process if they need no device memory.
-        Workers of other processes may need this state before the driver calls these roles, for example a server.
+        For the other roles of missing workers, replays such calls if they need no device memory. Other processes may
+        use these workers, for example a server, before the driver calls them.
         """
         missing = [construction for construction in plan.constructions if self.lacks([construction])]
         self.replaced = self.replaced or bool(missing)
@@ -408,7 +417,9 @@ def _run_method(worker: Worker, request: Request, arguments: Mapping[str, Any], 
 
 
 def _pack_result(result: Any, inputs: list[Payload], request: Request) -> tuple[Any, Description | None]:
-    """Converts the result to its stored form. Returns it with its metadata for the driver."""
+    """Returns a result in its stored form, and metadata for the driver. The metadata is None unless the result is a
+    batch. Both are None if another rank returns the result.
+    """
     if not request.returns_result:
         return None, None
     if not request.returns_batch:

@@ -1,4 +1,4 @@
-"""Describes how a process ended: its exit code, or its signal and the signal's sender."""
+"""Describes how a process ended: the exit code, or the signal and the signal's sender."""
 
 import signal
 from pathlib import Path
@@ -29,7 +29,9 @@ class ProcessEnds:
         self._num_oom_kills = count
 
     def describe(self, process: tuple[str, int], exit_code: int, *, now_s: float, is_own_kill: bool = False) -> str:
-        """Returns how a process (name and id) ended. For arguments see `describe_end`."""
+        """Returns how a process (name and id) ended. For `exit_code` and `is_own_kill`, see `describe_end`. `now_s` is
+        the current monotonic time. Later calls for this process return the first description.
+        """
         if process not in self._causes:
             has_oom_kill = self._has_oom_kill(now_s)
             self._causes[process] = describe_end(exit_code, is_own_kill=is_own_kill, has_oom_kill=has_oom_kill)
@@ -38,7 +40,7 @@ class ProcessEnds:
     def _has_oom_kill(self, now_s: float) -> bool | None:
         if self._increased_s is None:
             return None if self._num_oom_kills is None else False
-        # An earlier kill may be that of another process, or of a process whose end is noticed late.
+        # An older increase may count another process, or this one if its end was noticed late.
         return True if now_s - self._increased_s <= _OOM_WINDOW_S else None
 
 
@@ -46,7 +48,7 @@ def describe_end(exit_code: int, *, is_own_kill: bool, has_oom_kill: bool | None
     """Returns how a process ended, as the cause of an error.
 
     Args:
-        exit_code: exit code of the process; the negative number of the signal that ended it.
+        exit_code: exit code of the process, or the negative number of the signal that ended the process.
         is_own_kill: whether flowrl has killed the process.
         has_oom_kill: whether the kernel's out-of-memory killer has ended a process; None if it is unknown.
     """
@@ -65,7 +67,7 @@ def describe_end(exit_code: int, *, is_own_kill: bool, has_oom_kill: bool | None
 
 
 def count_oom_kills() -> int | None:
-    """Returns how many processes of this cgroup the kernel's out-of-memory killer has ended; None if it is unknown."""
+    """Returns the number of out-of-memory kills in this cgroup, or else on this machine; None if it is unknown."""
     for path in (*_memory_events(), Path("/proc/vmstat")):
         try:
             count = parse_oom_kills(path.read_text())
@@ -94,7 +96,7 @@ def _memory_events() -> list[Path]:
     files = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        # In a container, the path may be that of the host, although the container's cgroup is mounted at the root.
+        # In a container, the path may be the host's path, although the container's cgroup is mounted at the root.
         for name in (group.strip("/"), ""):
             if not controllers:
                 files.append(Path("/sys/fs/cgroup", name, "memory.events"))

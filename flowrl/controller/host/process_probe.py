@@ -68,11 +68,11 @@ class NamedProcess(NamedTuple):
     """Start in seconds since boot."""
     dump_file: Path
     worker_id: int
-    """Process id of the worker process that has enabled the dumps. Processes that it forks inherit its file."""
+    """Id of the worker process that has enabled the dumps. Processes that this process forks inherit its file."""
 
 
 def enable_stack_dumps(name: str) -> None:
-    """Makes this process write its stacks to an anonymous file on SIGUSR1. `find_processes` finds it by `name`."""
+    """Makes this process write its stacks to an anonymous file on SIGUSR1. `find_processes` uses `name` to find it."""
     link = f"{name}.{os.getpid()}"
     file = os.memfd_create(link) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_WRONLY)
     # The signal handler writes the stacks itself, without the interpreter.
@@ -113,7 +113,7 @@ def find_workers(names: Collection[str]) -> dict[str, NamedProcess]:
 def kill_processes(names: Collection[str], worker_id: int | None = None) -> set[int]:
     """Kills processes with enabled stack dumps on this machine. Returns the ids of the killed processes.
 
-    `worker_id` limits them to one worker process and the processes that it has forked.
+    `worker_id` limits the kill to one worker process and the processes that it has forked.
     """
     killed: set[int] = set()
     seen: set[int] = set()
@@ -133,8 +133,8 @@ def kill_processes(names: Collection[str], worker_id: int | None = None) -> set[
 def collect_stack_dumps(names: Sequence[str]) -> dict[str, StackDump]:
     """Returns the stacks of processes on this machine. Skips processes that have ended.
 
-    The text is empty if a process is stopped or does not respond: in a system call that signals cannot interrupt, or
-    because its code has replaced the handler of SIGUSR1.
+    The text is empty if a process is stopped or does not respond. A process does not respond in a system call that
+    signals cannot interrupt, or if its code has replaced the handler of SIGUSR1.
     """
     before = {}
     for name, (process_id, _, path, _) in find_workers(names).items():
@@ -165,7 +165,7 @@ def _read_appended(path: Path, size_before: int) -> str:
 
 
 def parse_host_stack(dump: StackDump | None) -> Stack:
-    """Returns the stack of the current call: the frames of a dump that the host's own code has called."""
+    """Returns the stack of the current call: the frames called by the host's own code. None gives an empty stack."""
     if dump is None:
         return Stack()
     for thread in dump.text.split("\n\n"):

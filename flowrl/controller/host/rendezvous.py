@@ -11,7 +11,7 @@ _store: object | None = None
 
 
 def join_process_group(address: tuple[str, int], rank: int, world_size: int, kind: str) -> tuple[str, int] | None:
-    """Joins the process group of a failure group (processes that fail together).
+    """Joins the process group of a failure group (processes that fail together), and returns None.
 
     With rank 0 and port 0, opens the TCP store instead and returns its address. All ranks then join with this address.
     """

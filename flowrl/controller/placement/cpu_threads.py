@@ -1,4 +1,4 @@
-"""Number of torch CPU threads of a process: limited by OMP_NUM_THREADS, the CPU affinity and the CPU quota.
+"""Computes the number of torch CPU threads of a process from OMP_NUM_THREADS, the CPU affinity and the CPU quota.
 
 Imports no torch.
 """
@@ -18,7 +18,7 @@ _VARIABLE = "OMP_NUM_THREADS"
 def read_requested_threads(environment: Mapping[str, str] = os.environ) -> int | None:
     """Returns the number of threads in OMP_NUM_THREADS; None if it is not set. Raises UserError if it is invalid.
 
-    Only the driver reads it, because Ray and the fork server set it in worker processes.
+    Only the driver reads the variable, because Ray and the fork server set it in worker processes.
     """
     text = environment.get(_VARIABLE, "").strip()
     if not text:
@@ -32,7 +32,9 @@ def read_requested_threads(environment: Mapping[str, str] = os.environ) -> int |
 
 
 def default_threads() -> int:
-    """Returns the number of threads of a process that shares its CPUs with no other process of flowrl."""
+    """Returns OMP_NUM_THREADS, or else the number of usable CPUs, for a process that shares them with no other process
+    of flowrl. Raises UserError if the variable is invalid.
+    """
     return read_requested_threads() or count_usable_cpus()
 
 
@@ -55,25 +57,25 @@ def count_usable_cpus() -> int:
 
 
 def limit_by_quota(num_cpus: int, quota: float | None) -> int:
-    """Returns the largest number of CPUs up to `num_cpus` that can run all the time with a quota, at least 1.
+    """Returns how many of `num_cpus` CPUs can run all the time under a quota, at least 1.
 
-    `quota` is the CPU time per second, and None without a limit. With more threads than the quota, the kernel stops all
-    threads of the process for a part of every period.
+    `quota` is the limit of CPU seconds per second; None means no limit. With more threads than the quota, the kernel
+    stops all threads of the process for a part of every period.
     """
     return num_cpus if quota is None else max(1, min(num_cpus, math.floor(quota)))
 
 
 def read_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns the smallest CPU quota of this process's cgroup and of its parents, in CPUs. None without a quota.
+    """Returns the smallest CPU quota, in CPUs, of this process's cgroup and its parent cgroups. None without a quota.
 
-    Reads cgroup versions 1 and 2. `root` has the folders `proc` and `sys`.
+    Reads cgroup versions 1 and 2. `root` is the folder that contains `proc` and `sys`.
     """
     return min(_read_quotas(root), default=None)
 
 
 def _read_quotas(root: Path) -> Iterator[float]:
     try:
-        # Names may have any bytes except that of the end of a line.
+        # Names may contain any byte except a newline.
         groups, mounts = (
             os.fsdecode((root / "proc/self" / name).read_bytes()).split("\n") for name in ("cgroup", "mountinfo")
         )
@@ -89,7 +91,7 @@ def _read_quotas(root: Path) -> Iterator[float]:
         if kind not in ("cgroup", "cgroup2") or (kind == "cgroup" and "cpu" not in controllers.split(",")):
             continue
         name = next((name for key, name in names.items() if _is_hierarchy(kind, key)), "/")
-        # In a container, the name may be that of the host, although the mount begins at the container's own cgroup.
+        # In a container, the name may be the host's path, although the mount begins at the container's own cgroup.
         path = Path(name).relative_to(mounted) if Path(name).is_relative_to(mounted) else Path()
         folder = root / target.lstrip("/")
         for group in (path, *path.parents):
@@ -99,7 +101,7 @@ def _read_quotas(root: Path) -> Iterator[float]:
 
 
 def _decode_escapes(path: str) -> str:
-    """Returns a path of /proc/self/mountinfo, in which the kernel escapes white space and backslashes."""
+    """Decodes a path of /proc/self/mountinfo, where the kernel escapes white space and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), path)
 
 

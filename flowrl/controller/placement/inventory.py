@@ -18,8 +18,8 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inventory:
     """Returns the devices of this machine. `auto` selects cuda if the machine has GPUs.
 
-    `devices` replaces the detected number. By default, there is one slot per usable CPU, and a placement may use
-    more.
+    `devices` replaces the detected number. Without it, a machine without GPUs has one slot per usable CPU, and a
+    placement may use more slots.
     """
     gpus = _num_gpus() if device == "auto" or (device == "cuda" and devices is None) else 0
     kind = "cuda" if device == "cuda" or gpus else "cpu"
@@ -31,7 +31,7 @@ def local_inventory(device: Device, devices: Sequence[int] | None = None) -> Inv
 
 
 def check_one_node(devices: Sequence[int] | None) -> None:
-    """Raises `PlacementError` if `devices` has counts for several nodes, which need a cluster."""
+    """Raises `PlacementError` if `devices` has counts for several nodes, because these require a cluster."""
     if devices is not None and len(devices) > 1:
         raise PlacementError(
             f"devices is {list(devices)}, with counts for {len(devices)} nodes, but a run without address uses only "
@@ -44,7 +44,8 @@ def cluster_inventory(
 ) -> Inventory:
     """Returns the devices of a cluster. `names`, `cpus` and `gpus` have one entry per node.
 
-    `devices` limits the devices per node. Raises `PlacementError` if a limit exceeds the devices of its node.
+    `devices` limits the devices per node, and excludes nodes without an entry. Raises `PlacementError` if a limit
+    exceeds the devices of its node, or if there are more limits than nodes.
     """
     kind = "cuda" if device == "cuda" or (device == "auto" and sum(gpus)) else "cpu"
     present = tuple(gpus if kind == "cuda" else cpus)
@@ -83,7 +84,7 @@ def _host_memory() -> int:
 
 
 def local_gpu_names() -> list[str]:
-    """Returns the names of this machine's GPUs in their order, each once. Does not create a CUDA context."""
+    """Returns the distinct names of this machine's GPUs, in device order. Does not create a CUDA context."""
     lines = _run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
     return list(dict.fromkeys(name for line in lines if (name := line.strip())))
 
@@ -98,14 +99,14 @@ def local_capability() -> tuple[int, int] | None:
 def find_ipc_problem(
     environment: Mapping[str, str] = os.environ, kernel: Path = Path("/proc/version")
 ) -> tuple[str, str] | None:
-    """Returns why the processes of this machine cannot share GPU memory through CUDA IPC, and a setting that permits
-    it, which may be empty. Returns None if they can.
+    """Returns (reason, fix) if the processes of this machine cannot share GPU memory through CUDA IPC; otherwise None.
+    The fix is a change of a setting, or empty if there is none.
     """
     variable = next((name for name in _ALLOCATOR_VARIABLES if environment.get(name)), None)
     if variable is not None and "expandable_segments:True" in environment[variable].replace(" ", "").split(","):
         reason = "torch shares expandable segments with the system call pidfd_getfd, which a kernel may forbid"
         return f"{variable} is {environment[variable]}, and {reason}", f"remove expandable_segments from {variable}"
-    # Its driver has no legacy CUDA IPC (docs.nvidia.com/cuda/wsl-user-guide).
+    # The driver of WSL has no legacy CUDA IPC (docs.nvidia.com/cuda/wsl-user-guide).
     if kernel.is_file() and "microsoft" in kernel.read_text().lower():
         return "this machine runs WSL, which does not support it", ""
     return None

@@ -24,7 +24,7 @@ class Inventory:
     kind: DeviceKind
 
     bounded: bool = True
-    """Whether `nodes` is a limit. False for detected CPU cores: a pool may have more slots than cores."""
+    """Whether `nodes` is a limit. False for detected CPU cores, because a pool may have more slots than cores."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Slot:
     local_rank: int
     """Rank within the slots of the pool on this node."""
     device: int
-    """Index of the device on its node, unique across pools."""
+    """Index of the device on the node, unique across pools. -1 for the task worker, which uses no device."""
     device_pool: str | None = None
-    """Pool that contains the device, if a dedicated process of a role uses it."""
+    """Pool that contains the device, for a dedicated process of a role. None if this is `pool`."""
     num_devices: float = 1
     """Number of devices: below 1 if processes share a device, above 1 for a replica of several devices."""
     other_devices: tuple[int, ...] = ()
-    """Indices of further devices on the same node that the process uses."""
+    """Indices of the devices on this node that the process uses in addition to `device`."""
     followers: "tuple[Slot, ...]" = ()
-    """Slots of the processes that a replica on several nodes has on its other nodes."""
+    """For a replica on several nodes: the slots of its processes on the other nodes. Otherwise empty."""
 
     @property
     def node_devices(self) -> tuple[tuple[int, int], ...]:
@@ -81,7 +81,9 @@ class Mesh:
     sp: int
     tp: int
     node_dp: int | None = None
-    """Number of data-parallel ranks on each of several nodes. None if it is 1, or differs between nodes."""
+    """Number of data-parallel ranks per node of a role on several nodes. None if the number is 1, if nodes have
+    different numbers, or if the role has pipeline stages.
+    """
 
     @property
     def size(self) -> int:
@@ -90,7 +92,8 @@ class Mesh:
     def shard_ranks(self, requested: int | None) -> int:
         """Returns the number of data-parallel ranks over which one copy of a model is sharded.
 
-        If `requested` is None, these are the ranks of a node, because the network between nodes is slower.
+        `requested` is the setting. If it is None, returns `node_dp`, because the network between nodes is slower, or
+        else `dp`.
         """
         return requested or self.node_dp or self.dp
 
@@ -106,7 +109,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """The slots of a role in rank order, and the sizes of its parallel dimensions."""
+    """The slots of a role in rank order, and the sizes of the role's parallel dimensions."""
 
     role: str
     pool: str
@@ -144,7 +147,7 @@ class Plan:
     num_devices: int | None = None
     """Number of available devices; None if the number is not a limit."""
     dedicated: Mapping[str, PoolPlan] = field(default_factory=dict)
-    """Role -> its dedicated processes, for roles that do not share processes."""
+    """Role -> processes of the role. Contains only roles that do not share processes with other roles."""
 
     def slots(self, role: str) -> Sequence[Slot]:
         return self.roles[role].slots
@@ -179,7 +182,8 @@ def plan(
     Args:
         placement: pools and roles.
         inventory: available devices.
-        roles: roles of the recipe; None means all roles of the placement. Other standard roles get no devices.
+        roles: roles of the recipe; None means all roles of the placement. Standard roles (`ROLES`) that the placement
+            has in addition get no devices.
         dedicated: roles with separate processes, one per replica. Each process uses all devices of its replica.
     Raises:
         PlacementError: the placement is inconsistent or does not fit the inventory.
@@ -259,7 +263,9 @@ def _dedicate_processes(planned: RolePlan, kind: str) -> RolePlan:
 
 
 def _check_several_nodes(planned: RolePlan, sizes: ReplicaSizes, by_node: Sequence[Sequence[Slot]], kind: str) -> None:
-    """Raises PlacementError if a replica on several nodes has devices that vLLM cannot use together, or shares them."""
+    """Raises PlacementError if vLLM cannot use the devices of a replica on several nodes together, or if other roles
+    use these devices.
+    """
     setting, counts = f"placement.roles.{planned.role} has {sizes}", [len(own) for own in by_node]
     if len(set(counts)) > 1 or len({own[0].node for own in by_node}) < len(by_node):
         raise PlacementError(
@@ -369,7 +375,7 @@ def _share_of_node(name: str, pool: str, share: Fraction, devices: int, bounded:
 
 
 def _pack(counts: Mapping[str, Sequence[int]], inventory: Inventory) -> dict[str, tuple[Slot, ...]]:
-    """Allocates each count of each pool on the next node with enough free devices."""
+    """Assigns nodes and devices to pools: each count of a pool gets the next node with enough free devices."""
     used = [0] * len(inventory.nodes)
     packed = {}
     for name, per_node in counts.items():
@@ -436,7 +442,8 @@ def _check_tp_nodes(role: str, tp: int, nodes: Sequence[int]) -> None:
 def _count_node_dp(mesh: Mesh, nodes: Sequence[int]) -> int | None:
     """Returns the number of data-parallel ranks on each node. `nodes` has the node of each rank.
 
-    None if there is one node, if each node has one such rank, or if the nodes have different numbers of ranks.
+    None if there is one node, if each node has one such rank, or if the nodes have different numbers of ranks. Also
+    None if a data-parallel rank has devices on two nodes, or with pipeline stages.
     """
     blocks = [len(list(ranks)) for _, ranks in groupby(nodes)]
     node_dp, rest = divmod(blocks[0], mesh.sp * mesh.tp)

@@ -7,8 +7,8 @@ from flowrl.controller.placement.plan import PlacementError, Plan, RolePlan
 
 Transport = Literal["shared", "local", "object_store", "adapter", "cuda_ipc", "nccl", "gloo"]
 """Name of a transport. `shared` transfers nothing, because the rollout uses the weights in the actor's processes. With
-`local`, the rollout runs in the actor's processes and copies the weights there. `adapter` sends only a LoRA adapter
-through the object store.
+`local`, the rollout runs in the actor's processes and copies the weights within each process. `adapter` sends only a
+LoRA adapter through the object store.
 """
 
 
@@ -18,7 +18,7 @@ def has_per_replica_updates(config: RunConfig) -> bool:
 
 
 def choose_transports(config: RunConfig, planned: Plan) -> dict[str, Transport]:
-    """Returns the transport of each rollout of a run. Raises PlacementError like `choose_transport`."""
+    """Returns rollout role -> transport; empty without an actor. Raises PlacementError like `choose_transport`."""
     transports: dict[str, Transport] = {}
     actor, per_replica = planned.roles.get("actor"), has_per_replica_updates(config)
     if actor is None:
@@ -57,22 +57,24 @@ def choose_transport(
     offloads: bool = False,
     sends_adapter: bool = False,
 ) -> Transport:
-    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport, but the
-    object store instead of CUDA IPC if the actor offloads.
+    """Returns the transport that `transfer.via` requests. For `auto`, returns the fastest available transport.
+
+    `auto` selects the object store instead of CUDA IPC if the actor offloads, and instead of NCCL with per-replica
+    updates. With `sends_adapter`, `adapter` replaces the object store.
 
     Args:
         kind: device kind of the placement, `cpu` or `cuda`.
         per_replica: result of `has_per_replica_updates`.
-        shares_model: whether a rollout in the processes of the actor can use its model. With pipeline stages, it never
-            can, because no rank has all layers.
-        offloads: whether processes of the actor offload their GPUs while the rollout runs.
+        shares_model: whether a rollout in the actor's processes can use the actor's model. Ignored with pipeline
+            stages, because no rank has all layers.
+        offloads: whether the actor's processes offload GPU memory while the rollout runs.
         sends_adapter: whether the actor can send an adapter instead of all weights.
     Raises PlacementError if the placement or the schedule does not support the requested transport.
     """
     via = config.transfer.via
     transport = _transport_between(actor, rollout, kind, config, shares_model and actor.mesh.pp == 1)
     if transport == "cuda_ipc" and offloads and via == "auto":
-        transport = "object_store"  # until CUDA IPC between roles that offload has run on a GPU
+        transport = "object_store"  # CUDA IPC between roles that offload is not tested on GPUs yet
     if transport == "object_store" and sends_adapter:
         return "adapter"
     if transport not in ("nccl", "gloo") or not per_replica:

@@ -47,11 +47,11 @@ def evaluate_models(
     models and settings are checked before the first evaluation.
 
     Args:
-        models: model folders, Hub names, run folders or checkpoint folders. The first is the baseline of differences.
+        models: model folders, Hub names, run folders or checkpoint folders. The first model is the baseline.
         arguments: tasks and settings.
         console: where to print.
         step: step of the checkpoint of each run folder. None: the trained model.
-        num_devices: number of devices that generate responses, which the sizes of `arguments.replica` divide.
+        num_devices: number of devices that generate responses, a multiple of the devices of `arguments.replica`.
         output: JSON file for all numbers. None: no file.
         rows: file of JSON lines for all responses. None: no file.
     Raises:
@@ -111,10 +111,10 @@ def _check_failures(
     evaluated: Sequence[Mapping[str, TaskScores]],
     notify: Callable[[str], None],
 ) -> None:
-    """Notifies the user if rewards failed. Raises UserError if their share is above `max_failure_rate`.
+    """Notifies the user if rewards failed. Raises UserError if the share of failed rewards is above `max_failure_rate`.
 
-    `evaluated` contains the scores by task of each config. The scores of lm-eval follow, and are ignored: lm-eval has
-    no rewards.
+    `evaluated` contains task -> scores for each config. The scores of lm-eval follow, and are ignored, because lm-eval
+    has no rewards.
     """
     for config, scores in zip(configs, evaluated, strict=False):
         watch = FailureWatch(config, notify)
@@ -137,7 +137,10 @@ def _find_settings(models: Sequence[str], console: Console) -> Settings | None:
 
 
 def _resolve(models: Sequence[str], step: int | None) -> dict[str, ModelSource]:
-    """Returns the models by their name in the table. If several models have the same name, their paths are used."""
+    """Returns name in the table -> model. If several models have the same name, their paths are used as names.
+
+    Raises UserError if a model is listed twice.
+    """
     if repeated := next((model for i, model in enumerate(models) if model in models[:i]), None):
         raise UserError(f"{repeated} is named twice: name each model once")
     has_run = any(_is_run(model) for model in models)

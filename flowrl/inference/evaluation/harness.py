@@ -63,8 +63,8 @@ def evaluate_harness(
 ) -> dict[str, TaskScores]:
     """Returns the scores of a model by task and metric, such as `arc_easy/acc`.
 
-    A metric that is a mean over documents has one score per document. Another metric, such as perplexity, has only its
-    value, and its scores are NaN.
+    A metric that is a mean over documents has one score per document. For other metrics, such as perplexity, only the
+    value over all documents is known, and the scores are NaN.
 
     Args:
         tasks: names of tasks or groups, or paths of YAML files of tasks.
@@ -113,7 +113,7 @@ def _task_manager(tasks: Sequence[str]) -> Any:  # Any: a class of the library
 
 
 def _metrics(result: Result) -> list[tuple[str, str, float]]:
-    """Returns (metric, filter, value) of the results of a task, whose keys are `metric,filter`."""
+    """Returns (metric, filter, value) for the results of a task. The keys of `result` have the form `metric,filter`."""
     metrics = []
     for key, value in result.items():
         metric, comma, filter_name = key.partition(",")
@@ -127,7 +127,9 @@ def _metric_name(metric: str, filter_name: str) -> str:
 
 
 def _read_scores(samples: Sequence[Result], metric: str, filter_name: str, value: float) -> TaskScores:
-    """Returns the scores per document for one metric and filter. They are NaN if `value` is not their mean."""
+    """Returns the scores per document for one metric and filter. All scores are NaN if their mean differs from `value`,
+    the metric that lm-eval reports for the task.
+    """
     own = sorted((sample for sample in samples if sample["filter"] == filter_name), key=lambda row: row["doc_id"])
     numbers = [sample.get(metric) for sample in own]
     scores = [float(number) if isinstance(number, int | float) else math.nan for number in numbers]

@@ -41,8 +41,8 @@ Scored = tuple[float, bool]
 class HarnessModel(TemplateLM):
     """A model of flowrl for tasks of lm-eval.
 
-    A reference worker computes log-probabilities. A rollout engine generates text. Greedy and sampled responses do not
-    depend on the other requests of a batch.
+    A reference worker computes log-probabilities. A rollout engine generates text. With engine hf on the CPU in
+    float32, responses do not depend on the other requests of a batch.
     """
 
     def __init__(self, source: ModelSource, *, engine: str = "hf", seed: int = 0) -> None:
@@ -62,7 +62,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text without a context: the BOS token, if the tokenizer adds one to plain text."""
+        """Token before a text without a context: BOS if the tokenizer adds it to plain text, otherwise EOS."""
         return self._chat.text_prefix[-1] if self._chat.text_prefix else self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -124,7 +124,7 @@ class HarnessModel(TemplateLM):
     def _generate(
         self, sampling: SamplingSettings, prompt_ids: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> Sequence[str]:
-        """Generates responses with the rollout engine. They end at the end of a turn or at the token limit."""
+        """Generates responses with the rollout engine, up to the end of a turn or the token limit."""
         limit = self._max_length - sampling.max_tokens
         rows = [
             {"prompt_ids": list(ids[-limit:]), "prompt_id": i, "sample": 0}
@@ -150,9 +150,9 @@ class HarnessModel(TemplateLM):
 
 
 def read_sampling(arguments: dict[str, Any], max_tokens: int) -> SamplingSettings:
-    """Returns the sampling settings of a task of lm-eval. `arguments` are its `generation_kwargs`.
+    """Returns the sampling settings of a task of lm-eval. `arguments` are the task's `generation_kwargs`.
 
-    Each argument has the meaning that the library gives it. A limit above `max_tokens` is lowered to `max_tokens`. With
+    Each argument has the same meaning as in lm-eval. A limit above `max_tokens` is lowered to `max_tokens`. With
     `do_sample` and without a temperature, the temperature is 1.
     """
     if arguments.get("do_sample"):

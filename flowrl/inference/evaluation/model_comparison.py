@@ -31,15 +31,15 @@ class TaskResult:
     estimates: Mapping[str, Interval] = field(default_factory=dict)
     """Estimates `pass@k`, `best@k` and `majority@k` by name. Empty with one response per prompt."""
     sources: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
-    """Values of each data source by their name: its mean score (`accuracy`), and the estimates above. Empty if all
+    """Data source -> name -> value: the mean score (`accuracy`) and the estimates of the data source. Empty if all
     prompts have the same data source.
     """
     difference: Difference | None = None
-    """Mean score minus that of the first model, over the prompts with a score of both models. None for the first
-    model, or if the prompts differ.
+    """Mean score minus the mean score of the first model, over the prompts with scores of both models. None for the
+    first model, if the prompts differ, or if there are no such prompts.
     """
     num_compared: int | None = None
-    """Number of these prompts; None without a difference."""
+    """Number of prompts in `difference`; None without a difference."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further metrics of the evaluation, `evaluation/...`."""
 
@@ -106,9 +106,8 @@ def _intervals(scores: PromptScores, pass_score: float) -> dict[str, Interval]:
 
 
 def _compare_prompts(own: TaskScores, baseline: TaskScores) -> tuple[Difference | None, int | None]:
-    """Returns the paired difference to the baseline over the prompts with a score of both, and their number.
-
-    Returns None if the prompts differ, or if no prompt has a score of both.
+    """Returns the paired difference to the baseline over the prompts with scores of both models, and the number of such
+    prompts. Returns (None, None) if the prompts differ, or if there are no such prompts.
     """
     if list(own.prompts) != list(baseline.prompts):
         return None, None
@@ -121,7 +120,7 @@ def _compare_prompts(own: TaskScores, baseline: TaskScores) -> tuple[Difference 
 
 
 def prompt_records(own: TaskScores) -> Sequence[dict[str, Any]]:  # Any: values of JSON
-    """Returns one record per prompt: its text, its data source, and the score of each response, or NaN."""
+    """Returns one record per prompt: its text, its data source, and the score of each response (NaN if missing)."""
     scores = own.scores
     answers = scores.answers or [None] * len(own.prompts)
     columns = zip(scores.prompt_ids, own.prompts, scores.sources, scores.scores_PN.tolist(), answers, strict=True)

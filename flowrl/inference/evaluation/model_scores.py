@@ -31,7 +31,7 @@ class TaskScores:
     """Result of one model on one task."""
 
     metrics: Mapping[str, float]
-    """Metrics of the evaluation, as in a run without the name of the set."""
+    """Metrics of the evaluation. The names are those of a run's metrics, without the name of the set."""
     prompts: Sequence[str]
     """Last user message of each prompt."""
     scores: PromptScores
@@ -50,7 +50,7 @@ def evaluate_model(
 ) -> dict[str, TaskScores]:
     """Generates responses to all held-out prompts of a config, and scores them. Returns the scores of each set.
 
-    The numbers are those of an evaluation in a run with the same model and settings, and one rank.
+    The numbers equal those of an evaluation in a run with the same model and settings, and one rank.
 
     Args:
         config: the settings. The model is `config.actor.model`.
@@ -86,8 +86,8 @@ def evaluate_model(
 def check_evaluation(
     config: EvaluationRunConfig, num_devices: int = 1, replica: ReplicaSizes = ONE_DEVICE
 ) -> tuple[CheckedRun, dict[str, Batch]]:
-    """Checks the settings and the memory. Returns the plan of the evaluation, and the held-out prompts by the name of
-    their set. Raises UserError.
+    """Checks the settings and the memory. Returns the checked run with the plan, and name of a set -> held-out prompts.
+    Raises UserError.
     """
     config = _on_backend(config, num_devices, replica)
     roles = tuple(role for role in config.roles if role != "actor")  # the rollout loads the weights itself
@@ -101,7 +101,7 @@ def check_evaluation(
 
 
 def _collect(name: str, result: Evaluation, config: EvaluationConfig) -> TaskScores:
-    metrics = dict(result)  # waits for a pending evaluation, which sets its scores and rows then
+    metrics = dict(result)  # waits for a pending evaluation, whose `scores` and `rows` are set only then
     (scores,) = result.scores.values()
     k = scores.scores_PN.shape[1]
     rows = [{**row, "set": name or None} for row in result.rows]

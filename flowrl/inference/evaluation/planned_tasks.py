@@ -61,14 +61,14 @@ class EvaluationArguments:
 
 
 def find_run(source: str) -> Path | None:
-    """Returns the run folder of a run folder or of one of its checkpoints. None: the model does not belong to a run."""
+    """Returns the run folder of a path that is a run folder or a checkpoint in it. None for a model without a run."""
     path = Path(source)
     candidates = [path, *(path.parents[1:2] if path.parent.name == "checkpoints" else ())]
     return next((folder for folder in candidates if (folder / "config.yaml").is_file()), None)
 
 
 def read_run_settings(run: Path) -> Settings | None:
-    """Returns the settings of a run that its evaluations use. None: the run has no rollouts, as with SFT.
+    """Returns the settings that the evaluations of a run use. None: the run has no rollouts, as with SFT.
 
     Raises ConfigError if the config of the run cannot be read.
     """
@@ -84,7 +84,7 @@ def read_run_settings(run: Path) -> Settings | None:
     settings = {name: values[name] for name in kept} | {"placement": placement}
     if reward is not None:
         settings["reward"] = values[reward]
-    # An evaluation has no training prompts, whose success `order: curriculum` and `difficulty` would require.
+    # `order: curriculum` and `difficulty` need the success of training prompts, which an evaluation does not have.
     settings["data"] |= {"order": "file", "difficulty": {}}
     return settings | {"actor": {"model": values["actor"]["model"]}}
 
@@ -92,7 +92,7 @@ def read_run_settings(run: Path) -> Settings | None:
 def plan_evaluations(
     arguments: EvaluationArguments, source: ModelSource, settings: Settings | None
 ) -> list[EvaluationRunConfig]:
-    """Returns the configs for the evaluation of a model. Tasks with the same reward share one config, as `data.tests`.
+    """Returns the configs for the evaluation of a model. Tasks with the same reward are `data.tests` of one config.
 
     Args:
         arguments: the arguments of the command. Tasks of lm-eval are ignored.
@@ -203,7 +203,7 @@ def _default_settings(source: ModelSource) -> Settings:
 def _build(
     base: Settings, arguments: EvaluationArguments, source: ModelSource, *, can_set_reward: bool = True
 ) -> EvaluationRunConfig:
-    """Returns the config of a model with the arguments of the command. `can_set_reward`: applies `--reward`."""
+    """Returns the config of a model with the arguments of the command. Without `can_set_reward`, ignores `--reward`."""
     base = base | {"data": _without_replaced_settings(base["data"], arguments)}
     model = base["actor"]["model"] | {"path": str(source.path), "dropout": 0}
     model["tokenizer"] = None if source.tokenizer is None else str(source.tokenizer)
@@ -228,7 +228,7 @@ def _build(
 
 
 def _shorten(message: str, base: Settings) -> str:
-    """Shortens an error message: replaces a section of the run's settings, which may be long, by its name."""
+    """Shortens an error message. Replaces each section of the run's settings, which may be long, by its name."""
     for name, value in base.items():
         message = message.replace(f"{name}={json.dumps(value)}", f"{name} of the run")
     return message

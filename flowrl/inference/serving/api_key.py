@@ -1,4 +1,4 @@
-"""The key of `flowrl serve`: reads it, and requires it for all paths of the server except those of liveness."""
+"""Reads the key of `flowrl serve`, and requires it for all paths of the server except liveness checks."""
 
 import hmac
 import json
@@ -12,7 +12,7 @@ from flowrl.config import UserError
 from flowrl.config.source import find_file_problem
 
 API_KEY = "VLLM_API_KEY"
-"""Environment variable of the key, both for `flowrl serve` and for vLLM. Other users cannot read it."""
+"""Environment variable of the key, both for `flowrl serve` and for vLLM. Other users cannot read the variable."""
 
 LIVENESS_PATHS = frozenset({"/health", "/ping"})
 """Paths that report only whether the server works."""
@@ -49,13 +49,15 @@ def read_api_key(key: str | None, file: Path | None) -> str | None:
 class KeyMiddleware:
     """ASGI middleware of vLLM's server (`--middleware`) that responds to requests without the key with status 401.
 
-    vLLM requires the key for the paths of its OpenAI interface only, not for those of its tokenizer, its metrics and
-    others. The paths of liveness need no key, and neither do preflight requests of browsers, to which vLLM itself
-    responds.
+    vLLM itself requires the key only for the paths of its OpenAI interface, and not, for example, for its tokenizer and
+    metrics. Liveness checks need no key. Preflight requests of browsers need no key either, because vLLM itself
+    responds to them.
     """
 
     def __init__(self, application: Application) -> None:
-        """Reads the key from the environment. Raises KeyError without a key, so that no server starts without one."""
+        """Reads the key from the environment. Raises KeyError without the variable, and AssertionError if it is empty,
+        so that no server starts without a key.
+        """
         self._application, self._key = application, os.environ[API_KEY].encode()
         assert self._key
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flowrl.data.chat import ChatTokenizer  # imports transformers
 
 _END_TIMEOUT_S = 30.0
-"""Seconds within which the server must end. After them, it is killed."""
+"""Timeout in seconds for the end of the server. After the timeout, the server is killed."""
 
 _PROGRAM = (
     "import ctypes, os, signal, sys\n"
@@ -57,13 +57,13 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients must send. None allows all clients. The server reads it from its environment, because other
+    """Key that clients must send. None allows all clients. The server reads the key from its environment, because other
     users can see its command line.
     """
     name: str | None = None
     """Name of the model for clients; None is the name of the source."""
     dtype: str | None = None
-    """Dtype of the weights. None: float32 on the CPU, and that of the files on a GPU."""
+    """Dtype of the weights. None: float32 on the CPU, and the dtype of the files on a GPU."""
     max_model_len: int | None = None
     """Maximum number of tokens of prompt and response. None: as many as model and memory allow."""
     kv_cache_gb: float | None = None
@@ -71,7 +71,7 @@ class ServerSettings:
     replica: ReplicaSizes = ONE_DEVICE
     """Parallel sizes of the devices that the server uses."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine, as `rollout.vllm.engine_args`."""
+    """Further arguments of vLLM's engine, as in `rollout.vllm.engine_args`."""
 
 
 def check_server(settings: ServerSettings) -> None:
@@ -128,7 +128,7 @@ def serve(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings) 
 
 
 def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerSettings, folder: Path) -> list[str]:
-    """Returns the arguments of vLLM's command, and writes the files that they name to a folder."""
+    """Returns the arguments of vLLM's command, and writes the files that these arguments name to `folder`."""
     from flowrl.devices.device import has_gpu  # noqa: PLC0415 (loads torch, after check_server)
 
     on_gpu = has_gpu()
@@ -160,7 +160,7 @@ def server_command(source: ModelSource, chat: "ChatTokenizer", settings: ServerS
 
 
 def _check_devices(model: Path, settings: ServerSettings, kind: DeviceKind) -> None:
-    """Raises UserError if the devices of this machine do not support a setting of the server. `kind`: their kind."""
+    """Raises UserError if the devices of this machine, of kind `kind`, do not support a setting of the server."""
     from flowrl.devices.device import count_gpus  # noqa: PLC0415 (as above)
 
     if kind == "cuda":
@@ -204,8 +204,8 @@ def server_environment(settings: ServerSettings) -> Mapping[str, str]:
 
 
 def chat_template(chat: "ChatTokenizer") -> str:
-    """Returns the Jinja text of the conversation template, which adds its system message. Raises DataError without a
-    chat template.
+    """Returns the Jinja text of the conversation template. The text also adds the system message of the template.
+    Raises DataError without a chat template.
     """
     template = chat.template
     text = template.chat_template or ""
