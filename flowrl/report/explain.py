@@ -27,7 +27,7 @@ from flowrl.report.trace import (
 )
 
 SMALL_SHARE = 0.005
-"""Largest fraction of the critical path for which an entry is merged into the row of small entries."""
+"""Fraction of the critical path below which an entry is merged into the row `other`."""
 
 MIN_WIDTH = 64
 """Minimum width of the tables. On a narrower terminal, lines wrap instead of being truncated."""
@@ -40,7 +40,7 @@ def explain(
     window_s: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints where the time of the training loop was spent, optionally for the last `window_s` seconds.
+    """Prints how the time of the training loop was spent, in its last `window_s` seconds or, with None, in total.
 
     Calls that were finished by `dropped_until_ns` may be missing in `events`. The tables then start at this time.
     """

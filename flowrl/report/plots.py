@@ -26,7 +26,7 @@ class Panel:
     title: str
     lines: tuple[Line, ...]
     needs: str = ""
-    """Metric without which the panel is omitted."""
+    """Metric without whose values the panel is omitted. Empty: none is needed."""
 
 
 PANELS = (
