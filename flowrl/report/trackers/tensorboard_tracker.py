@@ -30,7 +30,7 @@ class EventFile:
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """Creates the file in `folder`.
 
-        With `purge_step`, TensorBoard ignores the events of this step and later ones in files that were created before.
+        With `purge_step`, TensorBoard ignores the events of this step and of later steps in older files.
         """
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         # The name begins with the time of creation, because TensorBoard sorts files by name before it reads them.

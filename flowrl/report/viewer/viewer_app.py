@@ -32,7 +32,8 @@ _MIN_PREVIEW_HEIGHT = 30
 
 
 def view_run(run_folder: Path, *, step: int | None = None, kind: Kind = "training") -> None:
-    """Opens the viewer and blocks until the user closes it. SIGTERM and SIGHUP end the program, after the viewer.
+    """Opens the viewer and blocks until the user closes it. SIGTERM and SIGHUP close the viewer, and then end the
+    program.
 
     Args:
         run_folder: output folder of a run.
@@ -78,10 +79,10 @@ class ViewerApp(App[None]):
         self.store.load(shard)  # an error is reported before the terminal changes
         self._start = MainScreen(self.store, shard)
         self.ended_by: signal.Signals | None = None
-        """The signal that closed the viewer."""
+        """The signal that closed the viewer, or None."""
 
     def on_mount(self) -> None:
-        # An exception of another handler would be lost in a task of Textual, which would go on without a terminal.
+        # The exception of a Python handler would be lost in a task of Textual, which would continue without a terminal.
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # such as SIGHUP after nohup
                 asyncio.get_running_loop().add_signal_handler(number, self._end, number)
