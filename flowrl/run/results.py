@@ -56,7 +56,7 @@ class ResultFiles(RunObserver):
 
 
 def save_weights(group: WorkerGroup, started: StartedRun, timeout_s: float | None = None) -> None:
-    """Saves a group's model in the run folder (format of `save_pretrained`). Blocks; `timeout_s` None is no limit."""
+    """Saves a group's model in the run folder like `save_pretrained`. Blocks, for at most `timeout_s` if it is set."""
     with replacing(started.folder.model) as folder:
         group.save.submit(folder.absolute(), started.config.export).get(timeout_s)
         save_template(started.template, folder)
@@ -65,7 +65,7 @@ def save_weights(group: WorkerGroup, started: StartedRun, timeout_s: float | Non
 def save_last_weights(policy: WorkerGroup | None, started: StartedRun, history: Sequence[Mapping[str, float]]) -> None:
     """Saves the policy of a run without checkpoints after invalid input, such as a failed reward, has ended the run.
 
-    Does nothing without a policy, or if `history` (log records) has no training step. Errors are only reported.
+    Does nothing without a policy, or if `history` (log records) has no training step. Reports errors to the user.
     """
     if policy is None or not any(record["step"] for record in history):
         return
@@ -82,7 +82,7 @@ def save_last_weights(policy: WorkerGroup | None, started: StartedRun, history: 
 
 
 def metric_titles(config: RunConfig) -> dict[str, str]:
-    """Returns metric -> title. `accuracy` is renamed if a reward model scores, because its scores are no accuracy."""
+    """Returns metric -> title. With a reward model, `accuracy` is titled `held-out reward`. Has no other metrics."""
     reward = config.reward_settings if isinstance(config, RolloutRunConfig) else None
     has_model_scores = reward is not None and reward.has_models and reward.evaluation is None
     return {"accuracy": "held-out reward"} if has_model_scores else {}
@@ -106,7 +106,7 @@ def show(
 
 
 def _print_responses(console: Console, folder: RunFolder, first_step: int, last_step: int) -> None:
-    """Prints a few saved responses of the last evaluation, next to those of the first to the same prompts."""
+    """Prints a few saved responses of the last evaluation, next to those of the first evaluation (same prompts)."""
     saved = saved_steps(folder.rollouts, "evaluation")
     if last_step not in saved:
         return

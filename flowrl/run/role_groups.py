@@ -1,4 +1,4 @@
-"""Puts a run's settings for its devices into the arguments of worker groups, and starts the groups that score."""
+"""Puts a run's settings for its devices into arguments of worker groups, and starts groups that score responses."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,11 +20,11 @@ from flowrl.workers.reward import Reward
 def group_arguments(
     stated: RunConfig, applied: RunConfig, role: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # Any: arguments of a worker's constructor
-    """Returns the arguments of a worker's constructor, with the settings that the roles have in `applied`.
+    """Returns the arguments of a worker's constructor, with settings of `applied` in place of settings of `stated`.
 
-    The recipe passes settings of `stated`, which lack the values that depend on the devices. An argument belongs to the
-    role whose settings in `stated` are equal to it. If several roles have equal settings, `role` comes first. Returns
-    None if the config field of the role is null. Raises UserError if the config has no such role, or if an argument has
+    The recipe passes settings of `stated`, which lack the values that depend on the devices. Settings are replaced by
+    those of the role that has equal settings in `stated`. If several roles have, `role` comes first. Returns None if
+    the config field of the role is null. Raises UserError if the config has no such role, or if an argument has
     settings that no role has.
     """
     if not isinstance(role, str):
@@ -88,7 +88,7 @@ class PartialModels(RunObserver):
         self._notify = notify
         self._groups: list[WorkerGroup] = []
         self.differences: dict[str, dict[str, list[str]]] = {}
-        """Role -> names of `missing` and `unexpected` weights in its files. Excludes roles without such weights."""
+        """Role -> names of weights that its files lack (`missing`) or have in addition (`unexpected`), if any."""
 
     def follow(self, group: WorkerGroup, settings: object) -> None:
         """Adds a group to the report if its model may differ from its files. `settings` are those of the role."""

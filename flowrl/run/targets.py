@@ -54,7 +54,7 @@ def mean_score(table: TensorDict) -> dict[str, Metric]:
 
 
 def teacher_columns(batch: Batch, teacher: "ReferenceGroup", loss: DistillationLossConfig) -> Batch:
-    """Adds the teacher's values that the loss reads to a batch, and returns the batch. Does not block.
+    """Adds to a batch the teacher's values that the loss reads, and returns the batch. Does not block.
 
     The columns are `teacher_logprobs` (log-probabilities of the response tokens), or `topk_ids` and
     `teacher_topk_logprobs` (the teacher's most likely tokens and their log-probabilities).

@@ -39,7 +39,7 @@ class Level(IntEnum):
 
 
 class Need(Flag):
-    """Needs of a check that a command or its devices may not meet. A check with an unmet need is skipped."""
+    """Conditions that a check needs. If the command or its devices do not meet one of them, the check is skipped."""
 
     NONE = 0
     OUTPUT = auto()
@@ -132,7 +132,7 @@ def _check_threads(config: RunConfig) -> None:
 
 
 def _check_output(config: RunConfig) -> str:
-    """Returns as text how the run uses its output folder, or raises RunFolderError. Changes nothing in the folder."""
+    """Returns whether the output folder is new or continued, as text. Raises RunFolderError if it is unusable."""
     check_not_locked(config.output)
     if is_resuming(config):
         return f"the run continues in {config.output}"

@@ -1,4 +1,4 @@
-"""CheckedRun: a config with results that its checks and its start share. Also lists the roles that generate text."""
+"""CheckedRun: a config with results that the checks and the start of a run share. Lists the roles that generate."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -66,7 +66,7 @@ class CheckedRun:
 
     @cached_property
     def resolved(self) -> RunConfig:
-        """The config, in which settings that are null and depend on the kind of devices have their values."""
+        """The config with values for those null settings that depend on the kind of devices."""
         return resolve_settings(self.config, self.plan)
 
     @cached_property
@@ -108,7 +108,7 @@ class Generator(NamedTuple):
     settings: RolloutConfig
     """Settings of the engine that generates."""
     model: ModelConfig | None
-    """Model with which it generates. None: the run has no actor."""
+    """Model that generates. None if the run has no actor."""
     model_key: str
     """Key of the settings of the model."""
 

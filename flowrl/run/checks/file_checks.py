@@ -48,8 +48,8 @@ class InvalidPaths(ConfigError):
 
 
 def check_paths(config: RunConfig) -> str:
-    """Returns the checked paths as text. Raises InvalidPaths if a model, adapter, tokenizer or dataset cannot be read,
-    neither from this machine nor from the Hub.
+    """Returns the checked paths as text. Raises InvalidPaths if a model, adapter, tokenizer or dataset cannot be read
+    from this machine or the Hub.
     """
     if problems := list(find_path_problems(config)):
         raise InvalidPaths(problems)
@@ -58,7 +58,7 @@ def check_paths(config: RunConfig) -> str:
 
 def find_path_problems(config: RunConfig) -> Iterator[str]:
     """Yields a message for each path that cannot be read (models, adapters, tokenizers, data), with all settings that
-    name the path. Also yields a message if the config generates rows, but this machine cannot.
+    name the path. Also yields a message if the config generates rows, but reasoning-gym is not installed.
     """
     paths = {
         f"{role}.model.path": (entry.model.path, find_model_problem)

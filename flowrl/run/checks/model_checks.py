@@ -50,7 +50,7 @@ from flowrl.run.datasets.tokenized_data import read_tokenizer
 from flowrl.run.preferences.preference_examples import PREFERENCE_ROLES, PreferenceExamples
 
 NUM_ROWS = 8
-"""Number of prompts for which the reward function scores responses, and of rows that are copied for the small step."""
+"""Number of prompts whose responses are scored, and of rows that are copied for the small step."""
 
 MAX_STEP_PARAMETERS = 20_000_000
 """Largest total number of parameters of all models. If they have more, the small step is skipped."""
@@ -99,8 +99,8 @@ def import_recipe(run: LoadedRun) -> str:
 
 
 def load_models(run: LoadedRun) -> str:
-    """Builds every local model without weights, and compares names and shapes of the weights with the files. Returns
-    the sizes of the models as text. Raises CheckSkipped if all models are on the Hub.
+    """Builds every local model without weights, and compares the weights' names and shapes with the files. Returns the
+    model sizes as text. Raises CheckSkipped if all models are on the Hub.
     """
     sizes = {}
     for role, value in models_of(run.config).items():
@@ -115,7 +115,7 @@ def load_models(run: LoadedRun) -> str:
 
 
 def load_tokenizer(run: LoadedRun) -> str:
-    """Loads the tokenizer, and renders a message with its chat template. Returns both sizes in tokens as text."""
+    """Loads the tokenizer, and renders a message with its chat template. Returns the sizes of both as text."""
     data = next((value for _, value in run.config if isinstance(value, DataConfig)), None)
     tokenizer = read_tokenizer(run.encoder, data)
     num_tokens = len(tokenizer.encode_prompt([Message("user", "")]))

@@ -146,7 +146,7 @@ def check_speculation(config: RunConfig, planned: Plan) -> None:
 
 
 def check_head_sizes(config: RunConfig, planned: Plan) -> None:
-    """Raises ConfigError if the engine of a rollout or judge does not support its model's heads on the devices."""
+    """Raises ConfigError if the engine of a rollout or judge does not support the head size of its model."""
     for role, _, value, model, _ in find_generators(config):
         problem = None if model is None else find_head_size_problem(value.engine, model.path, planned.kind)
         if problem is not None:

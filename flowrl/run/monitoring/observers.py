@@ -94,7 +94,7 @@ class RunObservers:
         )
         self._queue = RecordQueue(self._step_done, self._evaluated)
         self._evaluated_step: int | None = None
-        """Last step with an evaluation for which training has waited."""
+        """Last step for whose evaluation training has waited, or None."""
         self._is_resumed = started.resumed is not None
         """Whether `metrics.jsonl` already has the record of step 0."""
         self._memory = PeakMemory()
@@ -206,7 +206,9 @@ class RunObservers:
                 observer.calls_done(step, values)
 
     def write_evaluated(self, step: int) -> None:
-        """Writes a step's record if training has waited for its evaluation, so that the next step omits this time."""
+        """If training has waited for a step's evaluation, writes the step's record. The next step then excludes this
+        time.
+        """
         if self._evaluated_step == step:
             self.write(step)
 
@@ -216,7 +218,7 @@ class RunObservers:
         self._queue.flush(last_step)
 
     def drop_evaluations(self) -> None:
-        """Writes the records without the evaluations that still run, after an error."""
+        """After an error, writes the records without the evaluations that still run."""
         self._queue.drop_evaluations()
 
     @property

@@ -210,7 +210,7 @@ class RecordQueue:
         self._write, self._finish = write, finish
         self._records: deque[tuple[int, dict[str, float]]] = deque()
         self._pending: deque[tuple[int, PendingEvaluation]] = deque()
-        """Evaluations whose results are not written yet, with their steps."""
+        """(step, evaluation) of the evaluations whose results are not written yet."""
 
     @property
     def pending_evaluations(self) -> list[tuple[int, int]]:
@@ -227,7 +227,7 @@ class RecordQueue:
         self.flush(-1)
 
     def flush(self, last_step: int) -> None:
-        """Waits for the evaluations up to `last_step`, and writes all records whose evaluations have finished."""
+        """Waits for evaluations of steps up to `last_step`, and writes all records whose evaluations have finished."""
         for step, evaluation in self._pending:
             if step <= last_step:
                 evaluation.wait()
@@ -244,7 +244,7 @@ class RecordQueue:
             self._write(step, values)
 
     def drop_evaluations(self) -> None:
-        """Discards the pending evaluations, after an error, and writes the records without them."""
+        """After an error, discards the pending evaluations, and writes the records without them."""
         self._pending.clear()
         self.flush(-1)
 

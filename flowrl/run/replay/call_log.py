@@ -135,7 +135,7 @@ def _describe_argument(value: Any) -> Described:
 def describe(value: Any) -> Described:  # Any: the result of any call
     """Returns a value as JSON, such that equal JSON means bitwise equal values. Tensors and arrays become checksums.
 
-    Exception: objects that are neither dataclasses nor containers of such values become the name of their class.
+    Exception: an object that is no plain value, array, container or dataclass becomes the name of its class.
     """
     match value:
         case None | bool() | int() | float() | str():

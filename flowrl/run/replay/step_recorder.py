@@ -92,7 +92,7 @@ class StepRecorder(RunObserver):
         self._recorded_checks: set[str] = set()
         """Health checks that have requested a recording."""
         self._step: int | None = None
-        """Step that is being recorded."""
+        """Step that is being recorded, or None."""
         self._path = Path()
         self._values: dict[str, Any] = {}
         """Values of `step.json` so far."""
