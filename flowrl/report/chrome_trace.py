@@ -78,7 +78,7 @@ class Trace:
         return Trace(kept, resumes, [counted for counted in self.counts if counted.at_ns > until_ns], until_ns)
 
     def counted(self, counts: Iterable[Counted]) -> "Trace":
-        """Returns this trace with `counts` appended: numbers of prompt groups per state, at several times.
+        """Returns this trace with `counts` appended, which are numbers of prompt groups per state at several times.
 
         Keeps only the last `MAX_COUNTS` counts.
         """

@@ -40,7 +40,7 @@ def explain(
     window_s: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints how the time of the training loop was spent, in its last `window_s` seconds or, with None, in total.
+    """Prints how the training loop spent its time. With `window_s`, covers only the last `window_s` seconds.
 
     Calls that were finished by `dropped_until_ns` may be missing in `events`. The tables then start at this time.
     """

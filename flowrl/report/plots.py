@@ -26,7 +26,7 @@ class Panel:
     title: str
     lines: tuple[Line, ...]
     needs: str = ""
-    """Metric without whose values the panel is omitted. Empty: none is needed."""
+    """Metric that the panel requires: without its values, the panel is omitted. Empty: no such metric."""
 
 
 PANELS = (

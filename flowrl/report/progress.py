@@ -191,7 +191,7 @@ class LiveProgress(RunObserver):
         self.console = console or make_console()
         self._num_steps, self._clock = num_steps, clock
         self._latest: dict[str, tuple[int, float]] = {}
-        """Metric -> (step, value) of its last value."""
+        """Metric -> its newest value, as (step, value)."""
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._updated_s = clock()
         self._bar: Progress | None = None

@@ -84,7 +84,7 @@ class EncodedRows:
     lines: bytes
     """The rows as JSON lines."""
     shown: list[Row]
-    """The first `NUM_SHOWN_ROWS` rows without `tokens`, for trackers."""
+    """The first `NUM_SHOWN_ROWS` rows, without the column `tokens`, for trackers."""
 
 
 def encode_rows(kind: Kind, step: int, rows: Sequence[Row]) -> EncodedRows:
@@ -99,9 +99,7 @@ class RolloutLogError(UserError):
 
 
 class MissingStepError(RolloutLogError):
-    """Raised if the rows of a step are not saved. This can happen during reading, because a run removes shards
-    (`max_mb`).
-    """
+    """Raised if the rows of a step are not saved. An active run may remove rows (`max_mb`) while they are read."""
 
 
 class RolloutLog:

@@ -11,7 +11,7 @@ from flowrl.report.rollout_log import Kind, RolloutLogError, Row, read_rows, sav
 Order = Literal["row", "worst", "best"]
 
 _TEXTS = ("prompt", "response", "answer")
-"""Columns that are printed with a label. All other columns are in the heading of a row."""
+"""Columns that are printed below the heading of a row, each with a label."""
 
 _NUMBERS = {"score": ".3f", "advantage": ".3f", "version": "d", "finish_reason": "s", "response_length": "d"}
 """Columns of the heading and their formats."""

@@ -140,9 +140,9 @@ class CommonScores:
     num_rows: int
     """Number of responses that both runs have saved."""
     num_scored: int
-    """Number of these responses with a score in both runs."""
+    """Number of responses that have a score in both runs."""
     means: tuple[float, float]
-    """Mean score of these responses in each run. NaN if there are none."""
+    """Mean score in each run over the responses that have a score in both. NaN if there are none."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class RunDiff:
     num_steps: int = 0
     """Number of training steps that both runs have logged."""
     num_equal_steps: int = 0
-    """Number of these steps whose metrics are equal."""
+    """Number of training steps with equal metrics."""
     results: Sequence[Change] = ()
     """Name and both values of the metrics that differ in the last common step, largest relative difference first."""
     evaluations: Sequence[CommonScores] = ()
@@ -174,7 +174,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float = 0.0) -> RunDif
     """Compares the folders of two runs.
 
     Two numbers are equal if they differ by at most `tolerance` times their larger magnitude, or times 1 if both
-    magnitudes are smaller. Metrics of time and memory are not compared. Raises UserError if a folder is not a run
+    magnitudes are below 1. Metrics of time and memory are not compared. Raises UserError if a folder is not a run
     folder.
     """
     configs = [read_config(folder) for folder in (first, second)]

@@ -33,7 +33,8 @@ def loop_events(events: Iterable[CallEvent]) -> list[CallEvent]:
 
     The first call of the loop is the first that is neither in `STARTING` nor in `CONNECTING`. Startup ends when all
     earlier calls are finished. Calls that are finished by then are omitted. If the driver submits a call of the loop
-    earlier, its submission time becomes the end of startup, so that its wait and queue times do not contain startup.
+    during startup, the end of startup becomes its submission time, so that its wait and queue times do not contain
+    startup.
     """
     events = list(events)
     first = min((event.number for event in events if event.method not in (*STARTING, *CONNECTING)), default=0)

@@ -49,7 +49,7 @@ def _work(events: list[CallEvent]) -> dict[str, float]:
 
 
 def _work_s(event: CallEvent) -> float:
-    """Returns the duration of a call without the switch before it."""
+    """Returns the duration of a call without the switch of roles before it."""
     return event.duration_s - sum(value for name, value in event.usage.items() if name.startswith("seconds/"))
 
 

@@ -11,7 +11,7 @@ from flowrl.report.rollout_log import Kind, MissingStepError, RolloutLogError, R
 from flowrl.report.token_values import METRICS, ColorScale, available_metrics, color_scale, token_values
 
 MAX_ROWS = 20_000
-"""Largest number of rows of a run. If a run has more, the report has only the rows of evenly spaced steps."""
+"""Largest number of rows per run in the report. If a run has more, the report has only rows of evenly spaced steps."""
 
 MAX_CHARACTERS = 30_000_000
 """Largest number of characters of a run's texts: prompts, responses, segments, answers and causes of failed rewards.

@@ -17,7 +17,7 @@ MAX_BUCKETS = 1_500
 def curve_data(records: Sequence[Record], max_buckets: int = MAX_BUCKETS) -> dict[str, Any]:
     """Returns the curves of all metrics.
 
-    `groups` has one entry for all metrics that have values at the same steps. An entry has the x values `step`, `time`
+    Metrics that have values at the same steps share an entry of `groups`. An entry has the x values `step`, `time`
     (seconds) and `tokens` (response tokens since the start), and `metrics` with a list per metric. If a point stands
     for several steps, the lists are means, and `low` and `high` have the smallest and the largest values.
     """

@@ -160,8 +160,8 @@ def evaluations(records: Sequence[Record]) -> list[dict[str, Any]]:
 def _value(record: Record, name: str) -> float:
     """Returns the value of a metric, or NaN.
 
-    An evaluation without failed rewards does not log metrics of failed rewards. Then, the accuracy with the worst or
-    best score for them is the accuracy, and the others are 0.
+    An evaluation without failed rewards logs no metrics of failed rewards. For `FAILED_AS_WORST` and `FAILED_AS_BEST`,
+    the accuracy is then returned, and 0 for the others.
     """
     if name in record or not name.startswith(NUM_FAILED):
         return record.get(name, nan)

@@ -18,7 +18,7 @@ _INCLUDED = {
     "wandb": "flowrl.report.trackers.wandb_tracker:WandbTracker",
     "trackio": "flowrl.report.trackers.trackio_tracker:TrackioTracker",
 }
-"""Name -> class of the included trackers. The package of a tracker and the extra of flowrl with it have this name."""
+"""Name of an included tracker -> class. Its package, and flowrl's extra that installs it, have the same name."""
 
 _METHODS = ("write_metrics", "write_rows", "finish", "close")
 

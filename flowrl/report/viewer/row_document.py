@@ -11,7 +11,7 @@ from flowrl.report.rollout_log import Row
 from flowrl.report.token_values import segments_of
 
 LINE_BREAK = "↵"
-"""Shown for a line break in a token, so that the token is visible."""
+"""Character that is shown for a line break in a token, so that the token is visible."""
 
 
 class Piece(NamedTuple):
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     style: str
     """Name of a style in `text_view`."""
     token: int | None = None
-    """Index of the response token, or None."""
+    """Index of the response token; None for other text."""
 
 
 Line = list[Piece]
@@ -81,7 +81,7 @@ _VALUES = {
     "sample": "d",
     "set": "s",
 }
-"""Column in the first lines -> its format."""
+"""Column that is shown in the first lines -> format of its values."""
 
 
 def make_document(row: Row) -> list[Piece]:

@@ -61,7 +61,7 @@ class TextStore:
         return cached[1]
 
     def rows_of_prompt(self, row: Row) -> Iterator[Row]:
-        """Yields the rows of all steps whose prompt is the prompt of `row`, in ascending order of steps.
+        """Yields all rows that have the same prompt as `row`, in ascending order of their steps.
 
         Yields only rows of the same kind, because training and evaluation number their prompts separately. For speed,
         parses only the lines that contain the id of the prompt.

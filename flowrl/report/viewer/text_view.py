@@ -126,7 +126,7 @@ class TextView(ScrollView, can_focus=True):
             self._report()
 
     def legend(self) -> Text:
-        """Returns the name of the metric and the range of its values, with its colors."""
+        """Returns the name of the metric, the range of its values, and the colors of this range."""
         if self.metric is None:
             return Text("no values per token: only report.rollouts.token_rows training rows of a step have them", "dim")
         metric, scale = METRICS[self.metric], self._scale

@@ -98,7 +98,7 @@ class ViewerApp(App[None]):
 
 
 def _first_shard(store: TextStore, step: int | None, kind: Kind) -> Shard:
-    """Returns the shard to show first. Without `step`, returns the latest shard of `kind`, or else the latest shard."""
+    """Returns the shard to show first. Without `step`: the latest of `kind`, or else of the other kind."""
     if step is not None:
         return Shard(step, kind)
     shards = store.shards()
@@ -175,7 +175,7 @@ class MainScreen(Screen[None]):
         self._steps.show(step_columns(), steps, cursor=steps.index(selected) if selected in steps else len(steps) - 1)
 
     def _poll(self) -> None:
-        """Lists new steps of an active run. If there are none, reloads the selected step if it has changed."""
+        """Lists new steps of an active run. If there are none, reloads the selected step if its shard has changed."""
         if [shard._asdict() for shard in self._store.shards()] != self._steps.rows:
             self._list_steps()
         elif self._store.changed_ns(self._shard) != self._changed_ns:
