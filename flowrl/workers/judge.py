@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flowrl.workers.groups import JudgeGroup
 
 _SEED = 0x4A55_4447 << 32
-"""Added to the seed, so that the random numbers of verdicts differ from those of responses."""
+"""Value that is added to the seed, so that the random numbers of verdicts differ from those of responses."""
 
 _MAX_SAMPLES = 2**20
 """Upper bound of the number of samples of a prompt. Used to combine two sample indices to one number."""
@@ -44,7 +44,7 @@ class _Judgment:
     """Verdict on one prompt."""
 
     score: float | None
-    """None if the prompt is too long, or if the text has no verdict."""
+    """Score of the verdict. None if the prompt is too long, or if the text has no verdict."""
     text: str
 
 

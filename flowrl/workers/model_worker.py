@@ -92,7 +92,7 @@ class ModelWorker(Worker[GroupType]):
     offloads_when_idle = False
     """Whether the engine moves its state to the CPU while other roles use its device."""
     loaded: tuple[ModelKind, ModelRoleConfig] | None = None
-    """Kind and settings of the model that `start_engine` has loaded. None if it uses the model of another worker."""
+    """Kind and settings of the model that `start_engine` loaded. None if the worker uses another worker's model."""
 
     @register(Dispatch.RANK_ZERO, memory=())
     def weight_differences(self) -> WeightDifferences:
@@ -150,7 +150,7 @@ class LossSettings:
 def resolve_loss(
     contract: Contract, cls: "type[TrainedWorker]", arguments: Arguments, settings: LossSettings
 ) -> Contract:
-    """Returns the contract of a call with a loss, for `register(resolve=...)`. The loss determines its columns and its
+    """Returns the contract of a call with a loss, for `register(resolve=...)`. The loss determines the columns and the
     row groups.
 
     Args:
@@ -301,9 +301,7 @@ class TrainedWorker(ModelWorker[GroupType]):
                 write_model(self.KIND, files, shapes, weights, tokenizer, folder, config)
 
     def description(self) -> dict[str, bytes]:
-        """Returns the files that `flowrl export` needs besides the weights, as name -> contents. Empty except on rank
-        0.
-        """
+        """Returns name -> contents of the files that `flowrl export` needs besides weights. Empty except on rank 0."""
         return self._description if self.rank == 0 else {}
 
     @cached_property

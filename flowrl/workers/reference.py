@@ -151,7 +151,7 @@ class Reference(ModelWorker["ReferenceGroup"]):
         """Returns the batch with token 0 in place of tokens for which the model has no embedding.
 
         Also returns the mask [T] of the replaced tokens that have a log-probability. The mask excludes the first token
-        of each row, and tokens outside `response_mask` if the batch has this column. Such tokens exist because a
+        of each row, and tokens outside `response_mask` if the batch has this column. Unknown tokens occur because a
         student may sample an unused embedding that the teacher lacks.
         """
         ids_T, lengths_B = batch["tokens", "input_ids"], lengths(batch)
