@@ -52,7 +52,7 @@ class DPOConfig(EpochConfig):
 
     @property
     def precomputed_roles(self) -> tuple[str, ...]:
-        """(`reference`,) if its log-probabilities are stored, whatever the number of pairs is. Otherwise, empty."""
+        """(`reference`,) if the reference's log-probabilities are stored for any number of pairs. Otherwise, empty."""
         has_passes = self.epochs is not None and self.epochs > 1
         is_stored = self.reference_logprobs == "stored" or (self.reference_logprobs == "auto" and has_passes)
         return ("reference",) if is_stored and self.actor.loss.IS_PAIRED else ()

@@ -20,7 +20,9 @@ MAX_STORY_TOKENS, MAX_TOKENS = 80, 112
 
 
 class PipelineConfig(Config):
-    """Settings of the pipeline (recipes/pipeline/run.py). Settings of a stage begin with its name: `ppo.steps=40`."""
+    """Settings of the pipeline (recipes/pipeline/run.py). Settings of a stage begin with its name, as in
+    `ppo.steps=40`.
+    """
 
     output: FilePath = Path("runs/pipeline")
     """Folder with the results of all stages. A finished stage in this folder is not repeated."""
@@ -35,7 +37,7 @@ class PipelineConfig(Config):
     """Number of prompts for which the SFT model tells two stories, which form a pair. PPO uses the same prompts."""
 
     num_held_out: PositiveInt = 300
-    """Number of held-out prompts, each of which has a story for SFT and a pair."""
+    """Number of held-out prompts for evaluations of SFT, the reward model and DPO, and for the comparison."""
 
     num_samples: PositiveInt = 2
     """Number of stories per held-out prompt in the comparison of the policies."""
