@@ -50,7 +50,7 @@ def explain(
     start_ns = max(start_ns, dropped_until_ns)
     if window_s is not None:
         start_ns = max(start_ns, end_ns - int(window_s * 1e9))
-    # The inputs of a call that was submitted earlier, and the previous call of its process, may be missing.
+    # Omits calls that were submitted before this time, because their inputs or previous calls may be missing.
     parts = [call for call in call_parts(loop) if times(call.event).submitted_ns >= dropped_until_ns]
     parts = [call for call in parts if call.event.finished_ns > start_ns]
     path = since(critical_path(loop), start_ns)

@@ -88,7 +88,7 @@ class Interruption:
         self._action: str | None = None
         self._received_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}  # Any: as signal.getsignal returns it
-        # A handler may interrupt a print. Putting into this queue is the only safe operation.
+        # A handler may interrupt a print, so it only puts lines into this queue, which is safe at any time.
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._printer = threading.Thread(target=self._print_lines, name="interruption", daemon=True)
 

@@ -131,7 +131,7 @@ class Protections(RunObserver):
         groups, self._groups = self._groups, []
         calls = {group.role: group.find_missing_protections.submit() for group in groups}
         for role, call in calls.items():
-            with suppress(ProcessLost):  # the workers of the replacement process lack the same
+            with suppress(ProcessLost):  # the replacement process lacks the same protections
                 self._report(role, dict(call.get()))
 
     def _report(self, role: str, missing_of: Mapping[str, tuple[str, ...]]) -> None:

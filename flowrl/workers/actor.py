@@ -156,7 +156,7 @@ class Actor(TrainedWorker["ActorGroup"]):
         return (
             shared is not None
             and self.config.has_base(model)
-            # All ranks of a collective forward pass must call it at the same time.
+            # All ranks must run a collective forward pass at the same time.
             and (
                 not shared.has_collective_forward
                 or (reference.mesh == self.mesh and reference.context.role in self.context.aligned_roles)

@@ -67,7 +67,7 @@ class TensorBoardTracker:
     """Writes the metrics as scalars, and the first saved rows of a step as a text."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Hides the events of steps that a resumed run repeats.
+        # `purge_step` hides the events of steps that a resumed run repeats.
         self._events = EventFile(tracker_folder(run, "tensorboard"), None if run.last_step < 0 else run.last_step + 1)
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:

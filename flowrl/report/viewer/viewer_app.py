@@ -45,7 +45,7 @@ def view_run(run_folder: Path, *, step: int | None = None, kind: Kind = "trainin
     app = ViewerApp(run_folder, step=step, kind=kind)
     app.run()
     if app.ended_by is not None:
-        signal.raise_signal(app.ended_by)  # it has its default handler again, because the event loop is closed
+        signal.raise_signal(app.ended_by)  # the default handler is back, because the event loop is closed
 
 
 class ViewerApp(App[None]):
