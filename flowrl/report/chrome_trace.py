@@ -103,7 +103,7 @@ def chrome_trace(
 
     Times are microseconds since the first submission. The `args` of a call contain its wait, queue and transfer times
     in milliseconds and the other fields of its event. A flow arrow leads to a call from the input that finished last.
-    An instant event marks each resume. Group counts are a counter. `otherData` has the time until which calls are
+    An instant event marks each resume. Group counts are counter events. `otherData` has the time until which calls are
     missing.
     """
     rows = sorted({Row.of(event) for event in events})

@@ -63,7 +63,7 @@ def save_weights(group: WorkerGroup, started: StartedRun, timeout_s: float | Non
 
 
 def save_last_weights(policy: WorkerGroup | None, started: StartedRun, history: Sequence[Mapping[str, float]]) -> None:
-    """Saves the policy of a run without checkpoints after invalid input, such as a failed reward, has ended the run.
+    """Saves the policy if invalid input, such as a failed reward, has ended a run without checkpoints.
 
     Does nothing without a policy, or if `history` (log records) has no training step. Reports errors to the user.
     """

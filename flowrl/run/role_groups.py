@@ -22,10 +22,10 @@ def group_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # Any: arguments of a worker's constructor
     """Returns the arguments of a worker's constructor, with settings of `applied` in place of settings of `stated`.
 
-    The recipe passes settings of `stated`, which lack the values that depend on the devices. Settings are replaced by
-    those of the role that has equal settings in `stated`. If several roles have, `role` comes first. Returns None if
-    the config field of the role is null. Raises UserError if the config has no such role, or if an argument has
-    settings that no role has.
+    The recipe passes settings of `stated`, which lack the values that depend on the devices. To find the role of such
+    settings, they are compared with all settings in `stated`. If several roles have equal settings, `role` comes first.
+    Returns None if the config field of the role is null. Raises UserError if the config has no such role, or if an
+    argument has settings that no role has.
     """
     if not isinstance(role, str):
         raise UserError(

@@ -93,7 +93,7 @@ def _flatten(settings: dict, prefix: str = "") -> dict[str, object]:
 
 
 class Clock:
-    """Measures the seconds of each stage, including earlier starts of the program."""
+    """Measures the total seconds of each stage over all starts of the program."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -101,8 +101,8 @@ def tracker_folder(run: TrackedRun, name: str) -> Path:
 
 
 def stored_id(folder: Path) -> str:
-    """Returns the id of a run in a tracker from the file `run_id`, so that a resumed run continues it. Without this
-    file, creates a random id and stores it.
+    """Returns the id of a run in a tracker. Creates a random id and stores it in the file `run_id`. If this file
+    exists, returns its id, so that a resumed run has the same id.
     """
     path = folder / "run_id"
     if path.is_file():

@@ -206,8 +206,8 @@ class RunObservers:
                 observer.calls_done(step, values)
 
     def write_evaluated(self, step: int) -> None:
-        """If training has waited for a step's evaluation, writes the step's record. The next step then excludes this
-        time.
+        """If training has waited for a step's evaluation, writes the step's record, and restarts the clock for the next
+        step.
         """
         if self._evaluated_step == step:
             self.write(step)

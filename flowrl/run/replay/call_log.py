@@ -89,7 +89,7 @@ class CallLog:
             self.metrics += metrics
 
     def save_tables(self, folder: Path) -> None:
-        """Starts to write the columns that the logged calls returned to files `calls/0001.safetensors`, ..."""
+        """Starts to write the result columns of the logged calls to the files `calls/0001.safetensors`, ..."""
         (folder / TABLES).mkdir(parents=True)
         for number, call in enumerate(self.entries, start=1):
             if isinstance(call.result, Batch) and call.result.columns:
