@@ -152,8 +152,8 @@ def _check_vocabularies(config: RolloutRunConfig) -> None:
 
 
 def _check_stop_ids(tokenizer: ChatTokenizer, config: RolloutRunConfig) -> None:
-    """Raises DataError if `rollout.template` has no stop tokens for the end of the assistant's turn in `data.template`,
-    because generation would then continue after the turn.
+    """Raises DataError if the rollout lacks the stop tokens with which `data.template` ends the assistant's turn.
+    Without them, generation would continue after the turn.
     """
     rollout, stops = config.rollout, tokenizer.stop_ids
     if rollout.template == config.data.template:
